@@ -1,0 +1,299 @@
+"""The configuration of a run: TOML in, frozen and validated sections out. Knows no other module.
+
+Every mistake a user can make ends as one ``ConfigError`` line that names the key, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+EMBEDDED_MODEL = "embedded:tiny"
+EMBEDDED_TASK = "embedded:gcd"
+
+
+class ConfigError(ValueError):
+    """A user's mistake in the configuration; its text is one line with the remedy."""
+
+
+class Section(BaseModel):
+    """Frozen, strict about unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class RunSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    folder: str = "runs"
+    """Parent folder; the run writes to ``folder/name``."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    num_steps: PositiveInt
+    ranks: PositiveInt = 1
+    """MPI ranks that ``tlt`` starts itself when no launcher (srun, mpiexec) did; a launcher's count goes first."""
+
+
+class ModelSection(Section):
+    path: str
+    """A Hugging Face folder, or ``embedded:tiny``."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class DataSection(Section):
+    source: str
+    """A .jsonl file with ``prompt`` and ``answer``, or ``embedded:gcd``."""
+    reward: Literal["boxed", "math"] = "boxed"
+    """``boxed``: the text of the last \\boxed{} equals the answer; ``math``: equal as mathematics (math-verify)."""
+    max_prompt_tokens: PositiveInt = 1024
+
+
+class RolloutSection(Section):
+    prompts_per_step: PositiveInt
+    group_size: PositiveInt
+    max_new_tokens: PositiveInt
+    temperature: NonNegative = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    max_live: PositiveInt = 64
+    """Sequences decoded together on one rank."""
+    shard: Literal["group", "sample"] = "group"
+    """What a rank owns: whole GRPO groups, or single samples of all groups."""
+    tie_guard: Literal["auto", "on", "off"] = "auto"
+    """``auto``: on for float32, off otherwise."""
+
+
+class SpeculationSection(Section):
+    mode: Literal["plain", "ngram", "full"] = "full"
+    """``plain``: none; ``ngram``: model-free drafter; ``full``: n-gram and learned drafter, trained in the tail."""
+    depths: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (2, 4)
+    """Draft lengths the strategy may choose from, beside ``off``."""
+    sharpness: Positive = 1.0
+    """Factor on the drafter's logits before the shared noise is added."""
+    epsilon: Fraction = 0.05
+    window: PositiveInt = 128
+    """Rounds of a bucket and strategy that its measured speed is taken over."""
+    ngram_orders: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (10, 8, 6, 4, 3)
+    """Context lengths that the n-gram drafter tries, longest first."""
+    ngram_history_tokens: PositiveInt = 200_000
+    """Tokens of earlier responses that the n-gram drafter remembers on each rank."""
+
+
+class DrafterSection(Section):
+    init: str = "random"
+    """``random``, ``embedded:tiny``, or a folder with a drafter saved by an earlier run."""
+    learning_rate: Positive = 1e-3
+    feature_loss_weight: NonNegative = 1.0
+    token_loss_weight: NonNegative = 0.1
+    micro_step_tokens: PositiveInt = 2048
+    """Most tokens of one micro-step; the time budget may make it smaller."""
+    micro_step_seconds: Positive = 0.2
+    min_idle: PositiveInt = 1
+    """Ranks that must be idle before any of them trains."""
+    train: bool = True
+    cache_bytes: PositiveInt = 2_000_000_000
+    """Bytes of features on disk that one rank may keep."""
+
+
+class AlgorithmSection(Section):
+    name: Literal["grpo"] = "grpo"
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.28
+    kl_coefficient: NonNegative = 0.0
+    updates_per_step: PositiveInt = 1
+    """Optimiser steps that one step's rollouts are cut into."""
+
+
+class OptimizerSection(Section):
+    learning_rate: Positive = 1e-6
+    weight_decay: NonNegative = 0.0
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    epsilon: Positive = 1e-8
+    max_grad_norm: NonNegative = 1.0
+    """0 switches clipping off."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    offload: bool = False
+    """Keep optimiser state in host memory."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Padded tokens of one forward and backward pass on one rank; one sequence may exceed it."""
+
+
+class CheckpointSection(Section):
+    every_steps: PositiveInt = 10
+    keep: PositiveInt = 2
+
+
+class Config(Section):
+    """The whole of a run's configuration."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection
+    speculation: SpeculationSection = SpeculationSection()
+    drafter: DrafterSection = DrafterSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.folder) / self.run.name
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply ``section.key=value`` overrides, and validate.
+
+    Raises:
+        ConfigError: unreadable file, TOML that does not parse, unknown key, wrong type or impossible combination.
+    """
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Validate a nested dict into a ``Config``.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+    _check_combinations(config)
+    return config
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set ``section.key=value`` in a TOML tree; the value is TOML, or a bare string where it does not parse as such."""
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or len(parts) != 2 or not all(parts):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. rollout.temperature=0.9")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    section = tree.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"override {override!r}: {parts[0]!r} is not a section in the file; write it as a [{parts[0]}] table")
+    section[parts[1]] = value
+
+
+def check_ranks(config: Config, num_ranks: int) -> None:
+    """Refuse a rank count that the step's samples cannot be divided over.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    unit = config.rollout.prompts_per_step if config.rollout.shard == "group" else config.samples_per_step
+    what = "rollout.prompts_per_step" if config.rollout.shard == "group" else "rollout.prompts_per_step x rollout.group_size"
+    if unit % num_ranks:
+        raise ConfigError(
+            f"{what} = {unit} is not divisible by {num_ranks} ranks; "
+            f"use {max(num_ranks, unit // num_ranks * num_ranks)} or another number of ranks"
+        )
+
+
+def check_model_limits(config: Config, max_positions: int) -> None:
+    """Refuse caps that exceed the model's positions.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    total = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if total > max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {total} exceeds the model's {max_positions} positions; "
+            f"lower rollout.max_new_tokens to {max(1, max_positions - config.data.max_prompt_tokens)} or less"
+        )
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that ``load_config`` reads back to an equal one."""
+    lines: list[str] = []
+    for section, values in config.model_dump().items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+    return repr(value)
+
+
+def _check_combinations(config: Config) -> None:
+    if config.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size = {config.rollout.group_size} with algorithm.name = {config.algorithm.name!r}, "
+            "whose advantage needs a group; use rollout.group_size of 2 or more"
+        )
+    if config.samples_per_step % config.algorithm.updates_per_step:
+        raise ConfigError(
+            f"algorithm.updates_per_step = {config.algorithm.updates_per_step} does not divide the step's "
+            f"{config.samples_per_step} samples; use {math.gcd(config.samples_per_step, config.algorithm.updates_per_step)}"
+        )
+    if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
+        raise ConfigError(
+            f"rollout.tie_guard = 'on' with model.dtype = {config.model.dtype!r}: the guard band would cover a large "
+            "share of all tokens; use model.dtype = 'float32' or rollout.tie_guard = 'auto'"
+        )
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_closest(location)}"
+    if first["type"] == "missing":
+        return f"missing key {key!r}; add it to the file or give {key}=VALUE"
+    remedy = first["msg"][0].lower() + first["msg"][1:]
+    return f"{key} = {first['input']!r}: {remedy}"
+
+
+def _closest(location: list[str]) -> str:
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    if len(location) == 1:
+        valid, prefix = list(sections), ""
+    else:
+        section = sections[location[0]]
+        assert section is not None
+        valid, prefix = list(section.model_fields), location[0] + "."
+    near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
+    if near:
+        return f"; did you mean {prefix + near[0]!r}?"
+    return f"; valid keys: {', '.join(prefix + name for name in valid)}"

@@ -1,0 +1,1 @@
+"""Prompts and the tasks they come from."""

@@ -1,0 +1,68 @@
+"""Hugging Face model folders: where they are, their tokenizer, their weights; the one place transformers is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from tlt_hpc.config import EMBEDDED_MODEL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def find_model(path: str) -> Path:
+    """The folder of ``embedded:tiny`` or of a path.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    folder = Path(str(resources.files("tlt_hpc") / "assets" / "tiny")) if path == EMBEDDED_MODEL else Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path = {path!r}: no config.json in that folder; download the model there first "
+            "(compute nodes have no internet) or use 'embedded:tiny'"
+        )
+    return folder
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The fast tokenizer of a model folder.
+
+    Raises:
+        ValueError: the folder has no tokenizer.json.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"model folder {folder} has no tokenizer.json; save the fast tokenizer there with save_pretrained")
+    return Tokenizer.from_file(str(path))
+
+
+def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
+    """The trainable transformers model of a folder, from local files only."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
+
+
+def folder_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a folder's safetensors files, one at a time, under its Hugging Face name.
+
+    Raises:
+        ValueError: the folder has no safetensors file.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model folder {folder} has no .safetensors file; convert the weights with save_pretrained")
+    for file in files:
+        with safe_open(file, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 (not a dict)
+                yield name, reader.get_tensor(name)

@@ -1,0 +1,106 @@
+"""Plain records that pass between the floors: arrays inside frozen dataclasses, no behaviour, no heavy library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Stream(IntEnum):
+    """Which of the run's independent random streams a sample belongs to."""
+
+    TRAIN = 0
+    EVALUATION = 1
+    REFILL = 2
+
+
+@dataclass(frozen=True, order=True)
+class SampleKey:
+    """Names one response of one run; with the policy's weights it determines the response's every token.
+
+    ``draw`` is the index of the prompt's draw within the step, ``sample`` the index within the prompt's group.
+    """
+
+    seed: int
+    stream: int
+    step: int
+    draw: int
+    sample: int
+
+
+class FinishReason(IntEnum):
+    """Why a response ended."""
+
+    EOS = 0
+    LENGTH = 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt [P] int32 with the answer its responses are judged by."""
+
+    tokens: NDArray[np.int32]
+    text: str
+    answer: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate."""
+
+    key: SampleKey
+    prompt_tokens: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished response.
+
+    ``response_tokens`` [R] int32 include the end-of-sequence token where there is one. ``log_probs`` [R] float32 are
+    of the sampled tokens under the temperature-scaled policy before top-k, top-p and min-p. ``num_target_passes``
+    counts the decoding passes that emitted the response, so accept length is R / num_target_passes.
+    """
+
+    key: SampleKey
+    prompt_tokens: NDArray[np.int32]
+    response_tokens: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    finish_reason: FinishReason
+    weight_version: int
+    num_target_passes: int
+    finished_seconds: float
+    """Wall-clock time (seconds since the epoch) of the last token."""
+
+
+@dataclass(frozen=True)
+class MicroStepRecord:
+    """One drafter update: when it ran (seconds since the epoch), on how many tokens, and the loss it saw."""
+
+    start_seconds: float
+    end_seconds: float
+    num_tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class RolloutTiming:
+    """One rank's rollout of one step, in seconds since the epoch.
+
+    Idle time runs from ``last_token_seconds`` to ``release_seconds``.
+    """
+
+    start_seconds: float
+    last_token_seconds: float
+    release_seconds: float
+
+    @property
+    def rollout_seconds(self) -> float:
+        return self.release_seconds - self.start_seconds
+
+    @property
+    def idle_seconds(self) -> float:
+        return self.release_seconds - self.last_token_seconds

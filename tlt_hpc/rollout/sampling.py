@@ -1,0 +1,99 @@
+"""The one sampling rule, with its zones of doubt: which token wins, and whether rounding could have changed that.
+
+Used alike with and without speculation, for every position of a draft, and in float64 by the tie guard.
+Shapes: ``V`` vocabulary; leading dimensions are free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingRule:
+    """Temperature and the three truncations; ``num_tokens`` is the vocabulary without its padding rows."""
+
+    temperature: float
+    num_tokens: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The winning token [...] and whether another path's rounding could choose otherwise [...]."""
+
+    token: Tensor
+    doubtful: Tensor
+
+
+def choose(logits: Tensor, noise: Tensor, rule: SamplingRule, tolerance: float) -> Choice:
+    """Gumbel-max over the tokens that the truncations keep; temperature 0 is argmax.
+
+    Args:
+        logits: [..., V], any float precision.
+        noise: [..., V] standard Gumbel noise; not read at temperature 0.
+        tolerance: zone of doubt, in units of the perturbed score (logits over temperature, plus noise).
+    """
+    scaled = logits[..., : rule.num_tokens]
+    if rule.temperature > 0:
+        scaled = scaled / rule.temperature
+        scores = scaled + noise[..., : rule.num_tokens]
+    else:
+        scores = scaled
+    if not rule.truncates:
+        best = scores.topk(min(2, rule.num_tokens), -1)
+        return Choice(best.indices[..., 0], best.values[..., 0] - best.values[..., -1] < tolerance)
+    surely, perhaps = kept_tokens(scaled, rule, tolerance)
+    best = scores.masked_fill(~perhaps, -torch.inf).topk(min(2, rule.num_tokens), -1)
+    token = best.indices[..., 0]
+    edge = ~surely.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    return Choice(token, edge | (best.values[..., 0] - best.values[..., -1] < tolerance))
+
+
+def kept_tokens(scaled: Tensor, rule: SamplingRule, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Masks [..., V] of the tokens that the truncations surely keep, and that they keep perhaps.
+
+    Each truncation reads the full distribution. With ``tolerance`` 0 both masks agree up to exact ties. A nucleus
+    keeps the tokens before which less than ``top_p`` of the mass lies; an error of e in all scaled logits moves a mass
+    m by at most 2 e m (1 - m) to first order, so ``tolerance`` bounds the error in mass as well.
+    """
+    surely, perhaps = torch.ones_like(scaled, dtype=torch.bool), torch.ones_like(scaled, dtype=torch.bool)
+    if 0 < rule.top_k < rule.num_tokens:
+        edge = scaled.topk(rule.top_k + 1, -1).values
+        surely &= scaled > edge[..., -1:] + tolerance
+        perhaps &= scaled >= edge[..., -2:-1] - tolerance
+    if rule.top_p < 1.0:
+        ranked = scaled.sort(-1, descending=True)
+        mass = torch.softmax(ranked.values, -1).cumsum(-1)
+        before = torch.nn.functional.pad(mass, (1, 0))
+        at_least = before.gather(-1, _num_above(ranked.values, scaled, tolerance))
+        own = torch.softmax(scaled, -1)
+        at_most = before.gather(-1, _num_above(ranked.values, scaled, -tolerance)) - own if tolerance > 0 else at_least
+        surely &= at_most < rule.top_p - tolerance
+        perhaps &= at_least < rule.top_p + tolerance
+    if rule.min_p > 0.0:
+        floor = scaled.max(-1, keepdim=True).values + torch.log(torch.tensor(rule.min_p, dtype=scaled.dtype))
+        surely &= scaled >= floor + tolerance
+        perhaps &= scaled >= floor - tolerance
+    return surely, perhaps
+
+
+def _num_above(descending: Tensor, values: Tensor, margin: float) -> Tensor:
+    """How many of ``descending`` [..., V] exceed each of ``values`` [..., V] by more than ``margin``."""
+    ascending = -descending
+    return torch.searchsorted(ascending.contiguous(), -(values + margin).contiguous())
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of tokens [...] under the temperature-scaled policy [..., V], before any truncation."""
+    scaled = logits / temperature if temperature > 0 else logits
+    return scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)

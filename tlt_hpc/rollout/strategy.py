@@ -1,0 +1,107 @@
+"""Which way to decode a round: "off", or a drafter and a depth, chosen online by live batch size. Knows no model.
+
+A goodput chooser: expected tokens per sequence and round (of the strategy, whatever the batch) over the measured
+seconds per round (of the strategy in this bucket of batch sizes). Accept length hardly depends on the batch and cost
+hardly on the drafter's quality, so each is learned from all the rounds that tell of it. "Off" is an arm of every
+bucket, and a share ``epsilon`` of the rounds explores.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["off", "ngram", "drafter"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to decode: where drafts come from and how many tokens long they are."""
+
+    source: Source
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        return "off" if self.source == "off" else f"{self.source}-{self.depth}"
+
+
+OFF = Strategy("off")
+
+
+def strategies_of(mode: str, depths: Sequence[int]) -> tuple[Strategy, ...]:
+    """The arms of a speculation mode; "off" is always the first."""
+    sources: tuple[Source, ...] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter")}[mode]
+    return (OFF, *(Strategy(source, depth) for source in sources for depth in sorted(set(depths))))
+
+
+class _Window:
+    """Mean of the last ``length`` values."""
+
+    def __init__(self, length: int) -> None:
+        self._values: deque[float] = deque(maxlen=length)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+
+    @property
+    def empty(self) -> bool:
+        return not self._values
+
+    @property
+    def mean(self) -> float:
+        return sum(self._values) / len(self._values)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._values)
+
+
+class StrategyChooser:
+    """Chooses per round from what earlier rounds gave."""
+
+    _COST_ROUNDS = 16
+
+    def __init__(self, strategies: Sequence[Strategy], epsilon: float, window: int, seed: int) -> None:
+        self.strategies = tuple(strategies)
+        self._epsilon = epsilon
+        self._random = random.Random(seed)
+        self._accepted = {strategy: _Window(window) for strategy in self.strategies}
+        self._seconds: dict[tuple[int, Strategy], _Window] = {}
+        self._totals = {strategy: (0, 0) for strategy in self.strategies}
+
+    def choose(self, num_live: int, usable: Sequence[Strategy]) -> Strategy:
+        """The strategy for a round of ``num_live`` sequences, among those usable now."""
+        if len(usable) == 1:
+            return usable[0]
+        for strategy in usable:
+            if self._cost(num_live, strategy).empty:
+                return strategy
+        if self._random.random() < self._epsilon:
+            return self._random.choice(usable)
+        return max(usable, key=lambda strategy: self.goodput(num_live, strategy))
+
+    def goodput(self, num_live: int, strategy: Strategy) -> float:
+        """Expected tokens per sequence and second of a strategy tried at this batch size."""
+        return self._accepted[strategy].mean / self._cost(num_live, strategy).median
+
+    def observe(self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float) -> None:
+        """Tell what a round gave: tokens emitted over all its sequences, and how long it took."""
+        self._accepted[strategy].add(num_tokens / num_live)
+        self._cost(num_live, strategy).add(seconds)
+        rounds, tokens = self._totals[strategy]
+        self._totals[strategy] = (rounds + 1, tokens + num_tokens)
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Rounds and tokens of each strategy so far."""
+        return {strategy.name: total for strategy, total in self._totals.items()}
+
+    def _cost(self, num_live: int, strategy: Strategy) -> _Window:
+        key = ((num_live - 1).bit_length(), strategy)
+        if key not in self._seconds:
+            self._seconds[key] = _Window(self._COST_ROUNDS)
+        return self._seconds[key]
