@@ -154,6 +154,11 @@ class Config(Section):
         return self.rollout.prompts_per_step * self.rollout.group_size
 
     @property
+    def tie_guard(self) -> bool:
+        """Whether near-ties are decided canonically: ``auto`` is on where float32 keeps the zone of doubt narrow."""
+        return self.rollout.tie_guard == "on" or (self.rollout.tie_guard == "auto" and self.model.dtype == "float32")
+
+    @property
     def folder(self) -> Path:
         return Path(self.run.folder) / self.run.name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from tlt_hpc.config import EMBEDDED_MODEL
+from tlt_hpc.models.shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +51,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     """The trainable transformers model of a folder, from local files only."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
 
 
@@ -66,3 +70,17 @@ def folder_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a dict)
                 yield name, reader.get_tensor(name)
+
+
+def end_token_ids(folder: Path, shape: ModelShape) -> tuple[int, ...]:
+    """Ids that end a response: generation_config.json's where it names some, since chat models list more there.
+
+    Raises:
+        ValueError: neither file names one.
+    """
+    path = folder / "generation_config.json"
+    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ids = tuple(named) if isinstance(named, list) else shape.eos_token_ids if named is None else (named,)
+    if not ids:
+        raise ValueError(f"model folder {folder} names no eos_token_id; add one to its generation_config.json")
+    return ids

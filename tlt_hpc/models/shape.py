@@ -30,6 +30,15 @@ class ModelShape:
     qkv_bias: bool
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the policy, norms and biases included."""
+        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        layer = heads * self.hidden_size + bias + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
 
 def read_shape(folder: Path) -> ModelShape:
     """The shape that ``folder/config.json`` describes.

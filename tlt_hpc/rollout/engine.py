@@ -33,7 +33,6 @@ from tlt_hpc.rollout.verify import emitted_counts, num_matching
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
 
 _PREFILL_TOKENS = 4096
-_FIRST_PROBE_LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class RolloutEngine:
         )
         self._cache = KVCache(shape, settings.max_live, positions, decoder.dtype, device)
         self._noise = NoiseWindow(settings.max_live, settings.rule.num_tokens, deepest + 1, device)
-        self._guard = TieGuard(decoder, settings.rule)
+        self._guard = TieGuard(decoder, settings.rule, settings.tie_guard)
         self._table = NgramDrafter(settings.ngram_orders, settings.ngram_history_tokens)
         self._ngram = NgramDrafts(self._table, settings.rule, settings.sharpness)
         self._learned = (
@@ -89,13 +88,13 @@ class RolloutEngine:
             else None
         )
         self._uses_ngram = any(strategy.source == "ngram" for strategy in settings.strategies)
-        self._chooser = StrategyChooser(settings.strategies, settings.epsilon, settings.window, settings.seed)
+        self.chooser = StrategyChooser(settings.strategies, settings.epsilon, settings.window, settings.seed)
         self._eos = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device=device)
         self._waiting: deque[Request] = deque()
         self._finished: list[Rollout] = []
         self._longest: Tensor | None = None
         self._counts = EngineCounts()
-        self._totals_taken = self._chooser.totals()
+        self._totals_taken = self.chooser.totals()
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
         self.feature_sink: FeatureSink | None = None
@@ -144,7 +143,7 @@ class RolloutEngine:
         """The counts since the last call; starts new ones."""
         counts, self._counts = self._counts, EngineCounts()
         counts.num_guarded, self._guard.num_guarded = self._guard.num_guarded, 0
-        totals = self._chooser.totals()
+        totals = self.chooser.totals()
         before = self._totals_taken
         counts.strategies = {name: (r - before[name][0], t - before[name][1]) for name, (r, t) in totals.items()}
         self._totals_taken = totals
@@ -159,8 +158,25 @@ class RolloutEngine:
         """
         assert self._rows.num_live == 0, "weights change only between rollouts"
         self.decoder.load(weights, version)
-        if self.settings.tie_guard:
-            self._guard.probe(self._longest if self._longest is not None else self._probe_tokens())
+        if self.settings.tie_guard and self._longest is not None:
+            self._guard.probe(self._longest)
+
+    def calibrate(self, requests: Sequence[Request]) -> None:
+        """Measure the tie guard's tolerance on real text before the first rollout, by responses that are thrown away.
+
+        Random tokens would not do: far from what a model was trained on its activations, and the error, are larger.
+        """
+        assert not self.has_work and self._longest is None
+        if not self.settings.tie_guard:
+            return
+        self._guard.active = False
+        self.submit(requests)
+        while self.has_work:
+            self._admit()
+            self._retire(self._round(OFF)[1])
+        self._finished = []
+        self._guard.active = True
+        self._guard.probe(self._longest)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -169,17 +185,17 @@ class RolloutEngine:
         self._admit()
         start = time.perf_counter()
         num_live = self._rows.num_live
-        strategy = self._chooser.choose(num_live, self._usable())
+        strategy = self.chooser.choose(num_live, self._usable())
         emitted, ended = self._round(strategy)
-        self._chooser.observe(strategy, num_live, sum(emitted), time.perf_counter() - start)
+        self.chooser.observe(strategy, num_live, sum(emitted), time.perf_counter() - start)
         self._counts.num_tokens += sum(emitted)
         self._counts.num_row_passes += num_live
         self._retire(ended)
 
     def _usable(self) -> Sequence[Strategy]:
         if self._learned is not None and not self.drafter_ready:
-            return [strategy for strategy in self._chooser.strategies if strategy.source != "drafter"]
-        return self._chooser.strategies
+            return [strategy for strategy in self.chooser.strategies if strategy.source != "drafter"]
+        return self.chooser.strategies
 
     def _round(self, strategy: Strategy) -> tuple[list[int], list[bool]]:
         """Draft, verify, accept: returns the tokens emitted and whether an end token came, for each live row."""
@@ -224,7 +240,7 @@ class RolloutEngine:
         columns = torch.arange(chosen.shape[1], device=chosen.device)
         while True:
             counts, ended = emitted_counts(chosen, num_matching(chosen, drafts), room, self._eos)
-            if not self.settings.tie_guard:
+            if not self._guard.active:
                 return chosen, counts, ended
             open_ties = doubtful & (columns < counts.unsqueeze(1))
             if not bool(open_ties.any()):
@@ -308,9 +324,3 @@ class RolloutEngine:
             if rows.learned[row] < len(text):
                 self._table.learn(text, rows.learned[row])
                 rows.learned[row] = len(text)
-
-    def _probe_tokens(self) -> Tensor:
-        """Arbitrary tokens, before any response exists to measure on."""
-        length = min(_FIRST_PROBE_LENGTH, self._rows.num_positions, self.decoder.shape.max_positions)
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(self.settings.rule.num_tokens, (length,), generator=generator).to(self.decoder.device)

@@ -25,7 +25,8 @@ _LEAST_ERROR = 1e-6
 class TieGuard:
     """Decides doubtful tokens canonically, and watches that its tolerance stays wide enough."""
 
-    def __init__(self, decoder: Decoder, rule: SamplingRule) -> None:
+    def __init__(self, decoder: Decoder, rule: SamplingRule, active: bool) -> None:
+        self.active = active
         self.tolerance = 0.0
         self.num_guarded = 0
         self.num_raised = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +47,10 @@ class _Window:
 
     def add(self, value: float) -> None:
         self._values.append(value)
+
+    @property
+    def values(self) -> list[float]:
+        return list(self._values)
 
     @property
     def empty(self) -> bool:
@@ -95,6 +99,16 @@ class StrategyChooser:
         self._cost(num_live, strategy).add(seconds)
         rounds, tokens = self._totals[strategy]
         self._totals[strategy] = (rounds + 1, tokens + num_tokens)
+
+    def state(self) -> dict[str, list[float]]:
+        """Accepted tokens by strategy, for a checkpoint; costs belong to the machine and are measured anew."""
+        return {strategy.name: window.values for strategy, window in self._accepted.items()}
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Take up what ``state`` saved; strategies that are no longer there are ignored."""
+        for strategy, window in self._accepted.items():
+            for value in state.get(strategy.name, ()):
+                window.add(value)
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Rounds and tokens of each strategy so far."""

@@ -1,0 +1,236 @@
+"""The drafter's training: pairs aligned, packing without leaks, loss against a loop, merges, the update itself."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
+
+from tlt_hpc.config import DrafterSection
+from tlt_hpc.drafting.loss import LossWeights, drafter_loss
+from tlt_hpc.drafting.packing import pack
+from tlt_hpc.drafting.pool import TrainingPool
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.layers import attend_documents
+from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.storage.feature_cache import Document, FeatureCache
+from tlt_hpc.storage.folder import RunFolder
+
+WEIGHTS = LossWeights(1.0, 0.1)
+
+
+def to_bits(features):
+    return features.to(torch.bfloat16).view(torch.uint16).numpy()
+
+
+def random_document(length, prompt_length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(20, (length,), generator=generator).numpy().astype(np.int32)
+    features = torch.randn(length - 1, 1, 128, generator=generator)
+    return Document(tokens, prompt_length, to_bits(features), 0)
+
+
+def loss_by_definition(drafter, document):
+    """Sum over response pairs and their number, pair by pair, for one document."""
+    decoder = embedded_decoder()
+    h = torch.from_numpy(document.features[:, 0]).view(torch.bfloat16).float()
+    tokens = torch.from_numpy(document.tokens).long()
+    n = len(h) - 1
+    embedded = F.embedding(tokens[1 : n + 1], decoder.embedding)
+    z = drafter(embedded, h[:n], torch.arange(n), attend_documents(decoder.shape, None))
+    total, count = torch.zeros(()), 0
+    for i in range(n):
+        if i + 2 < document.prompt_length:
+            continue
+        difference = (z[i] - h[i + 1]).abs()
+        smooth = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean()
+        target = torch.softmax(decoder.head @ h[i + 1], 0)
+        cross = -(target * torch.log_softmax(decoder.head @ z[i], 0)).sum()
+        total = total + WEIGHTS.feature * smooth + WEIGHTS.token * cross
+        count += 1
+    return total, count
+
+
+def gradients(drafter):
+    out = torch.cat([p.grad.flatten() for p in drafter.parameters()])
+    drafter.zero_grad()
+    return out
+
+
+def test_packed_loss_and_gradient_equal_the_documents_one_by_one():
+    drafter = Drafter(embedded_decoder().shape, 0, torch.float32, CPU)
+    documents = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(30, 9), (7, 4), (61, 2), (3, 1)])]
+    decoder = embedded_decoder()
+    packed = drafter_loss(drafter, pack(documents, CPU), decoder.embedding, decoder.head, WEIGHTS)
+    packed.backward()
+    got = gradients(drafter)
+    sums = [loss_by_definition(drafter, document) for document in documents]
+    alone = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    alone.backward()
+    assert packed.item() == pytest.approx(alone.item(), abs=1e-5)
+    torch.testing.assert_close(got, gradients(drafter), atol=1e-5, rtol=1e-4)
+
+
+def test_the_drafter_holds_no_embedding_or_head_and_reads_the_current_ones():
+    drafter = Drafter(embedded_decoder().shape, 0, torch.float32, CPU)
+    assert {name for name, _ in drafter.named_parameters()} == {"fc", "qkv", "output", "gate_up", "down", "post_norm"}
+    decoder, batch = embedded_decoder(), pack([random_document(30, 9, 0)], CPU)
+    before = drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS)
+    changed = drafter_loss(drafter, batch, decoder.embedding, decoder.head * 1.5, WEIGHTS)
+    assert before.item() != changed.item()
+
+
+def make_trainer(tmp_path, rank=0, **settings):
+    cache = FeatureCache(RunFolder(tmp_path), rank, 1, 128, 10**9)
+    options = DrafterSection(**{"micro_step_seconds": 5.0, "learning_rate": 2e-3, **settings})
+    return SpotTrainer(embedded_decoder(), cache, options, seed=0, rank=rank), cache
+
+
+def fill(cache, step, num_prompts=6, seed=0):
+    """A rollout of the embedded model whose features land in the cache."""
+    drafter = Drafter(embedded_decoder().shape, 0, torch.float32, CPU)
+    engine = make_engine([OFF], drafter=drafter, max_live=32)
+    engine.feature_sink = cache.begin_step(step, 0).append
+    return generate(engine, gcd_requests(num_prompts, 4, step, seed))
+
+
+def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0)
+    trainer.begin(0)
+    for _ in range(120):
+        assert trainer.micro_step()
+    trainer.end()
+    cache.end_step()
+    losses = [record.loss for record in trainer.records]
+    assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:10])
+    plain = texts(generate(make_engine(), gcd_requests(4, 4, 7)))
+
+    def accept_length(drafter):
+        engine = make_engine([Strategy("drafter", 3)], drafter=drafter)
+        engine.drafter_ready = True
+        assert texts(generate(engine, gcd_requests(4, 4, 7))) == plain
+        counts = engine.take_counts()
+        return counts.num_tokens / counts.num_row_passes
+
+    untrained = accept_length(Drafter(embedded_decoder().shape, 0, torch.float32, CPU))
+    assert accept_length(trainer.drafter) > untrained + 0.3
+
+
+def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_path):
+    documents = [random_document(40 + i, 9, i) for i in range(9)]
+    for rank in (0, 1):
+        _, other = make_trainer(tmp_path, rank)
+        writer = other.begin_step(0, 0)
+        for document in documents[rank * 4 : rank * 4 + 4]:
+            writer.append(document.tokens, document.prompt_length, document.features)
+        other.end_step()
+    _, cache = make_trainer(tmp_path)
+    writer = cache.begin_step(1, 1)
+    writer.append(documents[8].tokens, documents[8].prompt_length, documents[8].features)
+    pool = TrainingPool(cache, random.Random(0))
+    assert len(pool) == 9
+    drawn = pool.draw(200)
+    assert 1 < len(drawn)
+    assert sum(len(d.tokens) for d in drawn) <= 200
+    assert len(pool.draw(10)) == 1, "a document over the budget is still a micro-step"
+    by_tokens = {d.tokens.tobytes(): d for d in documents}
+    seen = {}
+    for _ in range(60):
+        drawn = [d.tokens.tobytes() for d in pool.draw(200)]
+        assert len(set(drawn)) == len(drawn), "no document twice in a batch"
+        seen.update(dict.fromkeys(drawn))
+    assert set(seen) == set(by_tokens)
+    for document in pool.draw(400):
+        np.testing.assert_array_equal(document.features, by_tokens[document.tokens.tobytes()].features)
+    pool.close()
+
+
+def test_nothing_to_train_on_is_no_step(tmp_path):
+    trainer, cache = make_trainer(tmp_path)
+    cache.begin_step(0, 0)
+    trainer.begin(0)
+    assert not trainer.micro_step()
+    assert trainer.num_steps == 0
+
+
+class FakeWorld:
+    """Two ranks' merges, one after another: sums what both posted."""
+
+    def __init__(self):
+        self.arrays, self.items = [], []
+
+    size = 2
+
+    def start_sum(self, array):
+        self.arrays.append(array.copy())
+        return self
+
+    def wait(self):
+        return np.sum(self.arrays, 0, dtype=np.float32)
+
+    def allgather(self, item):
+        self.items.append(item)
+        return [item, item]
+
+
+def test_merge_is_the_token_weighted_mean_of_weights_and_moments(tmp_path):
+    trainers = [make_trainer(tmp_path / str(rank), rank)[0] for rank in range(2)]
+    for rank, trainer in enumerate(trainers):
+        fill(trainer._cache, 0, num_prompts=2 + rank)
+        trainer.begin(0)
+        for _ in range(2 + rank):
+            trainer.micro_step()
+    tokens = [sum(r.num_tokens for r in t.records) for t in trainers]
+    states = [t.state() for t in trainers]
+    world = FakeWorld()
+    for trainer in trainers:
+        trainer.start_merge(world)
+    reports = [trainer.finish_merge(world) for trainer in trainers]
+    assert reports[0].sha256 == reports[1].sha256
+    assert reports[0].num_tokens == sum(tokens)
+    for name in set(states[0]) - {"num_steps"}:
+        wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
+        torch.testing.assert_close(trainers[0].state()[name], wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_merge_where_nobody_trained_changes_nothing(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    before = trainer.sha256()
+    trainer.begin(0)
+    trainer.start_merge(FakeWorld())
+    assert trainer.finish_merge(FakeWorld()).sha256 == before
+
+
+def test_state_round_trip_and_a_foreign_drafter(tmp_path):
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, 2)
+    trainer.begin(0)
+    trainer.micro_step()
+    other, _ = make_trainer(tmp_path / "other")
+    other.load_state(trainer.state())
+    assert other.sha256() == trainer.sha256()
+    assert other.num_steps == trainer.num_steps == 1
+    wrong = {**trainer.state(), "fc.weight": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"'fc\.weight': \[2, 2\], this model needs \[128, 256\]"):
+        other.load_state(wrong)
+
+
+def test_the_update_is_adam():
+    """Three updates against torch's Adam on the same gradients."""
+    decoder = embedded_decoder()
+    trainer = SpotTrainer(decoder, None, DrafterSection(learning_rate=1e-3), seed=0, rank=0)
+    twin = Drafter(decoder.shape, 0, torch.float32, CPU)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    for i in range(3):
+        batch = pack([random_document(40, 5, i)], CPU)
+        for drafter in (trainer.drafter, twin):
+            drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS).backward()
+        trainer._adam()
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, reference in zip(trainer.drafter.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-6, rtol=1e-5)

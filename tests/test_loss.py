@@ -1,0 +1,96 @@
+"""The loss formulas against values worked out by hand, and their gradients against finite differences."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tlt_hpc.rl.loss import grpo_loss, kl_k3, token_entropy, token_log_probs
+
+
+def losses_of(ratios: list[float], advantages: list[float], mask: list[bool] | None = None) -> tuple[list, list]:
+    old = torch.full((len(ratios),), -1.5, dtype=torch.float64)
+    log_probs = old + torch.tensor(ratios, dtype=torch.float64).log()
+    kept = torch.tensor(mask if mask is not None else [True] * len(ratios))
+    losses, clipped = grpo_loss(log_probs, old, torch.tensor(advantages, dtype=torch.float64), kept, 0.2, 0.28)
+    return losses.tolist(), clipped.tolist()
+
+
+def test_the_clip_takes_effect_only_where_it_lowers_the_objective() -> None:
+    ratios = [1.0, 1.5, 1.5, 0.5, 0.5, 1.25, 1.25]
+    advantages = [2.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0]
+    losses, clipped = losses_of(ratios, advantages)
+    assert losses == pytest.approx([-2.0, -1.28, 1.5, -0.5, 0.8, -1.25, 1.25])
+    assert clipped == [False, True, False, False, True, False, False]
+
+
+def test_masked_tokens_have_no_loss_and_no_gradient() -> None:
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    losses, clipped = grpo_loss(
+        log_probs, torch.tensor([-3.0, -float("inf")]), torch.ones(2), torch.tensor([True, False]), 0.2, 0.28
+    )
+    losses.sum().backward()
+    assert losses[1] == 0 and clipped.tolist() == [True, False]
+    assert log_probs.grad is not None and log_probs.grad[1] == 0
+
+
+def test_the_gradient_at_ratio_one_is_the_policy_gradient() -> None:
+    log_probs = torch.tensor([-0.5, -1.0, -2.0], requires_grad=True)
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+    losses, _ = grpo_loss(log_probs, log_probs.detach(), advantages, torch.ones(3, dtype=torch.bool), 0.2, 0.28)
+    losses.sum().backward()
+    assert log_probs.grad is not None
+    torch.testing.assert_close(log_probs.grad, -advantages)
+
+
+def test_a_wild_ratio_stays_finite() -> None:
+    losses, _ = grpo_loss(
+        torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), torch.tensor([True]), 0.2, 0.28
+    )
+    assert losses.item() == pytest.approx(math.exp(20), rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_log_probs_and_entropy_are_of_the_tempered_softmax(temperature: float) -> None:
+    logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 10, 3, 3, 7, 1])
+    probabilities = torch.softmax(logits.double() / temperature, -1)
+    chosen = torch.tensor([float(row[target]) for row, target in zip(probabilities, targets, strict=True)])
+    torch.testing.assert_close(token_log_probs(logits, targets, temperature), chosen.log(), rtol=1e-5, atol=1e-6)
+    entropy = [-sum(p * math.log(p) for p in row.tolist()) for row in probabilities]
+    torch.testing.assert_close(token_entropy(logits, temperature), torch.tensor(entropy), rtol=1e-5, atol=1e-6)
+
+
+def test_log_probs_of_bfloat16_logits_are_computed_in_float32() -> None:
+    logits = torch.randn(3, 50).bfloat16()
+    targets = torch.tensor([1, 2, 3])
+    log_probs = token_log_probs(logits, targets, 1.0)
+    assert log_probs.dtype == torch.float32
+    torch.testing.assert_close(log_probs, torch.log_softmax(logits.float(), -1)[range(3), targets])
+
+
+def test_no_tokens_give_no_loss_but_a_gradient_of_zero() -> None:
+    logits = torch.randn(0, 5, requires_grad=True)
+    token_log_probs(logits, torch.zeros(0, dtype=torch.int64), 1.0).sum().backward()
+    assert logits.grad is not None and logits.grad.shape == (0, 5)
+
+
+def test_k3_is_zero_at_equality_never_negative_and_unbiased() -> None:
+    policy = torch.log_softmax(torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64), -1)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.5, -0.3, 0.1], dtype=torch.float64), -1)
+    assert not kl_k3(policy, policy).any()
+    estimates = kl_k3(policy, reference)
+    assert (estimates > 0).all()
+    exact = (policy.exp() * (policy - reference)).sum()
+    torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
+
+
+def test_gradients_equal_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_probs = torch.randn(8, dtype=torch.float64, generator=generator).requires_grad_()
+    old, advantages = log_probs.detach() + 0.1, torch.randn(8, dtype=torch.float64, generator=generator)
+    mask = torch.ones(8, dtype=torch.bool)
+    assert torch.autograd.gradcheck(lambda x: grpo_loss(x, old, advantages, mask, 0.2, 0.28)[0], log_probs)
+    assert torch.autograd.gradcheck(lambda x: kl_k3(x, old), log_probs)

@@ -1,0 +1,78 @@
+"""The noise: Philox against its published answers, the Gumbel law at both tails, windows equal to direct rows."""
+
+import math
+
+import pytest
+import torch
+
+from tlt_hpc.records import SampleKey
+from tlt_hpc.rollout.noise import NoiseWindow, gumbel, gumbel_rows, noise_key, philox
+
+# Known answers of Random123 (kat_vectors, philox4x32 10 rounds): counter, key, output
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
+def test_philox_gives_the_published_answers(counter, key, wanted):
+    words = philox(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key))
+    assert tuple(int(word) for word in words) == wanted
+
+
+def test_gumbel_is_finite_and_right_at_both_ends():
+    ends = gumbel(torch.tensor([0, 2**32 - 1]))
+    assert torch.isfinite(ends).all()
+    assert ends[0] == pytest.approx(-math.log(-math.log1p(-0.5 * 2.0**-32)), rel=1e-6)
+    assert ends[1] == pytest.approx(-math.log(-math.log(0.5 * 2.0**-32)), rel=1e-6)
+
+
+def test_maximum_over_a_large_vocabulary_has_the_gumbel_law():
+    """The maximum of V standard Gumbels is Gumbel with location log V; fp32 uniforms would fail this by far."""
+    vocab, rows = 152_064, 400
+    words = torch.tensor([noise_key(SampleKey(1, 0, 0, 0, i)) for i in range(rows)])
+    highest = torch.cat([gumbel_rows(words[i : i + 20], torch.zeros(20, 1).long(), vocab).amax(-1) for i in range(0, rows, 20)])
+    shifted = (highest.flatten() - math.log(vocab)).double().sort().values
+    law = torch.exp(-torch.exp(-shifted))
+    steps = torch.arange(1, rows + 1) / rows
+    distance = (law - steps).abs().max()
+    assert distance < 1.63 / math.sqrt(rows), f"Kolmogorov-Smirnov distance {distance} (1 % level)"
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
+    words = torch.tensor([noise_key(SampleKey(3, 0, 0, 0, i)) for i in range(200)])
+    noise = gumbel_rows(words, torch.arange(100).expand(200, 100), 5)
+    counts = torch.bincount((probabilities.log() + noise).argmax(-1).flatten(), minlength=5)
+    expected = probabilities * counts.sum()
+    assert float(((counts - expected) ** 2 / expected).sum()) < 18.5  # chi-square, 4 degrees, 0.1 %
+
+
+def test_every_part_of_the_key_matters():
+    base = SampleKey(1, 2, 3, 4, 5)
+    others = [SampleKey(*(v + (i == part) for i, v in enumerate((1, 2, 3, 4, 5)))) for part in range(5)]
+    assert len({noise_key(key) for key in [base, *others]}) == 6
+
+
+def test_window_equals_direct_rows_however_rows_advance_and_move():
+    window = NoiseWindow(4, 20, 5, torch.device("cpu"))
+    keys = [SampleKey(0, 0, 0, 0, i) for i in range(4)]
+    window.set_rows([0, 1, 2], keys[:3])
+    generator = torch.Generator().manual_seed(0)
+    positions, owners = torch.zeros(3, dtype=torch.int64), [0, 1, 2]
+    for round_number in range(120):
+        width = int(torch.randint(1, 6, (1,), generator=generator))
+        got = window.at(positions, width)
+        words = torch.tensor([noise_key(keys[owner]) for owner in owners])
+        assert torch.equal(got, gumbel_rows(words, positions.unsqueeze(1) + torch.arange(width), 20))
+        positions = positions + torch.randint(1, width + 1, (len(owners),), generator=generator)
+        if round_number == 40:  # row 0 ends, row 2 takes its place, and a new sample comes to row 2
+            window.move_row(2, 0)
+            window.set_rows([2], [keys[3]])
+            owners, positions = [2, 1, 3], torch.tensor([positions[2], positions[1], 0])

@@ -1,0 +1,490 @@
+"""The policy engine on 1, 2 and 4 ranks against plain single-process torch, and its state across ranks and stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launch_ranks import run_on_ranks
+
+from tlt_hpc.config import Config, ConfigError, parse_config
+from tlt_hpc.records import FinishReason, Rollout, SampleKey
+
+VOCABULARY = 40
+NUM_PROMPTS, GROUP_SIZE, NUM_UPDATES = 3, 4, 2
+TEMPERATURE = 0.8
+TOLERANCE = 1e-5
+
+pytestmark = pytest.mark.mpi
+
+
+def make_config(**changes: Any) -> Config:
+    """``section__key=value`` changes one value."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "test", "num_steps": 1},
+        "model": {"path": "unused", "dtype": "float32"},
+        "data": {"source": "unused"},
+        "rollout": {
+            "prompts_per_step": NUM_PROMPTS,
+            "group_size": GROUP_SIZE,
+            "max_new_tokens": 32,
+            "temperature": TEMPERATURE,
+        },
+        "algorithm": {"updates_per_step": NUM_UPDATES},
+        # A large epsilon: the key biases have no gradient but rounding, of which Adam would otherwise make full steps.
+        "optimizer": {"learning_rate": 1e-2, "epsilon": 1e-3, "weight_decay": 0.1, "micro_batch_tokens": 48},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        tree.setdefault(section, {})[name] = value
+    return parse_config(tree)
+
+
+def make_model(dtype: torch.dtype = torch.float32, tied: bool = False) -> torch.nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(7)
+    shape = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return Qwen2ForCausalLM(shape).to(dtype)
+
+
+def make_rollouts(step: int = 0) -> list[Rollout]:
+    generator = np.random.default_rng(step)
+    return [
+        make_rollout(SampleKey(0, 0, step, draw, sample), generator)
+        for draw in range(NUM_PROMPTS)
+        for sample in range(GROUP_SIZE)
+    ]
+
+
+def make_rollout(key: SampleKey, generator: np.random.Generator) -> Rollout:
+    response_length = int(generator.integers(1, 25))
+    return Rollout(
+        key=key,
+        prompt_tokens=generator.integers(2, VOCABULARY, 2 + key.draw).astype(np.int32),
+        response_tokens=generator.integers(2, VOCABULARY, response_length).astype(np.int32),
+        log_probs=-generator.random(response_length).astype(np.float32),
+        finish_reason=FinishReason.EOS,
+        weight_version=0,
+        num_target_passes=response_length,
+        finished_seconds=0.0,
+    )
+
+
+def make_advantages(step: int = 0) -> np.ndarray:
+    return np.random.default_rng(100 + step).normal(size=NUM_PROMPTS * GROUP_SIZE).astype(np.float32)
+
+
+def connect() -> Any:
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import join_process_group
+
+    world = World.connect()
+    join_process_group(world, "cpu")
+    return world
+
+
+def make_policy(config: Config, world: Any, **changes: Any) -> Any:
+    from tlt_hpc.rl.policy import Policy
+
+    return Policy(make_model(getattr(torch, config.model.dtype), **changes), config, world)
+
+
+# --- the reference: one process, one sample at a time, no padding, its own formulas ---
+
+
+class Reference:
+    """What an update should be; keeps the gradients of every update."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.model = make_model()
+        settings = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), settings.learning_rate, settings.betas, settings.epsilon, settings.weight_decay
+        )
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.norms: list[float] = []
+        self.pg_loss = self.clipped = self.entropy = 0.0
+
+    def log_softmax(self, rollout: Rollout) -> torch.Tensor:
+        tokens = torch.tensor(np.concatenate([rollout.prompt_tokens, rollout.response_tokens]), dtype=torch.int64)
+        logits = self.model(input_ids=tokens[None]).logits[0] / self.config.rollout.temperature
+        return torch.log_softmax(logits, -1)[rollout.prompt_tokens.size - 1 : -1]
+
+    def log_probs(self, rollout: Rollout) -> torch.Tensor:
+        return self.log_softmax(rollout)[range(rollout.response_tokens.size), rollout.response_tokens.tolist()]
+
+    def update(self, rollouts: Sequence[Rollout], advantages: np.ndarray) -> None:
+        num_updates = self.config.algorithm.updates_per_step
+        with torch.no_grad():
+            old = [self.log_probs(rollout) for rollout in rollouts]
+        self.pg_loss = self.clipped = self.entropy = 0.0
+        for update in range(num_updates):
+            part = range(update, len(rollouts), num_updates)
+            num_tokens = sum(rollouts[i].response_tokens.size for i in part)
+            self.optimizer.zero_grad()
+            for i in part:
+                (self.loss(rollouts[i], old[i], float(advantages[i])) / num_tokens).backward()
+            self.gradients.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
+            limit = self.config.optimizer.max_grad_norm or math.inf
+            self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
+            self.optimizer.step()
+
+    def loss(self, rollout: Rollout, old: torch.Tensor, advantage: float) -> torch.Tensor:
+        total = torch.zeros(())
+        rows = self.log_softmax(rollout)
+        self.entropy += float(-(rows.exp() * rows).sum())
+        for row, token, old_log_prob in zip(rows, rollout.response_tokens.tolist(), old, strict=True):
+            ratio = (row[token] - old_log_prob).exp()
+            kept = min(max(float(ratio.detach()), 0.8), 1.28)
+            if advantage * kept < advantage * float(ratio.detach()):
+                total = total - kept * advantage
+                self.clipped += 1
+            else:
+                total = total - ratio * advantage
+        self.pg_loss += float(total.detach())
+        return total
+
+
+def capture_gradients(policy: Any) -> list[dict[str, torch.Tensor]]:
+    """The full gradients of every update from now on, before clipping."""
+    from deepspeed.utils import safe_get_full_grad
+
+    captured: list[dict[str, torch.Tensor]] = []
+    step = policy.engine.step
+
+    def record_and_step() -> None:
+        captured.append(
+            {name: safe_get_full_grad(p).detach().clone() for name, p in policy.engine.module.named_parameters()}
+        )
+        step()
+
+    policy.engine.step = record_and_step
+    return captured
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+def weights_of(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in policy.named_weights()}
+
+
+# --- gradients and weights ---
+
+
+def compare_with_reference(stages: list[int], changes: dict[str, Any]) -> list[dict[str, Any]]:
+    world = connect()
+    results = []
+    reference = Reference(make_config(**changes))
+    for step in range(2):
+        reference.update(make_rollouts(step), make_advantages(step))
+    for stage in stages:
+        policy = make_policy(make_config(optimizer__zero_stage=stage, **changes), world)
+        captured = capture_gradients(policy)
+        stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(2)][1]
+        num_tokens = sum(rollout.response_tokens.size for rollout in make_rollouts(1))
+        results.append(
+            {
+                "stage": stage,
+                "gradient": max(map(distance, captured, reference.gradients)),
+                "largest": float(max(g.abs().max() for g in reference.gradients[0].values())),
+                "weights": distance(weights_of(policy), dict(reference.model.named_parameters())),
+                "moved": distance(dict(make_model().named_parameters()), dict(reference.model.named_parameters())),
+                "norm": abs(stats.grad_norm - float(np.mean(reference.norms[NUM_UPDATES:]))),
+                "pg_loss": abs(stats.pg_loss - reference.pg_loss / num_tokens),
+                "entropy": abs(stats.entropy - reference.entropy / num_tokens),
+                "clipped": abs(stats.pg_clipfrac * num_tokens - reference.clipped),
+                "num_clipped": reference.clipped,
+                "num_tokens": stats.num_tokens - num_tokens,
+                "sha256": policy.sha256(),
+                "steps": policy.optimizer_step_count,
+                "stats": [stats.pg_loss, stats.entropy, stats.ppo_kl, stats.grad_norm, stats.update_seconds],
+            }
+        )
+        policy.close()
+    leave()
+    return results
+
+
+def leave() -> None:
+    from tlt_hpc.rl.distributed import leave_process_group
+
+    leave_process_group()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stages"), [(1, [1, 0, 3]), (2, [0, 1, 2, 3, 1]), (4, [1])], ids=["1 rank", "2 ranks", "4 ranks"]
+)
+def test_gradients_and_weights_equal_plain_torch(num_ranks: int, stages: list[int]) -> None:
+    ranks = run_on_ranks(num_ranks, compare_with_reference, stages, {})
+    for result in ranks[0]:
+        assert result["largest"] > 0.05 and result["moved"] > 0.01 and result["num_clipped"] > 5, result
+        assert result["gradient"] < TOLERANCE and result["weights"] < TOLERANCE, result
+        assert max(result["norm"], result["pg_loss"], result["entropy"]) < 1e-4, result
+        assert result["clipped"] < 1.5 and result["num_tokens"] == 0 and result["steps"] == 4, result
+    assert all(rank == ranks[0] for rank in ranks), "hashes and stats differ between ranks"
+
+
+def test_without_clipping_the_gradient_is_not_clipped() -> None:
+    """DeepSpeed clips at 1 unless told otherwise; here the norm is above that."""
+    (result,) = run_on_ranks(1, compare_with_reference, [1], {"optimizer__max_grad_norm": 0.0})[0]
+    assert result["weights"] < TOLERANCE and result["stats"][3] > 1.0, result
+
+
+# --- repeatability, padding, the other settings ---
+
+
+def digest_after_updates() -> str:
+    world = connect()
+    policy = make_policy(make_config(), world)
+    for step in range(2):
+        policy.update(make_rollouts(step), make_advantages(step))
+    digest = finish(policy)
+    leave()
+    return digest
+
+
+@pytest.fixture(scope="module")
+def digests() -> set[str]:
+    """Of the same job, run twice."""
+    return {digest for _ in range(2) for digest in run_on_ranks(2, digest_after_updates)}
+
+
+def test_the_same_job_twice_gives_the_same_bits(digests: set[str]) -> None:
+    assert len(digests) == 1
+
+
+def vary_settings() -> dict[str, Any]:
+    """Things that need no second job, on one world."""
+    from tlt_hpc.rl.policy import Policy
+
+    world = connect()
+    result: dict[str, Any] = {}
+    weights = {}
+    for budget in (1, 48, 10_000):
+        policy = make_policy(make_config(optimizer__micro_batch_tokens=budget), world)
+        policy.update(make_rollouts(), make_advantages())
+        weights[budget] = weights_of(policy)
+        policy.close()
+    result["padding"] = max(distance(weights[1], weights[48]), distance(weights[1], weights[10_000]))
+
+    policy = make_policy(make_config(optimizer__warmup_steps=4), world)
+    stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(3)]
+    result["lr"] = [each.lr for each in stats]
+    policy.close()
+
+    config = make_config(algorithm__kl_coefficient=0.5)
+    policy = Policy(make_model(), config, world, reference=make_model())
+    stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(2)]
+    result["kl"] = [each.kl_loss for each in stats]
+    result["kl changes the update"] = distance(weights_of(policy), weights[48])
+    policy.close()
+
+    policy = make_policy(make_config(rollout__temperature=0.0, algorithm__updates_per_step=1), world, tied=True)
+    stats = [policy.update(make_rollouts(), np.zeros(NUM_PROMPTS * GROUP_SIZE, np.float32))]
+    result["greedy loss"], result["greedy kl"] = stats[0].pg_loss, stats[0].ppo_kl
+    result["tied names"] = [name for name, _ in policy.named_weights() if "head" in name or "embed" in name]
+    policy.close()
+    leave()
+    return result
+
+
+def test_padding_warmup_reference_and_ties() -> None:
+    result = run_on_ranks(2, vary_settings)[0]
+    assert result["padding"] < TOLERANCE
+    assert result["lr"] == pytest.approx([0.5e-2, 1e-2, 1e-2])
+    assert 0 < result["kl"][0] < result["kl"][1]
+    assert result["kl changes the update"] > 1e-3
+    assert result["greedy loss"] == 0 and result["greedy kl"] == 0
+    assert result["tied names"] == ["model.embed_tokens.weight"]
+
+
+def train_bfloat16(stage: int) -> dict[str, Any]:
+    world = connect()
+    stats, moved = {}, 0.0
+    for dtype in ("float32", "bfloat16"):
+        config = make_config(model__dtype=dtype, optimizer__zero_stage=stage, optimizer__learning_rate=1e-4)
+        policy = make_policy(config, world)
+        before = policy.sha256()
+        each = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(2)]
+        stats[dtype] = [each[1].pg_loss, each[1].entropy, each[1].grad_norm]
+        moved = before != policy.sha256()
+        names = {str(weight.dtype) for _, weight in policy.named_weights()}
+        policy.close()
+    leave()
+    return {**stats, "moved": moved, "dtypes": sorted(names)}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bfloat16_is_near_float32(stage: int) -> None:
+    first, second = run_on_ranks(2, train_bfloat16, stage)
+    assert first == second
+    assert first["moved"] and first["dtypes"] == ["torch.bfloat16"]
+    assert first["bfloat16"] == pytest.approx(first["float32"], rel=0.05, abs=0.02)
+
+
+def overflow() -> str:
+    world = connect()
+    policy = make_policy(make_config(), world)
+    advantages = make_advantages()
+    advantages[3] = np.inf  # belongs to the second of the two updates
+    try:
+        policy.update(make_rollouts(), advantages)
+    except FloatingPointError as error:
+        return str(error)
+    finally:
+        leave()
+    return "no error"
+
+
+def test_a_gradient_that_is_not_finite_stops_every_rank() -> None:
+    for message in run_on_ranks(2, overflow):
+        assert "at optimiser step 2: resume from the last checkpoint" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer__zero_stage": 0, "model__dtype": "bfloat16"}, "use optimizer.zero_stage = 1"),
+        ({"optimizer__zero_stage": 0, "optimizer__offload": True}, "use optimizer.zero_stage = 1, 2 or 3"),
+    ],
+)
+def test_settings_that_do_not_train_exactly_are_refused(changes: dict[str, Any], message: str) -> None:
+    from tlt_hpc.rl.policy import check_engine
+
+    with pytest.raises(ConfigError, match=message):
+        check_engine(make_config(**changes))
+
+
+# --- the state, across ranks and stages ---
+
+
+def finish(policy: Any) -> str:
+    digest: str = policy.sha256()
+    policy.close()
+    return digest
+
+
+def save_after_two_steps(stages: list[int], folder: str) -> list[list[str]]:
+    """Per stage: two steps, save, one more; hashes when saved and at the end, and the weights of the end on disk."""
+    from safetensors.torch import save_file
+
+    world = connect()
+    digests = []
+    for stage in stages:
+        policy = make_policy(make_config(optimizer__zero_stage=stage), world)
+        for step in range(2):
+            policy.update(make_rollouts(step), make_advantages(step))
+        save_file(policy.state_shard(), Path(folder) / f"stage-{stage}-shard-{world.rank}.safetensors")
+        saved = policy.sha256()
+        policy.update(make_rollouts(2), make_advantages(2))
+        weights = weights_of(policy)
+        if world.rank == 0:
+            save_file(weights, Path(folder) / f"stage-{stage}-after.safetensors")
+        digests.append([saved, finish(policy)])
+    leave()
+    return digests
+
+
+def load_and_go_on(pairs: list[tuple[int, int]], folder: str) -> list[dict[str, Any]]:
+    """Per (stage saved at, stage loaded at): what came back, and where the next step leads."""
+    from safetensors.torch import load_file
+
+    world = connect()
+    results = []
+    for saved_stage, stage in pairs:
+        saved: dict[str, torch.Tensor] = {}
+        for path in sorted(Path(folder).glob(f"stage-{saved_stage}-shard-*.safetensors")):
+            saved |= load_file(path)
+        policy = make_policy(make_config(optimizer__zero_stage=stage), world)
+        policy.load_state(saved.__getitem__, num_steps=2 * NUM_UPDATES)
+        loaded = policy.sha256()
+        roundtrip = all(torch.equal(saved[name], tensor) for name, tensor in policy.state_shard().items())
+        policy.update(make_rollouts(2), make_advantages(2))
+        after = distance(weights_of(policy), load_file(Path(folder) / f"stage-{saved_stage}-after.safetensors"))
+        steps = policy.optimizer_step_count
+        results.append({"loaded": loaded, "same": roundtrip, "steps": steps, "after": after, "end": finish(policy)})
+    leave()
+    return results
+
+
+def test_state_goes_on_at_another_rank_count_and_stage(tmp_path: Path) -> None:
+    digests = dict(zip((1, 3), run_on_ranks(2, save_after_two_steps, [1, 3], str(tmp_path))[0], strict=True))
+    plan = {2: [(1, 1), (3, 3), (1, 0), (1, 3), (3, 1)], 1: [(1, 1), (1, 3), (3, 1)], 4: [(1, 1), (3, 3)]}
+    for num_ranks, pairs in plan.items():
+        for rank in run_on_ranks(num_ranks, load_and_go_on, pairs, str(tmp_path)):
+            for (saved_stage, stage), result in zip(pairs, rank, strict=True):
+                saved, end = digests[saved_stage]
+                where = (num_ranks, saved_stage, stage, result)
+                assert result["loaded"] == saved and result["same"] and result["steps"] == 3 * NUM_UPDATES, where
+                assert result["after"] < 2e-6, where
+                if num_ranks == 2 and saved_stage == stage:
+                    assert result["end"] == end, "not bit-equal at the same rank count and stage"
+
+
+def save_before_any_update() -> dict[str, Any]:
+    world = connect()
+    policy = make_policy(make_config(optimizer__zero_stage=1), world)
+    before = policy.sha256()
+    shard = policy.state_shard()
+    moments = [tensor for name, tensor in shard.items() if not name.endswith("master")]
+    zero = all(not tensor.any() for tensor in moments)
+    unchanged = policy.sha256() == before
+    for step in range(2):
+        policy.update(make_rollouts(step), make_advantages(step))
+    names = world.allgather(sorted(shard))
+    digest = finish(policy)
+    leave()
+    return {"zero": zero, "unchanged": unchanged, "names": names, "digest": digest}
+
+
+def test_saving_a_fresh_policy_changes_nothing(digests: set[str]) -> None:
+    result = run_on_ranks(2, save_before_any_update)[0]
+    assert result["zero"] and result["unchanged"]
+    names = [name for shard in result["names"] for name in shard]
+    assert len(names) == len(set(names)) == 3 * len(list(make_model().named_parameters()))
+    assert min(len(shard) for shard in result["names"]) > 0
+    assert {result["digest"]} == digests
+
+
+# --- the process group ---
+
+
+def join_twice() -> list[float]:
+    sums = []
+    for _ in range(2):
+        world = connect()
+        connect()  # a second time without leaving
+        policy = make_policy(make_config(), world)
+        policy.update(make_rollouts(), make_advantages())
+        total = torch.tensor([world.rank + 1.0])
+        torch.distributed.all_reduce(total)
+        sums.append(float(total))
+        policy.close()
+        leave()
+    return sums
+
+
+def test_a_process_joins_leaves_and_joins_again() -> None:
+    assert run_on_ranks(2, join_twice) == [[3.0, 3.0], [3.0, 3.0]]

@@ -1,0 +1,326 @@
+"""The pulse on real MPI jobs: one sequence of rosters for all, no hang, no blocking poll, no spinning."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from launch_ranks import run_on_ranks
+
+from tlt_hpc.mpi.progress import BackOff, ProgressThread
+from tlt_hpc.mpi.pulse import MPI, Pulse
+from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.mpi.world import World
+
+BUSY = Status(State.BUSY, sequences_left=1, tokens=0, drafter_steps=0)
+IDLE = Status(State.IDLE, sequences_left=0, tokens=0, drafter_steps=0)
+
+
+def connect() -> tuple[World, Pulse]:
+    world = World.connect()
+    return world, Pulse(world.private_comm())
+
+
+def roll_out(pulse: Pulse, epoch: int, num_steps: int, vote_at: int | None, step: Callable[[], None]) -> list[Roster]:
+    """The loop of a rank with ``num_steps`` decoding steps, which votes to stop at ``vote_at``; every new roster."""
+    pulse.begin(epoch)
+    rosters: list[Roster] = []
+    done = trained = turns = 0
+    while True:
+        state = State.BUSY if done < num_steps else State.TRAINING if trained else State.IDLE
+        stop = vote_at is not None and turns >= vote_at
+        roster = pulse.poll(Status(state, num_steps - done, 17 * done, trained, stop))
+        if roster.round > len(rosters):
+            rosters.append(roster)
+        if roster.over:
+            return rosters
+        turns += 1
+        if done < num_steps:
+            step()
+            done += 1
+        elif roster.worth_training(min_idle=2):
+            step()
+            trained += 1
+        else:
+            pulse.back_off()
+
+
+def random_rollouts(num_rollouts: int, seed: int) -> dict[str, Any]:
+    """Rollouts with long-tailed lengths and stop votes at random moments; what this rank saw, as one hash."""
+    world, pulse = connect()
+    random = np.random.default_rng([seed, world.rank])
+    seen = hashlib.sha256()
+    num_stopped = num_rosters = 0
+    for epoch in range(num_rollouts):
+        num_steps = min(int(2 * random.pareto(1.2)), 60)
+        vote_at = int(random.integers(0, 40)) if random.random() < 0.1 else None
+        rosters = roll_out(pulse, epoch, num_steps, vote_at, lambda: time.sleep(random.uniform(0, 1e-4)))
+        seen.update(repr(rosters).encode())
+        num_rosters += len(rosters)
+        num_stopped += rosters[-1].stopping
+        assert [roster.round for roster in rosters] == list(range(1, len(rosters) + 1))
+        assert rosters[-1].over and not any(roster.over for roster in rosters[:-1])
+    world.barrier()
+    pulse.close()
+    assert pulse.num_rounds == num_rosters
+    return {"seen": seen.hexdigest(), "num_rosters": num_rosters, "num_stopped": num_stopped, "polls": pulse.num_polls}
+
+
+def check_random_rollouts(num_ranks: int, num_rollouts: int, timeout: float) -> None:
+    results = run_on_ranks(num_ranks, random_rollouts, num_rollouts, num_ranks, timeout=timeout)
+    assert len({result["seen"] for result in results}) == 1, "ranks saw different rosters"
+    assert results[0]["num_rosters"] >= num_rollouts
+    assert 0 < results[0]["num_stopped"] < num_rollouts, "the votes were not exercised"
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_every_rank_sees_the_same_rosters(num_ranks: int) -> None:
+    check_random_rollouts(num_ranks, num_rollouts=200, timeout=120)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_ten_thousand_rollouts_without_a_hang(num_ranks: int) -> None:
+    check_random_rollouts(num_ranks, num_rollouts=10_000, timeout=3000)
+
+
+def rollouts_with_one_silent_rank(silent_seconds: float) -> dict[str, Any]:
+    """Rank 0 does not poll for seconds in the first rollout; a second one follows at once."""
+    world, pulse = connect()
+    world.barrier()
+    longest_poll_seconds = 0.0
+    rosters: list[Roster] = []
+    for epoch in (7, 8):
+        pulse.begin(epoch)
+        roster = pulse.poll(BUSY)
+        if world.rank == 0 and epoch == 7:
+            time.sleep(silent_seconds)
+        while not roster.over:
+            start = time.perf_counter()
+            roster = pulse.poll(IDLE)
+            longest_poll_seconds = max(longest_poll_seconds, time.perf_counter() - start)
+            pulse.back_off()
+        rosters.append(roster)
+    return {"longest_poll_seconds": longest_poll_seconds, "rosters": repr(rosters), "polls": pulse.num_polls}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_silent_rank_delays_the_others_without_blocking_them(num_ranks: int) -> None:
+    results = run_on_ranks(num_ranks, rollouts_with_one_silent_rank, 2.0)
+    assert len({result["rosters"] for result in results}) == 1
+    waiting = results[1:]
+    assert min(result["polls"] for result in waiting) > 100, "the others did not go on polling"
+    assert max(result["longest_poll_seconds"] for result in waiting) < 0.2
+
+
+def cpu_share_of_idle_rank(busy_seconds: float, step_seconds: float) -> float:
+    """Rank 0 polls between its steps, the others have nothing to do."""
+    world, pulse = connect()
+    pulse.begin(0)
+    world.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    status = BUSY if world.rank == 0 else IDLE
+    while not pulse.poll(status).over:
+        if world.rank == 0:
+            time.sleep(step_seconds)
+            status = BUSY if time.perf_counter() - start < busy_seconds else IDLE
+        else:
+            pulse.back_off()
+    return (time.process_time() - cpu_start) / (time.perf_counter() - start)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("step_seconds", [0.001, 0.02, 1.0])
+def test_an_idle_rank_uses_under_five_percent_of_a_core(step_seconds: float) -> None:
+    assert max(run_on_ranks(4, cpu_share_of_idle_rank, 3.0, step_seconds)[1:]) < 0.05
+
+
+def seconds_of_a_round_while_rank_0_computes(compute: str, progressing: bool) -> float:
+    """Rank 0 enters one long call right after posting; when do the others see the round complete?"""
+    world, pulse = connect()
+    with pulse.progressing() if world.rank == 0 else nullcontext():
+        pass  # starts the thread, whose start is no part of the round
+    world.barrier()
+    pulse.begin(0)
+    roster = pulse.poll(BUSY)
+    if world.rank == 0:
+        with pulse.progressing() if progressing else nullcontext():
+            if compute == "sleep":
+                time.sleep(1.5)
+            else:
+                buffer = bytes(2**26)
+                deadline = time.perf_counter() + 1.5
+                while time.perf_counter() < deadline:
+                    hashlib.sha256(buffer)
+    while roster.round == 0:
+        roster = pulse.poll(IDLE)
+        time.sleep(0.001)
+    seconds = pulse.last_round_seconds
+    while not roster.over:
+        roster = pulse.poll(IDLE)
+        pulse.back_off()
+    pulse.close()
+    return seconds
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("compute", ["sleep", "hash"])
+def test_others_rounds_complete_inside_a_long_call(compute: str) -> None:
+    seconds = run_on_ranks(4, seconds_of_a_round_while_rank_0_computes, compute, True)
+    assert max(seconds[1:]) < 0.1
+
+
+def raise_inside_progressing() -> None:
+    world, pulse = connect()
+    pulse.begin(0)
+    roster = pulse.poll(BUSY)
+    if world.rank == 0:
+        with pulse.progressing():
+            time.sleep(0.05)
+            raise ZeroDivisionError("inside the long call")
+    while not roster.over:
+        roster = pulse.poll(IDLE)
+        pulse.back_off()
+
+
+@pytest.mark.mpi
+def test_a_rank_that_raises_in_mid_rollout_ends_the_job() -> None:
+    start = time.perf_counter()
+    with pytest.raises(AssertionError, match=r"(?s)ended with status [1-9].*ZeroDivisionError: inside the long call"):
+        run_on_ranks(4, raise_inside_progressing)
+    assert time.perf_counter() - start < 10
+
+
+# --- one process, no MPI job ---
+
+
+class FailingComm:
+    """Stands for a communicator whose library reports an error."""
+
+    def Iprobe(self) -> bool:  # noqa: N802  (mpi4py's name)
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+def test_an_error_in_the_progress_thread_surfaces() -> None:
+    progress = ProgressThread(FailingComm())
+    with pytest.raises(RuntimeError, match="progress thread has failed") as caught, progress.running():
+        time.sleep(0.1)
+    assert isinstance(caught.value.__cause__, MPI.Exception)
+    with pytest.raises(RuntimeError, match="progress thread has failed"):
+        progress.check()
+    progress.close()
+
+
+def test_the_body_of_progressing_keeps_its_own_error() -> None:
+    progress = ProgressThread(FailingComm())
+    with pytest.raises(KeyError), progress.running():
+        raise KeyError("from the long call")
+    progress.close()
+
+
+class CountingComm:
+    def __init__(self) -> None:
+        self.num_probes = 0
+
+    def Iprobe(self) -> bool:  # noqa: N802
+        self.num_probes += 1
+        return False
+
+
+def test_the_progress_thread_probes_inside_only_and_ends_at_close() -> None:
+    comm = CountingComm()
+    progress = ProgressThread(comm)
+    for _ in range(2):
+        before = comm.num_probes
+        with progress.running():
+            time.sleep(0.1)
+        assert comm.num_probes >= before + 5
+    time.sleep(0.02)
+    parked = comm.num_probes
+    time.sleep(0.1)
+    assert comm.num_probes == parked
+    progress.close()
+    progress.close()
+    assert not progress._thread.is_alive()
+
+
+def test_closing_before_any_use_is_fine() -> None:
+    ProgressThread(CountingComm()).close()
+
+
+def test_pauses_double_up_to_the_cap_and_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    back_off = BackOff(cap_seconds=0.0004)
+    for _ in range(5):
+        back_off.pause()
+    back_off.reset()
+    back_off.pause()
+    assert pauses == pytest.approx([50e-6, 100e-6, 200e-6, 400e-6, 400e-6, 50e-6])
+
+
+class OneRank:
+    """A communicator of one rank whose allgather completes at once."""
+
+    size = 1
+
+    def __init__(self, tamper: Callable[[np.ndarray], None] = lambda records: None) -> None:
+        self.num_posted = 0
+        self.tamper = tamper
+
+    def Iallgather(self, sent: np.ndarray, received: np.ndarray) -> OneRank:  # noqa: N802
+        self.num_posted += 1
+        received[:] = sent
+        self.tamper(received)
+        return self
+
+    def Test(self) -> bool:  # noqa: N802
+        return True
+
+
+def test_one_roster_a_poll_and_nothing_pending_after_the_last() -> None:
+    comm = OneRank()
+    pulse = Pulse(comm)
+    pulse.begin(3)
+    assert pulse.poll(BUSY) == Roster.before_first_round(3, 1)
+    assert pulse.poll(IDLE) == Roster(3, 1, (BUSY,))
+    voted = Status(State.TRAINING, 0, tokens=123, drafter_steps=4, stop=True)
+    assert pulse.poll(voted) == Roster(3, 2, (IDLE,)) and comm.num_posted == 2
+    pulse.begin(4)
+    pulse.poll(voted)
+    assert pulse.poll(IDLE) == Roster(4, 1, (voted,)) and comm.num_posted == 3
+    assert (pulse.num_polls, pulse.num_rounds) == (5, 3)
+
+
+def test_misuse_is_a_programmers_error() -> None:
+    pulse = Pulse(OneRank())
+    with pytest.raises(AssertionError, match="call begin first"):
+        pulse.poll(BUSY)
+    pulse.begin(0)
+    pulse.poll(IDLE)
+    with pytest.raises(AssertionError, match="is pending"):
+        pulse.begin(1)
+    assert pulse.poll(IDLE).over
+    with pytest.raises(AssertionError, match="call begin first"):
+        pulse.poll(IDLE)
+
+
+@pytest.mark.parametrize("field", [0, 1])
+def test_a_record_of_another_epoch_or_round_is_a_programmers_error(field: int) -> None:
+    def tamper(records: np.ndarray) -> None:
+        records[0, field] += 1
+
+    pulse = Pulse(OneRank(tamper))
+    pulse.begin(0)
+    pulse.poll(BUSY)
+    with pytest.raises(AssertionError, match="records of epoch and round"):
+        pulse.poll(BUSY)

@@ -1,0 +1,74 @@
+"""The decisions that all ranks read from one roster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt_hpc.mpi.roster import Roster, State, Status
+
+
+def status(state: State, stop: bool = False) -> Status:
+    return Status(state, sequences_left=3 if state == State.BUSY else 0, tokens=7, drafter_steps=0, stop=stop)
+
+
+def roster(*states: State, stop: int | None = None) -> Roster:
+    return Roster(5, 2, tuple(status(state, stop=rank == stop) for rank, state in enumerate(states)))
+
+
+STATUSES = st.builds(
+    Status,
+    state=st.sampled_from(State),
+    sequences_left=st.integers(0, 100),
+    tokens=st.integers(0, 10**9),
+    drafter_steps=st.integers(0, 1000),
+    stop=st.booleans(),
+)
+
+
+def test_before_the_first_round_all_are_busy() -> None:
+    first = Roster.before_first_round(epoch=4, num_ranks=3)
+    assert (first.epoch, first.round, first.num_busy, first.num_idle) == (4, 0, 3, 0)
+    assert not first.over and not first.stopping and not first.worth_training(min_idle=1)
+
+
+def test_over_when_the_last_rank_is_done() -> None:
+    assert not roster(State.IDLE, State.BUSY, State.TRAINING).over
+    assert roster(State.IDLE, State.TRAINING).over
+    assert not roster(State.IDLE, State.TRAINING).stopping
+
+
+def test_one_stop_vote_ends_the_rollout() -> None:
+    voted = roster(State.BUSY, State.BUSY, State.IDLE, stop=1)
+    assert voted.over and voted.stopping and not voted.worth_training(min_idle=1)
+
+
+@pytest.mark.parametrize(("min_idle", "worth"), [(1, True), (2, True), (3, False)])
+def test_training_waits_for_min_idle_ranks(min_idle: int, worth: bool) -> None:
+    assert roster(State.BUSY, State.IDLE, State.TRAINING, State.BUSY).worth_training(min_idle) is worth
+
+
+@given(st.lists(STATUSES, min_size=1, max_size=12), st.integers(1, 12))
+def test_decisions_follow_from_the_statuses(statuses: list[Status], min_idle: int) -> None:
+    seen = Roster(0, 1, tuple(statuses))
+    busy = [s for s in statuses if s.state == State.BUSY]
+    assert seen.num_busy == len(busy) and seen.num_busy + seen.num_idle == len(statuses)
+    assert seen.stopping == any(s.stop for s in statuses)
+    assert seen.over == (not busy or seen.stopping)
+    assert seen.worth_training(min_idle) == (not seen.over and len(statuses) - len(busy) >= min_idle)
+
+
+@given(st.lists(STATUSES, min_size=1, max_size=12), st.permutations(range(12)))
+def test_decisions_do_not_depend_on_rank_order(statuses: list[Status], order: list[int]) -> None:
+    seen = Roster(0, 1, tuple(statuses))
+    shuffled = Roster(0, 1, tuple(statuses[i] for i in order if i < len(statuses)))
+    assert (seen.over, seen.stopping, seen.num_idle) == (shuffled.over, shuffled.stopping, shuffled.num_idle)
+
+
+def test_roster_needs_no_mpi() -> None:
+    program = "import sys, tlt_hpc.mpi.roster; sys.exit('mpi4py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,310 @@
+"""Ranks, waiting collectives and the stop flag, on real MPI jobs; MPI is never initialised in the test process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, launch, run_on_ranks
+
+from tlt_hpc.mpi import world as world_module
+from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
+
+RANK_COUNTS = pytest.mark.parametrize("num_ranks", [1, 2, 4])
+
+
+def digest(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+# --- pure ---
+
+
+def test_place_counts_nodes_and_ranks_of_a_node() -> None:
+    hostnames = ["b", "b", "a", "b", "a"]
+    assert [place(hostnames, rank) for rank in range(5)] == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"TLT_RANKS": "2"}, {"SLURM_NTASKS": "2"}, {"TLT_RANKS": "2", "SLURM_NTASKS": "8"}]
+)
+def test_the_right_rank_count_passes(environment: dict[str, str]) -> None:
+    check_rank_count(2, environment)
+
+
+@pytest.mark.parametrize("variable", ["TLT_RANKS", "SLURM_NTASKS"])
+def test_a_wrong_rank_count_names_both_counts_and_the_remedy(variable: str) -> None:
+    with pytest.raises(LaunchError, match=f"MPI sees 1 rank where {variable}=4: .*srun --mpi=.*mpiexec") as caught:
+        check_rank_count(1, {variable: "4"})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_lower_thread_level_is_refused() -> None:
+    check_thread_level(3, "MPICH Version: 5")
+    with pytest.raises(LaunchError, match="'MPICH Version: 5'; load an MPI that is built with thread support"):
+        check_thread_level(2, "MPICH Version: 5\nmore")
+
+
+# --- one process ---
+
+
+def start_python(program: str, **environment: str) -> subprocess.Popen[str]:
+    surroundings = {k: v for k, v in os.environ.items() if k not in ("TLT_RANKS", "SLURM_NTASKS")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "mpi4py", "-c", program],
+        cwd=ROOT,
+        env={**surroundings, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.mpi
+def test_a_plain_python_is_a_world_of_one() -> None:
+    program = "from tlt_hpc.mpi.world import World; w = World.connect(); print(w.rank, w.size, w.allgather('a'))"
+    stdout, stderr = start_python(program).communicate(timeout=60)
+    assert stdout.split("\n")[0] == "0 1 ['a']", stderr
+
+
+@pytest.mark.mpi
+def test_a_foreign_launcher_is_noticed() -> None:
+    program = "from tlt_hpc.mpi.world import World; World.connect()"
+    process = start_python(program, SLURM_NTASKS="4")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "LaunchError: MPI sees 1 rank where SLURM_NTASKS=4" in stderr
+
+
+def test_importing_the_world_starts_no_mpi() -> None:
+    program = "import sys, tlt_hpc.mpi.pulse as p, tlt_hpc.mpi.world; sys.exit(p.MPI.Is_initialized())"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+WAIT_FOR_STOP = """
+import time
+from tlt_hpc.mpi.world import World
+world = World.connect()
+world.install_signal_handlers()
+print("ready", flush=True)
+try:
+    while not world.stop_requested:
+        time.sleep(0.01)
+    print(world.stop_reason, flush=True)
+    time.sleep(3)
+    print("kept running", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+def test_a_signal_sets_the_stop_flag_and_nothing_else(number: signal.Signals) -> None:
+    process = start_python(WAIT_FOR_STOP.replace("sleep(3)", "sleep(0.1)"))
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (0, f"{number.name}\nkept running\n"), stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("apart_seconds", "last_line"), [(0.1, "kept running"), (1.3, "interrupted")])
+def test_a_second_ctrl_c_interrupts_but_its_echo_does_not(apart_seconds: float, last_line: str) -> None:
+    process = start_python(WAIT_FOR_STOP)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(apart_seconds)
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate(timeout=60)
+    assert stdout.split("\n")[1] == last_line
+
+
+# --- several ranks ---
+
+
+def describe() -> dict[str, Any]:
+    world = World.connect()
+    return {"rank": world.rank, "size": world.size, "node": world.node, "local_rank": world.local_rank}
+
+
+@pytest.mark.mpi
+@RANK_COUNTS
+def test_every_rank_knows_its_place(num_ranks: int) -> None:
+    expected = [{"rank": r, "size": num_ranks, "node": 0, "local_rank": r} for r in range(num_ranks)]
+    assert run_on_ranks(num_ranks, describe) == expected
+
+
+def gather_and_broadcast(most_bytes: int) -> list[bool]:
+    world_module.MOST_BYTES = most_bytes
+    world = World.connect()
+
+    def item(rank: int) -> dict[str, Any]:
+        return {"rank": rank, "long": "ab" * (1000 * rank**2), "array": list(range(rank))}
+
+    gathered = world.allgather(item(world.rank))
+    received = [world.broadcast(item(world.rank), root) for root in range(world.size)]
+    world.barrier()
+    expected = [item(rank) for rank in range(world.size)]
+    return [gathered == expected, received == expected]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("num_ranks", "most_bytes"), [(1, 2**30), (2, 2**30), (4, 2**30), (4, 1000), (3, 700)])
+def test_objects_of_unequal_size_arrive_whole_in_rank_order(num_ranks: int, most_bytes: int) -> None:
+    assert run_on_ranks(num_ranks, gather_and_broadcast, most_bytes) == [[True, True]] * num_ranks
+
+
+def contribution(rank: int, dtype: str, length: int) -> np.ndarray:
+    values = np.random.default_rng(rank).normal(scale=1000, size=(length, 2))
+    return values.astype(dtype).T  # not C-contiguous
+
+
+def sum_arrays(dtype: str, length: int) -> dict[str, Any]:
+    world = World.connect()
+    own = contribution(world.rank, dtype, length)
+    own_digest = digest(own)
+    pending = [world.start_sum(own) for _ in range(2)]
+    copied = not any(np.shares_memory(p._sent, own) for p in pending)
+    total = world.sum(own)
+    same_again = all(digest(p.wait()) == digest(total) and p.wait().dtype == dtype for p in pending)
+    expected = sum(contribution(rank, dtype, length).astype(np.float64) for rank in range(world.size))
+    return {
+        "digest": digest(total),
+        "right": total.shape == own.shape and bool(np.allclose(total, expected, rtol=1e-5, atol=1e-2)),
+        "same_again": same_again,
+        "input_kept": copied and digest(own) == own_digest,
+    }
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dtype", "length"), [("float32", 200_003), ("float64", 5), ("int64", 1000)])
+def test_sums_are_right_and_the_same_bits_on_all_ranks(num_ranks: int, dtype: str, length: int) -> None:
+    results = run_on_ranks(num_ranks, sum_arrays, dtype, length)
+    assert all(result["right"] and result["same_again"] and result["input_kept"] for result in results)
+    assert len({result["digest"] for result in results}) == 1
+
+
+def digest_of_late_sum(late_rank: int) -> str:
+    world = World.connect()
+    time.sleep(0.2 if world.rank == late_rank else 0.0)
+    return digest(world.sum(contribution(world.rank, "float32", 50_000)))
+
+
+@pytest.mark.mpi
+def test_a_sum_does_not_depend_on_who_comes_late() -> None:
+    digests = {run_on_ranks(4, digest_of_late_sum, late_rank)[0] for late_rank in range(4)}
+    assert len(digests) == 1
+
+
+def forget_sums() -> bool:
+    world = World.connect()
+    time.sleep(0.3 * world.rank)  # the later rank finds the earlier one's sums under way
+    for _ in range(20):
+        world.start_sum(np.ones(100_000))  # nobody waits, so nobody but the world holds the buffers
+    reused = [np.full(100_000, 7.0) for _ in range(60)]  # would lie where freed buffers had been
+    world.sum(np.ones(1))
+    world.barrier()
+    return all((array == 7.0).all() for array in reused)
+
+
+@pytest.mark.mpi
+def test_a_forgotten_sum_keeps_its_buffers() -> None:
+    assert run_on_ranks(2, forget_sums) == [True, True]
+
+
+def vote(voter: int | None) -> list[Any]:
+    world = World.connect()
+    before = world.agree_to_stop()
+    if world.rank == voter:
+        world.request_stop("SIGTERM")
+        world.request_stop("a later reason")
+    agreed = world.agree_to_stop()
+    return [before, agreed, world.stop_requested, world.stop_reason]
+
+
+@pytest.mark.mpi
+@RANK_COUNTS
+def test_one_ranks_stop_flag_stops_all(num_ranks: int) -> None:
+    others = [False, True, True, f"rank {num_ranks - 1}: SIGTERM"]
+    expected = [others] * (num_ranks - 1) + [[False, True, True, "SIGTERM"]]
+    assert run_on_ranks(num_ranks, vote, num_ranks - 1) == expected
+
+
+@pytest.mark.mpi
+def test_nobody_stops_where_nobody_asked() -> None:
+    assert run_on_ranks(2, vote, None) == [[False, False, False, ""]] * 2
+
+
+def cpu_share_in_collectives(seconds: float) -> float:
+    world = World.connect()
+    world.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    for collective in (world.barrier, lambda: world.sum(np.ones(3)), lambda: world.allgather("late")):
+        if world.rank == 0:
+            time.sleep(seconds)
+        collective()
+    return (time.process_time() - cpu_start) / (time.perf_counter() - start)
+
+
+@pytest.mark.mpi
+def test_a_rank_that_waits_in_a_collective_uses_little_cpu() -> None:
+    assert max(run_on_ranks(4, cpu_share_in_collectives, 1.0)) < 0.05
+
+
+def raise_on(rank: int) -> None:
+    world = World.connect()
+    if world.rank == rank:
+        raise ZeroDivisionError("the rank that fails")
+    world.barrier()
+
+
+@pytest.mark.mpi
+def test_a_rank_that_raises_ends_the_job_with_its_traceback() -> None:
+    start = time.perf_counter()
+    with pytest.raises(
+        AssertionError, match=r"(?s)ended with status [1-9].*in raise_on.*ZeroDivisionError: the rank that fails"
+    ):
+        run_on_ranks(4, raise_on, 2)
+    assert time.perf_counter() - start < 10
+
+
+def note_and_sleep(folder: str) -> None:
+    rank = World.connect().rank
+    (Path(folder) / f"{rank}.pid").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().split(")")[-1].split()[0] != "Z"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="reads /proc; run on Linux: pytest tests/test_world.py"
+)
+def test_a_job_past_its_time_is_killed_whole(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ran past 3 s"):
+        run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=3)
+    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    deadline = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not any(map(is_running, pids))
+
+
+@pytest.mark.mpi
+def test_the_launcher_shows_what_the_ranks_printed() -> None:
+    status, stdout, stderr = launch(2, ["-c", "import sys; print('out'); print('err', file=sys.stderr)"], timeout=60)
+    assert (status, stdout.count("out"), stderr.count("err")) == (0, 2, 2)  # lines of two ranks may run together
+    assert LAUNCH_ENVIRONMENT["OMP_NUM_THREADS"] == "1"

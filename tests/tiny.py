@@ -1,0 +1,95 @@
+"""What the tests share: the embedded model's decoder, requests for it, and random tiny models of both families."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from tlt_hpc.config import EMBEDDED_MODEL
+from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
+from tlt_hpc.models.shape import read_shape
+from tlt_hpc.records import Request, Rollout, SampleKey, Stream
+from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.strategy import OFF, Strategy
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 20
+EOS = 1
+
+
+@cache
+def embedded_folder() -> Path:
+    return find_model(EMBEDDED_MODEL)
+
+
+@cache
+def embedded_tokenizer() -> Tokenizer:
+    return load_tokenizer(embedded_folder())
+
+
+@cache
+def embedded_decoder() -> Decoder:
+    decoder = Decoder(read_shape(embedded_folder()), torch.float32, CPU)
+    decoder.load(folder_weights(embedded_folder()), 0)
+    return decoder
+
+
+def gcd_requests(num_prompts: int, group_size: int, step: int = 0, seed: int = 0) -> list[Request]:
+    source = random.Random(f"{seed}/{step}")
+    requests = []
+    for draw in range(num_prompts):
+        text = draw_from_split(source, "train").prompt
+        tokens = np.array(embedded_tokenizer().encode(text).ids, dtype=np.int32)
+        requests += [
+            Request(SampleKey(seed, Stream.TRAIN, step, draw, sample), tokens) for sample in range(group_size)
+        ]
+    return requests
+
+
+def make_engine(
+    strategies: Sequence[Strategy] = (OFF,),
+    *,
+    rule: SamplingRule | None = None,
+    max_live: int = 16,
+    max_new_tokens: int = 160,
+    drafter: Drafter | None = None,
+    tie_guard: bool = True,
+    epsilon: float = 0.3,
+    seed: int = 0,
+) -> RolloutEngine:
+    settings = EngineSettings(
+        rule=rule or SamplingRule(1.0, NUM_TOKENS),
+        eos_token_ids=(EOS,),
+        max_live=max_live,
+        max_prompt_tokens=16,
+        max_new_tokens=max_new_tokens,
+        tie_guard=tie_guard,
+        strategies=tuple(strategies),
+        epsilon=epsilon,
+        seed=seed,
+    )
+    engine = RolloutEngine(embedded_decoder(), settings, drafter)
+    engine.load_policy(folder_weights(embedded_folder()), 0)
+    engine.calibrate(gcd_requests(4, 1, seed=99))
+    return engine
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout]:
+    engine.submit(requests)
+    while engine.has_work:
+        engine.step()
+    return engine.collect()
+
+
+def texts(rollouts: Sequence[Rollout]) -> dict[SampleKey, list[int]]:
+    return {rollout.key: rollout.response_tokens.tolist() for rollout in rollouts}

@@ -1,0 +1,7 @@
+"""``python -m tlt_hpc``."""
+
+import sys
+
+from tlt_hpc.cli import main
+
+sys.exit(main())

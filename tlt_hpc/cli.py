@@ -1,0 +1,115 @@
+"""The commands: ``tlt train`` and ``tlt compare``. Heavy libraries are imported only once a command needs them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tlt_hpc import __version__
+from tlt_hpc.config import Config, load_config
+from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
+
+USER_ERROR = 2
+"""Exit status of a mistake in the command or configuration; nothing was written."""
+STOPPED_EARLY = 75
+"""Exit status of a run that a signal stopped: it left a checkpoint, and the same command goes on from there."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(given)
+    rank = launched_rank(os.environ)
+    logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
+    try:
+        config = load_config(options.config, options.overrides)
+        num_ranks = launched_count(os.environ) or config.run.ranks
+        from tlt_hpc.plan import describe, read_assets
+
+        assets = read_assets(config, num_ranks)
+        if options.dry_run:
+            if not rank:
+                print(describe(config, assets.shape, num_ranks))
+            return 0
+        if rank is None and config.run.ranks > 1:
+            become_ranks(config.run.ranks, given)
+    except ValueError as error:
+        if not rank:
+            print(f"tlt: {error}", file=sys.stderr)
+        return USER_ERROR
+    return run_train(config) if options.command == "train" else run_compare(config, options)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; overrides may stand anywhere after the configuration."""
+    parser = make_parser()
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        parser.error(f"unknown option {unknown[0]}; see tlt {options.command} --help")
+    options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="tlt", description="Reinforcement learning of reasoning models under MPI, drafter trained in the tail."
+    )
+    parser.add_argument("--version", action="version", version=f"tlt_hpc {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="train a policy; in a folder that has a checkpoint, go on from it")
+    compare = commands.add_parser(
+        "compare", help="run the same steps plain, with n-gram speculation and in full, and prove the text equal"
+    )
+    for command in (train, compare):
+        command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
+        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
+        command.add_argument("--dry-run", action="store_true", help="resolve, validate and print the plan; write nothing")
+    compare.add_argument("--steps", type=int, default=6, help="steps of each mode (default 6)")
+    compare.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    return parser
+
+
+def run_train(config: Config) -> int:
+    """``tlt train`` on this rank."""
+    from tlt_hpc.display import make_reporter, print_result
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.run import run
+
+    world = World.connect()
+    world.install_signal_handlers()
+    with make_reporter(world.rank == 0) as reporter:
+        result = run(config, world, reporter)
+    leave_process_group()
+    if world.rank == 0:
+        print_result(config, result)
+    return 0 if result.finished else STOPPED_EARLY
+
+
+def run_compare(config: Config, options: argparse.Namespace) -> int:
+    """``tlt compare`` on this rank."""
+    from tlt_hpc.compare import compare, write_json
+    from tlt_hpc.display import make_reporter, print_comparison
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+
+    world = World.connect()
+    world.install_signal_handlers()
+    with make_reporter(world.rank == 0) as reporter:
+        comparison = compare(config, options.steps, world, reporter)
+    leave_process_group()
+    if comparison is None:
+        return STOPPED_EARLY
+    if world.rank == 0:
+        print_comparison(comparison)
+        if options.json is not None:
+            write_json(comparison, options.json)
+    return 0 if comparison.all_equal else 1
+
+

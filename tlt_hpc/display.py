@@ -1,0 +1,204 @@
+"""What a user sees while a run goes on: a live table in a terminal, one line a step elsewhere. Reads, never decides."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tlt_hpc.compare import Comparison
+from tlt_hpc.config import Config
+from tlt_hpc.launch.local import TERMINAL_VARIABLE
+from tlt_hpc.metrics import StepSummary
+from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.run import Reporter, RunResult
+
+_REFRESH_SECONDS = 0.2
+_COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harvested s", "drafter", "rollout s", "step s")
+
+
+def make_console() -> Console:
+    """Rank 0's console; a terminal behind the launcher's pipe is still a terminal."""
+    width = os.environ.get(TERMINAL_VARIABLE)
+    return Console(force_terminal=True, width=int(width)) if width else Console(width=120, force_terminal=False)
+
+
+def step_cells(summary: StepSummary) -> tuple[str, ...]:
+    """The figures of a step, in the order of the table's columns."""
+    return (
+        f"{summary.step + 1}",
+        f"{summary['critic/rewards/mean']:.3f}",
+        f"{summary['response_length/mean']:.0f}",
+        f"{summary['response_length/max']:.0f}",
+        f"{summary['drafter/spec_decode/mean_acceptance_length']:.2f}",
+        f"{summary['rollout/idle_rank_seconds']:.2f}",
+        f"{summary['rollout/harvested_rank_seconds']:.2f}",
+        f"{summary['drafter/version']:.0f}",
+        f"{summary['rollout/seconds']:.2f}",
+        f"{summary['timing_s/step']:.2f}",
+    )
+
+
+class SilentReporter:
+    """Shows nothing: every rank but the first."""
+
+    def started(self, config: Config, first_step: int) -> None: ...
+
+    def rolling(self, step: int, roster: Roster) -> None: ...
+
+    def phase(self, step: int, name: str) -> None: ...
+
+    def stepped(self, summary: StepSummary) -> None: ...
+
+
+class LineReporter:
+    """One line a step, for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def started(self, config: Config, first_step: int) -> None:
+        note = f", going on from step {first_step}" if first_step else ""
+        self._console.print(f"{config.folder} ({config.speculation.mode}): {config.run.num_steps} steps{note}")
+        self._console.print("".join(f"{name:>12}" for name in _COLUMNS))
+
+    def rolling(self, step: int, roster: Roster) -> None: ...
+
+    def phase(self, step: int, name: str) -> None: ...
+
+    def stepped(self, summary: StepSummary) -> None:
+        self._console.print("".join(f"{cell:>12}" for cell in step_cells(summary)))
+
+
+class LiveReporter:
+    """A progress bar with the phase, and a table of the last steps."""
+
+    _ROWS = 12
+
+    def __init__(self, console: Console) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[phase]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("", total=None, phase="")
+        self._rows: list[tuple[str, ...]] = []
+        self._shown_at = 0.0
+        self._live = Live(self._render(), console=console, auto_refresh=False, transient=False)
+
+    def __enter__(self) -> LiveReporter:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def started(self, config: Config, first_step: int) -> None:
+        self._rows = []
+        name = f"{config.run.name} ({config.speculation.mode})"
+        self._bar.reset(self._task, total=config.run.num_steps, completed=first_step, description=name)
+        self._show("starting")
+
+    def rolling(self, step: int, roster: Roster) -> None:
+        if time.monotonic() - self._shown_at < _REFRESH_SECONDS:
+            return
+        left = sum(status.sequences_left for status in roster.statuses)
+        training = sum(status.drafter_steps > 0 for status in roster.statuses)
+        self._show(f"rollout: {left} left, {roster.num_busy} busy, {training} training")
+
+    def phase(self, step: int, name: str) -> None:
+        self._show(name)
+
+    def stepped(self, summary: StepSummary) -> None:
+        self._rows = [*self._rows, step_cells(summary)][-self._ROWS :]
+        self._bar.update(self._task, advance=1)
+        self._show("saved")
+
+    def _show(self, phase: str) -> None:
+        self._bar.update(self._task, phase=phase)
+        self._shown_at = time.monotonic()
+        self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> Table:
+        table = Table(*_COLUMNS, box=None, header_style="bold", pad_edge=False)
+        for column in table.columns:
+            column.justify = "right"
+        for row in self._rows:
+            table.add_row(*row)
+        whole = Table.grid()
+        whole.add_row(self._bar)
+        whole.add_row(table)
+        return whole
+
+
+@contextmanager
+def make_reporter(shows: bool) -> Iterator[Reporter]:
+    """The reporter for this rank and its output."""
+    if not shows:
+        yield SilentReporter()
+        return
+    console = make_console()
+    if not console.is_terminal:
+        yield LineReporter(console)
+        return
+    with LiveReporter(console) as reporter:
+        yield reporter
+
+
+def print_result(config: Config, result: RunResult) -> None:
+    """How a run ended and where it wrote."""
+    console = make_console()
+    if result.finished:
+        console.print(f"finished: {result.num_steps} steps, policy {result.policy_sha256[:12]}, written to {config.folder}")
+    else:
+        console.print(
+            f"stopped early ({result.stop_reason}) after {result.num_steps} of {config.run.num_steps} steps; "
+            f"the same command goes on from {config.folder}"
+        )
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """The table of ``tlt compare``."""
+    console = make_console()
+    table = Table(title=f"{comparison.num_steps} steps on {comparison.num_ranks} ranks, tie guard {'on' if comparison.tie_guard else 'off'}")
+    table.add_column("")
+    for name in comparison.modes:
+        table.add_column(name, justify="right")
+    rows = {
+        "tokens": lambda m: f"{m.tokens:,}",
+        "reward, mean": lambda m: f"{m.reward_mean:.4f}",
+        "policy sha256": lambda m: m.policy_sha256[:12],
+        "guarded near-ties": lambda m: f"{m.guarded_near_ties}",
+        "accept length": lambda m: f"{m.accept_length:.3f}",
+        "rollout seconds": lambda m: f"{m.rollout_seconds:.2f}",
+        "step seconds": lambda m: f"{m.step_seconds:.2f}",
+        "idle rank-seconds": lambda m: f"{m.idle_rank_seconds:.2f}",
+        "harvested rank-seconds": lambda m: f"{m.harvested_rank_seconds:.2f}",
+        "drafter steps": lambda m: f"{m.drafter_steps}",
+    }
+    for name, cell in rows.items():
+        table.add_row(name, *(cell(mode) for mode in comparison.modes.values()))
+    for what in ("rollout", "step"):
+        cells = [f"{comparison.speedup(mode, what):.2f}x" for mode in comparison.modes]
+        table.add_row(f"{what} speed, plain = 1", *cells)
+    console.print(table)
+    verdict = (
+        f"tokens equal: {_yes(comparison.tokens_equal)} ({comparison.mismatched_tokens} mismatched); "
+        f"rewards equal: {_yes(comparison.rewards_equal)}; final policy weights equal: {_yes(comparison.policy_equal)}"
+    )
+    console.print(verdict, soft_wrap=True)
+    console.print(f"written to {comparison.folder}", soft_wrap=True)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"

@@ -1,0 +1,198 @@
+"""The spot trainer: short drafter updates in the tail of a rollout, and their merge over the ranks at its end.
+
+Knows the pool of documents and the policy's embedding and head; not when to train (the roster says) nor how a
+collective works (it hands one flat array to ``SumOverRanks``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tlt_hpc.config import DrafterSection
+from tlt_hpc.drafting.loss import LossWeights, drafter_loss
+from tlt_hpc.drafting.packing import pack
+from tlt_hpc.drafting.pool import TrainingPool
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.records import MicroStepRecord
+from tlt_hpc.storage.feature_cache import FeatureCache
+
+_BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0
+_FIRST_TOKENS = 256
+"""Size of the first micro-step, before any was timed."""
+
+
+class Pending(Protocol):
+    """A sum over ranks under way."""
+
+    def wait(self) -> NDArray[np.float32]: ...
+
+
+class SumOverRanks(Protocol):
+    """The part of the world that a merge needs."""
+
+    @property
+    def size(self) -> int: ...
+
+    def start_sum(self, array: NDArray[np.float32]) -> Pending: ...
+
+    def allgather(self, item: tuple[int, str]) -> list[tuple[int, str]]: ...
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge did; the same on every rank but for ``exposed_seconds``."""
+
+    num_tokens: int
+    num_steps: int
+    """Steps the merged drafter has taken: the most of any rank."""
+    sha256: str
+    exposed_seconds: float
+    """Time this rank waited for the sum."""
+
+
+class SpotTrainer:
+    """A replica of the drafter that learns from the feature cache whenever its rank is idle."""
+
+    def __init__(self, decoder: Decoder, cache: FeatureCache, settings: DrafterSection, seed: int, rank: int) -> None:
+        self.drafter = Drafter(decoder.shape, seed, torch.float32, decoder.device)
+        self._decoder, self._cache, self._settings = decoder, cache, settings
+        self._seed, self._rank = seed, rank
+        self._weights = LossWeights(settings.feature_loss_weight, settings.token_loss_weight)
+        self._parameters = dict(self.drafter.named_parameters())
+        self._moments = {
+            name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()
+        }
+        self.num_steps = 0
+        """Optimiser steps that the drafter's weights have seen."""
+        self._pool: TrainingPool | None = None
+        self._random = random.Random()
+        self._tokens_per_second = 0.0
+        self._pending: Pending | None = None
+        self.records: list[MicroStepRecord] = []
+        """Micro-steps of the current rollout."""
+
+    def begin(self, step: int) -> None:
+        """Start a rollout: nothing trained yet."""
+        assert self._pending is None, "the last merge was not finished"
+        self._random = random.Random(f"{self._seed}/{step}/{self._rank}")
+        self.records = []
+
+    def micro_step(self) -> bool:
+        """One optimiser step within the time budget; False where there is nothing to train on."""
+        start = time.time()
+        self._pool = self._pool or TrainingPool(self._cache, self._random)
+        if not len(self._pool):
+            return False
+        documents = self._pool.draw(self._num_tokens())
+        batch = pack(documents, self._decoder.device)
+        loss = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
+        self._adam()
+        end = time.time()
+        self._tokens_per_second = batch.num_tokens / max(end - start, 1e-6)
+        self.records.append(MicroStepRecord(start, end, batch.num_tokens, float(loss.detach())))
+        return True
+
+    def end(self) -> None:
+        """Leave the tail: the pool's files are closed."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    # -- merge --------------------------------------------------------------------------------------------------
+
+    def start_merge(self, world: SumOverRanks) -> None:
+        """Post the sum of all replicas' weights and Adam moments, each weighted with the tokens it trained on."""
+        tokens = float(sum(record.num_tokens for record in self.records))
+        flat = torch.cat([tensor.flatten() for tensor in self._state_tensors()])
+        weighted = torch.cat([flat * tokens, flat.new_tensor([tokens])])
+        self._pending = world.start_sum(weighted.cpu().numpy())
+
+    def finish_merge(self, world: SumOverRanks) -> MergeReport:
+        """Take the weighted mean; unchanged where nobody trained. Asserts that every rank holds the same drafter."""
+        assert self._pending is not None, "start_merge first"
+        start = time.perf_counter()
+        summed = torch.from_numpy(self._pending.wait()).to(self._decoder.device)
+        self._pending = None
+        exposed = time.perf_counter() - start
+        total = float(summed[-1])
+        if total > 0:
+            self._assign(summed[:-1] / total)
+        digest = self.sha256()
+        reports = world.allgather((self.num_steps, digest))
+        assert len({sha for _, sha in reports}) == 1, f"drafters differ after the merge: {reports}"
+        self.num_steps = max(steps for steps, _ in reports)
+        return MergeReport(int(total), self.num_steps, digest, exposed)
+
+    def sha256(self) -> str:
+        """Digest of weights and moments."""
+        digest = hashlib.sha256()
+        for tensor in self._state_tensors():
+            digest.update(tensor.detach().cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, moments and the step count by name, on the host."""
+        names = [f"{name}.{part}" for name in self._parameters for part in ("weight", "exp_avg", "exp_avg_sq")]
+        state = {n: t.detach().cpu().clone() for n, t in zip(names, self._state_tensors(), strict=True)}
+        return {**state, "num_steps": torch.tensor(self.num_steps)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of ``state``.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape.
+        """
+        mine = self.state()
+        for name, tensor in mine.items():
+            if name not in state or state[name].shape != tensor.shape:
+                found = list(state[name].shape) if name in state else "missing"
+                raise ValueError(
+                    f"drafter tensor {name!r}: {found}, this model needs {list(tensor.shape)}; "
+                    "give a drafter trained for this model or drafter.init = 'random'"
+                )
+        self.num_steps = int(state["num_steps"])
+        del mine["num_steps"]
+        self._assign(torch.cat([state[name].flatten() for name in mine]).to(self._decoder.device))
+
+    def _state_tensors(self) -> list[Tensor]:
+        return [tensor for name, p in self._parameters.items() for tensor in (p.data, *self._moments[name])]
+
+    def _assign(self, flat: Tensor) -> None:
+        tensors = self._state_tensors()
+        for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(values.view_as(tensor))
+
+    @torch.no_grad()
+    def _adam(self) -> None:
+        """Adam (Kingma & Ba, 2015); the moments are kept here because the merge averages them too."""
+        self.num_steps += 1
+        first, second = (1 - beta**self.num_steps for beta in _BETAS)
+        for name, parameter in self._parameters.items():
+            mean, square = self._moments[name]
+            gradient = parameter.grad
+            assert gradient is not None
+            mean.lerp_(gradient, 1 - _BETAS[0])
+            square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+            denominator = (square / second).sqrt_().add_(1e-8)
+            parameter.addcdiv_(mean, denominator, value=-self._settings.learning_rate / first)
+            parameter.grad = None
+
+    def _num_tokens(self) -> int:
+        """As many tokens as the time budget lets, by the speed of the last micro-step."""
+        fitting = int(self._tokens_per_second * self._settings.micro_step_seconds)
+        return min(self._settings.micro_step_tokens, max(fitting, _FIRST_TOKENS))

@@ -1,0 +1,204 @@
+"""Builds the parts of a run from its configuration, and takes them down. The loop that uses them is in run.py."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.config import EMBEDDED_MODEL, Config, ConfigError, load_config, to_toml
+from tlt_hpc.data.prompts import PromptSource
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.folder import DTYPES, find_model, load_policy_model
+from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.world import World
+from tlt_hpc.plan import Assets, read_assets
+from tlt_hpc.rl.distributed import join_process_group
+from tlt_hpc.rl.policy import Policy
+from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.folder import RunFolder, writing_beside
+
+logger = logging.getLogger(__name__)
+
+DRAFTER_FILE = "drafter.safetensors"
+# What may differ when a run is resumed: how long it goes on, where it runs, and how often it saves.
+_FREE_ON_RESUME = {"run.num_steps", "run.ranks", "run.folder", "checkpoint.every_steps", "checkpoint.keep"}
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The parts that only a run with a learned drafter has."""
+
+    cache: FeatureCache
+    spot: SpotTrainer
+    served: Drafter
+    """The engine's copy, in the decoder's precision; refreshed after every merge."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of a run on one rank."""
+
+    config: Config
+    world: World
+    folder: RunFolder
+    tokenizer: Tokenizer
+    prompts: PromptSource
+    engine: RolloutEngine
+    policy: Policy
+    pulse: Pulse
+    checkpoints: CheckpointStore
+    drafting: Drafting | None
+
+    def close(self) -> None:
+        """Take the parts down; the process group stays for a further job of this process."""
+        self.policy.close()
+        self.pulse.close()
+
+
+def assemble(config: Config, world: World) -> Job:
+    """Build all parts; collective."""
+    assets = read_assets(config, world.size)
+    folder = RunFolder(config.folder)
+    claim_folder(folder, config, world)
+    device = choose_device(config, world)
+    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device)
+    drafting = make_drafting(config, world, folder, decoder) if config.speculation.mode == "full" else None
+    engine = RolloutEngine(decoder, engine_settings(config, assets, world), drafting.served if drafting else None)
+    join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+    model = load_policy_model(assets.folder, config.model.dtype)
+    reference = load_policy_model(assets.folder, config.model.dtype) if config.algorithm.kl_coefficient else None
+    policy = Policy(model.to(device), config, world, reference.to(device) if reference is not None else None)
+    return Job(
+        config=config,
+        world=world,
+        folder=folder,
+        tokenizer=assets.tokenizer,
+        prompts=assets.prompts,
+        engine=engine,
+        policy=policy,
+        pulse=Pulse(world.private_comm()),
+        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        drafting=drafting,
+    )
+
+
+def claim_folder(folder: RunFolder, config: Config, world: World) -> None:
+    """Save the resolved configuration with the run, or check it against the one that is there; collective.
+
+    Raises:
+        ConfigError: the folder holds a run of another configuration.
+    """
+    error = None
+    if world.rank == 0:
+        try:
+            _claim(folder, config)
+        except (ConfigError, OSError) as caught:
+            error = str(caught)
+    error = world.broadcast(error)
+    if error is not None:
+        raise ConfigError(error)
+
+
+def _claim(folder: RunFolder, config: Config) -> None:
+    if folder.config.exists():
+        changed = changed_keys(load_config(folder.config), config)
+        if changed:
+            key, (old, new) = next(iter(changed.items()))
+            raise ConfigError(
+                f"{folder.config} holds a run with {key} = {old!r}, now {new!r}; "
+                "resume with the old value or give another run.name"
+            )
+        return
+    folder.create()
+    with writing_beside(folder.config) as path:
+        path.write_text(to_toml(config), encoding="utf-8")
+
+
+def changed_keys(old: Config, new: Config) -> dict[str, tuple[object, object]]:
+    """Keys whose values differ and may not on resume, with both values."""
+    changed = {}
+    for section, values in old.model_dump().items():
+        for name, value in values.items():
+            now = new.model_dump()[section][name]
+            if value != now and f"{section}.{name}" not in _FREE_ON_RESUME:
+                changed[f"{section}.{name}"] = (value, now)
+    return changed
+
+
+def choose_device(config: Config, world: World) -> torch.device:
+    """The rank's device: one CUDA device per local rank where there are any, unless the configuration says otherwise.
+
+    Raises:
+        ConfigError: ``cuda`` is asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if config.model.device == "cuda" and not available:
+        raise ConfigError("model.device = 'cuda' but torch sees no CUDA device; use 'cpu' or fix the allocation")
+    if config.model.device == "cpu" or not available:
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    logger.info("rank %d on %s uses %s", world.rank, world.hostname, device)
+    return device
+
+
+def engine_settings(config: Config, assets: Assets, world: World) -> EngineSettings:
+    """The engine's part of the configuration."""
+    rollout, speculation = config.rollout, config.speculation
+    return EngineSettings(
+        rule=SamplingRule(
+            temperature=rollout.temperature,
+            num_tokens=min(assets.shape.vocab_size, assets.tokenizer.get_vocab_size(with_added_tokens=True)),
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+        ),
+        eos_token_ids=assets.eos_token_ids,
+        max_live=rollout.max_live,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        tie_guard=config.tie_guard,
+        sharpness=speculation.sharpness,
+        ngram_orders=speculation.ngram_orders,
+        ngram_history_tokens=speculation.ngram_history_tokens,
+        strategies=strategies_of(speculation.mode, speculation.depths),
+        epsilon=speculation.epsilon,
+        window=speculation.window,
+        seed=world.rank,
+    )
+
+
+def make_drafting(config: Config, world: World, folder: RunFolder, decoder: Decoder) -> Drafting:
+    """The drafter, its cache and its trainer."""
+    shape = decoder.shape
+    cache = FeatureCache(folder, world.rank, 1, shape.hidden_size, config.drafter.cache_bytes)
+    cache.recover()
+    spot = SpotTrainer(decoder, cache, config.drafter, config.run.seed, world.rank)
+    if config.drafter.init != "random":
+        path = drafter_file(config.drafter.init)
+        spot.load_state(load_file(path))
+    served = Drafter(shape, config.run.seed, decoder.dtype, decoder.device)
+    return Drafting(cache, spot, served)
+
+
+def drafter_file(init: str) -> Path:
+    """The safetensors file that ``drafter.init`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = (find_model(init) if init == EMBEDDED_MODEL else Path(init)) / DRAFTER_FILE
+    if not path.is_file():
+        raise ConfigError(f"drafter.init = {init!r}: no {DRAFTER_FILE} there; give a run's drafter folder or 'random'")
+    return path

@@ -1,0 +1,1 @@
+"""Starting ranks where no launcher did."""

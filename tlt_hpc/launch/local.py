@@ -1,0 +1,67 @@
+"""Starts this program's ranks with mpiexec where neither srun nor mpiexec did. Knows no MPI library."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+TERMINAL_VARIABLE = "TLT_TERMINAL_WIDTH"
+"""Width of the user's terminal, for rank 0, whose own output goes through the launcher's pipe; unset where there is none."""
+
+
+def launched_rank(environment: Mapping[str, str]) -> int | None:
+    """This process's rank by its launcher's variables; None where no launcher started it."""
+    for name in _RANK_VARIABLES:
+        if name in environment:
+            return int(environment[name])
+    # a batch script has SLURM_PROCID as well, but only a step (srun) has ranks
+    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        return int(environment["SLURM_PROCID"])
+    return None
+
+
+def launched_count(environment: Mapping[str, str]) -> int | None:
+    """How many ranks the launcher started, where there was one."""
+    for name in _SIZE_VARIABLES:
+        if name in environment and launched_rank(environment) is not None:
+            return int(environment[name])
+    return None
+
+
+def find_mpiexec() -> str:
+    """The mpiexec beside this Python, else the one on the path.
+
+    Raises:
+        ValueError: there is none.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if found is None:
+        raise ValueError("no mpiexec beside this Python or on PATH; `pip install mpich`, load your site's MPI, or use srun")
+    return found
+
+
+def launch_command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
+    """The command that runs ``tlt ARGUMENTS`` on ``num_ranks`` ranks; a rank that raises ends all (mpi4py's runner)."""
+    return [find_mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "tlt_hpc", *arguments]
+
+
+def launch_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The ranks' environment: one thread each unless the user says otherwise, the asked rank count to check against."""
+    ranks = {**environment, "TLT_RANKS": str(num_ranks)}
+    ranks.setdefault("OMP_NUM_THREADS", "1")
+    if sys.stdout.isatty():
+        ranks[TERMINAL_VARIABLE] = str(shutil.get_terminal_size().columns)
+    return ranks
+
+
+def become_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
+    """Replace this process by mpiexec with the ranks; does not return."""
+    command = launch_command(num_ranks, arguments)
+    sys.stdout.flush()
+    os.execve(command[0], command, launch_environment(num_ranks, os.environ))

@@ -1,0 +1,107 @@
+"""One step's figures over all ranks, under the field's metric names. Knows records, not how they came about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.mpi.world import World
+from tlt_hpc.records import FinishReason
+from tlt_hpc.rl.policy import PolicyStats
+from tlt_hpc.storage.rollout_log import StepRecord
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """The part of a step record that the figures over all ranks need."""
+
+    lengths: np.ndarray
+    rewards: np.ndarray
+    num_cut: int
+    num_row_passes: int
+    start_seconds: float
+    last_token_seconds: float
+    release_seconds: float
+    harvested_seconds: float
+    num_micro_steps: int
+    drafter_loss: float
+    num_guarded: int
+    strategy_tokens: dict[str, int]
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """The figures of one step, the same on every rank."""
+
+    step: int
+    metrics: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.metrics[name]
+
+
+def summarise(
+    world: World, record: StepRecord, stats: PolicyStats, merge: MergeReport | None, seconds: Mapping[str, float]
+) -> StepSummary:
+    """Gather all ranks' records of a step into one set of figures; collective.
+
+    Seconds of phases are this rank's own; idle and harvested rank-seconds are sums over the ranks.
+    """
+    ranks = world.allgather(summarise_rank(record))
+    lengths = np.concatenate([rank.lengths for rank in ranks])
+    rewards = np.concatenate([rank.rewards for rank in ranks])
+    tokens = int(lengths.sum())
+    last_token = max(rank.last_token_seconds for rank in ranks)
+    metrics = {
+        "training/global_step": float(record.step),
+        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/p50": float(np.median(lengths)),
+        "response_length/clip_ratio": sum(rank.num_cut for rank in ranks) / len(lengths),
+        **{f"actor/{name}": float(value) for name, value in vars(stats).items()},
+        **{f"timing_s/{name}": value for name, value in seconds.items()},
+        "perf/total_num_tokens": float(tokens),
+        "perf/throughput": tokens / seconds["step"],
+        "drafter/spec_decode/mean_acceptance_length": tokens / sum(rank.num_row_passes for rank in ranks),
+        "drafter/steps": float(sum(rank.num_micro_steps for rank in ranks)),
+        "drafter/loss": _mean([rank.drafter_loss for rank in ranks if rank.num_micro_steps]),
+        "drafter/version": float(merge.num_steps) if merge else 0.0,
+        "drafter/merge_exposed_seconds": merge.exposed_seconds if merge else 0.0,
+        "rollout/idle_rank_seconds": sum(r.release_seconds - r.last_token_seconds for r in ranks),
+        "rollout/harvested_rank_seconds": sum(r.harvested_seconds for r in ranks),
+        "rollout/seconds": max(r.release_seconds for r in ranks) - min(r.start_seconds for r in ranks),
+        "rollout/stop_latency_seconds": max(r.release_seconds for r in ranks) - last_token,
+        "rollout/guarded_near_ties": float(sum(rank.num_guarded for rank in ranks)),
+    }
+    for name in ranks[0].strategy_tokens:
+        metrics[f"rollout/strategy_share/{name}"] = sum(r.strategy_tokens[name] for r in ranks) / max(tokens, 1)
+    return StepSummary(record.step, metrics)
+
+
+def summarise_rank(record: StepRecord) -> RankSummary:
+    """This rank's part."""
+    return RankSummary(
+        lengths=np.array([len(rollout.response_tokens) for rollout in record.rollouts]),
+        rewards=record.rewards,
+        num_cut=sum(rollout.finish_reason == FinishReason.LENGTH for rollout in record.rollouts),
+        num_row_passes=sum(rollout.num_target_passes for rollout in record.rollouts),
+        start_seconds=record.timing.start_seconds,
+        last_token_seconds=record.timing.last_token_seconds,
+        release_seconds=record.timing.release_seconds,
+        harvested_seconds=record.harvested_seconds,
+        num_micro_steps=len(record.micro_steps),
+        drafter_loss=_mean([micro_step.loss for micro_step in record.micro_steps]),
+        num_guarded=record.guarded_near_ties,
+        strategy_tokens=dict(zip(record.strategy_names, record.strategy_tokens.tolist(), strict=True)),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values)) if values else 0.0

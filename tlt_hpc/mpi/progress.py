@@ -1,0 +1,99 @@
+"""Owns how a rank waits: sleeping between tests of a request, and a thread that lets others progress meanwhile.
+
+Knows neither what is waited for nor what the records say.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tlt_hpc.mpi.library import MPI
+
+FIRST_PAUSE_SECONDS = 50e-6
+LONGEST_PAUSE_SECONDS = 2e-3
+IPROBE_EVERY_SECONDS = 2e-3
+
+
+class BackOff:
+    """Pauses that double from 50 microseconds up to a cap, so that a waiting rank leaves its core to others."""
+
+    def __init__(self, cap_seconds: float = LONGEST_PAUSE_SECONDS) -> None:
+        self._cap_seconds = cap_seconds
+        self._pause_seconds = min(FIRST_PAUSE_SECONDS, cap_seconds)
+
+    def pause(self) -> None:
+        """Sleep once; the next pause is twice as long, up to the cap."""
+        time.sleep(self._pause_seconds)
+        self._pause_seconds = min(2 * self._pause_seconds, self._cap_seconds)
+
+    def reset(self) -> None:
+        """Begin again with the shortest pause."""
+        self._pause_seconds = min(FIRST_PAUSE_SECONDS, self._cap_seconds)
+
+
+def wait(request: MPI.Request) -> None:
+    """Wait for a nonblocking operation without spinning; the caller holds its buffers until this returns."""
+    back_off = BackOff()
+    while not request.Test():
+        back_off.pause()
+
+
+class ProgressThread:
+    """A helper thread that enters the MPI library every 2 ms while this rank is inside one long call.
+
+    Most MPI libraries advance a nonblocking collective only while the process is inside some MPI call; without this
+    every other rank's round would wait for the call to return. Needs MPI_THREAD_MULTIPLE.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+        self._active = threading.Event()
+        self._closing = False
+        self._error: MPI.Exception | None = None
+        # Daemon: a rank that raises must reach MPI_Abort at exit even though nobody closed its thread.
+        self._thread = threading.Thread(target=self._probe, name="mpi-progress", daemon=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Probe while inside; not to be nested.
+
+        Raises:
+            RuntimeError: the thread has failed.
+        """
+        assert not self._active.is_set() and not self._closing, "progress is already running, or closed"
+        if self._thread.ident is None:
+            self._thread.start()
+        self._active.set()
+        try:
+            yield
+        finally:
+            self._active.clear()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended the thread, if anything did.
+
+        Raises:
+            RuntimeError: the thread has failed; its cause is the MPI error.
+        """
+        ended = self._thread.ident is not None and not self._thread.is_alive()
+        if ended and not self._closing:
+            raise RuntimeError(f"the MPI progress thread has failed: {self._error}") from self._error
+
+    def close(self) -> None:
+        """End the thread and wait for it; to be called before MPI finalises. May be called again."""
+        self._closing = True
+        self._active.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _probe(self) -> None:
+        try:
+            while self._active.wait() and not self._closing:
+                self._comm.Iprobe()
+                time.sleep(IPROBE_EVERY_SECONDS)
+        except MPI.Exception as error:
+            self._error = error

@@ -1,0 +1,117 @@
+"""Owns the repeated exchange of every rank's status during a rollout; knows neither the engine nor the drafter.
+
+One nonblocking allgather of a small fixed record per rank is under way at any time of a rollout. A rank posts the next
+round only on having seen the last one, and none after a roster that is `over`; all ranks see the same rosters, so all
+leave on the same round with nothing pending, and rounds of two rollouts cannot meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from tlt_hpc.mpi.library import MPI
+from tlt_hpc.mpi.progress import LONGEST_PAUSE_SECONDS, BackOff, ProgressThread
+from tlt_hpc.mpi.roster import Roster, State, Status
+
+RECORD_FIELDS = ("epoch", "round", "state", "sequences_left", "tokens", "drafter_steps", "stop")
+
+
+class Pulse:
+    """Tells every rank, without ever blocking, what all the others are doing.
+
+    ``comm`` is private to the pulse (``World.private_comm``). Counters, over all rollouts: ``num_polls``,
+    ``num_rounds``; ``last_round_seconds`` runs from this rank's posting of the last round to its seeing the result.
+    """
+
+    def __init__(self, comm: MPI.Comm, back_off_cap_seconds: float = LONGEST_PAUSE_SECONDS) -> None:
+        self.num_polls = 0
+        self.num_rounds = 0
+        self.last_round_seconds = 0.0
+        self._comm = comm
+        self._back_off = BackOff(back_off_cap_seconds)
+        self._progress = ProgressThread(comm)
+        # mpi4py does not keep the buffers of a nonblocking collective alive: they live as long as the pulse.
+        self._sent = np.zeros(len(RECORD_FIELDS), np.int64)
+        self._received = np.zeros((comm.size, len(RECORD_FIELDS)), np.int64)
+        self._request: MPI.Request | None = None
+        self._posted_at = 0.0
+        self._roster: Roster | None = None
+
+    def begin(self, epoch: int) -> None:
+        """Start the rollout ``epoch`` (its step); nothing of an earlier one may be pending."""
+        assert self._request is None, "a round of an earlier rollout is pending: poll until its roster is over"
+        self._roster = Roster.before_first_round(epoch, self._comm.size)
+        self._back_off.reset()
+
+    def poll(self, status: Status) -> Roster:
+        """The newest roster, without blocking; at most one new one a call.
+
+        Where a round has completed, the next is posted with ``status``, unless the roster is over; after one that is
+        over, ``begin`` comes next. Before the first round completes all ranks are taken to be BUSY.
+
+        Raises:
+            RuntimeError: the thread behind ``progressing`` has failed.
+        """
+        assert self._roster is not None and not self._roster.over, "poll outside a rollout: call begin first"
+        self._progress.check()
+        self.num_polls += 1
+        if self._request is not None:
+            if not self._request.Test():
+                return self._roster
+            self._take_roster(self._roster)
+        if not self._roster.over:
+            self._post(self._roster, status)
+        return self._roster
+
+    def back_off(self) -> None:
+        """Sleep, doubling to the cap; a roster in which the number of BUSY ranks has changed starts short again."""
+        self._back_off.pause()
+
+    @contextmanager
+    def progressing(self) -> Iterator[None]:
+        """Let the others' rounds complete while this rank is inside one long call that releases the GIL.
+
+        Raises:
+            RuntimeError: the helper thread has failed.
+        """
+        with self._progress.running():
+            yield
+
+    def close(self) -> None:
+        """End the helper thread; to be called before MPI finalises."""
+        self._progress.close()
+
+    def _post(self, roster: Roster, status: Status) -> None:
+        self._sent[:] = (
+            roster.epoch,
+            roster.round + 1,
+            status.state,
+            status.sequences_left,
+            status.tokens,
+            status.drafter_steps,
+            status.stop,
+        )
+        self._posted_at = time.perf_counter()
+        self._request = self._comm.Iallgather(self._sent, self._received)
+
+    def _take_roster(self, previous: Roster) -> None:
+        self._request = None
+        self.num_rounds += 1
+        self.last_round_seconds = time.perf_counter() - self._posted_at
+        expected = (previous.epoch, previous.round + 1)
+        assert (self._received[:, :2] == expected).all(), (
+            f"records of epoch and round {expected}: {self._received[:, :2]}"
+        )
+        self._roster = Roster(*expected, tuple(_status(record) for record in self._received[:, 2:].tolist()))
+        # A reset at every roster would keep the pauses of an idle rank short for as long as a busy one steps quickly.
+        if self._roster.num_busy != previous.num_busy:
+            self._back_off.reset()
+
+
+def _status(record: list[int]) -> Status:
+    state, sequences_left, tokens, drafter_steps, stop = record
+    return Status(State(state), sequences_left, tokens, drafter_steps, bool(stop))

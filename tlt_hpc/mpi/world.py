@@ -1,0 +1,225 @@
+"""Owns the set of ranks: who and where this one is, collectives that wait without spinning, and the stop flag.
+
+Knows nothing of rollouts, models or training. No other module touches COMM_WORLD.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.mpi.library import MPI
+from tlt_hpc.mpi.progress import wait
+
+T = TypeVar("T")
+
+RANK_COUNT_VARIABLES = ("TLT_RANKS", "SLURM_NTASKS")
+"""Where the number of ranks asked for is found, the first that is set: what ``tlt`` asked mpiexec for, then srun."""
+MOST_BYTES = 2**30
+"""Of one collective of bytes: counts and displacements must fit a C int in libraries older than MPI 4."""
+SUMMABLE = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64))
+SAME_KEYSTROKE_SECONDS = 1.0
+"""One Ctrl-C may reach a rank twice, from the terminal and from the launcher that forwards it."""
+
+
+class LaunchError(ValueError):
+    """A user's mistake in how the ranks were started; its text is one line with the remedy."""
+
+
+class PendingSum:
+    """A sum over ranks that is under way; holds its buffers until it has been waited for."""
+
+    def __init__(
+        self, request: MPI.Request, sent: NDArray[Any], received: NDArray[Any], pending: set[PendingSum]
+    ) -> None:
+        self._request = request
+        self._sent = sent
+        self._received = received
+        self._pending = pending
+        pending.add(self)  # the library still writes to the buffers of a sum that the caller has forgotten
+
+    def wait(self) -> NDArray[Any]:
+        """The sum, of the shape and dtype of what was given; sleeps until it is there. May be called again."""
+        wait(self._request)
+        self._pending.discard(self)
+        return self._received
+
+
+class World:
+    """All ranks of the job, and this rank's place among them.
+
+    ``rank`` of ``size``; ``node`` counts the hosts in order of their lowest rank, ``local_rank`` the ranks of one host.
+    All methods named after collectives are collective: every rank calls them in the same order.
+    """
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = _duplicate(comm)
+        self._pending_sums: set[PendingSum] = set()
+        self._stop_reason: str | None = None
+        self._interrupted_at: float | None = None
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.hostname: str = socket.gethostname()
+        self.node, self.local_rank = place(self.allgather(self.hostname), self.rank)
+
+    @classmethod
+    def connect(cls) -> World:
+        """The world of all ranks that were launched, or of this process alone where there was no launcher.
+
+        Initialises MPI with MPI_THREAD_MULTIPLE where that has not happened yet; it is finalised at exit.
+
+        Raises:
+            LaunchError: the library gives a lower thread level, or another number of ranks than was asked for.
+        """
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        check_thread_level(MPI.Query_thread(), MPI.Get_library_version())
+        check_rank_count(MPI.COMM_WORLD.size, os.environ)
+        return cls(MPI.COMM_WORLD)
+
+    def allgather(self, item: T) -> list[T]:
+        """Every rank's ``item`` (picklable, of any size), in rank order."""
+        payload = np.frombuffer(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), np.uint8)
+        lengths = self._allgather_length(payload.size)
+        pickles = [bytearray() for _ in range(self.size)]
+        block = max(1, MOST_BYTES // self.size)
+        for start in range(0, int(lengths.max()), block):
+            counts = np.clip(lengths - start, 0, block)
+            sent, received = payload[start : start + block], np.empty(int(counts.sum()), np.uint8)
+            wait(self._comm.Iallgatherv(sent, [received, counts.tolist()]))
+            for whole, piece in zip(pickles, np.split(received, np.cumsum(counts)[:-1]), strict=True):
+                whole += piece.tobytes()
+        return [pickle.loads(whole) for whole in pickles]
+
+    def broadcast(self, item: T, root: int = 0) -> T:
+        """The ``item`` (picklable, of any size) of rank ``root``; what the others give is not looked at."""
+        payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if self.rank == root else bytearray()
+        length = np.array([len(payload)], np.int64)
+        wait(self._comm.Ibcast(length, root))
+        payload = payload or bytearray(int(length[0]))
+        buffer = np.frombuffer(payload, np.uint8)
+        for start in range(0, buffer.size, MOST_BYTES):
+            wait(self._comm.Ibcast(buffer[start : start + MOST_BYTES], root))
+        return item if self.rank == root else pickle.loads(payload)
+
+    def sum(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The elementwise sum of all ranks' arrays (float32, float64 or int64, equal shapes), the same bits on all."""
+        return self.start_sum(array).wait()
+
+    def start_sum(self, array: NDArray[Any]) -> PendingSum:
+        """Begin ``sum`` of a copy of ``array`` and return at once."""
+        assert array.dtype in SUMMABLE, f"sum of {array.dtype}: give float32, float64 or int64"
+        sent = np.array(array, order="C", copy=True)
+        received = np.empty_like(sent)
+        return PendingSum(self._comm.Iallreduce(sent, received, MPI.SUM), sent, received, self._pending_sums)
+
+    def barrier(self) -> None:
+        """Wait, asleep, until every rank has come here."""
+        wait(self._comm.Ibarrier())
+
+    def private_comm(self) -> MPI.Comm:
+        """A duplicate of the world's communicator for one owner, whose traffic meets nobody else's; collective."""
+        return _duplicate(self._comm)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop, or all have agreed to."""
+        return self._stop_reason is not None
+
+    @property
+    def stop_reason(self) -> str:
+        """Why, empty where no stop was requested."""
+        return self._stop_reason or ""
+
+    def request_stop(self, reason: str) -> None:
+        """Set this rank's stop flag; the first reason is kept. Safe in a signal handler."""
+        if self._stop_reason is None:
+            self._stop_reason = reason
+
+    def agree_to_stop(self) -> bool:
+        """Whether any rank's stop flag is set, the same answer on all; if so, all flags are set from then on."""
+        reasons = self.allgather(self._stop_reason)
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                self.request_stop(f"rank {rank}: {reason}")
+                return True
+        return False
+
+    def install_signal_handlers(self) -> None:
+        """SIGTERM, SIGINT and SIGUSR2 set the stop flag; a second Ctrl-C, a second or more later, interrupts.
+
+        Raises (later, in the main thread):
+            KeyboardInterrupt: on that second Ctrl-C.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.request_stop(signal.Signals(number).name)
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        elif now - self._interrupted_at >= SAME_KEYSTROKE_SECONDS:
+            raise KeyboardInterrupt
+
+    def _allgather_length(self, length: int) -> NDArray[np.int64]:
+        sent, received = np.array([length], np.int64), np.empty(self.size, np.int64)
+        wait(self._comm.Iallgather(sent, received))
+        return received
+
+
+def place(hostnames: Sequence[str], rank: int) -> tuple[int, int]:
+    """(node, local rank) of ``rank``, given every rank's host name: nodes in order of first appearance."""
+    own = hostnames[rank]
+    return list(dict.fromkeys(hostnames)).index(own), list(hostnames[:rank]).count(own)
+
+
+def check_thread_level(level: int, library: str) -> None:
+    """Refuse an MPI library whose calls may not come from several threads at once.
+
+    Raises:
+        LaunchError: with the library's name and the remedy.
+    """
+    if level < MPI.THREAD_MULTIPLE:
+        raise LaunchError(
+            f"MPI thread level {level} where MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE}) is needed, from "
+            f"{library.splitlines()[0].strip()!r}; load an MPI that is built with thread support"
+        )
+
+
+def check_rank_count(size: int, environment: Mapping[str, str]) -> None:
+    """Refuse a world of another size than was asked for: a foreign launcher starts N jobs of one rank each.
+
+    Raises:
+        LaunchError: with both counts and the remedy.
+    """
+    for variable in RANK_COUNT_VARIABLES:
+        if variable in environment:
+            if environment[variable] != str(size):
+                raise LaunchError(_rank_count_message(size, variable, environment[variable]))
+            return
+
+
+def _rank_count_message(size: int, variable: str, asked: str) -> str:
+    return (
+        f"MPI sees {size} rank{'s' * (size != 1)} where {variable}={asked}: the launcher does not belong to this MPI "
+        "library, or there was none; under Slurm start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI), "
+        f"elsewhere with the mpiexec of this environment, or set TLT_RANKS={size} if that number is meant"
+    )
+
+
+def _duplicate(comm: MPI.Comm) -> MPI.Comm:
+    duplicate, request = comm.Idup()
+    wait(request)
+    return duplicate

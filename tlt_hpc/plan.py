@@ -1,0 +1,57 @@
+"""What a run would do: the configuration held against the files it names, before any rank starts or writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tlt_hpc.config import Config, check_model_limits, check_ranks, to_toml
+from tlt_hpc.data.prompts import PromptSource, open_prompts
+from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
+from tlt_hpc.models.shape import ModelShape, read_shape
+
+
+@dataclass(frozen=True)
+class Assets:
+    """What the configuration names, as far as it can be read without loading weights."""
+
+    folder: Path
+    shape: ModelShape
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    prompts: PromptSource
+
+
+def read_assets(config: Config, num_ranks: int) -> Assets:
+    """Read the light files, and check the configuration against them and the rank count.
+
+    Raises:
+        ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
+    """
+    check_ranks(config, num_ranks)
+    folder = find_model(config.model.path)
+    shape = read_shape(folder)
+    check_model_limits(config, shape.max_positions)
+    tokenizer = load_tokenizer(folder)
+    return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), open_prompts(config, tokenizer))
+
+
+def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
+    """The plan in words, then the resolved configuration as TOML."""
+    rollout, algorithm = config.rollout, config.algorithm
+    lines = [
+        f"run         {config.folder}: {config.run.num_steps} steps on {num_ranks} ranks, seed {config.run.seed}",
+        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
+        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        f"rollout     {rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, at most "
+        f"{rollout.max_new_tokens} tokens, temperature {rollout.temperature}; "
+        f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
+        f"speculation {config.speculation.mode}, depths {', '.join(map(str, config.speculation.depths))}; "
+        f"drafter from {config.drafter.init}",
+        f"update      {algorithm.name}, {algorithm.updates_per_step} optimiser steps a step, "
+        f"learning rate {config.optimizer.learning_rate}, ZeRO {config.optimizer.zero_stage}",
+        f"checkpoint  every {config.checkpoint.every_steps} steps, the last {config.checkpoint.keep} kept",
+    ]
+    return "\n".join([*lines, "", to_toml(config)])

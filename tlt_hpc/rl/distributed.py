@@ -1,0 +1,88 @@
+"""Owns the torch process group that DeepSpeed communicates through; made from the MPI world, knows no model."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
+
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""Longer than any job. Ranks are skewed by the rollout's tail, and a watchdog that takes one for a hang kills a healthy
+run; a dead rank ends the job through MPI, at once."""
+LOOPBACK = "127.0.0.1"
+
+
+def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None = None) -> None:
+    """Make the process group of all ranks: gloo on ``cpu``, nccl on ``cuda``; collective.
+
+    Does nothing where this process has joined already. Without ``device_type``: ``cuda`` where there is a GPU.
+    """
+    if torch.distributed.is_initialized():
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size)
+        return
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    _choose_device(world.local_rank, device_type)
+    torch.distributed.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        store=_open_store(world),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    _hand_to_deepspeed()
+
+
+def leave_process_group() -> None:
+    """Destroy the group; every rank calls it before MPI is finalised, which otherwise may crash at exit."""
+    if not torch.distributed.is_initialized():
+        return
+    import deepspeed.comm.comm as deepspeed_comm
+
+    deepspeed_comm.destroy_process_group()
+    deepspeed_comm.cdb = None  # else the next join would take the dead group for a live one
+
+
+def lengthen_timeouts(*groups: torch.distributed.ProcessGroup) -> None:
+    """Give groups that DeepSpeed made the long timeout: torch gives new groups its default, not their parent's."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for group in groups:
+        _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+
+
+def _choose_device(local_rank: int, device_type: str) -> None:
+    """Tell DeepSpeed, which reads the environment, which accelerator and which device of it this rank uses."""
+    os.environ["DS_ACCELERATOR"] = device_type
+    index = local_rank
+    if device_type == "cuda":
+        index %= torch.cuda.device_count()  # a launcher may show each rank its own device only
+        torch.cuda.set_device(index)
+    os.environ["LOCAL_RANK"] = str(index)
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # DeepSpeed insists that it equals LOCAL_RANK
+
+
+def _open_store(world: World) -> TCPStore:
+    """A store served by rank 0 on a port that the system chose, so that jobs on one node never collide."""
+    hosts = world.allgather(world.hostname)
+    # On one node nothing depends on the host name being resolvable.
+    host = hosts[0] if len(set(hosts)) > 1 else LOOPBACK
+    if world.rank != 0:
+        port = world.broadcast(0)
+        return TCPStore(host, port, world.size, is_master=False, wait_for_workers=False)
+    store = TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+    world.broadcast(store.port)
+    return store
+
+
+def _hand_to_deepspeed() -> None:
+    import deepspeed
+
+    # It would be compiled at first use, for a minute, on every node; gloo does its work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)

@@ -1,0 +1,422 @@
+"""Owns the DeepSpeed engine round the policy model: updates, weights out, state out and in; knows no decoding or file.
+
+The update is a function of the rollouts in key order, the weights and the number of ranks, never of timing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from numpy.typing import NDArray
+
+from tlt_hpc.config import Config, ConfigError
+from tlt_hpc.records import Rollout
+from tlt_hpc.rl.batches import Indices, pad, plan_updates
+from tlt_hpc.rl.distributed import lengthen_timeouts
+from tlt_hpc.rl.loss import grpo_loss, kl_k3, token_entropy, token_log_probs
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+REDUCE_BUCKET_ELEMENTS = 50_000_000
+"""Gradients reduced in one collective; 200 MB in fp32, a tenth of DeepSpeed's default."""
+
+
+@dataclass(frozen=True)
+class PolicyStats:
+    """One step's update, the same on all ranks: token means over all of the step's updates."""
+
+    pg_loss: float
+    entropy: float
+    ppo_kl: float
+    """Mean of old minus new log-probability."""
+    pg_clipfrac: float
+    kl_loss: float
+    """k3 estimate against the reference; 0 without one."""
+    rollout_probs_diff_mean: float
+    """Mean distance of a token's probability before the update from the one recorded in the rollout."""
+    grad_norm: float
+    """Before clipping, mean over the updates."""
+    lr: float
+    """Of the last update."""
+    num_tokens: int
+    """Response tokens trained on."""
+    old_log_prob_seconds: float
+    update_seconds: float
+    """Both of the slowest rank; ``update_seconds`` does not include the other."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A micro-batch on the device: see ``batches.MicroBatch``; advantages and log-probs are [T], as targets."""
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    targets: torch.Tensor
+    advantages: torch.Tensor
+    rollout_log_probs: torch.Tensor
+
+
+class Policy:
+    """The model that is trained, sharded by ZeRO over all ranks of a process group that has been joined before.
+
+    The model is a causal language model in the manner of Hugging Face, in ``config.model.dtype``, equal on all ranks;
+    it belongs to the policy from here on. ``reference`` is needed where ``algorithm.kl_coefficient`` is above 0; it
+    stays whole on every rank. All methods are collective.
+
+    Raises:
+        ConfigError: a combination of ZeRO stage, dtype and offload that DeepSpeed does not train exactly.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, config: Config, world: World, reference: torch.nn.Module | None = None
+    ) -> None:
+        assert torch.distributed.is_initialized(), "join_process_group comes first"
+        assert (config.algorithm.kl_coefficient > 0) == (reference is not None), "a reference goes with a KL term"
+        dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+        assert dtypes == {f"torch.{config.model.dtype}"}, f"model in {dtypes}, config says {config.model.dtype}"
+        check_engine(config)
+        self._config, self._world = config, world
+        # The rollout of temperature 0 is no sample of any softmax; its groups are all equal and teach nothing anyway.
+        self._temperature = config.rollout.temperature or 1.0
+        self.engine = _start_engine(model, config, world.size)
+        self._parameters = dict(model.named_parameters())
+        self._reference = reference
+        if reference is not None:
+            reference.requires_grad_(False).eval().to(self.engine.device)
+        self._num_steps = 0
+        self._has_state = False
+
+    @property
+    def optimizer_step_count(self) -> int:
+        """Optimiser steps taken since the weights were first loaded, over all runs of the job."""
+        return self._num_steps
+
+    def update(self, rollouts: Sequence[Rollout], advantages: NDArray[np.float32]) -> PolicyStats:
+        """Train on one step's rollouts, ``updates_per_step`` times on a part of them each (GRPO, token mean).
+
+        Args:
+            rollouts: all of the step, of all ranks, ordered by key; the same on every rank.
+            advantages: [N], in the order of ``rollouts``.
+
+        Raises:
+            FloatingPointError: the gradient is not finite.
+        """
+        keys = [rollout.key for rollout in rollouts]
+        assert keys == sorted(keys) and len(keys) == advantages.size, "rollouts ordered by key, one advantage each"
+        plans = plan_updates(
+            [rollout.prompt_tokens.size + rollout.response_tokens.size for rollout in rollouts],
+            self._config.algorithm.updates_per_step,
+            self._world.size,
+            self._config.optimizer.micro_batch_tokens,
+        )
+        own = [
+            [self._load_batch(rollouts, advantages, indices) for indices in plan[self._world.rank]] for plan in plans
+        ]
+        self.engine.train()
+        started = time.perf_counter()
+        old = self._old_log_probs(own)
+        updating = time.perf_counter()
+        sums, norms = np.zeros(6), []
+        for plan, batches, old_log_probs in zip(plans, own, old, strict=True):
+            sums += self._accumulate(batches, old_log_probs, _num_response_tokens(rollouts, plan))
+            norms.append(self._step())
+        seconds = (updating - started, time.perf_counter() - updating)
+        return self._stats(sums, norms, sum(rollout.response_tokens.size for rollout in rollouts), seconds)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full weights under their Hugging Face names, one at a time, on every rank; a tied weight comes once.
+
+        A tensor is good only until the next is asked for, and every rank must take them all.
+        """
+        for name, parameter in self._parameters.items():
+            with self._gathered(parameter):
+                yield name, parameter.detach()
+
+    def state_shard(self) -> dict[str, torch.Tensor]:
+        """This rank's share of the training state: fp32 CPU copies of ``<name>.master`` and Adam's two moments.
+
+        Parameters are dealt out by their index, so that the shards of all ranks together hold each exactly once.
+        """
+        self._make_state()
+        shard = {}
+        for index, (name, parameter) in enumerate(self._parameters.items()):
+            mine = index % self._world.size == self._world.rank
+            for kind in ("master", *MOMENTS):
+                tensor = self._full_state(parameter, kind)
+                if mine:
+                    shard[f"{name}.{kind}"] = tensor.to("cpu", torch.float32, copy=True)
+        return shard
+
+    def load_state(self, read: Callable[[str], torch.Tensor], num_steps: int) -> None:
+        """Take over a state that ``state_shard`` gave, on any number of ranks and at any ZeRO stage.
+
+        Args:
+            read: full tensor of a name such as ``lm_head.weight.exp_avg``; called with every name on every rank.
+            num_steps: ``optimizer_step_count`` of that state.
+        """
+        self._make_state()
+        for name, parameter in self._parameters.items():
+            # The next forward pass reads the parameter itself; the optimiser would only write it after its next step.
+            with self._gathered(parameter, modifier_rank=0), torch.no_grad():
+                parameter.copy_(read(f"{name}.master"))
+            for kind in ("master", *MOMENTS):
+                self._set_full_state(parameter, kind, read(f"{name}.{kind}").to(self.engine.device))
+        self._set_step_count(num_steps)
+
+    def sha256(self) -> str:
+        """Hash of the full fp32 weights in the order of their names, equal on all ranks."""
+        digest = hashlib.sha256()
+        for name in sorted(self._parameters):
+            weights = self._full_state(self._parameters[name], "master").to("cpu", torch.float32)
+            digest.update(name.encode())
+            # Gathering adds zeros, which turns -0 into +0; so that the stage does not matter, always.
+            digest.update((weights + 0.0).contiguous().numpy().data)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Free the engine; the process group stays, and another policy may follow in this process."""
+        self.engine.destroy()
+        self._parameters.clear()
+
+    def _load_batch(self, rollouts: Sequence[Rollout], advantages: NDArray[np.float32], indices: Indices) -> _Batch:
+        micro = pad([rollouts[index] for index in indices])
+        own = advantages[list(indices)].astype(np.float32)
+        recorded = [np.zeros(0, np.float32), *(rollouts[index].log_probs for index in indices)]
+        arrays = (micro.tokens, micro.mask, micro.targets, own[micro.rows], np.concatenate(recorded))
+        return _Batch(*(torch.from_numpy(array).to(self.engine.device) for array in arrays))
+
+    def _logits(self, model: Callable[..., Any], batch: _Batch) -> torch.Tensor:
+        """Logits [T, V] at the positions that predict a response token."""
+        # Right padding needs no attention mask: causality hides it from every real token.
+        output = model(input_ids=batch.tokens, use_cache=False, logits_to_keep=batch.mask.shape[1])
+        logits: torch.Tensor = output.logits[batch.mask]
+        return logits
+
+    def _log_probs(self, model: Callable[..., Any], batch: _Batch) -> torch.Tensor:
+        with torch.no_grad():
+            return token_log_probs(self._logits(model, batch), batch.targets, self._temperature)
+
+    def _old_log_probs(self, own: Sequence[Sequence[_Batch]]) -> list[list[torch.Tensor | None]]:
+        """Log-probs before the first update; None where the only update computes them itself."""
+        if len(own) == 1:
+            return [[None] * len(own[0])]
+        return [[self._log_probs(self.engine, batch) for batch in batches] for batches in own]
+
+    def _accumulate(
+        self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], num_tokens: int
+    ) -> NDArray[np.float64]:
+        """Gradient of one update's loss over all micro-batches and ranks; returns this rank's sums for the stats."""
+        sums = np.zeros(6)
+        for index, (batch, old_log_probs) in enumerate(zip(batches, old, strict=True)):
+            self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
+            loss, batch_sums = self._loss(batch, old_log_probs)
+            # DeepSpeed averages over ranks; the token mean is over all ranks' tokens.
+            self.engine.backward(loss * (self._world.size / num_tokens), scale_wrt_gas=False)
+            sums += batch_sums
+        return sums
+
+    def _loss(self, batch: _Batch, old: torch.Tensor | None) -> tuple[torch.Tensor, NDArray[np.float64]]:
+        """Summed loss of a micro-batch and the sums for the stats: loss, entropy, KL to old, clipped, KL, mismatch."""
+        algorithm = self._config.algorithm
+        logits = self._logits(self.engine, batch)
+        log_probs = token_log_probs(logits, batch.targets, self._temperature)
+        old = log_probs.detach() if old is None else old
+        everywhere = torch.ones_like(old, dtype=torch.bool)
+        pg_losses, clipped = grpo_loss(
+            log_probs, old, batch.advantages, everywhere, algorithm.clip_low, algorithm.clip_high
+        )
+        loss, kl = pg_losses.sum(), torch.zeros_like(old)
+        if self._reference is not None:
+            kl = kl_k3(log_probs, self._log_probs(self._reference, batch))
+            loss = loss + algorithm.kl_coefficient * kl.sum()
+        with torch.no_grad():
+            entropy = token_entropy(logits, self._temperature)
+            mismatch = (old.exp() - batch.rollout_log_probs.exp()).abs()
+            per_token = (pg_losses, entropy, old - log_probs, clipped, kl, mismatch)
+            sums = torch.stack([values.double().sum() for values in per_token])
+        return loss, sums.cpu().numpy()
+
+    def _step(self) -> float:
+        """One optimiser step; returns the gradient's global norm before clipping."""
+        self._set_learning_rate(self._learning_rate(self._num_steps))
+        norm = self._own_grad_norm() if self._stage == 0 else None
+        self.engine.step()
+        norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
+        if not math.isfinite(norm) or norm < 0:  # DeepSpeed gives -1 for some that are not finite
+            raise FloatingPointError(
+                f"gradient norm {norm} at optimiser step {self._num_steps + 1}: resume from the last checkpoint "
+                f"with a lower optimizer.learning_rate than {self._config.optimizer.learning_rate}"
+            )
+        self._num_steps += 1
+        self._has_state = True
+        return norm
+
+    def _own_grad_norm(self) -> float:
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def _learning_rate(self, step: int) -> float:
+        """Constant after a linear warm-up; ``step`` counts from 0."""
+        warmup = self._config.optimizer.warmup_steps
+        return self._config.optimizer.learning_rate * (min(1.0, (step + 1) / warmup) if warmup else 1.0)
+
+    def _set_learning_rate(self, value: float) -> None:
+        for group in self.engine.basic_optimizer.param_groups:
+            group["lr"] = value
+
+    def _stats(
+        self, sums: NDArray[np.float64], norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
+    ) -> PolicyStats:
+        means = (self._world.sum(sums) / num_tokens).tolist()
+        pg_loss, entropy, ppo_kl, clipped, kl, mismatch = means
+        old_seconds, update_seconds = np.max(self._world.allgather(seconds), axis=0).tolist()
+        return PolicyStats(
+            pg_loss=pg_loss,
+            entropy=entropy,
+            ppo_kl=ppo_kl,
+            pg_clipfrac=clipped,
+            kl_loss=kl,
+            rollout_probs_diff_mean=mismatch,
+            grad_norm=float(np.mean(norms)),
+            lr=self._learning_rate(self._num_steps - 1),
+            num_tokens=num_tokens,
+            old_log_prob_seconds=old_seconds,
+            update_seconds=update_seconds,
+        )
+
+    @property
+    def _stage(self) -> int:
+        return self._config.optimizer.zero_stage
+
+    def _gathered(self, parameter: torch.nn.Parameter, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+        """Within it the parameter is whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
+        if self._stage < 3:
+            return nullcontext()
+        gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+            [parameter], modifier_rank=modifier_rank
+        )
+        return gathered
+
+    def _make_state(self) -> None:
+        """Have the optimiser's moments exist, which only a first step makes: all zero, the weights untouched."""
+        if self._has_state:
+            return
+        self._set_learning_rate(0.0)
+        self.engine.train()
+        self.engine.set_gradient_accumulation_boundary(True)
+        nothing = self._load_batch([], np.zeros(0, np.float32), ())
+        self.engine.backward(self._logits(self.engine, nothing).sum(), scale_wrt_gas=False)
+        self.engine.step()
+        self._has_state = True
+        self._set_step_count(self._num_steps)
+
+    def _full_state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        state: torch.Tensor
+        if self._stage == 0:
+            state = parameter.detach() if kind == "master" else self.engine.basic_optimizer.state[parameter][kind]
+        elif kind == "master":
+            state = safe_get_full_fp32_param(parameter)
+        else:
+            state = safe_get_full_optimizer_state(parameter, kind)
+        return state
+
+    def _set_full_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        if self._stage == 0:
+            self._full_state(parameter, kind).copy_(value)
+        elif kind == "master":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
+
+    def _set_step_count(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        for state in self.engine.basic_optimizer.state.values():
+            if isinstance(state["step"], torch.Tensor):  # torch's AdamW; DeepSpeed's CPU Adam counts in an int
+                state["step"].fill_(num_steps)
+            else:
+                state["step"] = num_steps
+
+
+def check_engine(config: Config) -> None:
+    """Refuse settings that DeepSpeed does not train exactly.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    settings = config.optimizer
+    if settings.zero_stage == 0 and config.model.dtype == "bfloat16":
+        raise ConfigError(
+            "optimizer.zero_stage = 0 with model.dtype = 'bfloat16' has no fp32 master weights, so small updates are "
+            "lost; use optimizer.zero_stage = 1"
+        )
+    if settings.zero_stage == 0 and settings.offload:
+        raise ConfigError("optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3")
+
+
+def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
+    """DeepSpeed's configuration of the policy engine."""
+    zero: dict[str, Any] = {"stage": config.optimizer.zero_stage, "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS}
+    if config.optimizer.offload and device_type != "cpu":  # on a CPU all state is in host memory already
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return {
+        # Micro-batches are cut by tokens and their loss is scaled by us: to DeepSpeed each is one sample of one step.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": num_ranks,
+        "gradient_clipping": config.optimizer.max_grad_norm,  # its default is 1, not off
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+    }
+
+
+def _start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
+    device_type = deepspeed.get_accelerator().device_name()
+    settings = engine_settings(config, num_ranks, device_type)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=_make_optimizer(model, config, "offload_optimizer" in settings["zero_optimization"]),
+        config=settings,
+        dist_init_required=False,
+    )
+    lengthen_timeouts(engine.data_parallel_group)
+    return engine
+
+
+def _make_optimizer(model: torch.nn.Module, config: Config, offloaded: bool) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    if offloaded:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles itself at first use
+
+        adam = DeepSpeedCPUAdam
+    return adam(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def _num_response_tokens(rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> int:
+    """Response tokens of one update over all ranks, which all of them can count without asking."""
+    return sum(rollouts[index].response_tokens.size for share in plan for indices in share for index in indices)

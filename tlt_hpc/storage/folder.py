@@ -1,0 +1,170 @@
+"""Every path of a run, and how a file appears there whole or not at all. Knows nothing of what the files hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PART_SUFFIX = ".part"
+
+
+class WriteFailed(OSError):
+    """A file of the run could not be written (disk full, quota, permission); its text is one line with the remedy."""
+
+    def __init__(self, path: Path, cause: OSError) -> None:
+        super().__init__(
+            f"cannot write {path}: {cause.strerror or cause}; nothing was published, so make room there "
+            "(or set run.folder to another file system) and start again"
+        )
+
+
+class RunFolder:
+    """The paths of one run below ``path``; creates nothing until told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def cache(self) -> Path:
+        return self.path / "cache"
+
+    def create(self) -> None:
+        """Make the run's folders; those that exist stay as they are.
+
+        Raises:
+            WriteFailed: no room or no permission.
+        """
+        for folder in (self.checkpoints, self.rollouts, self.cache):
+            make_folder(folder)
+
+    def rollout_log(self, step: int, rank: int) -> Path:
+        return _file_of(self.rollouts, step, rank)
+
+    def feature_cache(self, step: int, rank: int) -> Path:
+        return _file_of(self.cache, step, rank)
+
+    def rollout_steps(self) -> list[int]:
+        """Steps that have a folder in the rollout log, ascending."""
+        return _steps(self.rollouts)
+
+    def cache_steps(self) -> list[int]:
+        """Steps that have a folder in the feature cache, ascending."""
+        return _steps(self.cache)
+
+    def rollout_logs(self, step: int) -> list[Path]:
+        """Closed files of a step, ordered by rank."""
+        return _closed_files(self.rollouts, step)
+
+    def feature_caches(self, step: int) -> list[Path]:
+        """Closed files of a step, ordered by rank."""
+        return _closed_files(self.cache, step)
+
+    def cache_parts(self) -> list[Path]:
+        """Feature-cache files that are being written, or whose writer was killed."""
+        return sorted(self.cache.glob(f"step-*/rank-*.h5{PART_SUFFIX}"))
+
+
+def rank_of(path: Path) -> int:
+    """The rank in a file name such as ``rank-0003.h5`` or ``rank-0003.h5.part``."""
+    return int(path.name.removeprefix("rank-").partition(".")[0])
+
+
+def part_of(path: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return path.with_name(path.name + PART_SUFFIX)
+
+
+def publish(path: Path, durable: bool = True) -> None:
+    """Rename ``path``'s finished part to ``path``, replacing what was there.
+
+    ``durable`` makes it survive a power failure too; a rename alone already survives the death of the process.
+
+    Raises:
+        WriteFailed: the disk refused; the part stays and ``path`` is as before.
+    """
+    try:
+        if durable:
+            _sync(part_of(path))
+        part_of(path).replace(path)
+        if durable:
+            _sync(path.parent)
+    except OSError as error:
+        raise WriteFailed(path, error) from error
+
+
+@contextmanager
+def writing_beside(path: Path) -> Iterator[Path]:
+    """Yield the part to write; publish it on success, remove it on any error.
+
+    Raises:
+        WriteFailed: the disk refused, in the body or at the rename.
+    """
+    make_folder(path.parent)
+    part = part_of(path)
+    try:
+        yield part
+        publish(path)
+    except WriteFailed:
+        raise
+    except OSError as error:
+        raise WriteFailed(path, error) from error
+    finally:
+        part.unlink(missing_ok=True)  # gone already where it was published
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, durably.
+
+    Raises:
+        WriteFailed: no room or no permission.
+    """
+    if folder.is_dir():
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sync(folder.parent)
+    except OSError as error:
+        raise WriteFailed(folder, error) from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _file_of(folder: Path, step: int, rank: int) -> Path:
+    return folder / f"step-{step:06d}" / f"rank-{rank:04d}.h5"
+
+
+def _steps(folder: Path) -> list[int]:
+    names = (entry.name.removeprefix("step-") for entry in folder.glob("step-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _closed_files(folder: Path, step: int) -> list[Path]:
+    return sorted((folder / f"step-{step:06d}").glob("rank-*.h5"), key=rank_of)
