@@ -6,17 +6,20 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tlt_hpc import __version__
-from tlt_hpc.config import Config, load_config
+from tlt_hpc.config import Config, UserError, load_config
 from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
 
 USER_ERROR = 2
 """Exit status of a mistake in the command or configuration; nothing was written."""
 STOPPED_EARLY = 75
 """Exit status of a run that a signal stopped: it left a checkpoint, and the same command goes on from there."""
+_FIRST_WORD_SECONDS = 2.0
+"""How long the other ranks leave it to rank 0 to name an error that all of them met."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not rank:
             print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR
-    return run_train(config) if options.command == "train" else run_compare(config, options)
+    try:
+        return run_train(config) if options.command == "train" else run_compare(config, options)
+    except UserError as error:
+        return fail_together(error, rank or 0)
+
+
+def fail_together(error: UserError, rank: int) -> int:
+    """End all ranks with one line: rank 0's, unless it has none to say; a non-zero status ends the others (mpi4py)."""
+    if rank:
+        time.sleep(_FIRST_WORD_SECONDS)
+    print(f"tlt: {error}", file=sys.stderr, flush=True)
+    return USER_ERROR
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

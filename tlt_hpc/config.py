@@ -24,7 +24,11 @@ EMBEDDED_MODEL = "embedded:tiny"
 EMBEDDED_TASK = "embedded:gcd"
 
 
-class ConfigError(ValueError):
+class UserError(ValueError):
+    """A mistake that the user can mend; its text is one line with the remedy, and a command ends with it."""
+
+
+class ConfigError(UserError):
     """A user's mistake in the configuration; its text is one line with the remedy."""
 
 

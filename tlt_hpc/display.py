@@ -159,12 +159,13 @@ def print_result(config: Config, result: RunResult) -> None:
     """How a run ended and where it wrote."""
     console = make_console()
     if result.finished:
-        console.print(f"finished: {result.num_steps} steps, policy {result.policy_sha256[:12]}, written to {config.folder}")
+        text = f"finished: {result.num_steps} steps, policy {result.policy_sha256[:12]}, written to {config.folder}"
     else:
-        console.print(
+        text = (
             f"stopped early ({result.stop_reason}) after {result.num_steps} of {config.run.num_steps} steps; "
             f"the same command goes on from {config.folder}"
         )
+    console.print(text, soft_wrap=True)
 
 
 def print_comparison(comparison: Comparison) -> None:

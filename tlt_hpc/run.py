@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.checkpoint.store import Checkpoint, CheckpointError
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.job import DRAFTER_FILE, Job, assemble
@@ -138,8 +139,7 @@ def roll_out(job: Job, step: int, reporter: Reporter) -> Tail:
     pulse.begin(step)
     while not (roster := pulse.poll(status(job))).over:
         if engine.has_work:
-            with pulse.progressing():
-                engine.step()
+            decode(job)
             last_token = time.time()
         elif not (trains and spot and roster.worth_training(job.config.drafter.min_idle) and train(job)):
             pulse.back_off()
@@ -154,10 +154,19 @@ def roll_out(job: Job, step: int, reporter: Reporter) -> Tail:
     return Tail(engine.collect(), timing, roster.stopping)
 
 
-def train(job: Job) -> bool:
-    """One micro-step of the drafter, while the others' rounds go on."""
-    assert job.drafting is not None
+def decode(job: Job) -> None:
+    """One round of decoding; a prefill may take long, and the others' rounds go on meanwhile."""
+    if not job.engine.has_waiting:
+        job.engine.step()
+        return
     with job.pulse.progressing():
+        job.engine.step()
+
+
+def train(job: Job) -> bool:
+    """One micro-step of the drafter; the pulse goes on meanwhile, so that the release is known when it ends."""
+    assert job.drafting is not None
+    with job.pulse.progressing(replace(status(job), state=State.TRAINING)):
         return job.drafting.spot.micro_step()
 
 
@@ -285,10 +294,7 @@ def save_checkpoint(job: Job, step: int) -> int:
 
 def resume(job: Job) -> int:
     """Load the newest checkpoint if there is one, and the decoder's weights in any case; returns the first step to do."""
-    checkpoint = job.checkpoints.newest()
-    steps = job.world.allgather(checkpoint.step if checkpoint else 0)
-    if len(set(steps)) > 1:
-        raise ValueError(f"ranks see different checkpoints in {job.folder.checkpoints}: steps {steps}; use a shared folder")
+    checkpoint = newest_checkpoint(job)
     step = 0
     if checkpoint is not None:
         step = checkpoint.step
@@ -304,13 +310,31 @@ def resume(job: Job) -> int:
     return step
 
 
+def newest_checkpoint(job: Job) -> Checkpoint | None:
+    """What rank 0 finds, on all ranks; collective.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is good.
+    """
+    found: Checkpoint | CheckpointError | None = None
+    if job.world.rank == 0:
+        try:
+            found = job.checkpoints.newest()
+        except CheckpointError as error:
+            found = error
+    found = job.world.broadcast(found)
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
 def save_drafter(job: Job) -> None:
     """Leave the drafter beside the run, where ``drafter.init`` of another run finds it."""
     if job.drafting is None or job.world.rank != 0:
         return
     from safetensors.torch import save_file
 
-    target = job.folder.drafter / DRAFTER_FILE
+    target = job.folder.path / "drafter" / DRAFTER_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     with writing_beside(target) as path:
         save_file(job.drafting.spot.state(), path)

@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tlt_hpc.config import UserError
+
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
@@ -40,7 +42,7 @@ MOST_BLOCKS = 32
 """Blocks of a file that its digest covers, a MiB each."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be written or read; its text is one line with the remedy."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tlt_hpc.mpi.library import MPI
@@ -42,14 +42,16 @@ def wait(request: MPI.Request) -> None:
 
 
 class ProgressThread:
-    """A helper thread that enters the MPI library every 2 ms while this rank is inside one long call.
+    """A helper thread that calls ``advance``, which enters the MPI library, every 2 ms while this rank is in a long call.
 
     Most MPI libraries advance a nonblocking collective only while the process is inside some MPI call; without this
-    every other rank's round would wait for the call to return. Needs MPI_THREAD_MULTIPLE.
+    every other rank's round would wait for the call to return. Needs MPI_THREAD_MULTIPLE. ``advance`` never runs
+    outside ``running``.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._comm = comm
+    def __init__(self, advance: Callable[[], None]) -> None:
+        self._advance = advance
+        self._lock = threading.Lock()
         self._active = threading.Event()
         self._closing = False
         self._error: MPI.Exception | None = None
@@ -70,7 +72,8 @@ class ProgressThread:
         try:
             yield
         finally:
-            self._active.clear()
+            with self._lock:  # the thread may be in the middle of a call
+                self._active.clear()
         self.check()
 
     def check(self) -> None:
@@ -93,7 +96,9 @@ class ProgressThread:
     def _probe(self) -> None:
         try:
             while self._active.wait() and not self._closing:
-                self._comm.Iprobe()
+                with self._lock:
+                    if self._active.is_set() and not self._closing:
+                        self._advance()
                 time.sleep(IPROBE_EVERY_SECONDS)
         except MPI.Exception as error:
             self._error = error

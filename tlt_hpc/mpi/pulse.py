@@ -33,7 +33,9 @@ class Pulse:
         self.last_round_seconds = 0.0
         self._comm = comm
         self._back_off = BackOff(back_off_cap_seconds)
-        self._progress = ProgressThread(comm)
+        self._progress = ProgressThread(self._advance)
+        self._standing: Status | None = None
+        self._told_over = True
         # mpi4py does not keep the buffers of a nonblocking collective alive: they live as long as the pulse.
         self._sent = np.zeros(len(RECORD_FIELDS), np.int64)
         self._received = np.zeros((comm.size, len(RECORD_FIELDS)), np.int64)
@@ -45,6 +47,7 @@ class Pulse:
         """Start the rollout ``epoch`` (its step); nothing of an earlier one may be pending."""
         assert self._request is None, "a round of an earlier rollout is pending: poll until its roster is over"
         self._roster = Roster.before_first_round(epoch, self._comm.size)
+        self._told_over = False
         self._back_off.reset()
 
     def poll(self, status: Status) -> Roster:
@@ -56,15 +59,11 @@ class Pulse:
         Raises:
             RuntimeError: the thread behind ``progressing`` has failed.
         """
-        assert self._roster is not None and not self._roster.over, "poll outside a rollout: call begin first"
+        assert self._roster is not None and not self._told_over, "poll outside a rollout: call begin first"
         self._progress.check()
         self.num_polls += 1
-        if self._request is not None:
-            if not self._request.Test():
-                return self._roster
-            self._take_roster(self._roster)
-        if not self._roster.over:
-            self._post(self._roster, status)
+        self._move_on(self._roster, status)
+        self._told_over = self._roster.over
         return self._roster
 
     def back_off(self) -> None:
@@ -72,18 +71,40 @@ class Pulse:
         self._back_off.pause()
 
     @contextmanager
-    def progressing(self) -> Iterator[None]:
+    def progressing(self, status: Status | None = None) -> Iterator[None]:
         """Let the others' rounds complete while this rank is inside one long call that releases the GIL.
+
+        With a ``status`` the helper thread also takes rosters and posts the next rounds with it, so that rounds do not
+        wait for the call's end; the next ``poll`` returns the newest of them. Without, it only enters the library.
 
         Raises:
             RuntimeError: the helper thread has failed.
         """
+        self._standing = status
         with self._progress.running():
             yield
 
     def close(self) -> None:
         """End the helper thread; to be called before MPI finalises."""
         self._progress.close()
+
+    def _advance(self) -> None:
+        """One call of the helper thread, while the main thread is away."""
+        if self._standing is None or self._roster is None:
+            self._comm.Iprobe()
+        elif not self._roster.over:
+            self._move_on(self._roster, self._standing)
+
+    def _move_on(self, roster: Roster, status: Status) -> None:
+        """Take the round's roster if it is there, and post the next round unless all is over."""
+        if roster.over:
+            return
+        if self._request is not None:
+            if not self._request.Test():
+                return
+            roster = self._take_roster(roster)
+        if not roster.over:
+            self._post(roster, status)
 
     def _post(self, roster: Roster, status: Status) -> None:
         self._sent[:] = (
@@ -98,7 +119,7 @@ class Pulse:
         self._posted_at = time.perf_counter()
         self._request = self._comm.Iallgather(self._sent, self._received)
 
-    def _take_roster(self, previous: Roster) -> None:
+    def _take_roster(self, previous: Roster) -> Roster:
         self._request = None
         self.num_rounds += 1
         self.last_round_seconds = time.perf_counter() - self._posted_at
@@ -110,6 +131,7 @@ class Pulse:
         # A reset at every roster would keep the pauses of an idle rank short for as long as a busy one steps quickly.
         if self._roster.num_busy != previous.num_busy:
             self._back_off.reset()
+        return self._roster
 
 
 def _status(record: list[int]) -> Status:

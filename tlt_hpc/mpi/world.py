@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import wait
 
@@ -31,7 +32,7 @@ SAME_KEYSTROKE_SECONDS = 1.0
 """One Ctrl-C may reach a rank twice, from the terminal and from the launcher that forwards it."""
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError):
     """A user's mistake in how the ranks were started; its text is one line with the remedy."""
 
 

@@ -120,6 +120,11 @@ class RolloutEngine:
         return bool(self._waiting) or self._rows.num_live > 0
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether the next step may prefill."""
+        return bool(self._waiting)
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._waiting) + self._rows.num_live
 

@@ -1,0 +1,201 @@
+"""The whole job under mpiexec: it learns nothing false, resumes exactly, stops cleanly, and its log proves the tail was used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import read_step
+
+pytestmark = [pytest.mark.mpi]
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "checkpoint.every_steps=2"]
+
+
+def command(folder: Path, *overrides: str, what: str = "train", ranks: int = 2, extra: tuple[str, ...] = ()) -> list[str]:
+    options = [f"run.folder={folder}", f"run.ranks={ranks}", *SMALL, *overrides]
+    return [sys.executable, "-m", "tlt_hpc", what, str(ROOT / "jobs" / "tiny.toml"), *options, *extra]
+
+
+def run_tlt(*arguments, status: int = 0, **options) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command(*arguments, **options), capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def records(folder: Path, step: int, ranks: int = 2):
+    return [read_step(RunFolder(folder).rollout_log(step, rank)) for rank in range(ranks)]
+
+
+def tokens_of(folder: Path, step: int, ranks: int = 2):
+    return {
+        rollout.key: (rollout.response_tokens.tolist(), float(reward))
+        for record in records(folder, step, ranks)
+        for rollout, reward in zip(record.rollouts, record.rewards, strict=True)
+    }
+
+
+def policy_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    state = {}
+    for path in sorted((folder / "checkpoints" / f"step-{step:06d}").glob("policy-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            state.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return state
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """Four steps without a break."""
+    folder = tmp_path_factory.mktemp("straight")
+    run_tlt(folder, "run.num_steps=4")
+    return folder / "tiny"
+
+
+def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight):
+    proofs = 0
+    for step in range(4):
+        first, second = records(straight, step)
+        for trained, decoded in ((first, second), (second, first)):
+            for micro_step in trained.micro_steps:
+                assert micro_step.start_seconds >= trained.timing.last_token_seconds - 1e-3
+                proofs += micro_step.end_seconds < decoded.timing.last_token_seconds
+    assert proofs > 0
+    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert [row["training/global_step"] for row in rows] == [0, 1, 2, 3]
+    idle = sum(row["rollout/idle_rank_seconds"] for row in rows)
+    harvested = sum(row["rollout/harvested_rank_seconds"] for row in rows)
+    assert 0 < harvested <= idle
+    assert rows[-1]["drafter/version"] > 0
+
+
+def test_a_run_of_all_modes_is_equal(tmp_path):
+    figures = tmp_path / "figures.json"
+    done = run_tlt(tmp_path, what="compare", extra=("--steps", "2", "--json", str(figures)))
+    assert "tokens equal: yes (0 mismatched); rewards equal: yes; final policy weights equal: yes" in done.stdout
+    tree = json.loads(figures.read_text())
+    assert set(tree["modes"]) == {"plain", "ngram", "full"}
+    assert set(tree["modes"]["full"]) == {
+        "tokens", "reward_mean", "policy_sha256", "rollout_seconds", "step_seconds", "accept_length",
+        "idle_rank_seconds", "harvested_rank_seconds", "drafter_steps", "guarded_near_ties",
+    }  # fmt: skip
+    assert tree["equal"] == {"tokens": True, "mismatched_tokens": 0, "rewards": True, "policy": True}
+    assert set(tree["speedup"]) == {"ngram", "full"}
+    assert tree["modes"]["plain"]["accept_length"] == 1.0
+    assert tree["modes"]["ngram"]["accept_length"] > 1.0
+    assert tree["modes"]["full"]["drafter_steps"] > 0
+
+
+@pytest.mark.parametrize(("ranks", "shard"), [(1, "group"), (4, "group"), (2, "sample")])
+def test_the_first_rollout_is_the_same_on_any_rank_count_and_shard(straight, tmp_path, ranks, shard):
+    run_tlt(tmp_path, "run.num_steps=1", "speculation.mode=plain", f"rollout.shard={shard}", ranks=ranks)
+    assert tokens_of(tmp_path / "tiny", 0, ranks) == tokens_of(straight, 0)
+
+
+def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
+    process = subprocess.Popen(
+        command(tmp_path, "run.num_steps=4"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    wait_for(tmp_path / "tiny" / "checkpoints" / "step-000002", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = run_tlt(tmp_path, "run.num_steps=4")
+    assert "going on from step 2" in done.stdout
+    resumed = tmp_path / "tiny"
+    for step in range(4):
+        assert tokens_of(resumed, step) == tokens_of(straight, step)
+    wanted, got = policy_state(straight, 4), policy_state(resumed, 4)
+    assert wanted.keys() == got.keys()
+    assert len(wanted) > 200, "master weights and both moments of every parameter"
+    for name, tensor in wanted.items():
+        assert torch.equal(tensor, got[name]), name
+    assert len((resumed / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_resume_on_another_rank_count_rolls_out_the_same(straight, tmp_path):
+    run_tlt(tmp_path, "run.num_steps=2")
+    run_tlt(tmp_path, "run.num_steps=3", ranks=1)
+    assert tokens_of(tmp_path / "tiny", 2, ranks=1) == tokens_of(straight, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
+    process = subprocess.Popen(
+        command(tmp_path, "run.num_steps=100", "checkpoint.every_steps=50"), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(RunFolder(tmp_path / "tiny").rollout_log(0, 0), process)
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, f"{process.returncode}\n{out}\n{errors}"
+    assert re.search(rf"stopped early \(.*{number.name}.*\) after \d+ of 100 steps; the same command goes on", out)
+    assert "Traceback" not in errors
+    newest = max((tmp_path / "tiny" / "checkpoints").glob("step-*"))
+    reached = int(newest.name.removeprefix("step-"))
+    assert reached >= 1
+    run_tlt(tmp_path, f"run.num_steps={reached + 1}", "checkpoint.every_steps=50")
+    for step in range(min(4, reached + 1)):
+        assert tokens_of(tmp_path / "tiny", step) == tokens_of(straight, step)
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
+    program = (
+        "import sys, tlt_hpc.run as run, tlt_hpc.cli as cli\n"
+        "true_step = run.take_step\n"
+        "def broken(job, step, reporter):\n"
+        "    if step == 1 and job.world.rank == 1:\n"
+        "        raise RuntimeError('planted in rank 1')\n"
+        "    return true_step(job, step, reporter)\n"
+        "run.take_step = broken\n"
+        "sys.exit(cli.main())\n"
+    )
+    script = tmp_path / "broken.py"
+    script.write_text(program)
+    arguments = command(tmp_path, "run.num_steps=3")[3:]
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    launcher = [str(mpiexec) if mpiexec.exists() else "mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    written = RunFolder(tmp_path / "tiny").rollout_log(0, 1).stat().st_mtime
+    assert done.returncode != 0
+    assert "planted in rank 1" in done.stderr
+    assert "Traceback" in done.stderr
+    assert time.time() - written < 10, "the job ended within seconds of the failing step"
+
+
+def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
+    done = run_tlt(straight.parent, "run.num_steps=4")
+    assert "finished: 4 steps" in done.stdout
+    refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2)
+    lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
+    assert len(lines) == 1
+    assert "rollout.temperature = 1.0, now 0.9" in lines[0]
+
+
+def test_damaged_checkpoints_stop_the_run_with_one_line(tmp_path):
+    run_tlt(tmp_path, "run.num_steps=1")
+    for path in (tmp_path / "tiny" / "checkpoints").glob("*/policy-*.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])
+    done = run_tlt(tmp_path, "run.num_steps=2", status=2)
+    assert len([line for line in done.stderr.splitlines() if line.startswith("tlt: ")]) == 1
+    assert not RunFolder(tmp_path / "tiny").rollout_log(1, 0).exists(), "never started afresh in silence"
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.02)
