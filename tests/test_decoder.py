@@ -84,7 +84,10 @@ def test_random_models_of_both_families_agree_with_transformers(name, tmp_path):
 
 
 def test_the_embedded_model_agrees_with_transformers_on_its_own_longest_text():
-    longest = max(generate(make_engine(max_live=64, max_new_tokens=500), gcd_requests(24, 4)), key=lambda r: len(r.response_tokens))
+    longest = max(
+        generate(make_engine(max_live=64, max_new_tokens=500), gcd_requests(24, 4)),
+        key=lambda r: len(r.response_tokens),
+    )
     tokens = torch.from_numpy(np.concatenate([longest.prompt_tokens, longest.response_tokens])).long().unsqueeze(0)
     assert tokens.shape[1] > 200
     model = AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32)
@@ -104,9 +107,9 @@ def test_weights_load_in_place_and_wrong_ones_are_refused():
     assert decoder.layers[0].qkv.data_ptr() == address
     assert decoder.version == 3
     missing = {name: w for name, w in weights.items() if name != "model.norm.weight"}
-    with pytest.raises(ValueError, match="lack 'model.norm.weight'"):
+    with pytest.raises(ValueError, match=r"lack 'model\.norm\.weight'"):
         decoder.load(missing.items(), 4)
-    with pytest.raises(ValueError, match="'model.foo' is not part"):
+    with pytest.raises(ValueError, match=r"'model\.foo' is not part"):
         decoder.load({"model.foo": torch.zeros(1)}.items(), 4)
     with pytest.raises(ValueError, match=r"shape \[2\], config.json asks for \[128\]"):
         decoder.load({"model.norm.weight": torch.zeros(2)}.items(), 4)

@@ -62,7 +62,9 @@ def gradients(drafter):
 
 def test_packed_loss_and_gradient_equal_the_documents_one_by_one():
     drafter = Drafter(embedded_decoder().shape, 0, torch.float32, CPU)
-    documents = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(30, 9), (7, 4), (61, 2), (3, 1)])]
+    documents = [
+        random_document(length, prompt, i) for i, (length, prompt) in enumerate([(30, 9), (7, 4), (61, 2), (3, 1)])
+    ]
     decoder = embedded_decoder()
     packed = drafter_loss(drafter, pack(documents, CPU), decoder.embedding, decoder.head, WEIGHTS)
     packed.backward()
@@ -134,7 +136,7 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     pool = TrainingPool(cache, random.Random(0))
     assert len(pool) == 9
     drawn = pool.draw(200)
-    assert 1 < len(drawn)
+    assert len(drawn) > 1
     assert sum(len(d.tokens) for d in drawn) <= 200
     assert len(pool.draw(10)) == 1, "a document over the budget is still a micro-step"
     by_tokens = {d.tokens.tobytes(): d for d in documents}

@@ -100,7 +100,9 @@ def test_the_guard_corrects_a_wrong_fast_path():
         engine = make_engine(tie_guard=tie_guard)
         engine._guard.tolerance = 0.5
         generator, logits = torch.Generator().manual_seed(0), engine.decoder.logits
-        engine.decoder = ShakenDecoder(engine.decoder, lambda h: logits(h) + torch.rand(h.shape[0], 24, generator=generator) * 0.1)
+        engine.decoder = ShakenDecoder(
+            engine.decoder, lambda h: logits(h) + torch.rand(h.shape[0], 24, generator=generator) * 0.1
+        )
         engine._guard._check = lambda error: None
         return texts(generate(engine, REQUESTS))
 
@@ -232,8 +234,20 @@ def test_the_chooser_leaves_what_does_not_pay():
 
     arms = strategies_of("full", (2, 4))
     chooser = StrategyChooser(arms, epsilon=0.0, window=32, seed=0)
-    seconds = {OFF: 1.0, Strategy("ngram", 2): 1.5, Strategy("ngram", 4): 2.0, Strategy("drafter", 2): 1.4, Strategy("drafter", 4): 1.6}
-    accept = {OFF: 1.0, Strategy("ngram", 2): 1.2, Strategy("ngram", 4): 1.3, Strategy("drafter", 2): 2.0, Strategy("drafter", 4): 3.0}
+    seconds = {
+        OFF: 1.0,
+        Strategy("ngram", 2): 1.5,
+        Strategy("ngram", 4): 2.0,
+        Strategy("drafter", 2): 1.4,
+        Strategy("drafter", 4): 1.6,
+    }
+    accept = {
+        OFF: 1.0,
+        Strategy("ngram", 2): 1.2,
+        Strategy("ngram", 4): 1.3,
+        Strategy("drafter", 2): 2.0,
+        Strategy("drafter", 4): 3.0,
+    }
     chosen = []
     for _ in range(40):
         strategy = chooser.choose(4, arms)
@@ -245,9 +259,7 @@ def test_the_chooser_leaves_what_does_not_pay():
         strategy = chooser.choose(4, arms)
         chooser.observe(strategy, 4, 4, seconds[strategy])
     assert chooser.choose(4, arms) == OFF
-    assert sum(tokens for _, tokens in chooser.totals().values()) == sum(
-        round(4 * accept[s]) for s in chosen
-    ) + 4 * 40
+    assert sum(tokens for _, tokens in chooser.totals().values()) == sum(round(4 * accept[s]) for s in chosen) + 4 * 40
 
 
 def test_strategies_of_a_mode():

@@ -37,7 +37,9 @@ def test_maximum_over_a_large_vocabulary_has_the_gumbel_law():
     """The maximum of V standard Gumbels is Gumbel with location log V; fp32 uniforms would fail this by far."""
     vocab, rows = 152_064, 400
     words = torch.tensor([noise_key(SampleKey(1, 0, 0, 0, i)) for i in range(rows)])
-    highest = torch.cat([gumbel_rows(words[i : i + 20], torch.zeros(20, 1).long(), vocab).amax(-1) for i in range(0, rows, 20)])
+    highest = torch.cat(
+        [gumbel_rows(words[i : i + 20], torch.zeros(20, 1).long(), vocab).amax(-1) for i in range(0, rows, 20)]
+    )
     shifted = (highest.flatten() - math.log(vocab)).double().sort().values
     law = torch.exp(-torch.exp(-shifted))
     steps = torch.arange(1, rows + 1) / rows

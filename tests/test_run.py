@@ -1,4 +1,4 @@
-"""The whole job under mpiexec: it learns nothing false, resumes exactly, stops cleanly, and its log proves the tail was used."""
+"""The whole job under mpiexec: equal text, exact resume, clean stops, and a log that proves the tail was used."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from tlt_hpc.storage.rollout_log import read_step
 pytestmark = [pytest.mark.mpi]
 
 ROOT = Path(__file__).parent.parent
+CAPTURED = {"capture_output": True, "text": True, "cwd": ROOT}
 SMALL = ["rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "checkpoint.every_steps=2"]
 
 
-def command(folder: Path, *overrides: str, what: str = "train", ranks: int = 2, extra: tuple[str, ...] = ()) -> list[str]:
+def command(
+    folder: Path, *overrides: str, what: str = "train", ranks: int = 2, extra: tuple[str, ...] = ()
+) -> list[str]:
     options = [f"run.folder={folder}", f"run.ranks={ranks}", *SMALL, *overrides]
     return [sys.executable, "-m", "tlt_hpc", what, str(ROOT / "jobs" / "tiny.toml"), *options, *extra]
 
 
 def run_tlt(*arguments, status: int = 0, **options) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(*arguments, **options), capture_output=True, text=True, timeout=240, cwd=ROOT)
+    done = subprocess.run(command(*arguments, **options), check=False, **CAPTURED, timeout=240)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -167,7 +170,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
     mpiexec = Path(sys.executable).parent / "mpiexec"
     launcher = [str(mpiexec) if mpiexec.exists() else "mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment)
+    done = subprocess.run([*launcher, *arguments], check=False, **CAPTURED, timeout=120, env=environment)
     written = RunFolder(tmp_path / "tiny").rollout_log(0, 1).stat().st_mtime
     assert done.returncode != 0
     assert "planted in rank 1" in done.stderr

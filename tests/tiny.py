@@ -50,9 +50,7 @@ def gcd_requests(num_prompts: int, group_size: int, step: int = 0, seed: int = 0
     for draw in range(num_prompts):
         text = draw_from_split(source, "train").prompt
         tokens = np.array(embedded_tokenizer().encode(text).ids, dtype=np.int32)
-        requests += [
-            Request(SampleKey(seed, Stream.TRAIN, step, draw, sample), tokens) for sample in range(group_size)
-        ]
+        requests += [Request(SampleKey(seed, Stream.TRAIN, step, draw, sample), tokens) for sample in range(group_size)]
     return requests
 
 

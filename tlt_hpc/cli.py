@@ -83,7 +83,9 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (train, compare):
         command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
-        command.add_argument("--dry-run", action="store_true", help="resolve, validate and print the plan; write nothing")
+        command.add_argument(
+            "--dry-run", action="store_true", help="resolve, validate and print the plan; write nothing"
+        )
     compare.add_argument("--steps", type=int, default=6, help="steps of each mode (default 6)")
     compare.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
     return parser
@@ -125,5 +127,3 @@ def run_compare(config: Config, options: argparse.Namespace) -> int:
         if options.json is not None:
             write_json(comparison, options.json)
     return 0 if comparison.all_equal else 1
-
-

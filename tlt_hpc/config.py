@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 
@@ -39,7 +40,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
     folder: str = "runs"
     """Parent folder; the run writes to ``folder/name``."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -97,7 +98,7 @@ class SpeculationSection(Section):
 
 class DrafterSection(Section):
     init: str = "random"
-    """``random``, ``embedded:tiny``, or a folder with a drafter saved by an earlier run."""
+    """``random``, ``embedded:tiny``, or the drafter folder of an earlier run: weights only."""
     learning_rate: Positive = 1e-3
     feature_loss_weight: NonNegative = 1.0
     token_loss_weight: NonNegative = 0.1
@@ -123,7 +124,7 @@ class AlgorithmSection(Section):
 class OptimizerSection(Section):
     learning_rate: Positive = 1e-6
     weight_decay: NonNegative = 0.0
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     epsilon: Positive = 1e-8
     max_grad_norm: NonNegative = 1.0
     """0 switches clipping off."""
@@ -177,7 +178,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml") from None
+        raise ConfigError(
+            f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
     for override in overrides:
@@ -211,7 +214,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = text
     section = tree.setdefault(parts[0], {})
     if not isinstance(section, dict):
-        raise ConfigError(f"override {override!r}: {parts[0]!r} is not a section in the file; write it as a [{parts[0]}] table")
+        raise ConfigError(
+            f"override {override!r}: {parts[0]!r} is not a section in the file; write it as a [{parts[0]}] table"
+        )
     section[parts[1]] = value
 
 
@@ -222,7 +227,11 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         ConfigError: with the key and the remedy.
     """
     unit = config.rollout.prompts_per_step if config.rollout.shard == "group" else config.samples_per_step
-    what = "rollout.prompts_per_step" if config.rollout.shard == "group" else "rollout.prompts_per_step x rollout.group_size"
+    what = (
+        "rollout.prompts_per_step"
+        if config.rollout.shard == "group"
+        else "rollout.prompts_per_step x rollout.group_size"
+    )
     if unit % num_ranks:
         raise ConfigError(
             f"{what} = {unit} is not divisible by {num_ranks} ranks; "
@@ -260,7 +269,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a JSON string is a TOML basic string
+        # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 
@@ -273,8 +283,16 @@ def _check_combinations(config: Config) -> None:
     if config.samples_per_step % config.algorithm.updates_per_step:
         raise ConfigError(
             f"algorithm.updates_per_step = {config.algorithm.updates_per_step} does not divide the step's "
-            f"{config.samples_per_step} samples; use {math.gcd(config.samples_per_step, config.algorithm.updates_per_step)}"
+            f"{config.samples_per_step} samples; "
+            f"use {math.gcd(config.samples_per_step, config.algorithm.updates_per_step)}"
         )
+    if config.optimizer.zero_stage == 0 and config.model.dtype == "bfloat16":
+        raise ConfigError(
+            "optimizer.zero_stage = 0 with model.dtype = 'bfloat16' has no fp32 master weights, so small updates are "
+            "lost; use optimizer.zero_stage = 1"
+        )
+    if config.optimizer.zero_stage == 0 and config.optimizer.offload:
+        raise ConfigError("optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3")
     if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
         raise ConfigError(
             f"rollout.tie_guard = 'on' with model.dtype = {config.model.dtype!r}: the guard band would cover a large "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tlt_hpc.compare import Comparison
+from tlt_hpc.compare import Comparison, ModeFigures
 from tlt_hpc.config import Config
 from tlt_hpc.launch.local import TERMINAL_VARIABLE
 from tlt_hpc.metrics import StepSummary
@@ -171,11 +171,12 @@ def print_result(config: Config, result: RunResult) -> None:
 def print_comparison(comparison: Comparison) -> None:
     """The table of ``tlt compare``."""
     console = make_console()
-    table = Table(title=f"{comparison.num_steps} steps on {comparison.num_ranks} ranks, tie guard {'on' if comparison.tie_guard else 'off'}")
+    guard = "on" if comparison.tie_guard else "off"
+    table = Table(title=f"{comparison.num_steps} steps on {comparison.num_ranks} ranks, tie guard {guard}")
     table.add_column("")
-    for name in comparison.modes:
-        table.add_column(name, justify="right")
-    rows = {
+    for mode_name in comparison.modes:
+        table.add_column(mode_name, justify="right")
+    rows: dict[str, Callable[[ModeFigures], str]] = {
         "tokens": lambda m: f"{m.tokens:,}",
         "reward, mean": lambda m: f"{m.reward_mean:.4f}",
         "policy sha256": lambda m: m.policy_sha256[:12],

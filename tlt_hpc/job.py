@@ -187,7 +187,7 @@ def make_drafting(config: Config, world: World, folder: RunFolder, decoder: Deco
     spot = SpotTrainer(decoder, cache, config.drafter, config.run.seed, world.rank)
     if config.drafter.init != "random":
         path = drafter_file(config.drafter.init)
-        spot.load_state(load_file(path))
+        spot.start_from(load_file(path))
     served = Drafter(shape, config.run.seed, decoder.dtype, decoder.device)
     return Drafting(cache, spot, served)
 

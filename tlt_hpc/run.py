@@ -24,7 +24,6 @@ from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.timing import PhaseTimer
 
-
 _CALIBRATION_RESPONSES = 8
 
 
@@ -112,7 +111,9 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
         merged = finish_merge(job) if merge else None
         load_policy(job, step + 1)
     own = {rollout.key for rollout in tail.rollouts}
-    record = make_record(job, step, tail, rewards, np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own]))
+    record = make_record(
+        job, step, tail, rewards, np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
+    )
     summary = summarise(job.world, record, stats, merged, timer.take())
     write_step(job.folder.rollout_log(step, job.world.rank), record)
     job.world.barrier()
@@ -203,9 +204,13 @@ def score(job: Job, rollouts: list[Rollout], step: int) -> NDArray[np.float32]:
     return score_rollouts(texts, answers, job.config.data.reward)
 
 
-def gather(job: Job, rollouts: list[Rollout], rewards: NDArray[np.float32]) -> tuple[list[Rollout], NDArray[np.float32]]:
+def gather(
+    job: Job, rollouts: list[Rollout], rewards: NDArray[np.float32]
+) -> tuple[list[Rollout], NDArray[np.float32]]:
     """All ranks' rollouts and rewards, ordered by key: what the update reads does not depend on who finished when."""
-    pairs = [pair for shard_pairs in job.world.allgather(list(zip(rollouts, rewards, strict=True))) for pair in shard_pairs]
+    pairs = [
+        pair for shard_pairs in job.world.allgather(list(zip(rollouts, rewards, strict=True))) for pair in shard_pairs
+    ]
     pairs.sort(key=lambda pair: pair[0].key)
     return [rollout for rollout, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float32)
 
@@ -230,7 +235,7 @@ def serve_drafter(job: Job) -> None:
     """Copy the trained drafter into the engine's."""
     assert job.drafting is not None
     job.drafting.served.load_state_dict(job.drafting.spot.drafter.state_dict())
-    job.engine.drafter_ready = job.drafting.spot.num_steps > 0
+    job.engine.drafter_ready = job.drafting.spot.is_trained
 
 
 def load_policy(job: Job, version: int) -> None:
@@ -293,7 +298,7 @@ def save_checkpoint(job: Job, step: int) -> int:
 
 
 def resume(job: Job) -> int:
-    """Load the newest checkpoint if there is one, and the decoder's weights in any case; returns the first step to do."""
+    """Load the newest checkpoint if there is one, the decoder's weights in any case; returns the first step to do."""
     checkpoint = newest_checkpoint(job)
     step = 0
     if checkpoint is not None:
@@ -338,5 +343,3 @@ def save_drafter(job: Job) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with writing_beside(target) as path:
         save_file(job.drafting.spot.state(), path)
-
-

@@ -80,7 +80,9 @@ def draw_batch(source: random.Random, tokenizer: Tokenizer, num_tokens: int) -> 
     return tokens, labels
 
 
-def length_sorted_batches(source: random.Random, tokenizer: Tokenizer, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def length_sorted_batches(
+    source: random.Random, tokenizer: Tokenizer, num_tokens: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One optimiser step's examples, cut into chunks of like length so that little padding is computed."""
     tokens, labels = draw_batch(source, tokenizer, num_tokens)
     lengths = (tokens != PAD).sum(1)
@@ -90,7 +92,9 @@ def length_sorted_batches(source: random.Random, tokenizer: Tokenizer, num_token
 
 
 @torch.no_grad()
-def sample_accuracy(model: Qwen2ForCausalLM, tokenizer: Tokenizer, num: int, temperature: float, seed: int) -> tuple[float, float]:
+def sample_accuracy(
+    model: Qwen2ForCausalLM, tokenizer: Tokenizer, num: int, temperature: float, seed: int
+) -> tuple[float, float]:
     """Share of right answers on held-out problems, and mean response length, at a temperature (0: greedy)."""
     source = random.Random(seed)
     problems: list[GcdProblem] = [draw_from_split(source, "train") for _ in range(num)]
@@ -148,8 +152,10 @@ def main() -> None:
         loss_sum = 0.0
         for tokens, labels in batches:
             logits = model(tokens).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
-            (loss / num_labels).backward()
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+            )
+            (loss / num_labels).backward()  # type: ignore[no-untyped-call]
             loss_sum += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer in optimizers:
@@ -166,12 +172,18 @@ def main() -> None:
     model.eval()
     warm, length = sample_accuracy(model, tokenizer, 1024, 1.0, 1)
     greedy, _ = sample_accuracy(model, tokenizer, 256, 0.0, 1)
-    lines += ["", f"Held-out problems: {warm:.3f} right at temperature 1 (n=1024, mean length {length:.0f}), {greedy:.3f} greedy (n=256)."]
+    lines += [
+        "",
+        f"Held-out problems: {warm:.3f} right at temperature 1 (n=1024, mean length {length:.0f}),"
+        f" {greedy:.3f} greedy (n=256).",
+    ]
     print(lines[-1])
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(arguments.output)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(arguments.output)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        arguments.output
+    )
     arguments.log.write_text("\n".join(lines) + "\n")
 
 

@@ -88,7 +88,7 @@ def response_text(pairs: list[tuple[int, int]], answer: str) -> str:
 
 
 def draw_problem(random_source: random.Random) -> GcdProblem:
-    """One problem: a coprime pair scaled by a divisor in 1..24; 30 % have one log-uniform, hence often small, number."""
+    """One problem: a coprime pair scaled by a divisor in 1..24; 30 % have one log-uniform number."""
     while True:
         divisor = random_source.randint(1, MAX_DIVISOR)
         limit = MAX_NUMBER // divisor

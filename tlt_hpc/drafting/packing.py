@@ -50,9 +50,9 @@ def pack(documents: Sequence[Document], device: torch.device) -> PackedBatch:
         wanted=torch.cat([f[1:] for f in features]).to(device),
         positions=torch.cat([torch.arange(n) for n in pairs]).to(device),
         documents=torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor(pairs)).to(device),
-        counts=torch.cat(
-            [torch.arange(n) + 2 >= d.prompt_length for d, n in zip(documents, pairs, strict=True)]
-        ).to(device),
+        counts=torch.cat([torch.arange(n) + 2 >= d.prompt_length for d, n in zip(documents, pairs, strict=True)]).to(
+            device
+        ),
     )
 
 

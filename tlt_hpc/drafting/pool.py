@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from tlt_hpc.storage.feature_cache import Document, FeatureCache, FeatureCacheReader
+from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader
 
 _LEAST_FEATURES = 2
 """A pair needs the feature after it."""
@@ -20,10 +20,11 @@ class TrainingPool:
     def __init__(self, cache: FeatureCache, random_source: random.Random) -> None:
         self._random = random_source
         self._readers = [FeatureCacheReader(path) for path in sorted(cache.previous_step_files())]
-        self._own = cache.own_documents()
+        self._own: Documents = cache.own_documents()
         self._places: list[tuple[int, int]] = []
         self._weights: list[float] = []
-        for which, reader in enumerate([self._own, *self._readers]):
+        sources: list[Documents] = [self._own, *self._readers]
+        for which, reader in enumerate(sources):
             for index, length in enumerate(reader.lengths.tolist()):
                 if length >= _LEAST_FEATURES:
                     self._places.append((which, index))

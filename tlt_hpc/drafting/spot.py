@@ -68,11 +68,12 @@ class SpotTrainer:
         self.drafter = Drafter(decoder.shape, seed, torch.float32, decoder.device)
         self._decoder, self._cache, self._settings = decoder, cache, settings
         self._seed, self._rank = seed, rank
+        self.learning_rate = settings.learning_rate
+        self.is_trained = False
+        """Whether the weights have ever learned anything; a random drafter is not worth asking."""
         self._weights = LossWeights(settings.feature_loss_weight, settings.token_loss_weight)
         self._parameters = dict(self.drafter.named_parameters())
-        self._moments = {
-            name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()
-        }
+        self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
         self.num_steps = 0
         """Optimiser steps that the drafter's weights have seen."""
         self._pool: TrainingPool | None = None
@@ -134,6 +135,7 @@ class SpotTrainer:
         reports = world.allgather((self.num_steps, digest))
         assert len({sha for _, sha in reports}) == 1, f"drafters differ after the merge: {reports}"
         self.num_steps = max(steps for steps, _ in reports)
+        self.is_trained |= total > 0
         return MergeReport(int(total), self.num_steps, digest, exposed)
 
     def sha256(self) -> str:
@@ -159,28 +161,36 @@ class SpotTrainer:
         """
         mine = self.state()
         for name, tensor in mine.items():
-            if name not in state or state[name].shape != tensor.shape:
-                found = list(state[name].shape) if name in state else "missing"
-                raise ValueError(
-                    f"drafter tensor {name!r}: {found}, this model needs {list(tensor.shape)}; "
-                    "give a drafter trained for this model or drafter.init = 'random'"
-                )
+            _check(name, state, tensor)
         self.num_steps = int(state["num_steps"])
+        self.is_trained |= self.num_steps > 0
         del mine["num_steps"]
         self._assign(torch.cat([state[name].flatten() for name in mine]).to(self._decoder.device))
+
+    def start_from(self, state: Mapping[str, Tensor]) -> None:
+        """Take up another drafter's weights, in any precision, but neither its moments nor its step count.
+
+        Raises:
+            ValueError: a weight is missing or has another shape.
+        """
+        for name, parameter in self._parameters.items():
+            _check(f"{name}.weight", state, parameter)
+            parameter.data.copy_(state[f"{name}.weight"])
+        self.is_trained = True
 
     def _state_tensors(self) -> list[Tensor]:
         return [tensor for name, p in self._parameters.items() for tensor in (p.data, *self._moments[name])]
 
     def _assign(self, flat: Tensor) -> None:
         tensors = self._state_tensors()
-        for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(values.view_as(tensor))
 
     @torch.no_grad()
     def _adam(self) -> None:
         """Adam (Kingma & Ba, 2015); the moments are kept here because the merge averages them too."""
         self.num_steps += 1
+        self.is_trained = True
         first, second = (1 - beta**self.num_steps for beta in _BETAS)
         for name, parameter in self._parameters.items():
             mean, square = self._moments[name]
@@ -189,10 +199,19 @@ class SpotTrainer:
             mean.lerp_(gradient, 1 - _BETAS[0])
             square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
             denominator = (square / second).sqrt_().add_(1e-8)
-            parameter.addcdiv_(mean, denominator, value=-self._settings.learning_rate / first)
+            parameter.addcdiv_(mean, denominator, value=-self.learning_rate / first)
             parameter.grad = None
 
     def _num_tokens(self) -> int:
         """As many tokens as the time budget lets, by the speed of the last micro-step."""
         fitting = int(self._tokens_per_second * self._settings.micro_step_seconds)
         return min(self._settings.micro_step_tokens, max(fitting, _FIRST_TOKENS))
+
+
+def _check(name: str, state: Mapping[str, Tensor], wanted: Tensor) -> None:
+    if name not in state or state[name].shape != wanted.shape:
+        found = list(state[name].shape) if name in state else "missing"
+        raise ValueError(
+            f"drafter tensor {name!r}: {found}, this model needs {list(wanted.shape)}; "
+            "give a drafter trained for this model or drafter.init = 'random'"
+        )

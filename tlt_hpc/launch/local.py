@@ -11,7 +11,7 @@ from pathlib import Path
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 TERMINAL_VARIABLE = "TLT_TERMINAL_WIDTH"
-"""Width of the user's terminal, for rank 0, whose own output goes through the launcher's pipe; unset where there is none."""
+"""Width of the user's terminal, for rank 0, whose own output goes through the launcher's pipe; unset without one."""
 
 
 def launched_rank(environment: Mapping[str, str]) -> int | None:
@@ -42,7 +42,9 @@ def find_mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if found is None:
-        raise ValueError("no mpiexec beside this Python or on PATH; `pip install mpich`, load your site's MPI, or use srun")
+        raise ValueError(
+            "no mpiexec beside this Python or on PATH; `pip install mpich`, load your site's MPI, or use srun"
+        )
     return found
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_hpc.models.layers import (
-    Attend,
     SPARE_POSITIONS,
+    Attend,
     LayerWeights,
     RotaryTable,
     attend_documents,
@@ -55,7 +55,9 @@ class Decoder:
             if name == "lm_head.weight" and self.shape.tied_head:
                 continue
             if name not in views:
-                raise ValueError(f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; check config.json")
+                raise ValueError(
+                    f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; check config.json"
+                )
             if views[name].shape != tensor.shape:
                 raise ValueError(
                     f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(views[name].shape)}"
@@ -63,7 +65,9 @@ class Decoder:
             views[name].copy_(tensor)
             missing.discard(name)
         if missing:
-            raise ValueError(f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more; the model folder is incomplete")
+            raise ValueError(
+                f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more; the model folder is incomplete"
+            )
         self.version = version
 
     @torch.inference_mode()
@@ -124,10 +128,10 @@ class Decoder:
             prefix = f"model.layers.{i}."
             for name, field in _PARTS.items():
                 views[prefix + name] = vars(layer)[field]
-            for part, rows in zip("qkv", layer.qkv.split([q, kv, kv]), strict=True):
+            for part, rows in zip("qkv", torch.split(layer.qkv, [q, kv, kv]), strict=True):
                 views[f"{prefix}self_attn.{part}_proj.weight"] = rows
             if layer.qkv_bias is not None:
-                for part, rows in zip("qkv", layer.qkv_bias.split([q, kv, kv]), strict=True):
+                for part, rows in zip("qkv", torch.split(layer.qkv_bias, [q, kv, kv]), strict=True):
                     views[f"{prefix}self_attn.{part}_proj.bias"] = rows
             views[prefix + "mlp.gate_proj.weight"], views[prefix + "mlp.up_proj.weight"] = layer.gate_up.chunk(2)
         return views

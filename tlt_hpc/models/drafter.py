@@ -1,7 +1,7 @@
 """The learned drafter in EAGLE form: one layer over [embedding of the next token; the target's last hidden state].
 
 Embedding and head are the current policy's: the drafter holds none of its own. Knows no cache and no optimiser.
-Shapes: ``T`` tokens, ``H`` hidden, ``V`` vocabulary. Source: EAGLE (arXiv 2401.15077), TLT (arXiv 2511.16665) section 4.
+Source: EAGLE (arXiv 2401.15077), TLT (arXiv 2511.16665) section 4. Shapes: ``T`` tokens, ``H`` hidden.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Drafter(nn.Module):
         self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device)
 
     def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Predicted features [T, H] from ``embedded`` next tokens [T, H] and ``features`` [T, H] at ``positions`` [T]."""
+        """Predicted features [T, H] from next tokens ``embedded`` [T, H] and ``features`` [T, H] at positions [T]."""
         x = F.linear(torch.cat([embedded, features], -1), self.fc)
         table = self.rotary.at(positions)
         return transformer_layer(x, self._layer(), self.shape, table, 0, attend)

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: where they are, their tokenizer, their weights; the one place transformers is imported."""
+"""Hugging Face model folders: where they are, their tokenizer and weights; the one place that imports transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"model folder {folder} has no tokenizer.json; save the fast tokenizer there with save_pretrained")
+        raise ValueError(
+            f"model folder {folder} has no tokenizer.json; save the fast tokenizer there with save_pretrained"
+        )
     return Tokenizer.from_file(str(path))
 
 

@@ -48,7 +48,9 @@ def read_shape(folder: Path) -> ModelShape:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"model folder {folder} has no config.json; give a Hugging Face model folder or 'embedded:tiny'")
+        raise ValueError(
+            f"model folder {folder} has no config.json; give a Hugging Face model folder or 'embedded:tiny'"
+        )
     return shape_from(json.loads(path.read_text()), str(path))
 
 

@@ -42,7 +42,7 @@ def wait(request: MPI.Request) -> None:
 
 
 class ProgressThread:
-    """A helper thread that calls ``advance``, which enters the MPI library, every 2 ms while this rank is in a long call.
+    """A helper thread that calls ``advance``, which enters the MPI library, every 2 ms during a long call of this rank.
 
     Most MPI libraries advance a nonblocking collective only while the process is inside some MPI call; without this
     every other rank's round would wait for the call to return. Needs MPI_THREAD_MULTIPLE. ``advance`` never runs

@@ -25,7 +25,13 @@ class LearnedDrafts:
     """Chains from the learned drafter, whose own one-layer cache follows the target's committed features."""
 
     def __init__(
-        self, drafter: Drafter, decoder: Decoder, rule: SamplingRule, sharpness: float, num_rows: int, num_positions: int
+        self,
+        drafter: Drafter,
+        decoder: Decoder,
+        rule: SamplingRule,
+        sharpness: float,
+        num_rows: int,
+        num_positions: int,
     ) -> None:
         self._drafter, self._decoder, self._rule = drafter, decoder, rule
         self._scale = sharpness / rule.temperature if rule.temperature > 0 else 1.0
@@ -75,7 +81,7 @@ class LearnedDrafts:
     def _pass(self, embedded: Tensor, features: Tensor, positions: Tensor) -> Tensor:
         num_rows, width = positions.shape
         attend = self._cache.attend(positions)
-        out = self._drafter(embedded.flatten(0, 1), features.flatten(0, 1), positions.flatten(), attend)
+        out: Tensor = self._drafter(embedded.flatten(0, 1), features.flatten(0, 1), positions.flatten(), attend)
         return out.view(num_rows, width, -1)
 
     def _pick(self, feature: Tensor, noise: Tensor) -> Tensor:

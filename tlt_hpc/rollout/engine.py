@@ -74,9 +74,7 @@ class RolloutEngine:
         # room for a full draft beyond the last token, and one spare position that no sequence reaches
         positions = settings.max_prompt_tokens + settings.max_new_tokens + deepest + 2
         shape, device = decoder.shape, decoder.device
-        self._rows = LiveRows(
-            settings.max_live, positions, shape.hidden_size if drafter else 0, decoder.dtype, device
-        )
+        self._rows = LiveRows(settings.max_live, positions, shape.hidden_size if drafter else 0, decoder.dtype, device)
         self._cache = KVCache(shape, settings.max_live, positions, decoder.dtype, device)
         self._noise = NoiseWindow(settings.max_live, settings.rule.num_tokens, deepest + 1, device)
         self._guard = TieGuard(decoder, settings.rule, settings.tie_guard)
@@ -181,6 +179,7 @@ class RolloutEngine:
             self._retire(self._round(OFF)[1])
         self._finished = []
         self._guard.active = True
+        assert self._longest is not None, "calibrate needs requests"
         self._guard.probe(self._longest)
 
     # -- rounds -------------------------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ class TieGuard:
             return
         self.num_raised += 1
         raised = SAFETY * self._in_score_units(error)
-        logger.warning("tie guard: logits off by %.2e, tolerance raised from %.2e to %.2e", error, self.tolerance, raised)
+        logger.warning(
+            "tie guard: logits off by %.2e, tolerance raised from %.2e to %.2e", error, self.tolerance, raised
+        )
         self.tolerance = raised
 
     def _in_score_units(self, error: float) -> float:

@@ -43,7 +43,7 @@ class KVCache:
         return 2 * self._keys.numel() * self._keys.element_size()
 
     def attend(self, positions: Tensor, first_row: int = 0) -> Attend:
-        """Attention for a pass over rows ``first_row``.. with tokens at ``positions`` [B, n]; stores keys and values first."""
+        """Attention over rows from ``first_row`` on, with tokens at ``positions`` [B, n]; stores keys and values."""
         num_rows, width = positions.shape
         after = first_row + num_rows
         _, stride, g, d = self._kv_shape
@@ -51,7 +51,9 @@ class KVCache:
         rows = torch.arange(first_row, after, device=positions.device).unsqueeze(1)
         index = (rows * stride + positions).flatten()
         unseen = torch.arange(longest, device=positions.device) > positions.unsqueeze(-1)  # [B, n, K]
-        mask = torch.zeros(unseen.shape, dtype=self._keys.dtype, device=positions.device).masked_fill_(unseen, -torch.inf)
+        mask = torch.zeros(unseen.shape, dtype=self._keys.dtype, device=positions.device).masked_fill_(
+            unseen, -torch.inf
+        )
         # the query heads that share a key head are laid out as further queries: no key is read twice
         mask = mask.unsqueeze(1).expand(-1, self._groups, -1, -1).reshape(num_rows, 1, self._groups * width, longest)
 
@@ -72,4 +74,6 @@ class KVCache:
         """Copy the first ``length`` positions of one row over another row."""
         stride = self.num_positions
         for tensor in (self._keys, self._values):
-            tensor[:, target * stride : target * stride + length] = tensor[:, source * stride : source * stride + length]
+            tensor[:, target * stride : target * stride + length] = tensor[
+                :, source * stride : source * stride + length
+            ]

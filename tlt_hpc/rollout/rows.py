@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from tlt_hpc.records import Request
 
+T = TypeVar("T")
+
 
 class LiveRows:
     """Tokens, lengths, log-probs and (where a drafter wants them) features of the rows."""
 
-    def __init__(self, num_rows: int, num_positions: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, num_positions: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """``hidden_size`` 0 keeps no features."""
         self.num_positions = num_positions
         self.tokens = torch.zeros(num_rows, num_positions, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.prompt_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(num_rows, num_positions, device=device)
-        self.features = torch.zeros(num_rows, num_positions, hidden_size, dtype=dtype, device=device) if hidden_size else None
+        self.features = (
+            torch.zeros(num_rows, num_positions, hidden_size, dtype=dtype, device=device) if hidden_size else None
+        )
         self.index = torch.arange(num_rows, device=device)
         self.requests: list[Request] = []
         self.texts: list[list[int]] = []
@@ -71,9 +79,10 @@ class LiveRows:
     def remove(self, row: int) -> int | None:
         """Drop a row; the last one takes its place. Returns the row that moved, if any."""
         last = self.num_live - 1
-        for values in (self.requests, self.texts, self.num_passes, self.learned):
-            values[row] = values[last]  # type: ignore[index]
-            values.pop()
+        _drop(self.requests, row)
+        _drop(self.texts, row)
+        _drop(self.num_passes, row)
+        _drop(self.learned, row)
         if row == last:
             return None
         length = int(self.lengths[last])
@@ -84,3 +93,9 @@ class LiveRows:
         if self.features is not None:
             self.features[row, :length] = self.features[last, :length]
         return last
+
+
+def _drop(values: list[T], index: int) -> None:
+    """Remove an item; the last one takes its place."""
+    values[index] = values[-1]
+    values.pop()

@@ -31,11 +31,12 @@ class Strategy:
 
 
 OFF = Strategy("off")
+_SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter")}
 
 
 def strategies_of(mode: str, depths: Sequence[int]) -> tuple[Strategy, ...]:
     """The arms of a speculation mode; "off" is always the first."""
-    sources: tuple[Source, ...] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter")}[mode]
+    sources = _SOURCES[mode]
     return (OFF, *(Strategy(source, depth) for source in sources for depth in sorted(set(depths))))
 
 
@@ -76,7 +77,7 @@ class StrategyChooser:
         self._random = random.Random(seed)
         self._accepted = {strategy: _Window(window) for strategy in self.strategies}
         self._seconds: dict[tuple[int, Strategy], _Window] = {}
-        self._totals = {strategy: (0, 0) for strategy in self.strategies}
+        self._totals = dict.fromkeys(self.strategies, (0, 0))
 
     def choose(self, num_live: int, usable: Sequence[Strategy]) -> Strategy:
         """The strategy for a round of ``num_live`` sequences, among those usable now."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PART_SUFFIX = ".part"
 
 
-class WriteFailed(OSError):
+class WriteError(OSError):
     """A file of the run could not be written (disk full, quota, permission); its text is one line with the remedy."""
 
     def __init__(self, path: Path, cause: OSError) -> None:
@@ -54,7 +54,7 @@ class RunFolder:
         """Make the run's folders; those that exist stay as they are.
 
         Raises:
-            WriteFailed: no room or no permission.
+            WriteError: no room or no permission.
         """
         for folder in (self.checkpoints, self.rollouts, self.cache):
             make_folder(folder)
@@ -85,6 +85,11 @@ class RunFolder:
         """Feature-cache files that are being written, or whose writer was killed."""
         return sorted(self.cache.glob(f"step-*/rank-*.h5{PART_SUFFIX}"))
 
+    def remove_cache_step(self, step: int) -> None:
+        """Remove a step's cache folder once no rank has a file in it."""
+        with suppress(OSError):  # not empty, or another rank removed it first
+            _folder_of(self.cache, step).rmdir()
+
 
 def rank_of(path: Path) -> int:
     """The rank in a file name such as ``rank-0003.h5`` or ``rank-0003.h5.part``."""
@@ -102,7 +107,7 @@ def publish(path: Path, durable: bool = True) -> None:
     ``durable`` makes it survive a power failure too; a rename alone already survives the death of the process.
 
     Raises:
-        WriteFailed: the disk refused; the part stays and ``path`` is as before.
+        WriteError: the disk refused; the part stays and ``path`` is as before.
     """
     try:
         if durable:
@@ -111,7 +116,7 @@ def publish(path: Path, durable: bool = True) -> None:
         if durable:
             _sync(path.parent)
     except OSError as error:
-        raise WriteFailed(path, error) from error
+        raise WriteError(path, error) from error
 
 
 @contextmanager
@@ -119,17 +124,17 @@ def writing_beside(path: Path) -> Iterator[Path]:
     """Yield the part to write; publish it on success, remove it on any error.
 
     Raises:
-        WriteFailed: the disk refused, in the body or at the rename.
+        WriteError: the disk refused, in the body or at the rename.
     """
     make_folder(path.parent)
     part = part_of(path)
     try:
         yield part
         publish(path)
-    except WriteFailed:
+    except WriteError:
         raise
     except OSError as error:
-        raise WriteFailed(path, error) from error
+        raise WriteError(path, error) from error
     finally:
         part.unlink(missing_ok=True)  # gone already where it was published
 
@@ -138,7 +143,7 @@ def make_folder(folder: Path) -> None:
     """Make a folder and its parents, durably.
 
     Raises:
-        WriteFailed: no room or no permission.
+        WriteError: no room or no permission.
     """
     if folder.is_dir():
         return
@@ -146,7 +151,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _sync(folder.parent)
     except OSError as error:
-        raise WriteFailed(folder, error) from error
+        raise WriteError(folder, error) from error
 
 
 def _sync(path: Path) -> None:
@@ -158,7 +163,11 @@ def _sync(path: Path) -> None:
 
 
 def _file_of(folder: Path, step: int, rank: int) -> Path:
-    return folder / f"step-{step:06d}" / f"rank-{rank:04d}.h5"
+    return _folder_of(folder, step) / f"rank-{rank:04d}.h5"
+
+
+def _folder_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
 
 
 def _steps(folder: Path) -> list[int]:
@@ -167,4 +176,4 @@ def _steps(folder: Path) -> list[int]:
 
 
 def _closed_files(folder: Path, step: int) -> list[Path]:
-    return sorted((folder / f"step-{step:06d}").glob("rank-*.h5"), key=rank_of)
+    return sorted(_folder_of(folder, step).glob("rank-*.h5"), key=rank_of)

@@ -2,7 +2,7 @@
 
 HDF5 never opens a file itself; it works through Python file objects, for two reasons. Its own driver locks files,
 which fails on parallel file systems without locks. And after a failed write (disk full) its own driver cannot close
-the file any more and crashes the process at exit, whereas here the failure ends as one ``WriteFailed``.
+the file any more and crashes the process at exit, whereas here the failure ends as one ``WriteError``.
 
 A bit that flips on disk is noticed: the file format chosen here carries a checksum on all metadata, and every array
 carries one per chunk (fletcher32: about 6 % of the writing speed).
@@ -22,16 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.storage.folder import WriteFailed
+from tlt_hpc.storage.folder import WriteError
 
 # HDF5 reads it once, at import. Where h5py was imported before us this comes too late and does no harm: our files go
 # through Python file objects, which HDF5 does not lock whatever the setting.
 os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
-import h5py  # noqa: E402
-
-File = h5py.File
-Group = h5py.Group
-Dataset = h5py.Dataset
+from h5py import Dataset as Dataset
+from h5py import File as File
+from h5py import Group as Group
 
 CHUNK_BYTES = 2**20
 CHUNK_CACHE_BYTES = 8 * 2**20
@@ -43,7 +41,7 @@ BFLOAT16 = "bfloat16"
 _DAMAGE = (OSError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
 
 
-class DamagedFile(ValueError):
+class DamagedFile(ValueError):  # noqa: N818
     """A file that is truncated, corrupted, half-written or of another kind or schema; its text is one line."""
 
 
@@ -64,20 +62,20 @@ class NewFile:
         try:
             self._bytes = _RememberingFile(path)
         except OSError as error:
-            raise WriteFailed(path, error) from error
-        self.root = h5py.File(self._bytes, "w", libver=FORMAT, rdcc_nbytes=CHUNK_CACHE_BYTES)
+            raise WriteError(path, error) from error
+        self.root = File(self._bytes, "w", libver=FORMAT, rdcc_nbytes=CHUNK_CACHE_BYTES)
         put_attributes(self.root, {"kind": kind.name, "schema": kind.schema})
 
     def check(self) -> None:
-        """Raises ``WriteFailed`` where any write so far did not reach the disk."""
+        """Raises ``WriteError`` where any write so far did not reach the disk."""
         if self._bytes.error is not None:
-            raise WriteFailed(self._path, self._bytes.error) from self._bytes.error
+            raise WriteError(self._path, self._bytes.error) from self._bytes.error
 
     def commit(self, count: int) -> None:
         """Write everything, then the commit counter, and close.
 
         Raises:
-            WriteFailed: the disk refused; the file is closed and not valid.
+            WriteError: the disk refused; the file is closed and not valid.
         """
         self.root.flush()
         self.root.attrs["committed"] = count
@@ -103,7 +101,7 @@ class CommittedFile:
         self._bytes = path.open("rb", buffering=0)
         try:
             with self.naming_damage():
-                self.root = h5py.File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
+                self.root = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
                 self.committed = _check_header(self.root, kind)
         except DamagedFile:
             self._bytes.close()

@@ -1,28 +1,48 @@
-"""The permanent record of a step on one rank: all that a policy update consumes, and where the time went.
+"""The permanent record of a run: one HDF5 file per step and rank with all that a policy update consumes.
 
-Plain HDF5 with gzip: any h5py reads it. Ragged columns are flat with end offsets. The commit counter is written last.
+Knows nothing of how rollouts are made or used. Schema 1 (any HDF5 reader opens it; N rollouts ordered by key):
+
+    /            attributes kind, schema, step, rank, num_ranks, harvested_seconds, guarded_near_ties, committed
+    /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH);
+                 weight_version, num_target_passes [N] int64; finished_seconds [N] float64;
+                 rewards, advantages [N] float32; prompt_tokens [sum P] int32; response_tokens [sum R] int32;
+                 log_probs [sum R] float32; prompt_ends, response_ends [N] int64: where each one ends
+    /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64
+    /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64
+    /timing      attributes start_seconds, last_token_seconds, release_seconds (since the epoch)
+    /metrics     one float attribute per metric
+
+``committed`` is the number of rollouts and is written last; a file without it, or with another count, is not data.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.storage.folder import writing_beside
-from tlt_hpc.storage.hdf5 import COMMITTED, SCHEMA, DamagedFile, h5py, read_all
+from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, NewFile, put_array, put_attributes
 
-ROLLOUT_SCHEMA = 1
-_KEY_FIELDS = ("seed", "stream", "step", "draw", "sample")
-_TIMES = ("start_seconds", "last_token_seconds", "release_seconds")
+KIND = FileKind("rollout log", schema=1, remedy="delete it and resume the run from a checkpoint of an earlier step")
+
+_KEY_COLUMNS = ("seed", "stream", "step", "draw", "sample")
+_MICRO_STEP_COLUMNS = {"start_seconds": "f8", "end_seconds": "f8", "num_tokens": "i8", "loss": "f8"}
+_TIMING = ("start_seconds", "last_token_seconds", "release_seconds")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one rank writes for one step; rollouts in the order of their keys."""
+    """What one rank writes for one step.
+
+    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them.
+    ``strategy_names`` [S] with ``strategy_rounds`` and ``strategy_tokens`` [S] int64 say how often each speculation
+    strategy ran and how many tokens it emitted.
+    """
 
     step: int
     rank: int
@@ -40,120 +60,204 @@ class StepRecord:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class StepSummary:
+    """A step's file without its tokens and log-probs: what an analysis over many files needs.
+
+    ``response_lengths`` and ``num_target_passes`` [N] int64; the other fields as in ``StepRecord``.
+    """
+
+    step: int
+    rank: int
+    num_ranks: int
+    response_lengths: NDArray[np.int64]
+    num_target_passes: NDArray[np.int64]
+    rewards: NDArray[np.float32]
+    timing: RolloutTiming
+    micro_steps: tuple[MicroStepRecord, ...]
+    harvested_seconds: float
+    strategy_names: tuple[str, ...]
+    strategy_rounds: NDArray[np.int64]
+    strategy_tokens: NDArray[np.int64]
+    guarded_near_ties: int
+    metrics: dict[str, float]
+
+
 def write_step(path: Path, record: StepRecord) -> None:
-    """Write a step's record under its name, whole or not at all."""
-    with writing_beside(path) as part, h5py.File(part, "w") as file:
-        _write(file, record)
+    """Write one rank's step: beside, closed, renamed; replaces an earlier file of the step.
+
+    Raises:
+        WriteError: the disk refused; ``path`` is as before.
+    """
+    _assert_consistent(record)
+    with writing_beside(path) as part:
+        file = NewFile(part, KIND)
+        try:
+            _put_record(file.root, record)
+            file.commit(len(record.rollouts))
+        finally:
+            file.close()
 
 
 def read_step(path: Path) -> StepRecord:
-    """The record as it was written.
+    """Read back exactly what ``write_step`` was given.
 
     Raises:
-        DamagedFile: the file is missing, incomplete or of another schema.
+        DamagedFile: truncated, corrupted, half-written, or of another schema.
+        FileNotFoundError: no such file.
     """
-    record: StepRecord = read_all(path, ROLLOUT_SCHEMA, lambda file: _read(file, path))
-    return record
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        summary = _get_summary(file)
+        rollouts = _get_rollouts(file.root["rollouts"])
+        return StepRecord(
+            step=summary.step,
+            rank=summary.rank,
+            num_ranks=summary.num_ranks,
+            rollouts=rollouts,
+            rewards=summary.rewards,
+            advantages=file.root["rollouts/advantages"][:],
+            timing=summary.timing,
+            micro_steps=summary.micro_steps,
+            harvested_seconds=summary.harvested_seconds,
+            strategy_names=summary.strategy_names,
+            strategy_rounds=summary.strategy_rounds,
+            strategy_tokens=summary.strategy_tokens,
+            guarded_near_ties=summary.guarded_near_ties,
+            metrics=summary.metrics,
+        )
+
+
+def read_summary(path: Path) -> StepSummary:
+    """Read a step's counts, lengths, rewards and timings without its tokens.
+
+    Raises:
+        DamagedFile, FileNotFoundError: as ``read_step``.
+    """
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        return _get_summary(file)
 
 
 def is_committed(path: Path) -> bool:
-    """Whether the file is there and whole."""
+    """Whether a whole step lies there, by its commit counter; payload checksums are left to ``read_step``."""
     try:
-        read_step(path)
-    except DamagedFile:
+        with CommittedFile(path, KIND) as file, file.naming_damage():
+            _check_counts(file.root["rollouts"], file.committed)
+    except (DamagedFile, FileNotFoundError):
         return False
     return True
 
 
-def _write(file: h5py.File, record: StepRecord) -> None:
-    file.attrs[SCHEMA] = ROLLOUT_SCHEMA
-    for name in ("step", "rank", "num_ranks", "harvested_seconds", "guarded_near_ties"):
-        file.attrs[name] = vars(record)[name]
-    for name in _TIMES:
-        file.attrs[name] = vars(record.timing)[name]
-    for name, value in record.metrics.items():
-        file.attrs[f"metrics/{name}"] = value
+def _assert_consistent(record: StepRecord) -> None:
+    count = len(record.rollouts)
+    keys = [rollout.key for rollout in record.rollouts]
+    assert keys == sorted(keys), "rollouts are ordered by key"
+    assert record.rewards.shape == record.advantages.shape == (count,), "one reward and one advantage per rollout"
+    assert record.rewards.dtype == record.advantages.dtype == np.float32
+    assert all(len(r.response_tokens) == len(r.log_probs) for r in record.rollouts), "one log-prob per response token"
+    assert len(record.strategy_names) == len(record.strategy_rounds) == len(record.strategy_tokens)
+
+
+def _put_record(root: Group, record: StepRecord) -> None:
+    put_attributes(root, {"step": record.step, "rank": record.rank, "num_ranks": record.num_ranks})
+    put_attributes(root, {"harvested_seconds": record.harvested_seconds})
+    put_attributes(root, {"guarded_near_ties": record.guarded_near_ties})
+    _put_arrays(root.create_group("rollouts"), _rollout_columns(record))
+    _put_arrays(root.create_group("micro_steps"), _micro_step_columns(record.micro_steps))
+    _put_arrays(root.create_group("strategy"), _strategy_columns(record))
+    timing = root.create_group("timing")
+    put_attributes(timing, {name: float(value) for name, value in vars(record.timing).items()})
+    put_attributes(root.create_group("metrics"), {name: float(value) for name, value in record.metrics.items()})
+
+
+def _put_arrays(group: Group, arrays: dict[str, NDArray[Any]]) -> None:
+    for name, array in arrays.items():
+        put_array(group, name, array)
+
+
+def _rollout_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
     rollouts = record.rollouts
-    _column(file, "prompt_tokens", _flat([r.prompt_tokens for r in rollouts], np.int32))
-    _column(file, "prompt_ends", _ends([r.prompt_tokens for r in rollouts]))
-    _column(file, "response_tokens", _flat([r.response_tokens for r in rollouts], np.int32))
-    _column(file, "log_probs", _flat([r.log_probs for r in rollouts], np.float32))
-    _column(file, "response_ends", _ends([r.response_tokens for r in rollouts]))
-    for name in _KEY_FIELDS:
-        _column(file, f"key/{name}", np.array([vars(r.key)[name] for r in rollouts], np.int64))
-    _column(file, "finish_reason", np.array([r.finish_reason for r in rollouts], np.int8))
-    _column(file, "weight_version", np.array([r.weight_version for r in rollouts], np.int64))
-    _column(file, "num_target_passes", np.array([r.num_target_passes for r in rollouts], np.int64))
-    _column(file, "finished_seconds", np.array([r.finished_seconds for r in rollouts], np.float64))
-    _column(file, "reward", record.rewards)
-    _column(file, "advantage", record.advantages)
-    steps = record.micro_steps
-    for name, kind in (("start_seconds", "f8"), ("end_seconds", "f8"), ("num_tokens", "i8"), ("loss", "f8")):
-        _column(file, f"micro_step/{name}", np.array([vars(m)[name] for m in steps], kind))
-    file.create_dataset("strategy/name", data=list(record.strategy_names), dtype=h5py.string_dtype())
-    _column(file, "strategy/rounds", record.strategy_rounds)
-    _column(file, "strategy/tokens", record.strategy_tokens)
-    file.flush()
-    file.attrs[COMMITTED] = len(rollouts)
+    keys = {name: np.array([vars(r.key)[name] for r in rollouts], np.int64) for name in _KEY_COLUMNS}
+    return keys | {
+        "finish_reason": np.array([r.finish_reason for r in rollouts], np.int8),
+        "weight_version": np.array([r.weight_version for r in rollouts], np.int64),
+        "num_target_passes": np.array([r.num_target_passes for r in rollouts], np.int64),
+        "finished_seconds": np.array([r.finished_seconds for r in rollouts], np.float64),
+        "rewards": record.rewards,
+        "advantages": record.advantages,
+        "prompt_tokens": _flat([r.prompt_tokens for r in rollouts], np.int32),
+        "response_tokens": _flat([r.response_tokens for r in rollouts], np.int32),
+        "log_probs": _flat([r.log_probs for r in rollouts], np.float32),
+        "prompt_ends": np.cumsum([len(r.prompt_tokens) for r in rollouts], dtype=np.int64),
+        "response_ends": np.cumsum([len(r.response_tokens) for r in rollouts], dtype=np.int64),
+    }
 
 
-def _read(file: h5py.File, path: Path) -> StepRecord:
-    columns = {name: file[name][()] for name in _names(file)}
-    count = int(file.attrs.get(COMMITTED, -1))
-    ends = columns["response_ends"]
-    whole = len(ends) == count and int(ends[-1] if count else 0) == len(columns["response_tokens"])
-    if not whole:
-        raise DamagedFile(f"{path}: commit counter {count}, but {len(ends)} rollouts; delete it and repeat the step")
-    prompts = np.split(columns["prompt_tokens"], columns["prompt_ends"][:-1]) if count else []
-    responses = np.split(columns["response_tokens"], ends[:-1]) if count else []
-    log_probs = np.split(columns["log_probs"], ends[:-1]) if count else []
-    rollouts = tuple(
+def _micro_step_columns(micro_steps: tuple[MicroStepRecord, ...]) -> dict[str, NDArray[Any]]:
+    return {name: np.array([vars(m)[name] for m in micro_steps], kind) for name, kind in _MICRO_STEP_COLUMNS.items()}
+
+
+def _strategy_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
+    # Fixed-length bytes: HDF5 keeps text of variable length in a heap that has no checksum.
+    names = np.array([name.encode() for name in record.strategy_names] or [], dtype=np.bytes_)
+    return {"names": names, "rounds": record.strategy_rounds, "tokens": record.strategy_tokens}
+
+
+def _flat(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="equiv")
+
+
+def _get_summary(file: CommittedFile) -> StepSummary:
+    root, rollouts, strategy = file.root, file.root["rollouts"], file.root["strategy"]
+    _check_counts(rollouts, file.committed)
+    return StepSummary(
+        step=int(root.attrs["step"]),
+        rank=int(root.attrs["rank"]),
+        num_ranks=int(root.attrs["num_ranks"]),
+        response_lengths=np.diff(rollouts["response_ends"][:], prepend=0),
+        num_target_passes=rollouts["num_target_passes"][:],
+        rewards=rollouts["rewards"][:],
+        timing=RolloutTiming(**{name: float(root["timing"].attrs[name]) for name in _TIMING}),
+        micro_steps=_get_micro_steps(root["micro_steps"]),
+        harvested_seconds=float(root.attrs["harvested_seconds"]),
+        strategy_names=tuple(bytes(name).decode() for name in strategy["names"][:]),
+        strategy_rounds=strategy["rounds"][:],
+        strategy_tokens=strategy["tokens"][:],
+        guarded_near_ties=int(root.attrs["guarded_near_ties"]),
+        metrics={name: float(value) for name, value in root["metrics"].attrs.items()},
+    )
+
+
+def _get_micro_steps(group: Group) -> tuple[MicroStepRecord, ...]:
+    columns = [group[name][:].tolist() for name in _MICRO_STEP_COLUMNS]
+    return tuple(MicroStepRecord(*row) for row in zip(*columns, strict=True))
+
+
+def _get_rollouts(group: Group) -> tuple[Rollout, ...]:
+    column = {name: group[name][:] for name in group}
+    prompts = np.split(column["prompt_tokens"], column["prompt_ends"])
+    responses = np.split(column["response_tokens"], column["response_ends"])
+    log_probs = np.split(column["log_probs"], column["response_ends"])
+    keys = np.stack([column[name] for name in _KEY_COLUMNS], axis=1).tolist()
+    return tuple(
         Rollout(
-            key=SampleKey(*(int(columns[f"key/{name}"][i]) for name in _KEY_FIELDS)),
+            key=SampleKey(*key),
             prompt_tokens=prompts[i],
             response_tokens=responses[i],
             log_probs=log_probs[i],
-            finish_reason=FinishReason(int(columns["finish_reason"][i])),
-            weight_version=int(columns["weight_version"][i]),
-            num_target_passes=int(columns["num_target_passes"][i]),
-            finished_seconds=float(columns["finished_seconds"][i]),
+            finish_reason=FinishReason(column["finish_reason"][i]),
+            weight_version=int(column["weight_version"][i]),
+            num_target_passes=int(column["num_target_passes"][i]),
+            finished_seconds=float(column["finished_seconds"][i]),
         )
-        for i in range(count)
-    )
-    micro = [columns[f"micro_step/{name}"].tolist() for name in ("start_seconds", "end_seconds", "num_tokens", "loss")]
-    return StepRecord(
-        step=int(file.attrs["step"]),
-        rank=int(file.attrs["rank"]),
-        num_ranks=int(file.attrs["num_ranks"]),
-        rollouts=rollouts,
-        rewards=columns["reward"],
-        advantages=columns["advantage"],
-        timing=RolloutTiming(*(float(file.attrs[name]) for name in _TIMES)),
-        micro_steps=tuple(MicroStepRecord(*row) for row in zip(*micro, strict=True)),
-        harvested_seconds=float(file.attrs["harvested_seconds"]),
-        strategy_names=tuple(name.decode() for name in columns["strategy/name"]),
-        strategy_rounds=columns["strategy/rounds"],
-        strategy_tokens=columns["strategy/tokens"],
-        guarded_near_ties=int(file.attrs["guarded_near_ties"]),
-        metrics={k.removeprefix("metrics/"): float(v) for k, v in file.attrs.items() if k.startswith("metrics/")},
+        for i, key in enumerate(keys)
     )
 
 
-def _names(file: h5py.File) -> list[str]:
-    names: list[str] = []
-    file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-    return names
-
-
-def _column(file: h5py.File, name: str, values: NDArray[np.generic]) -> None:
-    # the checksum makes a flipped bit an error instead of a wrong token
-    chunked = {"compression": "gzip", "compression_opts": 1, "fletcher32": True} if len(values) else {}
-    file.create_dataset(name, data=values, **chunked)
-
-
-def _flat(arrays: list[NDArray[np.generic]], dtype: type) -> NDArray[np.generic]:
-    return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
-
-
-def _ends(arrays: list[NDArray[np.int32]]) -> NDArray[np.int64]:
-    return np.cumsum([len(a) for a in arrays], dtype=np.int64)
+def _check_counts(group: Group, committed: int) -> None:
+    for name in (*_KEY_COLUMNS, "prompt_ends", "response_ends", "rewards", "advantages"):
+        if len(group[name]) != committed:
+            raise ValueError(f"{len(group[name])} entries of {name}, but {committed} rollouts were committed")
+    for tokens, ends in (("prompt_tokens", "prompt_ends"), ("response_tokens", "response_ends")):
+        num_tokens = int(group[ends][-1]) if committed else 0
+        if len(group[tokens]) != num_tokens:
+            raise ValueError(f"{len(group[tokens])} {tokens}, but {num_tokens} were committed")

@@ -1,0 +1,153 @@
+"""Prints what lies in a run's HDF5 files: steps, ranks, lengths, rewards, idle and harvested rank-seconds, and the
+proof that drafter updates ran while another rank still decoded. Knows no torch and no MPI.
+
+    python tools/inspect_run.py runs/tiny --last 10
+
+Times of different ranks are compared as their nodes' clocks gave them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from tlt_hpc.records import MicroStepRecord
+from tlt_hpc.storage.feature_cache import FeatureCacheReader
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.hdf5 import DamagedFile
+from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary
+
+HEADER = (
+    "  step ranks responses    p50    p90    max  reward accept   idle_s harvested_s  share updates guarded\n"
+    "  (lengths in tokens; idle and harvested in rank-seconds; share = harvested / idle)"
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the report; exit status 2 and one line on a folder that holds no run."""
+    parser = argparse.ArgumentParser(description="Print what a run's HDF5 files hold.")
+    parser.add_argument("folder", type=Path, help="the run's folder, e.g. runs/tiny")
+    parser.add_argument("--last", type=int, default=10, help="number of last steps to show (default 10, 0 for all)")
+    options = parser.parse_args(arguments)
+    folder = RunFolder(options.folder)
+    if not folder.rollouts.is_dir() and not folder.cache.is_dir():
+        print(
+            f"inspect_run: {options.folder} holds no rollouts/ and no cache/; give a run's folder such as runs/tiny",
+            file=sys.stderr,
+        )
+        return 2
+    steps = folder.rollout_steps()
+    shown = steps[-options.last :] if options.last > 0 else steps
+    print(f"{folder.path}: {_span(steps)} in the rollout log (schema {KIND.schema}), showing {len(shown)}")
+    print_steps({step: read_ranks(folder, step) for step in shown})
+    print_caches(folder)
+    return 0
+
+
+def read_ranks(folder: RunFolder, step: int) -> list[StepSummary]:
+    """A step's files by rank; a damaged one is named and left out."""
+    summaries = []
+    for path in folder.rollout_logs(step):
+        try:
+            summaries.append(read_summary(path))
+        except DamagedFile as error:
+            print(f"  {error}")
+    return summaries
+
+
+def print_steps(steps: dict[int, list[StepSummary]]) -> None:
+    """The table, one line per step, then the proof lines."""
+    if not steps:
+        return
+    print(HEADER)
+    for step, ranks in steps.items():
+        print(step_line(step, ranks))
+    print("drafter updates while another rank still decoded:")
+    for step, ranks in steps.items():
+        for line in proof_lines(step, ranks):
+            print(line)
+
+
+def step_line(step: int, ranks: list[StepSummary]) -> str:
+    """One row of the table; ``ranks`` shows found/expected where files are missing."""
+    lengths = np.concatenate([np.empty(0, np.int64), *[rank.response_lengths for rank in ranks]])
+    if len(lengths) == 0:
+        return f"{step:6d} {len(ranks):5d} no rollouts"
+    rewards = np.concatenate([rank.rewards for rank in ranks])
+    passes = sum(int(rank.num_target_passes.sum()) for rank in ranks)
+    idle = sum(rank.timing.idle_seconds for rank in ranks)
+    harvested = sum(rank.harvested_seconds for rank in ranks)
+    found = str(len(ranks)) if len(ranks) == ranks[0].num_ranks else f"{len(ranks)}/{ranks[0].num_ranks}"
+    p50, p90 = np.percentile(lengths, (50, 90))
+    return (
+        f"{step:6d} {found:>5} {len(lengths):9d} {p50:6.0f} {p90:6.0f} {lengths.max():6d} {rewards.mean():7.3f} "
+        f"{lengths.sum() / max(1, passes):6.2f} {idle:8.2f} {harvested:11.2f} {harvested / idle if idle else 0:6.0%} "
+        f"{sum(len(rank.micro_steps) for rank in ranks):7d} {sum(rank.guarded_near_ties for rank in ranks):7d}"
+    )
+
+
+def proof_lines(step: int, ranks: list[StepSummary]) -> list[str]:
+    """How many updates had ended while another rank decoded, and the last of them with both timestamps."""
+    pairs = [
+        (micro_step, trainer, decoder)
+        for trainer in ranks
+        for micro_step in trainer.micro_steps
+        if (decoder := _last_decoder(ranks, trainer, micro_step)) is not None
+    ]
+    total = sum(len(rank.micro_steps) for rank in ranks)
+    lines = [f"  step {step}: {len(pairs)} of {total} updates"]
+    if pairs:
+        micro_step, trainer, decoder = max(pairs, key=lambda pair: pair[0].end_seconds)
+        lines.append(
+            f"    rank {trainer.rank} updated from {_clock(micro_step.start_seconds)} to "
+            f"{_clock(micro_step.end_seconds)} ({micro_step.num_tokens} tokens, loss {micro_step.loss:.3f}); "
+            f"rank {decoder.rank} decoded until {_clock(decoder.timing.last_token_seconds)}"
+        )
+    return lines
+
+
+def print_caches(folder: RunFolder) -> None:
+    """One line per step of the feature cache, and what was left half-written."""
+    for step in folder.cache_steps():
+        num_documents = num_tokens = num_bytes = num_files = 0
+        for path in folder.feature_caches(step):
+            try:
+                with FeatureCacheReader(path) as reader:
+                    num_documents, num_tokens = num_documents + len(reader), num_tokens + reader.num_tokens
+            except DamagedFile as error:
+                print(f"  {error}")
+                continue
+            num_bytes, num_files = num_bytes + path.stat().st_size, num_files + 1
+        print(
+            f"feature cache, step {step}: {num_files} files, {num_documents} documents, {num_tokens} tokens, "
+            f"{num_bytes / 2**20:.1f} MiB"
+        )
+    if parts := folder.cache_parts():
+        print(f"feature cache: {len(parts)} files open or half-written")
+
+
+def _last_decoder(ranks: list[StepSummary], trainer: StepSummary, micro_step: MicroStepRecord) -> StepSummary | None:
+    decoding = [
+        rank
+        for rank in ranks
+        if rank.rank != trainer.rank
+        and rank.timing.start_seconds <= micro_step.start_seconds
+        and micro_step.end_seconds <= rank.timing.last_token_seconds
+    ]
+    return max(decoding, key=lambda rank: rank.timing.last_token_seconds, default=None)
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%H:%M:%S.%f")[:-3]
+
+
+def _span(steps: list[int]) -> str:
+    return f"{len(steps)} steps ({steps[0]} to {steps[-1]})" if steps else "no steps"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
