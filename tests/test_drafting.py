@@ -151,6 +151,27 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     pool.close()
 
 
+def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
+    _, other = make_trainer(tmp_path, 1)
+    writer = other.begin_step(0, 0)
+    for i in range(12):
+        document = random_document(400, 9, i)
+        writer.append(document.tokens, document.prompt_length, document.features)
+    other.end_step()
+    path = RunFolder(tmp_path).feature_cache(0, 1)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    trainer, cache = make_trainer(tmp_path)
+    writer = cache.begin_step(1, 1)
+    own = random_document(40, 9, 99)
+    writer.append(own.tokens, own.prompt_length, own.features)
+    pool = TrainingPool(cache, random.Random(0))
+    drawn = [document.tokens.tobytes() for _ in range(40) for document in pool.draw(1000)]
+    assert own.tokens.tobytes() in drawn
+    assert "left out of the drafter's training" in caplog.text
+
+
 def test_nothing_to_train_on_is_no_step(tmp_path):
     trainer, cache = make_trainer(tmp_path)
     cache.begin_step(0, 0)

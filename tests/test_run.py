@@ -81,6 +81,11 @@ def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight)
     harvested = sum(row["rollout/harvested_rank_seconds"] for row in rows)
     assert 0 < harvested <= idle
     assert rows[-1]["drafter/version"] > 0
+    for step, row in enumerate(rows):
+        micro_steps = [m for record in records(straight, step) for m in record.micro_steps]
+        longest = max((m.end_seconds - m.start_seconds for m in micro_steps), default=0.0)
+        # one micro-step, and two pulse rounds, which are milliseconds but for a machine that does other work too
+        assert row["rollout/stop_latency_seconds"] <= longest + 0.1
 
 
 def test_a_run_of_all_modes_is_equal(tmp_path):

@@ -105,6 +105,7 @@ def run_train(config: Config) -> int:
     leave_process_group()
     if world.rank == 0:
         print_result(config, result)
+    world.barrier()  # a non-zero status ends the other ranks: not before the last word is out
     return 0 if result.finished else STOPPED_EARLY
 
 

@@ -69,11 +69,12 @@ class Job:
 def assemble(config: Config, world: World) -> Job:
     """Build all parts; collective."""
     assets = read_assets(config, world.size)
+    device = choose_device(config, world)
+    warm = read_drafter(config.drafter.init) if config.speculation.mode == "full" else None
     folder = RunFolder(config.folder)
     claim_folder(folder, config, world)
-    device = choose_device(config, world)
     decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device)
-    drafting = make_drafting(config, world, folder, decoder) if config.speculation.mode == "full" else None
+    drafting = make_drafting(config, world, folder, decoder, warm) if config.speculation.mode == "full" else None
     engine = RolloutEngine(decoder, engine_settings(config, assets, world), drafting.served if drafting else None)
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     model = load_policy_model(assets.folder, config.model.dtype)
@@ -179,26 +180,29 @@ def engine_settings(config: Config, assets: Assets, world: World) -> EngineSetti
     )
 
 
-def make_drafting(config: Config, world: World, folder: RunFolder, decoder: Decoder) -> Drafting:
-    """The drafter, its cache and its trainer."""
+def make_drafting(
+    config: Config, world: World, folder: RunFolder, decoder: Decoder, warm: dict[str, torch.Tensor] | None
+) -> Drafting:
+    """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
     shape = decoder.shape
-    cache = FeatureCache(folder, world.rank, 1, shape.hidden_size, config.drafter.cache_bytes)
+    cache = FeatureCache(folder, world.rank, 1, shape.hidden_size, config.drafter.cache_bytes, num_ranks=world.size)
     cache.recover()
     spot = SpotTrainer(decoder, cache, config.drafter, config.run.seed, world.rank)
-    if config.drafter.init != "random":
-        path = drafter_file(config.drafter.init)
-        spot.start_from(load_file(path))
+    if warm is not None:
+        spot.start_from(warm)
     served = Drafter(shape, config.run.seed, decoder.dtype, decoder.device)
     return Drafting(cache, spot, served)
 
 
-def drafter_file(init: str) -> Path:
-    """The safetensors file that ``drafter.init`` names.
+def read_drafter(init: str) -> dict[str, torch.Tensor] | None:
+    """The tensors that ``drafter.init`` names; None for a random start.
 
     Raises:
         ConfigError: there is none.
     """
+    if init == "random":
+        return None
     path = (find_model(init) if init == EMBEDDED_MODEL else Path(init)) / DRAFTER_FILE
     if not path.is_file():
         raise ConfigError(f"drafter.init = {init!r}: no {DRAFTER_FILE} there; give a run's drafter folder or 'random'")
-    return path
+    return load_file(path)

@@ -151,7 +151,10 @@ def roll_out(job: Job, step: int, reporter: Reporter) -> Tail:
         engine.abort()
     if job.drafting:
         job.drafting.spot.end()
-        job.drafting.cache.end_step()
+        if roster.stopping:
+            job.drafting.cache.abandon_step()
+        else:
+            job.drafting.cache.end_step()
     return Tail(engine.collect(), timing, roster.stopping)
 
 

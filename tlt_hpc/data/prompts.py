@@ -73,7 +73,7 @@ def read_jsonl(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> list
     if not path.is_file():
         raise ValueError(f"data.source = {str(path)!r} does not exist; give a .jsonl file or 'embedded:gcd'")
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             prompts.append(_parse_row(line, f"{path}:{number}", tokenizer, max_prompt_tokens))
     if not prompts:
@@ -91,7 +91,7 @@ def _parse_row(line: str, where: str, tokenizer: Tokenizer, max_prompt_tokens: i
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg}); each line must be one JSON object") from None
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or "answer" not in row:
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or row.get("answer") is None:
         raise ValueError(f"{where}: needs a text 'prompt' and an 'answer'; mend or remove the row")
     prompt = make_prompt(tokenizer, row["prompt"], str(row["answer"]), str(row.get("data_source", "jsonl")))
     if not 0 < len(prompt.tokens) <= max_prompt_tokens:

@@ -6,9 +6,13 @@ still being written (one step off, TLT section 4.2). Knows the feature cache, no
 
 from __future__ import annotations
 
+import logging
 import random
 
 from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader
+from tlt_hpc.storage.hdf5 import DamagedFile
+
+logger = logging.getLogger(__name__)
 
 _LEAST_FEATURES = 2
 """A pair needs the feature after it."""
@@ -42,6 +46,8 @@ class TrainingPool:
             if place in taken:
                 continue
             document = self._read(place)
+            if document is None:
+                continue
             if drawn and total + len(document.tokens) > num_tokens:
                 break
             taken.add(place)
@@ -53,6 +59,11 @@ class TrainingPool:
         for reader in self._readers:
             reader.close()
 
-    def _read(self, place: tuple[int, int]) -> Document:
+    def _read(self, place: tuple[int, int]) -> Document | None:
+        """The document at a place; None where its bytes are damaged, for a cache file is never worth a run."""
         which, index = place
-        return (self._own if which == 0 else self._readers[which - 1]).read(index)
+        try:
+            return (self._own if which == 0 else self._readers[which - 1]).read(index)
+        except DamagedFile as error:
+            logger.warning("left out of the drafter's training: %s", error)
+            return None

@@ -96,6 +96,8 @@ class SpotTrainer:
         if not len(self._pool):
             return False
         documents = self._pool.draw(self._num_tokens())
+        if not documents:
+            return False
         batch = pack(documents, self._decoder.device)
         loss = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._weights)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from deepspeed.utils import (
 )
 from numpy.typing import NDArray
 
-from tlt_hpc.config import Config, ConfigError
+from tlt_hpc.config import Config
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.batches import Indices, pad, plan_updates
 from tlt_hpc.rl.distributed import lengthen_timeouts
@@ -91,7 +91,6 @@ class Policy:
         assert (config.algorithm.kl_coefficient > 0) == (reference is not None), "a reference goes with a KL term"
         dtypes = {str(parameter.dtype) for parameter in model.parameters()}
         assert dtypes == {f"torch.{config.model.dtype}"}, f"model in {dtypes}, config says {config.model.dtype}"
-        check_engine(config)
         self._config, self._world = config, world
         # The rollout of temperature 0 is no sample of any softmax; its groups are all equal and teach nothing anyway.
         self._temperature = config.rollout.temperature or 1.0
@@ -352,22 +351,6 @@ class Policy:
                 state["step"].fill_(num_steps)
             else:
                 state["step"] = num_steps
-
-
-def check_engine(config: Config) -> None:
-    """Refuse settings that DeepSpeed does not train exactly.
-
-    Raises:
-        ConfigError: with the key and the remedy.
-    """
-    settings = config.optimizer
-    if settings.zero_stage == 0 and config.model.dtype == "bfloat16":
-        raise ConfigError(
-            "optimizer.zero_stage = 0 with model.dtype = 'bfloat16' has no fp32 master weights, so small updates are "
-            "lost; use optimizer.zero_stage = 1"
-        )
-    if settings.zero_stage == 0 and settings.offload:
-        raise ConfigError("optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3")
 
 
 def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+# Two commands for a user, `make demo` and `make test`; both make their own environment in .venv first.
+# TORCH_INDEX: a further package index to take torch from, for machines whose own index offers the CUDA build only.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint clean
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+INSTALLED := $(VENV)/installed
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+# One thread a rank: more of them slow a small model down, and starve the other ranks of cores.
+export OMP_NUM_THREADS ?= 1
+# An empty HOME is no place for caches; without the variable the password database says where home is.
+ifeq ($(HOME),)
+unexport HOME
+endif
+
+help:
+	@echo "make demo       train the embedded model on 2 ranks, in about five minutes"
+	@echo "make test       the test suite without its slow part"
+	@echo "make test-slow  the slow part"
+	@echo "make lint       ruff and mypy"
+	@echo "make clean      remove .venv and caches; runs/ stays"
+
+$(INSTALLED): requirements/cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python {v[0]}.{v[1]} is too old: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	DS_BUILD_OPS=0 $(PIP) install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.txt
+	$(PIP) install --no-deps -e .
+	touch $@
+
+demo: $(INSTALLED)
+	@$(VENV)/bin/tlt train jobs/tiny.toml run.name=demo-$$(date +%Y%m%d-%H%M%S)
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest
+
+test-slow: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -m slow --timeout 3600
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

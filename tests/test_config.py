@@ -1,0 +1,294 @@
+"""The configuration: what it refuses and in which words, what it reads back, and what the command does about it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from tlt_hpc.cli import USER_ERROR, main
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    apply_override,
+    check_model_limits,
+    check_ranks,
+    load_config,
+    parse_config,
+    to_toml,
+)
+
+TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(TINY, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- one line that names the key, the value and the remedy ---
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rollout.temprature=0.9", ["'rollout.temprature'", "did you mean 'rollout.temperature'?"]),
+        ("rolout.temperature=0.9", ["'rolout'", "did you mean 'rollout'?"]),
+        ("checkpoint.zzz=1", ["'checkpoint.zzz'", "checkpoint.every_steps, checkpoint.keep"]),
+        ("rollout.group_size=eight", ["rollout.group_size = 'eight'", "valid integer"]),
+        ("rollout.group_size=8.0", ["rollout.group_size = 8.0", "valid integer"]),
+        ("run.name=3", ["run.name = 3", "valid string"]),
+        ("run.name=../elsewhere", ["run.name = '../elsewhere'"]),
+        ("run.name=..", ["run.name = '..'"]),
+        ("rollout.top_p=0.0", ["rollout.top_p = 0.0", "greater than 0"]),
+        ("rollout.temperature=nan", ["rollout.temperature = nan", "finite"]),
+        ("speculation.mode=fast", ["speculation.mode = 'fast'", "'plain', 'ngram' or 'full'"]),
+        ("speculation.depths=[]", ["speculation.depths"]),
+        ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas.1 = 1.0", "less than 1"]),
+        ("model.dtype=float16", ["model.dtype = 'float16'", "'float32' or 'bfloat16'"]),
+    ],
+)
+def test_wrong_values_are_named(override: str, words: list[str]) -> None:
+    message = refusal(override)
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.group_size=1"], ["rollout.group_size = 1", "'grpo'", "2 or more"]),
+        (["algorithm.updates_per_step=3"], ["updates_per_step = 3", "128 samples", "use 1"]),
+        (["model.dtype=bfloat16", "rollout.tie_guard=on"], ["tie_guard = 'on'", "'bfloat16'", "'auto'"]),
+        (
+            ["model.dtype=bfloat16", "optimizer.zero_stage=0"],
+            ["zero_stage = 0", "'bfloat16'", "use optimizer.zero_stage = 1"],
+        ),
+        (["optimizer.offload=true", "optimizer.zero_stage=0"], ["offload = true", "use optimizer.zero_stage = 1"]),
+    ],
+)
+def test_impossible_combinations_are_refused(overrides: list[str], words: list[str]) -> None:
+    message = refusal(*overrides)
+    assert [word for word in words if word not in message] == []
+
+
+def test_missing_key() -> None:
+    tree = tomllib.loads(TINY.read_text())
+    del tree["rollout"]["max_new_tokens"]
+    with pytest.raises(ConfigError, match=r"missing key 'rollout\.max_new_tokens'.*rollout\.max_new_tokens=VALUE"):
+        parse_config(tree)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: No such file.*jobs/tiny\.toml"):
+        load_config(tmp_path / "nowhere.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
+        load_config(broken)
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"broken\.toml is not valid TOML"):
+        load_config(broken)
+
+
+def test_ranks_that_do_not_divide() -> None:
+    config = load_config(TINY)
+    check_ranks(config, 16)
+    with pytest.raises(ConfigError, match=r"rollout\.prompts_per_step = 16 is not divisible by 3 ranks; use 15"):
+        check_ranks(config, 3)
+    with pytest.raises(ConfigError, match="use 32 or another number"):
+        check_ranks(config, 32)
+    by_sample = load_config(TINY, ["rollout.shard=sample"])
+    check_ranks(by_sample, 128)
+    with pytest.raises(ConfigError, match=r"prompts_per_step x rollout\.group_size = 128 is not divisible by 3"):
+        check_ranks(by_sample, 3)
+
+
+def test_cap_over_the_models_positions() -> None:
+    config = load_config(TINY)
+    check_model_limits(config, 528)
+    with pytest.raises(
+        ConfigError, match=r"= 528 exceeds the model's 527 positions; lower rollout\.max_new_tokens to 511"
+    ):
+        check_model_limits(config, 527)
+
+
+def test_a_config_is_frozen() -> None:
+    config = load_config(TINY)
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 1  # type: ignore[misc]
+
+
+# --- overrides ---
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.9", 0.9),
+        ("3", 3),
+        ("true", True),
+        ("[2, 4]", [2, 4]),
+        ('"0.9"', "0.9"),
+        ("plain", "plain"),
+        ("models/Qwen2.5-7B", "models/Qwen2.5-7B"),
+        ("a=b", "a=b"),
+        ("", ""),
+    ],
+)
+def test_an_override_is_toml_or_a_bare_string(text: str, value: Any) -> None:
+    tree: dict[str, Any] = {"section": {"kept": 1}}
+    apply_override(tree, f"section.key={text}")
+    assert tree == {"section": {"kept": 1, "key": value}}
+    assert type(tree["section"]["key"]) is type(value)
+
+
+@pytest.mark.parametrize("override", ["rollout.temperature", "temperature=1", "a.b.c=1", ".b=1", "a.=1", "=1", ""])
+def test_an_override_of_another_form_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
+        apply_override({}, override)
+
+
+def test_an_override_of_a_key_that_is_no_section() -> None:
+    with pytest.raises(ConfigError, match="'run' is not a section"):
+        apply_override({"run": 3}, "run.seed=1")
+
+
+def test_the_last_override_holds() -> None:
+    assert load_config(TINY, ["run.seed=1", "run.seed=2"]).run.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "guard", "expected"), [("float32", "auto", True), ("bfloat16", "auto", False), ("float32", "off", False)]
+)
+def test_the_tie_guard_is_on_where_it_can_hold(dtype: str, guard: str, expected: bool) -> None:
+    assert load_config(TINY, [f"model.dtype={dtype}", f"rollout.tie_guard={guard}"]).tie_guard is expected
+
+
+# --- round trip ---
+
+
+def keys() -> Iterator[tuple[str, str, Any]]:
+    for section, field in Config.model_fields.items():
+        assert field.annotation is not None
+        assert issubclass(field.annotation, BaseModel)
+        for key, inner in field.annotation.model_fields.items():
+            yield section, key, inner.annotation
+
+
+def values_for(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of a key's type, whether or not its bounds allow them."""
+    if annotation is bool:
+        return st.booleans()
+    if annotation is int:
+        return st.integers(1, 2**63 - 1)
+    if annotation is float:
+        return st.floats(0, 1e300, allow_nan=False)
+    if annotation is str:
+        return st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+    if get_args(annotation) and isinstance(get_args(annotation)[0], str):
+        return st.sampled_from(get_args(annotation))
+    return st.lists(st.integers(1, 64), min_size=1, max_size=4)
+
+
+KEYS = list(keys())
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[str, str, Any]:
+    section, key, annotation = draw(st.sampled_from(KEYS))
+    return section, key, draw(values_for(annotation))
+
+
+@given(st.lists(changes(), max_size=4))
+def test_round_trip(changed: list[tuple[str, str, Any]]) -> None:
+    """What passes validation reads back equal, and writes the same text again."""
+    tree = tomllib.loads(TINY.read_text())
+    for section, key, value in changed:
+        tree.setdefault(section, {})[key] = value
+    try:
+        config = parse_config(tree)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    text = to_toml(config)
+    again = parse_config(tomllib.loads(text))
+    assert again == config
+    assert to_toml(again) == text
+
+
+@pytest.mark.parametrize("path", ["with space", 'quo"te', "back\\slash", "new\nline", "del\x7f", "Größe", "tab\t"])
+def test_strings_read_back(path: str) -> None:
+    tree = tomllib.loads(TINY.read_text())
+    tree["model"]["path"] = path
+    assert parse_config(tomllib.loads(to_toml(parse_config(tree)))).model.path == path
+
+
+def test_every_key_is_written() -> None:
+    tree = tomllib.loads(to_toml(load_config(TINY)))
+    assert {(section, key) for section, values in tree.items() for key in values} == {(s, k) for s, k, _ in KEYS}
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and no launcher's variables."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (["rollout.temprature=1"], "did you mean"),
+        (["rollout.group_size=1"], "needs a group"),
+        (["run.ranks=3"], "not divisible by 3 ranks"),
+        (["rollout.max_new_tokens=1009"], "exceeds the model's 1024 positions"),
+        (["model.path=models/none"], "no config.json"),
+        (["data.source=none.jsonl"], "does not exist"),
+        (["temperature=1"], "section.key=value"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    command: str, overrides: list[str], word: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(TINY), *overrides]) == USER_ERROR == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("tlt: ")
+    assert err.count("\n") == 1
+    assert word in err
+    assert list(here.iterdir()) == []
+
+
+def test_an_unknown_option_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(TINY), "--stepz", "3"])
+    assert caught.value.code == USER_ERROR
+    assert "--stepz" in capfd.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(TINY), "run.num_steps=7", "--dry-run", "run.ranks=4"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    plan, _, toml = out.partition("\n\n")
+    assert "7 steps on 4 ranks" in plan
+    assert "qwen2, 8 layers of width 128" in plan
+    assert "32 samples a rank" in plan
+    assert parse_config(tomllib.loads(toml)) == load_config(TINY, ["run.num_steps=7", "run.ranks=4"])
+    assert list(here.iterdir()) == []

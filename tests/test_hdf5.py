@@ -1,0 +1,163 @@
+"""bf16 in numpy, no file locks, and a full disk: the parts of tlt_hpc/storage/hdf5.py and folder.py."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tlt_hpc.storage import hdf5
+from tlt_hpc.storage.folder import RunFolder, WriteError, part_of, publish, rank_of, writing_beside
+
+KIND = hdf5.FileKind("test file", schema=3, remedy="delete it")
+
+
+def write_file(path: Path, num_rows: int = 3, kind: hdf5.FileKind = KIND) -> None:
+    file = hdf5.NewFile(path, kind)
+    hdf5.put_array(file.root, "rows", np.arange(num_rows, dtype=np.int32))
+    file.commit(num_rows)
+
+
+def test_every_bfloat16_survives_float32() -> None:
+    bits = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    values = hdf5.from_bfloat16(bits)
+    back = hdf5.to_bfloat16(values)
+    nan = np.isnan(values)
+    assert np.array_equal(back[~nan], bits[~nan])
+    assert np.isnan(hdf5.from_bfloat16(back[nan])).all() and nan.sum() == 254
+
+
+def test_rounding_to_bfloat16_is_torchs() -> None:
+    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
+    ties = (bits & np.uint32(0xFFFF0000)) | np.uint32(0x8000)  # exactly between two neighbours
+    values = np.concatenate([bits, ties]).view(np.float32)
+    values = values[~np.isnan(values)]
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    assert np.array_equal(hdf5.to_bfloat16(values), theirs)
+
+
+@pytest.mark.parametrize("before", ["", "import h5py; "])
+def test_a_locked_file_is_read_and_written(tmp_path: Path, before: str) -> None:
+    """Whatever the user's setting, and even where h5py was imported first."""
+    write_file(tmp_path / "a.h5")
+    program = (
+        f"{before}import os, sys; from pathlib import Path; from tlt_hpc.storage import hdf5\n"
+        "assert os.environ['HDF5_USE_FILE_LOCKING'] == 'FALSE'\n"
+        "kind = hdf5.FileKind('test file', 3, 'delete it')\n"
+        "with hdf5.CommittedFile(Path(sys.argv[1]), kind) as file: assert file.committed == 3\n"
+        "hdf5.NewFile(Path(sys.argv[1]), kind).commit(0)\n"
+    )
+    with (tmp_path / "a.h5").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        environment = os.environ | {"HDF5_USE_FILE_LOCKING": "TRUE"}
+        subprocess.run([sys.executable, "-c", program, str(tmp_path / "a.h5")], env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("other.h5", hdf5.FileKind("other", 3, ""), "does not say that it is a test file"),
+        ("schema.h5", hdf5.FileKind("test file", 4, ""), "schema 4 and this version reads schema 3"),
+    ],
+)
+def test_another_kind_or_schema_is_named(tmp_path: Path, name: str, kind: hdf5.FileKind, message: str) -> None:
+    write_file(tmp_path / name, kind=kind)
+    with pytest.raises(hdf5.DamagedFile, match=message):
+        hdf5.CommittedFile(tmp_path / name, KIND)
+
+
+def test_a_file_that_was_never_committed_is_refused(tmp_path: Path) -> None:
+    file = hdf5.NewFile(tmp_path / "a.h5", KIND)
+    file.root.flush()
+    file.close()
+    with pytest.raises(hdf5.DamagedFile, match="never committed") as caught:
+        hdf5.CommittedFile(tmp_path / "a.h5", KIND)
+    assert str(tmp_path / "a.h5") in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89HDF\r\n\x1a\n", b"step,reward\n" * 500])
+def test_what_is_no_hdf5_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.h5").write_bytes(content)
+    with pytest.raises(hdf5.DamagedFile, match=r"a\.h5: damaged test file: .*; delete it$"):
+        hdf5.CommittedFile(tmp_path / "a.h5", KIND)
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from tlt_hpc.storage import hdf5
+from tlt_hpc.storage.folder import WriteError, writing_beside
+path, kind = Path(sys.argv[1]), hdf5.FileKind("test file", 3, "delete it")
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for limit in [0, 10, 1000, 2000, 3000, 500_000, 2**20, 2**20 + 3000, *range(1_540_000, 1_590_000, 5000), hard]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with writing_beside(path) as part:
+            file = hdf5.NewFile(part, kind)
+            rows = hdf5.growing_array(file.root, "rows", np.dtype("u2"), (256,))
+            for block in range(3):
+                hdf5.extend_array(rows, np.full((1000, 256), block, "u2"))
+            file.commit(3000)
+        print("published", path.stat().st_size <= limit or limit == hard)
+    except WriteError as error:
+        text = str(error)
+        assert "File too large" in text and "run.folder" in text and chr(10) not in text, text
+        assert not list(path.parent.iterdir())
+        print("refused")
+    path.unlink(missing_ok=True)
+"""
+
+
+def test_a_full_disk_is_one_error_and_no_crash(tmp_path: Path) -> None:
+    """HDF5's own driver ends such a process with a segmentation fault at exit."""
+    command = [sys.executable, "-B", "-c", FULL_DISK, str(tmp_path / "a.h5")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    lines = done.stdout.split("\n")[:-1]
+    assert lines[0] == "refused" and lines[-1] == "published True" and "published False" not in lines
+    assert lines.count("refused") >= 8
+
+
+def test_an_error_in_the_body_publishes_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.h5"
+    with writing_beside(path) as part:
+        part.write_text("old")
+    with pytest.raises(KeyError), writing_beside(path) as part:
+        part.write_text("new")
+        raise KeyError
+    with pytest.raises(WriteError, match=r"a\.h5: No space left on device; nothing was published"):  # noqa: SIM117
+        with writing_beside(path) as part:
+            part.write_text("new")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+
+
+def test_publish_without_a_part_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match=r"a\.h5"):
+        publish(tmp_path / "a.h5")
+
+
+def test_paths_of_a_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.create()
+    assert folder.rollout_log(12, 3) == tmp_path / "run/rollouts/step-000012/rank-0003.h5"
+    assert folder.feature_cache(12, 3) == tmp_path / "run/cache/step-000012/rank-0003.h5"
+    assert part_of(folder.rollout_log(12, 3)).name == "rank-0003.h5.part"
+    assert rank_of(part_of(folder.rollout_log(12, 3))) == rank_of(folder.rollout_log(12, 3)) == 3
+    assert folder.checkpoints.is_dir() and folder.rollout_steps() == []
+
+
+def test_files_are_listed_by_number_not_by_letters(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    paths = [folder.rollout_log(step, rank) for step in (999_999, 1_000_000) for rank in (9_999, 10_000)]
+    for path in [*paths, part_of(folder.rollout_log(1_000_000, 7))]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert folder.rollout_steps() == [999_999, 1_000_000]
+    assert folder.rollout_logs(1_000_000) == paths[2:]

@@ -1,0 +1,203 @@
+"""The rollout log gives back exactly what was written, or says what is wrong with the file."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.storage.folder import RunFolder, part_of
+from tlt_hpc.storage.hdf5 import DamagedFile
+from tlt_hpc.storage.rollout_log import StepRecord, is_committed, read_step, read_summary, write_step
+
+
+def make_rollout(rng: np.random.Generator, key: SampleKey) -> Rollout:
+    prompt_length, response_length = rng.integers(0, 20), rng.integers(0, 60)
+    return Rollout(
+        key=key,
+        prompt_tokens=rng.integers(0, 2**31 - 1, prompt_length, dtype=np.int32),
+        response_tokens=rng.integers(0, 2**31 - 1, response_length, dtype=np.int32),
+        # any bit pattern: NaN and infinity must come back too
+        log_probs=rng.integers(0, 2**32, response_length, dtype=np.uint32).view(np.float32),
+        finish_reason=FinishReason(int(rng.integers(0, 2))),
+        weight_version=int(rng.integers(0, 1000)),
+        num_target_passes=int(rng.integers(1, 1000)),
+        finished_seconds=float(rng.uniform(1.7e9, 1.9e9)),
+    )
+
+
+def make_record(seed: int, step: int = 3, rank: int = 1, num_rollouts: int = 8, **changes: Any) -> StepRecord:
+    rng = np.random.default_rng([seed, step, rank])
+    values: dict[str, Any] = {
+        "step": step,
+        "rank": rank,
+        "num_ranks": 4,
+        "rollouts": tuple(make_rollout(rng, SampleKey(2**63 - 1, 0, step, i // 4, i % 4)) for i in range(num_rollouts)),
+        "rewards": rng.random(num_rollouts, dtype=np.float32),
+        "advantages": rng.standard_normal(num_rollouts, dtype=np.float32),
+        "timing": RolloutTiming(*np.sort(rng.uniform(1.7e9, 1.9e9, 3)).tolist()),
+        "micro_steps": tuple(MicroStepRecord(float(i), i + 0.5, i * 7, 1 / (i + 1)) for i in range(seed % 4)),
+        "harvested_seconds": float(rng.random()),
+        "strategy_names": ("off", "ngram-4", "entwurf-ü"),
+        "strategy_rounds": rng.integers(0, 1000, 3),
+        "strategy_tokens": rng.integers(0, 2**40, 3),
+        "guarded_near_ties": int(rng.integers(0, 9)),
+        "metrics": {"mismatch_kl": float(rng.random()), "grad norm/before clipping": float("inf")},
+    }
+    return StepRecord(**(values | changes))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equality to the bit and the dtype, through dataclasses, tuples and dicts."""
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if is_dataclass(left):
+        return type(left) is type(right) and all(
+            same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left)
+        )
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+finite = st.floats(allow_nan=False)
+names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=20)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**32),
+    num_rollouts=st.sampled_from([0, 1, 2, 17, 200]),
+    strategy_names=st.lists(names, max_size=5).map(tuple),
+    metrics=st.dictionaries(names, finite, max_size=20),
+    micro_steps=st.lists(st.builds(MicroStepRecord, finite, finite, st.integers(0, 2**62), finite)).map(tuple),
+)
+def test_round_trip(
+    tmp_path: Path, seed: int, num_rollouts: int, strategy_names: tuple[str, ...], **changes: Any
+) -> None:
+    counts = np.arange(len(strategy_names))
+    record = make_record(
+        seed,
+        num_rollouts=num_rollouts,
+        strategy_names=strategy_names,
+        strategy_rounds=counts,
+        strategy_tokens=counts**2,
+        **changes,
+    )
+    path = tmp_path / "a.h5"
+    write_step(path, record)
+    assert same(read_step(path), record)
+    assert is_committed(path) and not part_of(path).exists()
+
+
+def test_a_rollout_without_tokens_round_trips(tmp_path: Path) -> None:
+    empty = make_rollout(np.random.default_rng(0), SampleKey(0, 0, 0, 0, 0))
+    nothing = {"prompt_tokens": np.empty(0, np.int32), "response_tokens": np.empty(0, np.int32)}
+    rollout = Rollout(**(vars(empty) | nothing | {"log_probs": np.empty(0, np.float32)}))
+    record = make_record(0, num_rollouts=1, rollouts=(rollout,))
+    write_step(tmp_path / "a.h5", record)
+    assert same(read_step(tmp_path / "a.h5"), record)
+
+
+def test_the_summary_agrees_with_the_record(tmp_path: Path) -> None:
+    record = make_record(7)
+    write_step(tmp_path / "a.h5", record)
+    summary = read_summary(tmp_path / "a.h5")
+    assert summary.response_lengths.tolist() == [len(r.response_tokens) for r in record.rollouts]
+    assert summary.num_target_passes.tolist() == [r.num_target_passes for r in record.rollouts]
+    assert all(same(value, getattr(record, name)) for name, value in vars(summary).items() if name in vars(record))
+
+
+def test_plain_h5py_reads_it(tmp_path: Path) -> None:
+    record = make_record(2)
+    write_step(tmp_path / "a.h5", record)
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file.attrs["schema"] == 1 and file.attrs["committed"] == 8
+        start, end = file["rollouts/response_ends"][1:3]
+        assert np.array_equal(file["rollouts/response_tokens"][start:end], record.rollouts[2].response_tokens)
+
+
+def test_rollouts_out_of_order_are_a_programmers_error(tmp_path: Path) -> None:
+    record = make_record(1)
+    with pytest.raises(AssertionError, match="ordered by key"):
+        write_step(tmp_path / "a.h5", make_record(1, rollouts=record.rollouts[::-1]))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("count", [0, 7, 9])
+def test_another_commit_counter_is_refused(tmp_path: Path, count: int) -> None:
+    write_step(tmp_path / "a.h5", make_record(1))
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file.attrs["committed"] = count
+    assert not is_committed(tmp_path / "a.h5")
+    with pytest.raises(DamagedFile, match=f"{count} rollouts were committed"):
+        read_step(tmp_path / "a.h5")
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    write_step(path, make_record(3))
+    whole = path.read_bytes()
+    for length in [*range(0, 200), *range(200, len(whole), 97), *range(len(whole) - 50, len(whole))]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedFile, match=r"a\.h5: damaged rollout log: .*; delete it and resume"):
+            read_step(path)
+        assert not is_committed(path)
+
+
+def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(tmp_path: Path) -> None:
+    path, record = tmp_path / "a.h5", make_record(3)
+    write_step(path, record)
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    num_noticed = 0
+    for place in rng.sample(range(len(whole)), 600):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            assert same(read_step(path), record), f"a flip at byte {place} was read as data"
+        except DamagedFile:
+            num_noticed += 1
+    assert num_noticed > 300
+
+
+def test_killed_at_random_moments_keeps_what_was_committed(tmp_path: Path) -> None:
+    folder, rng = RunFolder(tmp_path), random.Random(1)
+    first = 0
+    for _ in range(25):
+        first = kill_a_writer(folder, first, rng.uniform(0.0, 0.08))
+    for step in folder.rollout_steps():
+        for path in folder.rollout_logs(step):
+            assert same(read_step(path), make_record(5, step=step))
+    assert first > 25, "the children got nothing done before they were killed"
+
+
+def kill_a_writer(folder: RunFolder, first: int, after_seconds: float) -> int:
+    """Fork a child that writes steps from ``first``, kill it, and return the step after the last that it reported."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for step in range(first, first + 1000):
+            write_step(folder.rollout_log(step, 1), make_record(5, step=step))
+            os.write(writer, b".")
+        os._exit(0)
+    os.close(writer)
+    os.read(reader, 1)  # the first step is on disk
+    time.sleep(after_seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with os.fdopen(reader, "rb") as pipe:
+        num_reported = 1 + len(pipe.read())
+    for step in range(first, first + num_reported):
+        assert is_committed(folder.rollout_log(step, 1)), f"step {step} was reported and is lost"
+    return first + num_reported

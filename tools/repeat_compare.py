@@ -1,0 +1,82 @@
+"""Run ``tlt compare`` several times and print the medians: the project's figures for exactness and speed.
+
+python tools/repeat_compare.py --times 10 --json runs/repeat.json -- jobs/tiny.toml --steps 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+def run_once(arguments: list[str]) -> Figures:
+    """One comparison's figures; its own output goes through.
+
+    Raises:
+        SystemExit: the command failed for another reason than unequal text.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "figures.json"
+        command = [sys.executable, "-m", "tlt_hpc", "compare", *arguments, "--json", str(path)]
+        status = subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
+        if not path.exists():
+            raise SystemExit(f"{' '.join(command)}: status {status} and no figures")
+        figures: Figures = json.loads(path.read_text())
+        return figures
+
+
+def summarise(runs: list[Figures]) -> Figures:
+    """Counts of equal runs, medians of ratios and of seconds."""
+
+    def median(mode: str, name: str) -> float:
+        return statistics.median(run["modes"][mode][name] for run in runs)
+
+    idle = sum(run["modes"]["full"]["idle_rank_seconds"] for run in runs)
+    harvested = sum(run["modes"]["full"]["harvested_rank_seconds"] for run in runs)
+    return {
+        "runs": len(runs),
+        "equal": {name: sum(bool(run["equal"][name]) for run in runs) for name in ("tokens", "rewards", "policy")},
+        "tokens": sum(run["modes"]["plain"]["tokens"] for run in runs),
+        "policies": sorted({m["policy_sha256"][:12] for run in runs for m in run["modes"].values()}),
+        "speedup": {
+            mode: {what: statistics.median(run["speedup"][mode][what] for run in runs) for what in ("rollout", "step")}
+            for mode in ("ngram", "full")
+        },
+        "rollout_seconds": {mode: median(mode, "rollout_seconds") for mode in ("plain", "ngram", "full")},
+        "accept_length": {mode: median(mode, "accept_length") for mode in ("plain", "ngram", "full")},
+        "harvested_share": harvested / idle if idle else 0.0,
+        "guarded_near_ties": sum(m["guarded_near_ties"] for run in runs for m in run["modes"].values()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="write the summary and every run's figures there")
+    parser.add_argument("arguments", nargs="+", help="what follows `tlt compare`")
+    options = parser.parse_args()
+    runs = []
+    for number in range(1, options.times + 1):
+        runs.append(run_once(options.arguments))
+        speedup = runs[-1]["speedup"]
+        print(
+            f"{number:3d}  equal {runs[-1]['equal']}  rollout speed: n-gram {speedup['ngram']['rollout']:.2f}x, "
+            f"full {speedup['full']['rollout']:.2f}x",
+            flush=True,
+        )
+    summary = summarise(runs)
+    print(json.dumps(summary, indent=2))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"summary": summary, "runs": runs}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
