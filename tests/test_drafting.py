@@ -162,7 +162,7 @@ def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    trainer, cache = make_trainer(tmp_path)
+    _, cache = make_trainer(tmp_path)
     writer = cache.begin_step(1, 1)
     own = random_document(40, 9, 99)
     writer.append(own.tokens, own.prompt_length, own.features)

@@ -16,7 +16,7 @@ from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.folder import DTYPES, find_model, load_policy_model
+from tlt_hpc.models.folder import DTYPES, embedded, load_policy_model
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import Assets, read_assets
@@ -202,7 +202,7 @@ def read_drafter(init: str) -> dict[str, torch.Tensor] | None:
     """
     if init == "random":
         return None
-    path = (find_model(init) if init == EMBEDDED_MODEL else Path(init)) / DRAFTER_FILE
+    path = (embedded("tiny_drafter") if init == EMBEDDED_MODEL else Path(init)) / DRAFTER_FILE
     if not path.is_file():
         raise ConfigError(f"drafter.init = {init!r}: no {DRAFTER_FILE} there; give a run's drafter folder or 'random'")
     return load_file(path)

@@ -1,6 +1,6 @@
 """Warm up the embedded default's drafter on the embedded model's own responses, before any reinforcement learning.
 
-    python tools/make_tiny_drafter.py --output tlt_hpc/assets/tiny --log docs/tiny_drafter.md
+    python tools/make_tiny_drafter.py --output tlt_hpc/assets/tiny_drafter --log docs/tiny_drafter.md
 
 Responses to problems of the ``supervised`` split, at temperature 1; the loss and the update are those of the spot
 trainer. Seeded; about five minutes on one core.
@@ -81,7 +81,7 @@ def main() -> None:
     lines = [
         "# How the embedded drafter was warmed up",
         "",
-        f"`python tools/make_tiny_drafter.py --output tlt_hpc/assets/tiny --log {arguments.log}"
+        f"`python tools/make_tiny_drafter.py --output tlt_hpc/assets/tiny_drafter --log {arguments.log}"
         f" --steps {arguments.steps} --responses {arguments.responses} --learning-rate {arguments.learning_rate}`,"
         f" {time.strftime('%Y-%m-%d')}.",
         "",

@@ -37,7 +37,7 @@ def summarise(runs: list[Figures]) -> Figures:
     """Counts of equal runs, medians of ratios and of seconds."""
 
     def median(mode: str, name: str) -> float:
-        return statistics.median(run["modes"][mode][name] for run in runs)
+        return float(statistics.median(run["modes"][mode][name] for run in runs))
 
     idle = sum(run["modes"]["full"]["idle_rank_seconds"] for run in runs)
     harvested = sum(run["modes"]["full"]["harvested_rank_seconds"] for run in runs)

@@ -27,13 +27,18 @@ def find_model(path: str) -> Path:
     Raises:
         ValueError: there is no such folder.
     """
-    folder = Path(str(resources.files("tlt_hpc") / "assets" / "tiny")) if path == EMBEDDED_MODEL else Path(path)
+    folder = embedded("tiny") if path == EMBEDDED_MODEL else Path(path)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"model.path = {path!r}: no config.json in that folder; download the model there first "
             "(compute nodes have no internet) or use 'embedded:tiny'"
         )
     return folder
+
+
+def embedded(name: str) -> Path:
+    """A folder of the package's own data."""
+    return Path(str(resources.files("tlt_hpc") / "assets" / name))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -60,14 +65,16 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
 
 
 def folder_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a folder's safetensors files, one at a time, under its Hugging Face name.
+    """Every tensor of a folder's model*.safetensors files, one at a time, under its Hugging Face name.
 
     Raises:
         ValueError: the folder has no safetensors file.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise ValueError(f"model folder {folder} has no .safetensors file; convert the weights with save_pretrained")
+        raise ValueError(
+            f"model folder {folder} has no model*.safetensors file; convert the weights with save_pretrained"
+        )
     for file in files:
         with safe_open(file, framework="pt") as reader:
             for name in reader.keys():  # noqa: SIM118 (not a dict)
