@@ -1,0 +1,96 @@
+"""A step's figures over ranks: sums, the field's names, and the lines that show them."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tlt_hpc.display import LineReporter, step_cells
+from tlt_hpc.metrics import summarise
+from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.rl.policy import PolicyStats
+from tlt_hpc.storage.rollout_log import StepRecord
+
+STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.01, 0.5, 1e-4, 60, 0.1, 0.9)
+
+
+def rollout(draw: int, length: int, passes: int, reason: FinishReason) -> Rollout:
+    tokens = np.zeros(length, np.int32)
+    return Rollout(
+        SampleKey(0, 0, 4, draw, 0), tokens[:3], tokens, np.zeros(length, np.float32), reason, 4, passes, 0.0
+    )
+
+
+def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[MicroStepRecord, ...]) -> StepRecord:
+    return StepRecord(
+        step=4,
+        rank=rank,
+        num_ranks=2,
+        rollouts=tuple(rollout(i, n, n // 2, FinishReason(int(n >= 20))) for i, n in enumerate(lengths)),
+        rewards=np.array([1.0] + [0.0] * (len(lengths) - 1), np.float32),
+        advantages=np.zeros(len(lengths), np.float32),
+        timing=RolloutTiming(100.0, last_token, 108.0),
+        micro_steps=micro_steps,
+        harvested_seconds=sum(m.end_seconds - m.start_seconds for m in micro_steps),
+        strategy_names=("off", "drafter-3"),
+        strategy_rounds=np.array([3, 4]),
+        strategy_tokens=np.array([10, 20 * rank]),
+        guarded_near_ties=rank,
+        metrics={},
+    )
+
+
+RECORDS = [
+    record(0, [10, 4], 103.0, (MicroStepRecord(103.5, 105.5, 900, 2.0), MicroStepRecord(105.5, 107.5, 900, 1.0))),
+    record(1, [20, 6], 107.9, ()),
+]
+
+
+class TwoRanks:
+    def allgather(self, item):
+        from tlt_hpc.metrics import summarise_rank
+
+        return [summarise_rank(r) for r in RECORDS]
+
+
+@pytest.fixture
+def summary():
+    return summarise(TwoRanks(), RECORDS[0], STATS, None, {"gen": 8.0, "step": 10.0})
+
+
+def test_figures_are_sums_over_the_ranks(summary):
+    wanted = {
+        "training/global_step": 4,
+        "critic/rewards/mean": 0.5,
+        "response_length/mean": 10,
+        "response_length/max": 20,
+        "response_length/clip_ratio": 0.25,
+        "perf/total_num_tokens": 40,
+        "perf/throughput": 4.0,
+        "drafter/spec_decode/mean_acceptance_length": 2.0,
+        "drafter/steps": 2,
+        "drafter/loss": 1.5,
+        "rollout/idle_rank_seconds": 5.1,
+        "rollout/harvested_rank_seconds": 4.0,
+        "rollout/seconds": 8.0,
+        "rollout/stop_latency_seconds": 0.1,
+        "rollout/guarded_near_ties": 1,
+        "rollout/strategy_share/off": 0.5,
+        "rollout/strategy_share/drafter-3": 0.5,
+        "actor/grad_norm": 0.5,
+        "timing_s/gen": 8.0,
+    }
+    for name, value in wanted.items():
+        assert summary[name] == pytest.approx(value), name
+
+
+def test_a_line_a_step_shows_them(summary):
+    console = Console(file=io.StringIO(), width=120)
+    LineReporter(console).stepped(summary)
+    line = console.file.getvalue()
+    assert line.split() == ["5", "0.500", "10", "20", "2.00", "5.10", "4.00", "0", "8.00", "10.00"]
+    assert line.split() == list(step_cells(summary))
+    assert len(line.splitlines()) == 1
