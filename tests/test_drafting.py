@@ -10,7 +10,7 @@ from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, tex
 
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting.loss import LossWeights, drafter_loss
-from tlt_hpc.drafting.packing import pack
+from tlt_hpc.drafting.packing import Excerpt, pack, whole
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter import Drafter
@@ -66,7 +66,7 @@ def test_packed_loss_and_gradient_equal_the_documents_one_by_one():
         random_document(length, prompt, i) for i, (length, prompt) in enumerate([(30, 9), (7, 4), (61, 2), (3, 1)])
     ]
     decoder = embedded_decoder()
-    packed = drafter_loss(drafter, pack(documents, CPU), decoder.embedding, decoder.head, WEIGHTS)
+    packed = drafter_loss(drafter, pack([whole(d) for d in documents], CPU), decoder.embedding, decoder.head, WEIGHTS)
     packed.backward()
     got = gradients(drafter)
     sums = [loss_by_definition(drafter, document) for document in documents]
@@ -79,7 +79,7 @@ def test_packed_loss_and_gradient_equal_the_documents_one_by_one():
 def test_the_drafter_holds_no_embedding_or_head_and_reads_the_current_ones():
     drafter = Drafter(embedded_decoder().shape, 0, torch.float32, CPU)
     assert {name for name, _ in drafter.named_parameters()} == {"fc", "qkv", "output", "gate_up", "down", "post_norm"}
-    decoder, batch = embedded_decoder(), pack([random_document(30, 9, 0)], CPU)
+    decoder, batch = embedded_decoder(), pack([whole(random_document(30, 9, 0))], CPU)
     before = drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS)
     changed = drafter_loss(drafter, batch, decoder.embedding, decoder.head * 1.5, WEIGHTS)
     assert before.item() != changed.item()
@@ -101,9 +101,9 @@ def fill(cache, step, num_prompts=6, seed=0):
 
 def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
     trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0)
+    fill(cache, 0, num_prompts=32)
     trainer.begin(0)
-    for _ in range(120):
+    for _ in range(200):
         assert trainer.micro_step()
     trainer.end()
     cache.end_step()
@@ -135,20 +135,32 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     writer.append(documents[8].tokens, documents[8].prompt_length, documents[8].features)
     pool = TrainingPool(cache, random.Random(0))
     assert len(pool) == 9
-    drawn = pool.draw(200)
-    assert len(drawn) > 1
-    assert sum(len(d.tokens) for d in drawn) <= 200
-    assert len(pool.draw(10)) == 1, "a document over the budget is still a micro-step"
     by_tokens = {d.tokens.tobytes(): d for d in documents}
     seen = {}
     for _ in range(60):
-        drawn = [d.tokens.tobytes() for d in pool.draw(200)]
-        assert len(set(drawn)) == len(drawn), "no document twice in a batch"
-        seen.update(dict.fromkeys(drawn))
+        drawn = pool.draw(200)
+        assert len(drawn) > 1
+        assert sum(e.num_pairs for e in drawn) <= 200
+        assert all(e.start == 0 and e.num_pairs == len(e.document.tokens) - 2 for e in drawn)
+        names = [e.document.tokens.tobytes() for e in drawn]
+        assert len(set(names)) == len(names), "no document twice in a batch"
+        seen.update(dict.fromkeys(names))
     assert set(seen) == set(by_tokens)
-    for document in pool.draw(400):
-        np.testing.assert_array_equal(document.features, by_tokens[document.tokens.tobytes()].features)
+    for excerpt in pool.draw(400):
+        name = excerpt.document.tokens.tobytes()
+        np.testing.assert_array_equal(excerpt.document.features, by_tokens[name].features)
+    windows = [pool.draw(10) for _ in range(30)]
+    assert all(len(drawn) == 1 and drawn[0].num_pairs == 10 for drawn in windows), "a longer document is cut"
+    assert all(7 <= drawn[0].start <= len(drawn[0].document.tokens) - 12 for drawn in windows)
+    assert len({drawn[0].start for drawn in windows}) > 5
     pool.close()
+
+
+def test_an_excerpt_keeps_its_positions_and_its_pairs():
+    document = random_document(60, 9, 3)
+    everything, window = pack([whole(document)], CPU), pack([Excerpt(document, 20, 15)], CPU)
+    for name in ("next_tokens", "features", "wanted", "positions", "counts"):
+        assert torch.equal(vars(window)[name], vars(everything)[name][20:35]), name
 
 
 def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
@@ -167,7 +179,7 @@ def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     own = random_document(40, 9, 99)
     writer.append(own.tokens, own.prompt_length, own.features)
     pool = TrainingPool(cache, random.Random(0))
-    drawn = [document.tokens.tobytes() for _ in range(40) for document in pool.draw(1000)]
+    drawn = [excerpt.document.tokens.tobytes() for _ in range(40) for excerpt in pool.draw(1000)]
     assert own.tokens.tobytes() in drawn
     assert "left out of the drafter's training" in caplog.text
 
@@ -249,7 +261,7 @@ def test_the_update_is_adam():
     twin = Drafter(decoder.shape, 0, torch.float32, CPU)
     optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     for i in range(3):
-        batch = pack([random_document(40, 5, i)], CPU)
+        batch = pack([whole(random_document(40, 5, i))], CPU)
         for drafter in (trainer.drafter, twin):
             drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS).backward()
         trainer._adam()

@@ -211,7 +211,7 @@ class FailingComm:
 
 
 def test_an_error_in_the_progress_thread_surfaces() -> None:
-    progress = ProgressThread(FailingComm())
+    progress = ProgressThread(FailingComm().Iprobe)
     with pytest.raises(RuntimeError, match="progress thread has failed") as caught, progress.running():
         time.sleep(0.1)
     assert isinstance(caught.value.__cause__, MPI.Exception)
@@ -221,7 +221,7 @@ def test_an_error_in_the_progress_thread_surfaces() -> None:
 
 
 def test_the_body_of_progressing_keeps_its_own_error() -> None:
-    progress = ProgressThread(FailingComm())
+    progress = ProgressThread(FailingComm().Iprobe)
     with pytest.raises(KeyError), progress.running():
         raise KeyError("from the long call")
     progress.close()
@@ -238,7 +238,7 @@ class CountingComm:
 
 def test_the_progress_thread_probes_inside_only_and_ends_at_close() -> None:
     comm = CountingComm()
-    progress = ProgressThread(comm)
+    progress = ProgressThread(comm.Iprobe)
     for _ in range(2):
         before = comm.num_probes
         with progress.running():
@@ -254,7 +254,7 @@ def test_the_progress_thread_probes_inside_only_and_ends_at_close() -> None:
 
 
 def test_closing_before_any_use_is_fine() -> None:
-    ProgressThread(CountingComm()).close()
+    ProgressThread(CountingComm().Iprobe).close()
 
 
 def test_pauses_double_up_to_the_cap_and_start_again(monkeypatch: pytest.MonkeyPatch) -> None:

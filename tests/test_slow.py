@@ -26,7 +26,7 @@ def test_reward_on_held_out_problems_rises_within_30_steps(tmp_path, seed):
     print(f"seed {seed}: {rewards[:2].mean():.3f} -> {rewards[-5:].mean():.3f}")
     assert rise >= 0.15
     lengths = [(row["response_length/max"], row["response_length/p50"]) for row in rows]
-    assert np.mean([longest for longest, _ in lengths]) > 2 * np.mean([middle for _, middle in lengths])
+    assert max(longest for longest, _ in lengths) >= 4 * np.median([middle for _, middle in lengths])
 
 
 def test_ten_comparisons_are_equal(tmp_path):
@@ -38,3 +38,4 @@ def test_ten_comparisons_are_equal(tmp_path):
     assert summary["equal"] == {"tokens": 10, "rewards": 10, "policy": 10}
     assert len(summary["policies"]) == 1
     assert summary["harvested_share"] >= 0.8
+    assert summary["speedup"]["full"]["rollout"] >= 1.0

@@ -122,9 +122,13 @@ def run_compare(config: Config, options: argparse.Namespace) -> int:
         comparison = compare(config, options.steps, world, reporter)
     leave_process_group()
     if comparison is None:
-        return STOPPED_EARLY
+        if world.rank == 0:
+            print("tlt: the comparison was stopped; a new one starts over", file=sys.stderr, flush=True)
+        world.barrier()
+        return 1
     if world.rank == 0:
-        print_comparison(comparison)
         if options.json is not None:
             write_json(comparison, options.json)
+        print_comparison(comparison)
+    world.barrier()
     return 0 if comparison.all_equal else 1

@@ -74,6 +74,10 @@ def compare(config: Config, num_steps: int, world: World, reporter: Reporter) ->
     """Run all modes one after another on the same seeds; collective. None where a signal stopped one of them."""
     stamp = world.broadcast(time.strftime("%Y%m%d-%H%M%S"))
     parent = Path(config.run.folder) / f"{config.run.name}-compare-{stamp}"
+    # a step that is thrown away: the first run of a process is slower, and it would be the plain one
+    warm_up = config_of(config, "plain", 1, parent / "warm-up")
+    if not run(warm_up, world, reporter).finished:
+        return None
     digests: dict[Mode, str] = {}
     for mode in MODES:
         result = run(config_of(config, mode, num_steps, parent), world, reporter)

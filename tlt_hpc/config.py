@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+DraftLength = Annotated[int, Field(ge=1, le=32)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -83,13 +84,13 @@ class RolloutSection(Section):
 class SpeculationSection(Section):
     mode: Literal["plain", "ngram", "full"] = "full"
     """``plain``: none; ``ngram``: model-free drafter; ``full``: n-gram and learned drafter, trained in the tail."""
-    depths: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (2, 4)
+    depths: Annotated[tuple[DraftLength, ...], Field(strict=False, min_length=1)] = (2, 4)
     """Draft lengths the strategy may choose from, beside ``off``."""
     sharpness: Positive = 1.0
     """Factor on the drafter's logits before the shared noise is added."""
     epsilon: Fraction = 0.05
     window: PositiveInt = 128
-    """Rounds of a bucket and strategy that its measured speed is taken over."""
+    """Rounds of a strategy that its expected accept length is taken over."""
     ngram_orders: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (10, 8, 6, 4, 3)
     """Context lengths that the n-gram drafter tries, longest first."""
     ngram_history_tokens: PositiveInt = 200_000

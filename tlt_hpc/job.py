@@ -31,8 +31,24 @@ from tlt_hpc.storage.folder import RunFolder, writing_beside
 logger = logging.getLogger(__name__)
 
 DRAFTER_FILE = "drafter.safetensors"
-# What may differ when a run is resumed: how long it goes on, where it runs, and how often it saves.
-_FREE_ON_RESUME = {"run.num_steps", "run.ranks", "run.folder", "checkpoint.every_steps", "checkpoint.keep"}
+# What may differ when a run is resumed: how long it goes on, where it runs, how often it saves, what it may occupy.
+# None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
+_FREE_ON_RESUME = {
+    "run.num_steps",
+    "run.ranks",
+    "run.folder",
+    "model.path",
+    "model.device",
+    "rollout.max_live",
+    "drafter.micro_step_tokens",
+    "drafter.micro_step_seconds",
+    "drafter.cache_bytes",
+    "optimizer.zero_stage",
+    "optimizer.offload",
+    "optimizer.micro_batch_tokens",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +78,10 @@ class Job:
 
     def close(self) -> None:
         """Take the parts down; the process group stays for a further job of this process."""
-        self.policy.close()
-        self.pulse.close()
+        try:
+            self.policy.close()
+        finally:
+            self.pulse.close()
 
 
 def assemble(config: Config, world: World) -> Job:
@@ -72,9 +90,11 @@ def assemble(config: Config, world: World) -> Job:
     device = choose_device(config, world)
     warm = read_drafter(config.drafter.init) if config.speculation.mode == "full" else None
     folder = RunFolder(config.folder)
-    claim_folder(folder, config, world)
     decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device)
     drafting = make_drafting(config, world, folder, decoder, warm) if config.speculation.mode == "full" else None
+    claim_folder(folder, config, world)  # last of what may find a mistake of the user's: nothing is written before
+    if drafting:
+        drafting.cache.recover()
     engine = RolloutEngine(decoder, engine_settings(config, assets, world), drafting.served if drafting else None)
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     model = load_policy_model(assets.folder, config.model.dtype)
@@ -122,7 +142,6 @@ def _claim(folder: RunFolder, config: Config) -> None:
                 f"{folder.config} holds a run with {key} = {old!r}, now {new!r}; "
                 "resume with the old value or give another run.name"
             )
-        return
     folder.create()
     with writing_beside(folder.config) as path:
         path.write_text(to_toml(config), encoding="utf-8")
@@ -188,7 +207,6 @@ def make_drafting(
     """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
     shape = decoder.shape
     cache = FeatureCache(folder, world.rank, 1, shape.hidden_size, config.drafter.cache_bytes, num_ranks=world.size)
-    cache.recover()
     spot = SpotTrainer(decoder, cache, config.drafter, config.run.seed, world.rank)
     if warm is not None:
         spot.start_from(warm)

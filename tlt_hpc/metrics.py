@@ -34,7 +34,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """The figures of one step, the same on every rank."""
+    """The figures of one step, the same on every rank but for the seconds of phases."""
 
     step: int
     metrics: dict[str, float]

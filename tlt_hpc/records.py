@@ -15,6 +15,7 @@ class Stream(IntEnum):
     TRAIN = 0
     EVALUATION = 1
     REFILL = 2
+    CALIBRATION = 3
 
 
 @dataclass(frozen=True, order=True)

@@ -20,7 +20,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey, Stream
 from tlt_hpc.rl.advantage import group_advantages
 from tlt_hpc.rl.reward import score_rollouts
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.folder import rank_of, writing_beside
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.timing import PhaseTimer
 
@@ -94,9 +94,11 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
     shows = job.world.rank == 0
     with timer("gen"):
         tail = roll_out(job, step, reporter)
-    if tail.stopped:
-        return False
     merge = start_merge(job)
+    if tail.stopped:
+        if merge:
+            finish_merge(job)  # what was trained so far belongs to the checkpoint, and to all ranks alike
+        return False
     if shows:
         reporter.phase(step, "reward")
     with timer("reward"):
@@ -105,7 +107,8 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
         advantages = group_advantages(all_rewards, job.config.rollout.group_size)
     if shows:
         reporter.phase(step, "update")
-    with timer("update_actor"):
+    # the merge has no other MPI call to make progress in while torch communicates
+    with timer("update_actor"), job.pulse.progressing():
         stats = job.policy.update(rollouts, advantages)
     with timer("refresh"):
         merged = finish_merge(job) if merge else None
@@ -118,6 +121,7 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
     write_step(job.folder.rollout_log(step, job.world.rank), record)
     job.world.barrier()
     if shows:
+        drop_foreign_logs(job, step)
         append_metrics(job, summary)
         reporter.stepped(summary)
     return True
@@ -274,6 +278,13 @@ def make_record(
     )
 
 
+def drop_foreign_logs(job: Job, step: int) -> None:
+    """Remove a step's files of ranks that are no more: a run resumed on fewer of them has written the step anew."""
+    for path in job.folder.rollout_logs(step):
+        if rank_of(path) >= job.world.size:
+            path.unlink()
+
+
 def append_metrics(job: Job, summary: StepSummary) -> None:
     """One line of metrics.jsonl a step; lines of steps that a resume repeats are dropped first."""
     path = job.folder.metrics
@@ -314,8 +325,14 @@ def resume(job: Job) -> int:
     if job.drafting:
         serve_drafter(job)
     load_policy(job, step)
-    job.engine.calibrate(shard(job, step)[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES])
+    job.engine.calibrate(calibration_requests(job, step))
     return step
+
+
+def calibration_requests(job: Job, step: int) -> list[Request]:
+    """A few of this rank's prompts under keys of another stream: the coming step's own would give its text away."""
+    requests = shard(job, step)[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
+    return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in requests]
 
 
 def newest_checkpoint(job: Job) -> Checkpoint | None:

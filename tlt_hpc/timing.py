@@ -11,14 +11,11 @@ class PhaseTimer:
     """Sums the seconds of named phases until they are taken."""
 
     def __init__(self) -> None:
-        self.phase = "start"
-        """The phase now running, for whoever wants to show it."""
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a block as ``phase``."""
-        self.phase = phase
         start = time.perf_counter()
         try:
             yield

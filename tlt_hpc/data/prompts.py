@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
-from tlt_hpc.config import EMBEDDED_TASK, Config
-from tlt_hpc.data.gcd import Split, draw_from_split
+from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError
+from tlt_hpc.data.gcd import MAX_NUMBER, Split, draw_from_split
 from tlt_hpc.records import Prompt
 
 
@@ -30,6 +30,12 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
         ValueError: no such file, or a row without ``prompt`` and ``answer``, or a prompt over the limit.
     """
     if config.data.source == EMBEDDED_TASK:
+        longest = len(make_prompt(tokenizer, f"gcd({MAX_NUMBER},{MAX_NUMBER})=", "", "gcd").tokens)
+        if longest > config.data.max_prompt_tokens:
+            raise ConfigError(
+                f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, but prompts of {EMBEDDED_TASK!r} "
+                f"have up to {longest} tokens; use data.max_prompt_tokens = {longest} or more"
+            )
         return GcdPrompts(tokenizer, config.run.seed, config.rollout.prompts_per_step)
     rows = read_jsonl(Path(config.data.source), tokenizer, config.data.max_prompt_tokens)
     return ShuffledPrompts(rows, config.run.seed, config.rollout.prompts_per_step)
@@ -82,8 +88,8 @@ def read_jsonl(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> list
 
 
 def make_prompt(tokenizer: Tokenizer, text: str, answer: str, source: str) -> Prompt:
-    """A tokenized prompt."""
-    return Prompt(np.array(tokenizer.encode(text).ids, dtype=np.int32), text, answer, source)
+    """A prompt tokenized as it stands: marks such as a chat template's are in the text or nowhere."""
+    return Prompt(np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32), text, answer, source)
 
 
 def _parse_row(line: str, where: str, tokenizer: Tokenizer, max_prompt_tokens: int) -> Prompt:

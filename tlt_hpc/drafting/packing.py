@@ -38,21 +38,34 @@ class PackedBatch:
         return len(self.next_tokens)
 
 
-def pack(documents: Sequence[Document], device: torch.device) -> PackedBatch:
-    """One flat batch of documents that have at least two features each."""
-    pairs = [len(document.features) - 1 for document in documents]
-    features = [_to_tensor(document.features[:, -1]) for document in documents]
+@dataclass(frozen=True)
+class Excerpt:
+    """The pairs ``start`` .. ``start + num_pairs - 1`` of a document."""
+
+    document: Document
+    start: int
+    num_pairs: int
+
+
+def whole(document: Document) -> Excerpt:
+    """All pairs of a document."""
+    return Excerpt(document, 0, len(document.features) - 1)
+
+
+def pack(excerpts: Sequence[Excerpt], device: torch.device) -> PackedBatch:
+    """One flat batch of excerpts, which keep the positions they have in their documents."""
+    starts, pairs = [e.start for e in excerpts], [e.num_pairs for e in excerpts]
+    features = [_to_tensor(e.document.features[e.start : e.start + e.num_pairs + 1, -1]) for e in excerpts]
+    positions = [torch.arange(start, start + n) for start, n in zip(starts, pairs, strict=True)]
+    next_tokens = [torch.from_numpy(e.document.tokens[e.start + 1 : e.start + 1 + e.num_pairs]) for e in excerpts]
+    counts = [p + 2 >= e.document.prompt_length for p, e in zip(positions, excerpts, strict=True)]
     return PackedBatch(
-        next_tokens=torch.cat([torch.from_numpy(d.tokens[1 : n + 1]) for d, n in zip(documents, pairs, strict=True)])
-        .long()
-        .to(device),
+        next_tokens=torch.cat(next_tokens).long().to(device),
         features=torch.cat([f[:-1] for f in features]).to(device),
         wanted=torch.cat([f[1:] for f in features]).to(device),
-        positions=torch.cat([torch.arange(n) for n in pairs]).to(device),
+        positions=torch.cat(positions).to(device),
         documents=torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor(pairs)).to(device),
-        counts=torch.cat([torch.arange(n) + 2 >= d.prompt_length for d, n in zip(documents, pairs, strict=True)]).to(
-            device
-        ),
+        counts=torch.cat(counts).to(device),
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import random
 
+from tlt_hpc.drafting.packing import Excerpt, whole
 from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader
 from tlt_hpc.storage.hdf5 import DamagedFile
 
 logger = logging.getLogger(__name__)
 
-_LEAST_FEATURES = 2
-"""A pair needs the feature after it."""
+_LEAST_LENGTH = 2
+"""Of a response: a pair that predicts one of its tokens needs the feature after it."""
 
 
 class TrainingPool:
@@ -30,30 +31,42 @@ class TrainingPool:
         sources: list[Documents] = [self._own, *self._readers]
         for which, reader in enumerate(sources):
             for index, length in enumerate(reader.lengths.tolist()):
-                if length >= _LEAST_FEATURES:
+                if length >= _LEAST_LENGTH:
                     self._places.append((which, index))
                     self._weights.append(float(length))
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def draw(self, num_tokens: int) -> list[Document]:
-        """Distinct documents of about ``num_tokens`` tokens together: never more, but at least one."""
-        drawn: list[Document] = []
+    def draw(self, num_tokens: int) -> list[Excerpt]:
+        """Excerpts of distinct documents, at most ``num_tokens`` pairs together, drawn until the next would not fit.
+
+        The first is cut to a random window where it is longer than that; the others are whole.
+        """
+        drawn: list[Excerpt] = []
         taken: set[tuple[int, int]] = set()
-        total = 0
+        room = num_tokens
         for place in self._random.choices(self._places, self._weights, k=min(len(self._places), num_tokens)):
             if place in taken:
                 continue
             document = self._read(place)
             if document is None:
                 continue
-            if drawn and total + len(document.tokens) > num_tokens:
+            excerpt = self._cut(whole(document), num_tokens)
+            if excerpt.num_pairs > room:
                 break
             taken.add(place)
-            drawn.append(document)
-            total += len(document.tokens)
+            drawn.append(excerpt)
+            room -= excerpt.num_pairs
         return drawn
+
+    def _cut(self, excerpt: Excerpt, num_pairs: int) -> Excerpt:
+        """A random window of at most ``num_pairs`` that begins in the response, or just before it."""
+        spare = excerpt.num_pairs - num_pairs
+        if spare <= 0:
+            return excerpt
+        first = min(spare, max(0, excerpt.document.prompt_length - 2))
+        return Excerpt(excerpt.document, self._random.randint(first, spare), num_pairs)
 
     def close(self) -> None:
         for reader in self._readers:

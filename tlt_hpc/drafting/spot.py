@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_hpc.config import DrafterSection
+from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.loss import LossWeights, drafter_loss
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.drafting.pool import TrainingPool
@@ -28,8 +28,8 @@ from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.storage.feature_cache import FeatureCache
 
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0
-_FIRST_TOKENS = 256
-"""Size of the first micro-step, before any was timed."""
+_LEAST_TOKENS = 256
+"""Size of a micro-step that no time budget makes smaller, and of the first, before any was timed."""
 
 
 class Pending(Protocol):
@@ -92,20 +92,22 @@ class SpotTrainer:
     def micro_step(self) -> bool:
         """One optimiser step within the time budget; False where there is nothing to train on."""
         start = time.time()
-        self._pool = self._pool or TrainingPool(self._cache, self._random)
+        if self._pool is None:
+            self._pool = TrainingPool(self._cache, self._random)
         if not len(self._pool):
             return False
-        documents = self._pool.draw(self._num_tokens())
-        if not documents:
+        excerpts = self._pool.draw(self._num_tokens())
+        if not excerpts:
             return False
-        batch = pack(documents, self._decoder.device)
+        batch = pack(excerpts, self._decoder.device)
         loss = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._weights)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
         self._adam()
+        value = float(loss.detach())  # waits for the device: before this a time would be that of the launches
         end = time.time()
         self._tokens_per_second = batch.num_tokens / max(end - start, 1e-6)
-        self.records.append(MicroStepRecord(start, end, batch.num_tokens, float(loss.detach())))
+        self.records.append(MicroStepRecord(start, end, batch.num_tokens, value))
         return True
 
     def end(self) -> None:
@@ -159,7 +161,7 @@ class SpotTrainer:
         """The inverse of ``state``.
 
         Raises:
-            ValueError: a tensor is missing or has another shape.
+            UserError: a tensor is missing or has another shape.
         """
         mine = self.state()
         for name, tensor in mine.items():
@@ -173,7 +175,7 @@ class SpotTrainer:
         """Take up another drafter's weights, in any precision, but neither its moments nor its step count.
 
         Raises:
-            ValueError: a weight is missing or has another shape.
+            UserError: a weight is missing or has another shape.
         """
         for name, parameter in self._parameters.items():
             _check(f"{name}.weight", state, parameter)
@@ -207,13 +209,13 @@ class SpotTrainer:
     def _num_tokens(self) -> int:
         """As many tokens as the time budget lets, by the speed of the last micro-step."""
         fitting = int(self._tokens_per_second * self._settings.micro_step_seconds)
-        return min(self._settings.micro_step_tokens, max(fitting, _FIRST_TOKENS))
+        return min(self._settings.micro_step_tokens, max(fitting, _LEAST_TOKENS))
 
 
 def _check(name: str, state: Mapping[str, Tensor], wanted: Tensor) -> None:
     if name not in state or state[name].shape != wanted.shape:
         found = list(state[name].shape) if name in state else "missing"
-        raise ValueError(
+        raise UserError(
             f"drafter tensor {name!r}: {found}, this model needs {list(wanted.shape)}; "
             "give a drafter trained for this model or drafter.init = 'random'"
         )

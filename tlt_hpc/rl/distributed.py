@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -44,8 +45,10 @@ def leave_process_group() -> None:
         return
     import deepspeed.comm.comm as deepspeed_comm
 
+    gc.collect()  # engines are full of cycles; a group that outlives this call has threads that Python's exit kills
     deepspeed_comm.destroy_process_group()
     deepspeed_comm.cdb = None  # else the next join would take the dead group for a live one
+    gc.collect()
 
 
 def lengthen_timeouts(*groups: torch.distributed.ProcessGroup) -> None:

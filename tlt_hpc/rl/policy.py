@@ -192,6 +192,7 @@ class Policy:
     def close(self) -> None:
         """Free the engine; the process group stays, and another policy may follow in this process."""
         self.engine.destroy()
+        self.engine = None  # the last reference to DeepSpeed's groups, whose threads must end before Python does
         self._parameters.clear()
 
     def _load_batch(self, rollouts: Sequence[Rollout], advantages: NDArray[np.float32], indices: Indices) -> _Batch:

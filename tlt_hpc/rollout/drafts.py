@@ -20,6 +20,9 @@ from tlt_hpc.models.ngram import NgramDrafter
 from tlt_hpc.rollout.kv_cache import KVCache
 from tlt_hpc.rollout.sampling import SamplingRule
 
+_CATCH_UP_WIDTH = 256
+"""Positions of a row in one catch-up pass: a drafter that rested through a long response has much to read."""
+
 
 class LearnedDrafts:
     """Chains from the learned drafter, whose own one-layer cache follows the target's committed features."""
@@ -62,12 +65,15 @@ class LearnedDrafts:
         width = max(1, int((last - known).max()) + 1)
         # every row's window ends at or after its newest position; what it covers beyond is overwritten next time
         start = torch.minimum(known, last.clamp(min=0))
-        positions = start.unsqueeze(1) + torch.arange(width, device=rows.device)
-        index = positions.clamp(max=tokens.shape[1] - 2)
-        embedded = F.embedding(tokens[rows.unsqueeze(1), index + 1], self._decoder.embedding)
-        given = features[rows.unsqueeze(1), index]
-        out = self._pass(embedded, given, index)
-        feature = out[rows, last - start]
+        feature = torch.zeros_like(features[:num_rows, 0])
+        for begin in range(0, width, _CATCH_UP_WIDTH):
+            columns = torch.arange(begin, min(width, begin + _CATCH_UP_WIDTH), device=rows.device)
+            index = (start.unsqueeze(1) + columns).clamp(max=tokens.shape[1] - 2)
+            embedded = F.embedding(tokens[rows.unsqueeze(1), index + 1], self._decoder.embedding)
+            out = self._pass(embedded, features[rows.unsqueeze(1), index], index)
+            at = last - start - begin
+            inside = ((at >= 0) & (at < len(columns))).unsqueeze(1)
+            feature = torch.where(inside, out[rows, at.clamp(0, len(columns) - 1)], feature)
         self._known[:num_rows] = lengths - 1
         drafts = []
         for d in range(depth):

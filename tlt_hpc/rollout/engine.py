@@ -167,18 +167,20 @@ class RolloutEngine:
     def calibrate(self, requests: Sequence[Request]) -> None:
         """Measure the tie guard's tolerance on real text before the first rollout, by responses that are thrown away.
 
+        The requests' keys must be none of a rollout's; nothing is learned from their responses.
+
         Random tokens would not do: far from what a model was trained on its activations, and the error, are larger.
         """
         assert not self.has_work and self._longest is None
         if not self.settings.tie_guard:
             return
-        self._guard.active = False
+        uses_ngram, self._uses_ngram, self._guard.active = self._uses_ngram, False, False
         self.submit(requests)
         while self.has_work:
             self._admit()
             self._retire(self._round(OFF)[1])
         self._finished = []
-        self._guard.active = True
+        self._uses_ngram, self._guard.active = uses_ngram, True
         assert self._longest is not None, "calibrate needs requests"
         self._guard.probe(self._longest)
 
@@ -237,8 +239,10 @@ class RolloutEngine:
     def _accept(self, logits: Tensor, noise: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The target's own choices [B, n], how many of them a row emits [B], and whether it ends there [B]."""
         rows, num_live = self._rows, self._rows.num_live
-        choice = choose(logits, noise, self.settings.rule, self._guard.tolerance)
+        tolerance = self._guard.tolerance
+        choice = choose(logits, noise, self.settings.rule, tolerance)
         chosen, doubtful = choice.token, choice.doubtful
+        decided = torch.zeros_like(doubtful)
         end = rows.prompt_lengths[:num_live] + self.settings.max_new_tokens
         room = end - rows.lengths[:num_live]
         columns = torch.arange(chosen.shape[1], device=chosen.device)
@@ -254,7 +258,11 @@ class RolloutEngine:
                 column = int(open_ties[row].long().argmax())
                 prefix = torch.cat([rows.tokens[row, : rows.lengths[row]], drafts[row, :column]])
                 chosen[row, column] = self._guard.decide(prefix, noise[row, column], logits[row, column])
-                doubtful[row, column] = False
+                decided[row, column] = True
+            if self._guard.tolerance > tolerance:
+                tolerance = self._guard.tolerance
+                doubtful = choose(logits, noise, self.settings.rule, tolerance).doubtful
+            doubtful = doubtful & ~decided
 
     # -- rows ---------------------------------------------------------------------------------------------------
 

@@ -38,10 +38,6 @@ class KVCache:
         self._keys = torch.zeros(size, dtype=dtype, device=device)
         self._values = torch.zeros(size, dtype=dtype, device=device)
 
-    @property
-    def num_bytes(self) -> int:
-        return 2 * self._keys.numel() * self._keys.element_size()
-
     def attend(self, positions: Tensor, first_row: int = 0) -> Attend:
         """Attention over rows from ``first_row`` on, with tokens at ``positions`` [B, n]; stores keys and values."""
         num_rows, width = positions.shape
