@@ -238,7 +238,7 @@ class Killed(BaseException):
     """Stands for the end of the process: nobody catches it."""
 
 
-@pytest.mark.parametrize("moment", ["_write_shards", "_write_manifest", "_sync"])
+@pytest.mark.parametrize("moment", ["_write_shards", "_write_manifest", "sync"])
 def test_a_run_killed_while_saving_leaves_the_earlier_one(
     store: CheckpointStore, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

@@ -103,7 +103,7 @@ def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
     trainer, cache = make_trainer(tmp_path)
     fill(cache, 0, num_prompts=32)
     trainer.begin(0)
-    for _ in range(200):
+    for _ in range(90):
         assert trainer.micro_step()
     trainer.end()
     cache.end_step()

@@ -185,7 +185,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
 
 def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
     done = run_tlt(straight.parent, "run.num_steps=4")
-    assert "finished: 4 steps" in done.stdout
+    assert "already finished: 4 steps" in done.stdout
     refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2)
     lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
     assert len(lines) == 1

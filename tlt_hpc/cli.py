@@ -24,6 +24,7 @@ _FIRST_WORD_SECONDS = 2.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks on shared cores would fight
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
     rank = launched_rank(os.environ)
@@ -66,6 +67,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown option {unknown[0]}; see tlt {options.command} --help")
     options.overrides = [*options.overrides, *rest]
+    if options.command == "compare":
+        if options.steps < 1:
+            parser.error(f"--steps {options.steps} compares nothing; use 1 or more")
+        if options.json is not None and not options.json.parent.is_dir():
+            parser.error(f"--json {options.json}: its folder does not exist; make it first")
     return options
 
 

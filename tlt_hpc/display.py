@@ -105,7 +105,7 @@ class LiveReporter:
 
     def started(self, config: Config, first_step: int) -> None:
         self._rows = []
-        name = f"{config.run.name} ({config.speculation.mode})"
+        name = " ".join(dict.fromkeys([config.run.name, config.speculation.mode]))
         self._bar.reset(self._task, total=config.run.num_steps, completed=first_step, description=name)
         self._show("starting")
 
@@ -122,7 +122,7 @@ class LiveReporter:
     def stepped(self, summary: StepSummary) -> None:
         self._rows = [*self._rows, step_cells(summary)][-self._ROWS :]
         self._bar.update(self._task, advance=1)
-        self._show("saved")
+        self._show("done")
 
     def _show(self, phase: str) -> None:
         self._bar.update(self._task, phase=phase)
@@ -158,7 +158,9 @@ def make_reporter(shows: bool) -> Iterator[Reporter]:
 def print_result(config: Config, result: RunResult) -> None:
     """How a run ended and where it wrote."""
     console = make_console()
-    if result.finished:
+    if result.first_step >= config.run.num_steps:
+        text = f"already finished: {result.num_steps} steps in {config.folder}; raise run.num_steps to go on"
+    elif result.finished:
         text = f"finished: {result.num_steps} steps, policy {result.policy_sha256[:12]}, written to {config.folder}"
     else:
         text = (

@@ -43,6 +43,8 @@ class Reporter(Protocol):
 class RunResult:
     """Where a run stood when it ended; the same on every rank."""
 
+    first_step: int
+    """The step it began with, after a checkpoint if there was one."""
     num_steps: int
     finished: bool
     policy_sha256: str
@@ -68,7 +70,7 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
     job = assemble(config, world)
     try:
         step = resume(job)
-        saved = step
+        first = saved = step
         if world.rank == 0:
             reporter.started(config, step)
         while step < config.run.num_steps and not world.agree_to_stop():
@@ -83,7 +85,7 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
         if finished:
             save_drafter(job)
         reason = next(filter(None, world.allgather(world.stop_reason)), "") if not finished else ""
-        return RunResult(step, finished, job.policy.sha256(), reason)
+        return RunResult(first, step, finished, job.policy.sha256(), reason)
     finally:
         job.close()
 
@@ -96,6 +98,8 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
         tail = roll_out(job, step, reporter)
     merge = start_merge(job)
     if tail.stopped:
+        if shows:
+            reporter.phase(step, "stopping: saving a checkpoint")
         if merge:
             finish_merge(job)  # what was trained so far belongs to the checkpoint, and to all ranks alike
         return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_hpc.config import UserError
+from tlt_hpc.storage.folder import share, sync
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -179,11 +179,11 @@ class CheckpointStore:
 
     def _finish(self, part: Path, final: Path, step: int, files: Sequence[_File], state: Mapping[str, JSON]) -> None:
         _write_manifest(part / STATE_FILE, step, files, state)
-        _sync(part)
+        sync(part)
         if final.exists():  # a damaged one
             final.rename(final.with_name(f"{final.name}.damaged{PART}"))
         part.rename(final)
-        _sync(self._folder)
+        sync(self._folder)
 
     def _prune(self, step: int) -> None:
         """Remove the oldest, up to this step; a later one was passed over as damaged, and is left for its owner."""
@@ -226,7 +226,8 @@ def _write_shards(folder: Path, shards: Mapping[str, Mapping[str, Tensor]], rank
 def _write_shard(path: Path, part: str, tensors: Mapping[str, Tensor]) -> _File:
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-        _sync(path)
+        share(path)
+        sync(path)
         return _File(part=part, name=path.name, size=path.stat().st_size, digest=_digest(path), tensors=sorted(tensors))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path.name}: {error}") from None
@@ -239,21 +240,12 @@ def _write_manifest(path: Path, step: int, files: Sequence[_File], state: Mappin
     manifest = _Manifest(step=step, files=list(files), state=plain)
     sealed = manifest.model_copy(update={"digest": _manifest_digest(manifest)})
     path.write_text(json.dumps(sealed.model_dump(), indent=1), encoding="utf-8")
-    _sync(path)
+    sync(path)
 
 
 def _manifest_digest(manifest: _Manifest) -> str:
     content = json.dumps(manifest.model_dump(exclude={"digest"}), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have a file's content, or a folder's entries, on the disk before what follows."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest(path: Path) -> str:

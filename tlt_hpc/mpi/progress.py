@@ -54,7 +54,7 @@ class ProgressThread:
         self._lock = threading.Lock()
         self._active = threading.Event()
         self._closing = False
-        self._error: MPI.Exception | None = None
+        self._error: BaseException | None = None
         # Daemon: a rank that raises must reach MPI_Abort at exit even though nobody closed its thread.
         self._thread = threading.Thread(target=self._probe, name="mpi-progress", daemon=True)
 
@@ -100,5 +100,5 @@ class ProgressThread:
                     if self._active.is_set() and not self._closing:
                         self._advance()
                 time.sleep(IPROBE_EVERY_SECONDS)
-        except MPI.Exception as error:
+        except BaseException as error:  # noqa: BLE001 (a thread's error must reach the rank's main thread, whatever it is)
             self._error = error

@@ -110,11 +110,12 @@ def publish(path: Path, durable: bool = True) -> None:
         WriteError: the disk refused; the part stays and ``path`` is as before.
     """
     try:
+        share(part_of(path))
         if durable:
-            _sync(part_of(path))
+            sync(part_of(path))
         part_of(path).replace(path)
         if durable:
-            _sync(path.parent)
+            sync(path.parent)
     except OSError as error:
         raise WriteError(path, error) from error
 
@@ -149,12 +150,20 @@ def make_folder(folder: Path) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise WriteError(folder, error) from error
 
 
-def _sync(path: Path) -> None:
+def share(path: Path) -> None:
+    """Give a file the permissions that the user's umask asks for; some writers make theirs private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

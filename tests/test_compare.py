@@ -1,0 +1,98 @@
+"""The comparison sees every difference: it is read back from logs that are made here with one planted in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tlt_hpc.compare import MODES, num_mismatched, read_comparison, write_json
+from tlt_hpc.config import load_config
+from tlt_hpc.records import FinishReason, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import StepRecord, write_step
+
+CONFIG = load_config(Path(__file__).parent.parent / "jobs" / "tiny.toml")
+SECONDS = {"plain": 8.0, "ngram": 5.0, "full": 4.0}
+
+
+def write_run(parent: Path, mode: str, tokens: list[list[int]], rewards: list[float]) -> None:
+    rollouts = tuple(
+        Rollout(
+            key=SampleKey(0, 0, 0, draw, 0),
+            prompt_tokens=np.array([4, 5], np.int32),
+            response_tokens=np.array(response, np.int32),
+            log_probs=np.zeros(len(response), np.float32),
+            finish_reason=FinishReason.EOS,
+            weight_version=0,
+            num_target_passes=len(response) if mode == "plain" else 1,
+            finished_seconds=0.0,
+        )
+        for draw, response in enumerate(tokens)
+    )
+    record = StepRecord(
+        step=0,
+        rank=0,
+        num_ranks=1,
+        rollouts=rollouts,
+        rewards=np.array(rewards, np.float32),
+        advantages=np.zeros(len(rewards), np.float32),
+        timing=RolloutTiming(0.0, 3.0, 4.0),
+        micro_steps=(),
+        harvested_seconds=0.5,
+        strategy_names=("off",),
+        strategy_rounds=np.array([1]),
+        strategy_tokens=np.array([1]),
+        guarded_near_ties=0,
+        metrics={},
+    )
+    folder = RunFolder(parent / mode)
+    folder.create()
+    write_step(folder.rollout_log(0, 0), record)
+    folder.metrics.write_text(json.dumps({"rollout/seconds": SECONDS[mode], "timing_s/step": SECONDS[mode] + 2}) + "\n")
+
+
+def compare(parent: Path, *, change_token=False, change_reward=False, change_policy=False):
+    for mode in MODES:
+        tokens, rewards = [[7, 8, 1], [9, 1]], [1.0, 0.0]
+        if mode == "full":
+            tokens[0][1] += change_token
+            rewards[1] += change_reward
+        write_run(parent, mode, tokens, rewards)
+    digests = {mode: "b" if change_policy and mode == "ngram" else "a" for mode in MODES}
+    return read_comparison(CONFIG, parent, 1, 1, digests)
+
+
+def test_equal_runs_are_equal(tmp_path):
+    comparison = compare(tmp_path)
+    assert comparison.all_equal
+    assert comparison.mismatched_tokens == 0
+    assert comparison.speedup("full", "rollout") == 2.0
+    assert comparison.speedup("ngram", "step") == pytest.approx(10 / 7)
+    assert comparison.modes["plain"].accept_length == 1.0
+    assert comparison.modes["full"].accept_length == 2.5
+    assert comparison.modes["full"].idle_rank_seconds == 1.0
+
+
+@pytest.mark.parametrize("change", ["change_token", "change_reward", "change_policy"])
+def test_one_difference_is_seen_and_written(tmp_path, change):
+    comparison = compare(tmp_path, **{change: True})
+    assert not comparison.all_equal
+    write_json(comparison, tmp_path / "figures.json")
+    equal = json.loads((tmp_path / "figures.json").read_text())["equal"]
+    assert equal == {
+        "tokens": change != "change_token",
+        "mismatched_tokens": int(change == "change_token"),
+        "rewards": change != "change_reward",
+        "policy": change != "change_policy",
+    }
+
+
+def test_mismatches_count_missing_tokens_and_samples():
+    a, b, c = (SampleKey(0, 0, 0, draw, 0) for draw in range(3))
+    left = {a: np.array([1, 2, 3]), b: np.array([4, 5])}
+    right = {a: np.array([1, 9, 3, 4]), c: np.array([6])}
+    assert num_mismatched(left, right) == 1 + 1 + 2 + 1
+    assert num_mismatched(left, left) == 0
