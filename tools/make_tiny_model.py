@@ -109,6 +109,27 @@ def sample_accuracy(
     return sum(right) / num, float((out != PAD).sum(1).float().mean())
 
 
+def train_step(
+    model: Qwen2ForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    clipped: list[torch.nn.Parameter],
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
+) -> float:
+    """One update from a step's batches; returns the mean loss of a token."""
+    num_labels = sum(int((labels != -100).sum()) for _, labels in batches)
+    loss_sum = 0.0
+    for tokens, labels in batches:
+        logits = model(tokens).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        (loss / num_labels).backward()  # type: ignore[no-untyped-call]
+        loss_sum += float(loss.detach())
+    torch.nn.utils.clip_grad_norm_(clipped, 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss_sum / num_labels
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
@@ -148,20 +169,8 @@ def main() -> None:
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * scale
         batches = length_sorted_batches(source, tokenizer, arguments.tokens_per_step)
-        num_labels = sum(int((labels != -100).sum()) for _, labels in batches)
-        loss_sum = 0.0
-        for tokens, labels in batches:
-            logits = model(tokens).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
-            )
-            (loss / num_labels).backward()  # type: ignore[no-untyped-call]
-            loss_sum += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(others, 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        recent = loss_sum / num_labels if step == 0 else 0.98 * recent + 0.02 * loss_sum / num_labels
+        loss_mean = train_step(model, optimizers, others, batches)
+        recent = loss_mean if step == 0 else 0.98 * recent + 0.02 * loss_mean
         if (step + 1) % 100 == 0:
             lines.append(f"| {step + 1} | {recent:.4f} | {time.monotonic() - start:.0f} |")
             print(lines[-1], flush=True)
