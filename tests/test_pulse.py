@@ -71,6 +71,46 @@ def random_rollouts(num_rollouts: int, seed: int) -> dict[str, Any]:
     return {"seen": seen.hexdigest(), "num_rosters": num_rosters, "num_stopped": num_stopped, "polls": pulse.num_polls}
 
 
+def rollouts_with_micro_steps(num_rollouts: int, micro_step_seconds: float) -> dict[str, Any]:
+    """Ranks that finish early take micro-steps while the pulse goes on; how late releases were, how all ended."""
+    world, pulse = connect()
+    random = np.random.default_rng([7, world.rank])
+    latest, endings = 0.0, []
+    for epoch in range(num_rollouts):
+        num_steps = min(int(4 * random.pareto(1.2)) + 1, 60)
+        vote_at = int(random.integers(0, 20)) if random.random() < 0.1 else None
+        pulse.begin(epoch)
+        done = turns = 0
+        while True:
+            state = State.BUSY if done < num_steps else State.TRAINING
+            status = Status(state, num_steps - done, done, 0, vote_at is not None and turns >= vote_at)
+            if (roster := pulse.poll(status)).over:
+                break
+            turns += 1
+            if done < num_steps:
+                time.sleep(random.uniform(0, 4e-3))
+                done += 1
+                finished = time.time()
+            elif roster.worth_training(min_idle=1):
+                with pulse.progressing(status):
+                    time.sleep(micro_step_seconds)
+        released = time.time()
+        endings.append([roster.round, roster.stopping, [s.tokens for s in roster.statuses]])
+        if not roster.stopping:
+            latest = max(latest, released - max(world.allgather(finished)))
+    pulse.close()
+    return {"latest": latest, "endings": hashlib.sha256(repr(endings).encode()).hexdigest()}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_pulse_goes_on_inside_micro_steps(num_ranks: int) -> None:
+    """All leave on the same roster, and a release waits for one micro-step, not for one a round."""
+    results = run_on_ranks(num_ranks, rollouts_with_micro_steps, 40, 0.15)
+    assert len({result["endings"] for result in results}) == 1
+    assert max(result["latest"] for result in results) < 0.15 + 0.1
+
+
 def check_random_rollouts(num_ranks: int, num_rollouts: int, timeout: float) -> None:
     results = run_on_ranks(num_ranks, random_rollouts, num_rollouts, num_ranks, timeout=timeout)
     assert len({result["seen"] for result in results}) == 1, "ranks saw different rosters"
