@@ -37,6 +37,8 @@ class FinishReason(IntEnum):
 
     EOS = 0
     LENGTH = 1
+    STOP = 2
+    """A stop string appeared; the token that completed it is the response's last."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,32 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class SamplingParams:
+    """How one response is sampled and where it ends.
+
+    Temperature 0 is argmax; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. End tokens are the engine's, and
+    ``stop_token_ids`` beside them; none of either is sampled before ``min_tokens`` are out. Requests of higher
+    ``priority`` are admitted first and preempted last.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    priority: int = 0
+
+
+@dataclass(frozen=True)
 class Request:
-    """One response to generate."""
+    """One response to generate; without ``params`` it takes the engine's."""
 
     key: SampleKey
     prompt_tokens: NDArray[np.int32]
+    params: SamplingParams | None = None
 
 
 @dataclass(frozen=True)

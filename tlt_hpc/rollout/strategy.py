@@ -15,19 +15,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Source = Literal["off", "ngram", "drafter"]
+Source = Literal["off", "ngram", "drafter", "hybrid"]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to decode: where drafts come from and how many tokens long they are."""
+    """A way to decode: where drafts come from, how deep and wide their tree is, and how many of them are verified.
+
+    ``branching`` 1 is a chain. ``num_verify`` (0: as many as ``depth``) is the budget of drafted nodes in a pass.
+    ``sharpness`` is the factor on the drafter's logits before the shared noise is added.
+    """
 
     source: Source
     depth: int = 0
+    branching: int = 1
+    num_verify: int = 0
+    sharpness: float = 1.0
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafted tokens that a pass verifies for one sequence."""
+        return self.num_verify or self.depth
 
     @property
     def name(self) -> str:
-        return "off" if self.source == "off" else f"{self.source}-{self.depth}"
+        if self.source == "off":
+            return "off"
+        tree = f"x{self.branching}v{self.num_drafts}" if self.branching > 1 else ""
+        sharp = f"a{self.sharpness:g}" if self.sharpness != 1.0 else ""
+        return f"{self.source}-{self.depth}{tree}{sharp}"
 
 
 OFF = Strategy("off")
