@@ -86,7 +86,7 @@ def test_the_guard_decides_every_token_when_its_zone_is_all():
     """With an infinite zone of doubt each token takes the float64 path, and the text is still the same."""
     plain = texts(generate(make_engine(max_new_tokens=40), REQUESTS[:4]))
     engine = make_engine([Strategy("ngram", 3)], max_new_tokens=40)
-    engine._guard.tolerance = float("inf")
+    engine._guard.logit_tolerance = float("inf")
     rollouts = generate(engine, REQUESTS[:4])
     assert texts(rollouts) == plain
     assert engine.take_counts().num_guarded >= sum(len(r.response_tokens) for r in rollouts)
@@ -98,7 +98,7 @@ def test_the_guard_corrects_a_wrong_fast_path():
 
     def shaken(tie_guard):
         engine = make_engine(tie_guard=tie_guard)
-        engine._guard.tolerance = 0.5
+        engine._guard.logit_tolerance = 0.5
         generator, logits = torch.Generator().manual_seed(0), engine.decoder.logits
         engine.decoder = ShakenDecoder(
             engine.decoder, lambda h: logits(h) + torch.rand(h.shape[0], 24, generator=generator) * 0.1

@@ -101,6 +101,14 @@ class Decoder:
         x = F.rms_norm(x[-last:], (x.shape[-1],), self.final_norm.double(), self.shape.norm_epsilon)
         return F.linear(x, self.head.double())
 
+    @property
+    def weight_bytes(self) -> int:
+        return 0
+
+    @property
+    def packed_bytes(self) -> int:
+        return 0
+
     def _empty(self, *sizes: int) -> Tensor:
         return torch.zeros(*sizes, dtype=self.dtype, device=self.device)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tlt_hpc.models.shape import ModelShape
 
 # attend(layer, query [T, h, d], key [T, g, d], value [T, g, d]) -> [T, h * d]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 SPARE_POSITIONS = 64
 """Rotary angles beyond the model's positions: a draft may reach past the cap before it is cut."""
@@ -99,7 +99,7 @@ def transformer_layer(
     normed = x if weights.input_norm is None else F.rms_norm(x, (x.shape[-1],), weights.input_norm, shape.norm_epsilon)
     qkv = F.linear(normed, weights.qkv, weights.qkv_bias).view(-1, h + 2 * g, d)
     rotated = rotate(qkv[:, : h + g], table)
-    mixed = attend(layer, rotated[:, :h], rotated[:, h:], qkv[:, h + g :])
+    mixed = attend(layer, rotated[:, :h], torch.cat([rotated[:, h:], qkv[:, h + g :]], 1))
     x = torch.addmm(x, mixed, weights.output.t())
     normed = F.rms_norm(x, (x.shape[-1],), weights.post_norm, shape.norm_epsilon)
     gate, up = F.linear(normed, weights.gate_up).chunk(2, -1)
@@ -109,7 +109,8 @@ def transformer_layer(
 def attend_documents(shape: ModelShape, documents: Tensor | None) -> Attend:
     """Causal attention of a flat batch over itself, each document [T] on its own (None: all one document)."""
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        key, value = key_value.chunk(2, 1)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         mask = None
         if documents is not None:

@@ -6,6 +6,7 @@ Shapes: ``V`` vocabulary; leading dimensions are free.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,22 @@ def choose(logits: Tensor, noise: Tensor, rule: SamplingRule, tolerance: float) 
     return Choice(token, edge | (best.values[..., 0] - best.values[..., -1] < tolerance))
 
 
+def choose_rows(
+    logits: Tensor, noise: Tensor, rules: Sequence[SamplingRule], tolerance: Callable[[SamplingRule], float]
+) -> Choice:
+    """``choose`` for logits [B, n, V] whose rows have rules of their own, each with its zone of doubt."""
+    distinct = dict.fromkeys(rules)
+    if len(distinct) == 1:
+        return choose(logits, noise, rules[0], tolerance(rules[0]))
+    token = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    doubtful = torch.empty(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    for rule in distinct:
+        rows = torch.tensor([row for row, other in enumerate(rules) if other == rule], device=logits.device)
+        choice = choose(logits[rows], noise[rows], rule, tolerance(rule))
+        token[rows], doubtful[rows] = choice.token, choice.doubtful
+    return Choice(token, doubtful)
+
+
 def kept_tokens(scaled: Tensor, rule: SamplingRule, tolerance: float) -> tuple[Tensor, Tensor]:
     """Masks [..., V] of the tokens that the truncations surely keep, and that they keep perhaps.
 
@@ -93,7 +110,10 @@ def _num_above(descending: Tensor, values: Tensor, margin: float) -> Tensor:
     return torch.searchsorted(ascending.contiguous(), -(values + margin).contiguous())
 
 
-def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of tokens [...] under the temperature-scaled policy [..., V], before any truncation."""
-    scaled = logits / temperature if temperature > 0 else logits
+def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> Tensor:
+    """Log-probabilities of tokens [...] under the temperature-scaled policy [..., V], before any truncation.
+
+    ``temperature`` 0 stands for 1; as a tensor it broadcasts against the logits and holds no 0.
+    """
+    scaled = logits if isinstance(temperature, float) and temperature in (0.0, 1.0) else logits / temperature
     return scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)

@@ -110,7 +110,7 @@ class StrategyChooser:
         """Expected tokens per sequence and second of a strategy tried at this batch size."""
         return self._accepted[strategy].mean / self._cost(num_live, strategy).median
 
-    def observe(self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float) -> None:
+    def observe(self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float, accepted=()) -> None:
         """Tell what a round gave: tokens emitted over all its sequences, and how long it took."""
         self._accepted[strategy].add(num_tokens / num_live)
         self._cost(num_live, strategy).add(seconds)
@@ -136,3 +136,9 @@ class StrategyChooser:
         if key not in self._seconds:
             self._seconds[key] = _Window(self._COST_ROUNDS)
         return self._seconds[key]
+
+
+def make_chooser(kind, strategies, *, epsilon, window, seed):
+    c = StrategyChooser(strategies, epsilon, window, seed)
+    c.discount = lambda f: None
+    return c
