@@ -280,4 +280,3 @@ def _learn_chances(learned: LearnedDrafts, drafts: DraftTree, cells: Tensor, on_
     own = cells.shape[1]
     visited = on_path.gather(1, drafts.parents)[:, 1:own]
     learned.chances.observe(cells[:, 1:], visited, on_path[:, 1:own])
-

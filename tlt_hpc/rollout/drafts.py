@@ -150,17 +150,19 @@ class LearnedDrafts:
         self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, how: Perturbation, feature: Tensor
     ) -> DraftTree:
         count = rows.num_live
-        last = (rows.lengths[:count] - 2).unsqueeze(1)
-        tables, feature = self._cache.tables[:count], feature.unsqueeze(1)
+        at = (rows.lengths[:count] - 1).unsqueeze(1) + torch.arange(strategy.depth - 1, device=feature.device)
+        feature = feature.unsqueeze(1)
+        attends = []
+        if strategy.depth > 1:
+            tables, layer = self._cache.tables[:count], self._cache.drafter_layer
+            attends = self._cache.attend_steps(layout, tables, at, only_layer=layer)
         drafts, sound = [], []
         for d in range(strategy.depth):
             best = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness).max(-1)
             sound.append(best.values)
             drafts.append(self._ids(best.indices))
             if d + 1 < strategy.depth:
-                at = last + 1 + d
-                attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
-                feature = self._pass(drafts[-1], feature, at, attend)
+                feature = self._pass(drafts[-1], feature, at[:, d : d + 1], attends[d])
         _check(torch.cat(sound, 1))
         return chain(rows.last_tokens(), torch.cat(drafts, 1))
 

@@ -21,6 +21,10 @@ from tlt_hpc.models.shape import ModelShape
 
 _NEVER = -1e30
 """Score of what a query must not see; finite, so that a page without anything to see merges with weight zero."""
+_NOWHERE = 1 << 40
+"""Where a page begins that a pass does not read: beyond all positions, so that no query sees it."""
+_WHOLE_POOL = 0.6
+"""Share of the pool's used pages that a pass must read for a slice of the pool to be cheaper than a gather."""
 _ROUND_LENGTH = 16
 """Key lengths are rounded up to this, so that few shapes occur."""
 
@@ -33,60 +37,74 @@ def page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype, with_draft
 
 
 @dataclass(frozen=True)
+class SharedPages:
+    """Pages that several rows read (a group's prompt): each is read once, with its readers' queries stacked."""
+
+    pages: Tensor
+    """Ids [s]."""
+    readers: Tensor
+    """Rows [s, m], filled up with a first reader."""
+    base: Tensor
+    """Position [s * m] at which each begins for each reader."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """Which row of a pass reads which page: rebuilt only when pages change hands.
 
-    Pages that one row reads are entries of their own. Pages that several rows share (a group's prompt) are read once,
-    with the queries of all their readers stacked; ``readers`` [s, m] names these rows, and their entries come last.
+    An entry is a page with a row that reads it: first the pages of one reader, then those of several.
     """
 
     pages: Tensor | None
-    """Ids [e] of unshared pages, or None for all from 0 to ``len(owner)``."""
+    """Ids [e] of the pages with one reader, or None for all pages from 0 to e."""
     owner: Tensor
+    """Row [e] that reads each of them."""
     base: Tensor
-    shared: Tensor | None
-    readers: Tensor | None
-    shared_base: Tensor | None
+    """Position [e] at which each begins for that row."""
+    shared: SharedPages | None
     table: Tensor | None
     """Entries [B, P] of each row, None where entry i is row i's only one."""
     padding: Tensor | None
-    """[B, P, 1, 1]: 0 at real entries, ``_NEVER`` where a row has fewer."""
+    """[B, P, 1, 1]: 0 at real entries, ``_NEVER`` where a row has fewer; None where each row has one."""
 
 
 def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int, device: torch.device) -> Layout:
     """The layout of rows with these page tables, in a pool used up to ``high_water``."""
     readers: dict[int, list[int]] = {}
-    index_of: dict[int, int] = {}
+    base: dict[int, int] = {}
     for row, table in enumerate(tables):
         for index, page in enumerate(table):
             readers.setdefault(page, []).append(row)
-            index_of[page] = index
+            base[page] = index * page_size
     own = sorted(page for page, rows in readers.items() if len(rows) == 1)
     common = sorted(page for page, rows in readers.items() if len(rows) > 1)
-    # a slice of the pool needs no copy; it pays unless most of what it covers is not read
-    whole = len(own) >= 0.6 * high_water
-    ids = list(range(high_water)) if whole else own
-    beyond = 1 << 40  # the position of a page that this pass does not read: no query sees it
-    mine = set(own)
     most = max((len(readers[page]) for page in common), default=0)
-    entry: dict[tuple[int, int], int] = {(page, readers[page][0]): i for i, page in enumerate(ids) if page in mine}
+    # a slice of the pool needs no copy; it pays unless most of what it covers is not read
+    whole = len(own) >= _WHOLE_POOL * high_water
+    ids = list(range(high_water)) if whole else own
+    place = {page: i for i, page in enumerate(ids)}
+    entry = {(page, readers[page][0]): place[page] for page in own}
     for s, page in enumerate(common):
         entry.update({(page, row): len(ids) + s * most + k for k, row in enumerate(readers[page])})
-    longest = max(map(len, tables))
     rows = [[entry[page, row] for page in table] for row, table in enumerate(tables)]
-    plain = longest == 1 and [row[0] for row in rows] == list(range(len(ids)))
+    longest = max(map(len, tables))
+    read = set(own)
 
     def of(values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
+    shared = SharedPages(
+        of(common),
+        of([readers[page] + readers[page][:1] * (most - len(readers[page])) for page in common]),
+        of([base[page] for page in common for _ in range(most)]),
+    )
+    plain = longest == 1 and [row[0] for row in rows] == list(range(len(ids)))
     padding = [[[[0.0]]] * len(row) + [[[_NEVER]]] * (longest - len(row)) for row in rows]
     return Layout(
         pages=None if whole else of(ids),
-        owner=of([readers[page][0] if page in mine else 0 for page in ids]),
-        base=of([index_of[page] * page_size if page in mine else beyond for page in ids]),
-        shared=of(common) if common else None,
-        readers=of([readers[p] + readers[p][:1] * (most - len(readers[p])) for p in common]) if common else None,
-        shared_base=of([index_of[page] * page_size for page in common]) if common else None,
+        owner=of([readers[page][0] if page in read else 0 for page in ids]),
+        base=of([base[page] if page in read else _NOWHERE for page in ids]),
+        shared=shared if common else None,
         table=None if plain else of([row + row[:1] * (longest - len(row)) for row in rows]),
         padding=of(padding, torch.float32) if longest > 1 else None,
     )
@@ -175,24 +193,63 @@ class PagedCache:
         A query sees the positions up to its own; with ``ancestors`` [B, n, N] it sees those before ``committed`` [B]
         and, of the N after them, its ancestors and itself. ``only_layer`` redirects layer 0 (the drafter's).
         """
-        num_rows, n = positions.shape
-        g, r, d = self._heads
-        size = self.page_size
-        write = self._entries(self.slots(positions, tables).flatten())
         seen = _Seen(positions, committed, ancestors)
-        shared, readers, shared_base = layout.shared, layout.readers, layout.shared_base
-        width = size
-        if layout.padding is None and positions.is_cpu:  # on a device the longest position would have to be waited for
-            width = min(size, -(-(int(positions.max()) + 1) // _ROUND_LENGTH) * _ROUND_LENGTH)
-        offsets = self._offsets[:width]
-        mask = _mask(seen.by(layout.owner, layout.base, offsets), r, self._pool.dtype)
-        shared_mask = None
-        if shared is not None and readers is not None and shared_base is not None:
-            m = readers.shape[1]
-            of_readers = seen.by(readers.flatten(), shared_base.repeat_interleave(m), offsets)
-            each = _mask(of_readers, r, self._pool.dtype).expand(-1, -1, r * n, -1)
-            shared_mask = each.reshape(len(shared), 1, m * r * n, width)
-        merges = layout.padding is not None or shared is not None
+        width = self._width(layout, positions)
+        own = seen.by(layout.owner, layout.base, self._offsets[:width])
+        common = None
+        if layout.shared is not None:
+            common = seen.by(layout.shared.readers.flatten(), layout.shared.base, self._offsets[:width])
+        write = self._entries(self.slots(positions, tables).flatten())
+        return self._attend(layout, positions.shape, write, own, common, only_layer)
+
+    def attend_steps(
+        self, layout: Layout, tables: Tensor, positions: Tensor, only_layer: int | None = None
+    ) -> list[Attend]:
+        """Attentions of passes of one token a row each, at the columns of ``positions`` [B, D] one after another."""
+        seen = _Seen(positions, None, None)
+        width = self._width(layout, positions)
+        own = seen.by(layout.owner, layout.base, self._offsets[:width])
+        common = None
+        if layout.shared is not None:
+            common = seen.by(layout.shared.readers.flatten(), layout.shared.base, self._offsets[:width])
+        count, depth = positions.shape
+        write = self._entries(self.slots(positions, tables).flatten()).view(count, depth, -1)
+        return [
+            self._attend(
+                layout,
+                torch.Size((count, 1)),
+                write[:, d].flatten(),
+                own[:, d : d + 1],
+                None if common is None else common[:, d : d + 1],
+                only_layer,
+            )
+            for d in range(depth)
+        ]
+
+    def _width(self, layout: Layout, positions: Tensor) -> int:
+        """Positions of a page that a pass reads: fewer than all while every row is within its first page."""
+        if layout.padding is not None or not positions.is_cpu:  # a device's longest would have to be waited for
+            return self.page_size
+        return min(self.page_size, -(-(int(positions.max()) + 1) // _ROUND_LENGTH) * _ROUND_LENGTH)
+
+    def _attend(
+        self,
+        layout: Layout,
+        size: torch.Size,
+        write: Tensor,
+        own: Tensor,
+        common: Tensor | None,
+        only_layer: int | None,
+    ) -> Attend:
+        """The closure over one pass of ``size`` (B, n): where it writes, and what own and shared pages it sees."""
+        num_rows, n = size
+        g, r, d = self._heads
+        width = own.shape[2]
+        mask = _mask(own, r, self._pool.dtype)
+        shared, shared_mask = layout.shared, None
+        if shared is not None and common is not None:
+            each = _mask(common, r, self._pool.dtype).expand(-1, -1, r * n, -1)
+            shared_mask = each.reshape(len(shared.pages), 1, -1, width)
         num_own = len(layout.owner)
 
         def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
@@ -202,23 +259,29 @@ class PagedCache:
             part = pool[:num_own] if layout.pages is None else pool.index_select(0, layout.pages)
             mine = q if layout.table is None else q.index_select(0, layout.owner)
             keys, values = part[:, :g, :width], part[:, g:, :width]
-            if not merges:
+            if layout.padding is None or layout.table is None:
                 out = F.scaled_dot_product_attention(mine, keys, values, mask)
                 out = out if layout.table is None else out.index_select(0, layout.table.squeeze(1))
             else:
-                assert layout.table is not None
                 out, lse = _attention(mine, keys, values, mask)
-                if shared is not None and readers is not None and shared_mask is not None:
-                    m = readers.shape[1]
-                    common = pool.index_select(0, shared)
-                    stacked = q[readers].transpose(1, 2).reshape(len(shared), g, m * r * n, d)
-                    more, more_lse = _attention(stacked, common[:, :g, :width], common[:, g:, :width], shared_mask)
-                    out = torch.cat([out, more.view(-1, g, m, r * n, d).transpose(1, 2).reshape(-1, g, r * n, d)])
-                    lse = torch.cat([lse, more_lse.view(-1, g, m, r * n).transpose(1, 2).reshape(-1, g, r * n)])
+                if shared is not None and shared_mask is not None:
+                    more, more_lse = self._attend_shared(pool, q, shared, shared_mask)
+                    out, lse = torch.cat([out, more]), torch.cat([lse, more_lse])
                 out = _merge(out, lse, layout.table, layout.padding)
             return out.view(num_rows, g, r, n, d).permute(0, 3, 1, 2, 4).reshape(num_rows * n, g * r * d)
 
         return attend
+
+    def _attend_shared(self, pool: Tensor, q: Tensor, shared: SharedPages, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages that several rows read, each once with all its readers' queries [B, g, m, d] stacked."""
+        g, _, d = self._heads
+        count, most = shared.readers.shape
+        pages = pool.index_select(0, shared.pages)
+        stacked = q[shared.readers].transpose(1, 2).reshape(count, g, -1, d)
+        out, lse = _attention(stacked, pages[:, :g], pages[:, g:], mask)
+        each = q.shape[2]
+        out = out.reshape(count, g, most, each, d).transpose(1, 2).reshape(-1, g, each, d)
+        return out, lse.reshape(count, g, most, each).transpose(1, 2).reshape(-1, g, each)
 
 
 class _Seen:
@@ -255,10 +318,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, T
     return torch.matmul((scores - lse.unsqueeze(-1)).exp().to(v.dtype), v), lse
 
 
-def _merge(out: Tensor, lse: Tensor, table: Tensor, padding: Tensor | None) -> Tensor:
+def _merge(out: Tensor, lse: Tensor, table: Tensor, padding: Tensor) -> Tensor:
     """Join each row's pages: out [e, g, m, d], lse [e, g, m], table [B, P] -> [B, g, m, d]."""
-    each = lse[table]
-    if padding is not None:
-        each = each + padding
+    each = lse[table] + padding
     weight = each.softmax(1).unsqueeze(-1).to(out.dtype)
     return (out[table] * weight).sum(1)

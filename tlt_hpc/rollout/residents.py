@@ -6,7 +6,7 @@ came last gives up its pages and waits again; it is prefilled anew from its toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as List
+from collections.abc import Callable
 
 import torch
 
@@ -220,5 +220,3 @@ class Residents:
         for row, sequence in enumerate(self.rows.sequences):
             sequence.pages = [moves.get(page, page) for page in sequence.pages]
             self.cache.set_table(row, sequence.pages)
-
-
