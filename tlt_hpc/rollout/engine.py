@@ -264,6 +264,7 @@ class RolloutEngine:
         """
         assert not self.has_work, "weights change only between rollouts"
         self.decoder.load(weights, version)
+        self._cache.clear()
         self._refresh_draft_head()
         if self.settings.tie_guard and self._longest is not None:
             self._guard.probe(self._longest)
@@ -276,6 +277,7 @@ class RolloutEngine:
         assert self.drafter is not None and self._learned is not None
         self.drafter.load_state_dict(weights)
         self._learned.forget()
+        self._cache.clear(drafter_only=True)
         self._rounds.drafter_is_sound = True
         self.drafter_ready = trained
         self.chooser.discount(0.5)
@@ -348,7 +350,7 @@ class RolloutEngine:
             if response.stops is None:
                 continue
             start = response.prompt_length
-            index = response.stops.first_end(response.text[start:], response.num_checked)
+            index = response.stops.first_stop(response.text[start:], response.num_checked)
             response.num_checked = response.num_response
             if index is not None:
                 dropped = response.num_response - (index + 1)

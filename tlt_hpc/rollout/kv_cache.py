@@ -2,7 +2,7 @@
 
 Position ``p`` of a sequence stands in its page ``p // page_size``. A page holds the position's keys and values of every
 layer (the drafter's layer last) and, where a drafter learns from them, the target's feature. What lies beyond a
-sequence's committed positions is overwritten before any query can see it, so nothing is ever cleared.
+sequence's committed positions is overwritten before any query can see it, so pages change hands as they are.
 Shapes: ``B`` rows of a pass, ``n`` tokens a row, ``P`` pages a row at most, ``E`` entries (page, row that reads it),
 ``g`` key-value heads, ``r`` query heads that share one, ``d`` head size, ``S`` page size.
 """
@@ -149,6 +149,10 @@ class PagedCache:
         """Give a row its pages."""
         self.tables[row] = self.num_pages
         self.tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self.tables.device)
+
+    def clear(self, *, drafter_only: bool = False) -> None:
+        """Forget everything, or the drafter's layer: a NaN left behind would spoil sums even with weight zero."""
+        (self._pool[-1] if drafter_only else self._pool).zero_()
 
     def copy_pages(self, moves: dict[int, int]) -> None:
         """Copy whole pages, source -> target; no target is a source."""

@@ -61,8 +61,9 @@ class Residents:
 
     def admit(self) -> None:
         """Give pages to waiting sequences, first in line first, as long as there are rows and pages."""
-        later = []
-        while len(self.waiting) and self.rows.num_live + len(self.prefilling) < self.rows.capacity:
+        later: list[Sequence] = []
+        # one that waits for its prompt to be prefilled by a sibling keeps its place among the rows
+        while len(self.waiting) and self.rows.num_live + len(self.prefilling) + len(later) < self.rows.capacity:
             sequence = self.waiting.pop()
             if self._prompt_is_prefilling(sequence):
                 later.append(sequence)

@@ -1,10 +1,98 @@
-class StopStrings:
-    def __init__(self, strings, decode):
-        self.s, self.d = strings, decode
+"""Stop strings: the token at which one of them first stands complete in a response. Knows no engine and no batch.
 
-    def first_end(self, tokens, num_checked):
-        for i in range(num_checked, len(tokens)):
-            t = self.d(tokens[: i + 1])
-            if any(x in t for x in self.s):
-                return i
+A token is judged from a window of the tokens up to it, so the answer is a function of the response alone: it does not
+matter how many tokens a round emitted. Work per token is bounded by the longest stop string.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+_BROKEN = "\ufffd"
+"""What decoders put for bytes that are no whole character (yet)."""
+_LONGEST_CHARACTER = 4
+"""Bytes of the longest UTF-8 character."""
+
+
+class StopStrings:
+    """Finds where a response ends by its text; one object serves all responses with the same stop strings."""
+
+    def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
+        """``decode`` turns token ids into text, special tokens into nothing.
+
+        Raises:
+            ValueError: a stop string is empty or holds U+FFFD, or ``strings`` is a bare string.
+        """
+        if isinstance(strings, str):
+            raise ValueError(f"stop strings are {strings!r}, one string; give a list of them: [{strings!r}]")
+        for string in strings:
+            _check(string)
+        self._strings = tuple(strings)
+        self._decode = decode
+        # every token that shows has at least one byte; one token more keeps what a decoder strips from its first
+        self._window = max((len(string.encode()) for string in strings), default=0) + 1
+        self._reach = self._window + _LONGEST_CHARACTER - 1
+        self._is_silent: dict[int, bool] = {}
+
+    def first_stop(self, tokens: Sequence[int], num_checked: int = 0) -> int | None:
+        """Index of the first token, from ``num_checked`` on, that completes a stop string; None where none does."""
+        if not self._strings:
+            return None
+        shown = self._shown_before(tokens, num_checked)
+        for index in range(num_checked, len(tokens)):
+            if self._silent(tokens[index]):
+                continue
+            shown.append(tokens[index])
+            del shown[: -self._reach]
+            if self._completes(shown):
+                return index
         return None
+
+    def _shown_before(self, tokens: Sequence[int], end: int) -> list[int]:
+        """The last tokens before ``end`` that show in the text, as many as the next one's window can need."""
+        shown: list[int] = []
+        index = end - 1
+        while index >= 0 and len(shown) < self._reach:
+            if not self._silent(tokens[index]):
+                shown.append(tokens[index])
+            index -= 1
+        return shown[::-1]
+
+    def _silent(self, token: int) -> bool:
+        """Whether a token decodes to nothing; asked of a pair, for decoders that strip the first token's space."""
+        if token not in self._is_silent:
+            self._is_silent[token] = not self._decode([token, token])
+        return self._is_silent[token]
+
+    def _completes(self, shown: list[int]) -> bool:
+        """Whether a stop string ends in the text of the last token of ``shown``."""
+        start, text = self._read_window(shown)
+        ends = [text.rfind(string) + len(string) for string in self._strings if string in text]
+        if not ends:
+            return False
+        before = self._decode(shown[start:-1])
+        return max(ends) > len(os.path.commonprefix([before, text]))
+
+    def _read_window(self, shown: list[int]) -> tuple[int, str]:
+        """Where the window begins, up to three tokens early so as not to split a character, and its text.
+
+        Decoders with byte fallback make nothing of a run of bytes of which one is broken. A whole character after more
+        than that many broken bytes is read here, where decoding all from the start would hide it.
+        """
+        latest = max(0, len(shown) - self._window)
+        text = ""
+        for start in range(latest, max(0, latest - _LONGEST_CHARACTER + 1) - 1, -1):
+            text = self._decode(shown[start:])
+            if not text.startswith(_BROKEN):
+                break
+        return start, text
+
+
+def _check(string: str) -> None:
+    if not string:
+        raise ValueError("a stop string is empty and would end every response at once; drop it from stop_strings")
+    if _BROKEN in string:
+        raise ValueError(
+            f"stop string {string!r} holds U+FFFD, which stands for half a character and is no text; remove it"
+        )
