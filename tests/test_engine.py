@@ -28,10 +28,14 @@ from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule, choose
-from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of
+from tlt_hpc.rollout.strategy import OFF, Strategy, parse_strategy
 
 REQUESTS = gcd_requests(4, 4)
 PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
+
+
+def parse(*names):
+    return [OFF, *map(parse_strategy, names)]
 
 
 def untrained_drafter(seed=0):
@@ -67,7 +71,7 @@ def canonical(request, max_new_tokens, rule):
 )
 def test_responses_are_the_canonical_ones(rule):
     requests = REQUESTS[::5]
-    got = texts(generate(full_engine(strategies_of("full", (2, 4)), rule=rule, max_new_tokens=60), requests))
+    got = texts(generate(full_engine(parse("ngram-2", "ngram-4", "drafter-2", "drafter-4"), rule=rule, max_new_tokens=60), requests))
     for request in requests:
         assert got[request.key] == canonical(request, 60, rule)
 
@@ -77,7 +81,7 @@ ENGINES = {
     "three rows, refilled": lambda: make_engine(max_live=3),
     "n-gram chains": lambda: make_engine([Strategy("ngram", 3)], max_live=5),
     "untrained drafter chains": lambda: full_engine([Strategy("drafter", 4)], max_live=6),
-    "all strategies, switching": lambda: full_engine(strategies_of("full", (1, 3, 6)), max_live=7, epsilon=1.0),
+    "all strategies, switching": lambda: full_engine(parse("ngram-1", "drafter-1", "ngram-3", "drafter-3", "ngram-6", "drafter-6"), max_live=7, epsilon=1.0),
     "trees": lambda: full_engine([Strategy("drafter", 4, 2, 9)], max_live=6),
     "bushy trees, hybrids and chains": lambda: full_engine(
         [Strategy("drafter", 3, 4, 7, 1.5), Strategy("hybrid", 4, 2, 6), Strategy("hybrid", 3), OFF],
@@ -163,7 +167,7 @@ def test_a_canonical_pass_that_finds_the_error_too_large_raises_the_tolerance():
 
 
 def test_what_a_rollout_records():
-    engine = full_engine(strategies_of("full", (3,)), max_new_tokens=60, epsilon=1.0)
+    engine = full_engine(parse("ngram-3", "drafter-3"), max_new_tokens=60, epsilon=1.0)
     rollouts = generate(engine, REQUESTS)
     assert [r.key for r in rollouts] == sorted(request.key for request in REQUESTS)
     for rollout in rollouts:
@@ -181,7 +185,7 @@ def test_what_a_rollout_records():
 
 def test_features_are_the_targets_at_the_same_positions():
     kept = {}
-    engine = full_engine(strategies_of("full", (3,)), epsilon=1.0, max_live=5)
+    engine = full_engine(parse("ngram-3", "drafter-3"), epsilon=1.0, max_live=5)
     engine.feature_sink = lambda tokens, prompt_length, features: kept.update(
         {tuple(tokens.tolist()): (prompt_length, features)}
     )
@@ -199,7 +203,7 @@ def test_features_are_the_targets_at_the_same_positions():
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
 def test_caps_of_one_and_two_tokens(max_new_tokens):
-    engine = full_engine(strategies_of("full", (4,)), max_new_tokens=max_new_tokens, epsilon=1.0)
+    engine = full_engine(parse("ngram-4", "drafter-4"), max_new_tokens=max_new_tokens, epsilon=1.0)
     longer = texts(generate(make_engine(max_new_tokens=10), REQUESTS))
     for key, tokens in texts(generate(engine, REQUESTS)).items():
         assert tokens == longer[key][:max_new_tokens]
@@ -218,7 +222,7 @@ def test_no_requests_and_bad_prompts():
 
 def test_abort_leaves_a_usable_engine():
     plain = texts(generate(make_engine(), REQUESTS))
-    engine = full_engine(strategies_of("full", (3,)), max_live=5, epsilon=1.0)
+    engine = full_engine(parse("ngram-3", "drafter-3"), max_live=5, epsilon=1.0)
     engine.submit(REQUESTS)
     for _ in range(7):
         engine.step()

@@ -30,7 +30,7 @@ from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.sequences import Sequence as Response
 from tlt_hpc.rollout.sequences import group_of
 from tlt_hpc.rollout.stops import StopStrings
-from tlt_hpc.rollout.strategy import OFF, Strategy, make_chooser
+from tlt_hpc.rollout.strategy import OFF, ChooserKind, Strategy, make_chooser
 
 # sink(tokens [T] int32, prompt length, features [T - 1, 1, H] as bf16 bits): what a finished response leaves
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
@@ -57,6 +57,7 @@ class EngineSettings:
     ngram_orders: tuple[int, ...] = (10, 8, 6, 4, 3)
     ngram_history_tokens: int = 200_000
     strategies: tuple[Strategy, ...] = (OFF,)
+    chooser: ChooserKind = "goodput"
     epsilon: float = 0.05
     window: int = 128
     seed: int = 0
@@ -115,7 +116,7 @@ class RolloutEngine:
         )
         self._uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
         self.chooser = make_chooser(
-            "goodput", settings.strategies, epsilon=settings.epsilon, window=settings.window, seed=settings.seed
+            settings.chooser, settings.strategies, epsilon=settings.epsilon, window=settings.window, seed=settings.seed
         )
         self._finished: list[Rollout] = []
         self._longest: Tensor | None = None
