@@ -1,4 +1,4 @@
-"""The model-free drafter: which continuation it offers, what it forgets, and that siblings help it."""
+"""The model-free drafter: which continuations it offers and how sure it is, what it forgets, and who helps whom."""
 
 from __future__ import annotations
 
@@ -10,107 +10,222 @@ from hypothesis import strategies as st
 from tiny import embedded_tokenizer
 
 from tlt_hpc.data.gcd import draw_problem, response_text
-from tlt_hpc.models.ngram import NgramDrafter
+from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
+
+OTHERS = "others"
 
 
-def taught(*texts: Sequence[int], orders: Sequence[int] = (3, 2, 1), history: int = 10_000) -> NgramDrafter:
-    drafter = NgramDrafter(orders, history)
+def taught(*texts: Sequence[int], orders: Sequence[int] = (3, 2, 1), history: int = 10_000) -> SuffixDrafter:
+    drafter = SuffixDrafter(history, orders)
     for text in texts:
-        drafter.learn(list(text), 0)
+        drafter.learn(OTHERS, list(text), 0)
     return drafter
 
 
-def num_entries(drafter: NgramDrafter) -> int:
+def offered(drafter: SuffixDrafter, context: Sequence[int], group: str = OTHERS) -> list[int]:
+    return [token for token, _ in drafter.continuations(group, context)]
+
+
+def num_entries(drafter: SuffixDrafter) -> int:
     return len(drafter._recent) + len(drafter._older)
 
 
-def test_the_longest_known_context_wins() -> None:
+def test_the_longest_known_context_counts_most() -> None:
     drafter = taught([1, 2, 3, 7], [9, 2, 3, 8], [3, 6])
-    assert drafter.continuations([1, 2, 3]) == (7,)
-    assert drafter.continuations([9, 2, 3]) == (8,)
-    assert drafter.continuations([4, 2, 3]) == (8, 7)
-    assert drafter.continuations([4, 4, 3]) == (6, 8, 7)
-    assert drafter.continuations([4, 4, 4]) == ()
-    assert drafter.continuations([]) == ()
+    assert offered(drafter, [1, 2, 3])[0] == 7
+    assert offered(drafter, [9, 2, 3])[0] == 8
+    assert offered(drafter, [4, 2, 3]) == [8, 7, 6]
+    assert offered(drafter, [4, 4, 3]) == [6, 8, 7]
+    assert offered(drafter, [4, 4, 4]) == []
+    assert offered(drafter, []) == []
+
+
+def test_shorter_contexts_are_heard_too() -> None:
+    """At temperature 1 the noise asks for unlikely tokens as often as the target does."""
+    assert set(offered(taught([1, 2, 3, 7], [9, 9, 3, 8]), [1, 2, 3])) == {7, 8}
 
 
 def test_orders_count_whatever_their_order() -> None:
     texts = [[1, 2, 3, 7], [9, 2, 3, 8]]
-    assert taught(*texts, orders=(1, 3, 2)).continuations([1, 2, 3]) == (7,)
+    expected = taught(*texts, orders=(3, 2, 1)).continuations(OTHERS, [1, 2, 3])
+    assert taught(*texts, orders=(1, 3, 2, 2)).continuations(OTHERS, [1, 2, 3]) == expected
 
 
-def test_the_most_recent_comes_first_and_only_once() -> None:
+def test_the_more_recent_weighs_more_and_the_more_frequent_too() -> None:
     drafter = taught([1, 5], [1, 6], [1, 7], orders=(1,))
-    assert drafter.continuations([1]) == (7, 6, 5)
-    drafter.learn([1, 5], 0)
-    assert drafter.continuations([1]) == (5, 7, 6)
+    assert offered(drafter, [1]) == [7, 6, 5]
+    assert len({weight for _, weight in drafter.continuations(OTHERS, [1])}) == 3
+    drafter.learn(OTHERS, [1, 5], 0)
+    assert offered(drafter, [1]) == [5, 7, 6]
 
 
 def test_few_continuations_are_kept() -> None:
-    drafter = taught(*([1, token] for token in range(10, 30)), orders=(1,))
-    assert drafter.continuations([1]) == (29, 28, 27, 26)
+    assert offered(taught(*([1, token] for token in range(10, 30)), orders=(1,)), [1]) == [29, 28, 27, 26]
+
+
+def test_the_own_group_counts_more_than_many_others() -> None:
+    drafter = taught([1, 2, 3, 7], [1, 2, 3, 7], [1, 2, 3, 7])
+    drafter.learn("own", [1, 2, 3, 8], 0)
+    drafter.learn(OTHERS, [1, 2, 3, 7], 0)
+    assert offered(drafter, [1, 2, 3], "own")[0] == 8
+    assert offered(drafter, [1, 2, 3], OTHERS)[0] == 7
+    assert offered(drafter, [1, 2, 3], "a third")[0] == 7
+
+
+def test_the_own_group_outweighs_a_longer_context_of_others() -> None:
+    drafter = taught([1, 2, 7], orders=(2, 1))
+    drafter.learn("own", [4, 2, 8], 0)
+    assert offered(drafter, [1, 2], "own") == [8, 7]
+    assert offered(drafter, [1, 2], "a third") == [7, 8]
 
 
 def test_tokens_before_the_start_are_context_only() -> None:
-    drafter = NgramDrafter((1,), 10_000)
-    drafter.learn([1, 2, 3, 4], 2)
-    assert drafter.continuations([1]) == ()
-    assert drafter.continuations([2]) == (3,)
-    assert drafter.continuations([3]) == (4,)
+    drafter = SuffixDrafter(10_000, (1,))
+    drafter.learn(OTHERS, [1, 2, 3, 4], 2)
+    assert offered(drafter, [1]) == []
+    assert offered(drafter, [2]) == [3]
+    assert offered(drafter, [3]) == [4]
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 59))
-def test_learning_in_parts_is_learning_at_once(tokens: list[int], cut: int) -> None:
-    whole, parts = taught(tokens), NgramDrafter((3, 2, 1), 10_000)
-    parts.learn(tokens[:cut], 0)
-    parts.learn(tokens, min(cut, len(tokens)))
+few_tokens = st.lists(st.integers(0, 3), max_size=60)
+
+
+@given(few_tokens, st.lists(st.integers(0, 60)))
+def test_learning_in_parts_is_learning_at_once(tokens: list[int], cuts: list[int]) -> None:
+    whole, parts = taught(tokens), SuffixDrafter(10_000, (3, 2, 1))
+    learned = 0
+    for cut in sorted(cuts):
+        parts.learn(OTHERS, tokens[:cut], learned)
+        learned = min(cut, len(tokens))
+    parts.learn(OTHERS, tokens, learned)
     assert (parts._recent, parts._older) == (whole._recent, whole._older)
+    assert parts._num_recent == whole._num_recent == len(tokens)
+
+
+@given(few_tokens, few_tokens, few_tokens)
+def test_weights_are_chances(own: list[int], other: list[int], context: list[int]) -> None:
+    drafter = taught(other, orders=ORDERS, history=50)
+    drafter.learn("own", own, 0)
+    found = drafter.continuations("own", context)
+    tokens, weights = [token for token, _ in found], [weight for _, weight in found]
+    assert len(set(tokens)) == len(tokens) <= 4
+    assert weights == sorted(weights, reverse=True)
+    assert all(weight > 0 for weight in weights) and sum(weights) < 1
+
+
+def test_the_less_is_known_the_lower_the_sum() -> None:
+    drafter = taught(range(100, 120), orders=(8, 4, 2, 1))
+    contexts = [list(range(118 - known, 118)) for known in (1, 2, 4, 8)]
+    weights = [drafter.continuations(OTHERS, [1, *context])[0] for context in contexts]
+    assert [token for token, _ in weights] == [118] * 4
+    assert sorted(set(weights)) == weights and weights[0][1] < 0.5 and weights[-1][1] > 0.8
+
+
+@given(few_tokens, few_tokens, few_tokens, st.integers(0, 59), st.sampled_from([10, 40, 10_000]))
+def test_walking_is_asking_for_each_context(
+    own: list[int], other: list[int], walk: list[int], forked: int, history: int
+) -> None:
+    """Steps where nobody asks, unknown tokens and forks included."""
+    drafter = taught(other, orders=(9, 5, 3, 2, 1), history=history)
+    drafter.learn("own", own, 0)
+    cursor = drafter.cursor("own", own)
+    for step, token in enumerate(walk):
+        cursor.advance(token)
+        if step == forked:
+            branch = cursor.fork()
+            branch.advance(0)
+            assert branch.continuations() == drafter.continuations("own", [*own, *walk[: step + 1], 0])
+        if step % 3:
+            assert cursor.continuations() == drafter.continuations("own", own + walk[: step + 1])
 
 
 def test_forgetting_bounds_the_number_of_entries() -> None:
-    """However much it learns: each table holds at most half the history and one text, an entry per token and order."""
+    """Each table holds at most half the history and one text; an entry per token and order, everybody's and own."""
     orders, history, length = (4, 2), 1000, 100
-    drafter = NgramDrafter(orders, history)
+    drafter = SuffixDrafter(history, orders)
     source = random.Random(0)
     most = 0
-    for _ in range(300):
-        drafter.learn([source.randrange(10**6) for _ in range(length)], 0)
+    for group in range(300):
+        drafter.learn(group, [source.randrange(10**6) for _ in range(length)], 0)
         most = max(most, num_entries(drafter))
-    assert history // 2 < most <= len(orders) * (history + 2 * length)
+    assert history // 2 < most <= 2 * len(orders) * (history + 2 * length)
 
 
 def test_the_older_half_is_forgotten_and_the_newer_kept() -> None:
     drafter = taught([1, 2, 3], orders=(2,), history=100)
     for start in range(100, 1000, 10):
-        drafter.learn(list(range(start, start + 10)), 0)
-    assert drafter.continuations([1, 2]) == ()
-    assert drafter.continuations([997, 998]) == (999,)
+        drafter.learn(OTHERS, list(range(start, start + 10)), 0)
+    assert offered(drafter, [1, 2]) == []
+    assert offered(drafter, [997, 998]) == [999]
+
+
+def test_the_older_half_still_counts() -> None:
+    drafter = taught([1, 2, 3], [1, 2, 3], orders=(2,), history=100)
+    drafter.learn("own", [1, 2, 4], 0)
+    drafter.learn(OTHERS, list(range(100, 150)), 0)
+    assert drafter._older and not drafter._recent
+    assert offered(drafter, [1, 2], "own") == [4]
+    drafter.learn("own", [1, 2, 5], 0)
+    assert offered(drafter, [1, 2], "own") == [5, 4]
 
 
 def test_what_is_used_again_is_not_forgotten() -> None:
-    drafter = NgramDrafter((2,), 100)
+    drafter = taught([1, 2, 4], orders=(2,), history=100)
     for start in range(100, 1000, 10):
-        drafter.learn(list(range(start, start + 10)), 0)
-        drafter.learn([1, 2, 3], 0)
-    assert drafter.continuations([1, 2]) == (3,)
+        drafter.learn(OTHERS, list(range(start, start + 10)), 0)
+        if start < 150:
+            drafter.learn(OTHERS, [1, 2, 3], 0)
+    assert offered(drafter, [1, 2]) == []
+    for start in range(100, 1000, 10):
+        drafter.learn(OTHERS, list(range(start, start + 10)), 0)
+        drafter.learn(OTHERS, [1, 2, 4 if start == 100 else 3], 0)
+    assert offered(drafter, [1, 2]) == [3]
 
 
-def share_foreseen(drafter: NgramDrafter, tokens: Sequence[int]) -> float:
-    """Share of tokens that are the first continuation of what stands before them."""
-    hits = sum(drafter.continuations(tokens[:end])[:1] == (tokens[end],) for end in range(1, len(tokens)))
+def working(problem_seed: int, steps: str) -> list[int]:
+    problem = draw_problem(random.Random(problem_seed))
+    subtractions = problem.subtractions() if steps == "small" else problem.jumps()
+    return embedded_tokenizer().encode(problem.prompt + response_text(subtractions, problem.answer)).ids
+
+
+def share_foreseen(drafter: SuffixDrafter, group: str, tokens: Sequence[int]) -> float:
+    """Share of tokens that are the likeliest continuation of what stands before them."""
+    hits = sum(offered(drafter, tokens[:end], group)[:1] == [tokens[end]] for end in range(1, len(tokens)))
     return hits / (len(tokens) - 1)
 
 
 def test_siblings_help() -> None:
     """Another answer to the same problem foretells more of an answer than answers to other problems do."""
-    source = random.Random(0)
-    encode = embedded_tokenizer().encode
     alone = together = 0.0
-    for _ in range(20):
-        problem, other = draw_problem(source), draw_problem(source)
-        own = encode(problem.prompt + response_text(problem.subtractions(), problem.answer)).ids
-        stranger = encode(other.prompt + response_text(other.subtractions(), other.answer)).ids
-        sibling = encode(problem.prompt + response_text(problem.jumps(), problem.answer)).ids
-        alone += share_foreseen(taught(stranger, orders=(8, 6, 4, 3)), own) / 20
-        together += share_foreseen(taught(stranger, sibling, orders=(8, 6, 4, 3)), own) / 20
+    for seed in range(20):
+        own, stranger, sibling = working(seed, "small"), working(100 + seed, "small"), working(seed, "big")
+        drafter = taught(stranger, orders=ORDERS)
+        alone += share_foreseen(drafter, "own", own) / 20
+        drafter.learn("own", sibling, 0)
+        together += share_foreseen(drafter, "own", own) / 20
     assert together > alone + 0.1
+
+
+def test_the_group_tells_its_own_from_a_crowd() -> None:
+    """What one sibling said outweighs a hundred strangers; without the group's name it would not."""
+    drafter = taught(*(working(100 + seed, "small") for seed in range(100)), orders=ORDERS)
+    for seed in range(20):
+        drafter.learn(f"prompt {seed}", working(seed, "big"), 0)
+    drafter.learn(OTHERS, working(300, "small"), 0)
+    own = sum(share_foreseen(drafter, f"prompt {seed}", working(seed, "small")) for seed in range(20)) / 20
+    nobody = sum(share_foreseen(drafter, "unnamed", working(seed, "small")) for seed in range(20)) / 20
+    assert own > nobody + 0.03
+
+
+def test_weights_are_near_the_truth() -> None:
+    """Over a stream of responses, the mean weight of the likeliest token is near the share of times that it comes."""
+    drafter = SuffixDrafter(200_000)
+    hits = expected = count = 0.0
+    for seed in range(60):
+        tokens = working(seed % 20, "small" if seed % 2 else "big")
+        for end in range(1, len(tokens)):
+            drafter.learn(f"{seed % 20}", tokens[:end], end - 1)
+            found = drafter.continuations(f"{seed % 20}", tokens[:end])
+            if found:
+                hits, expected, count = hits + (found[0][0] == tokens[end]), expected + found[0][1], count + 1
+    assert abs(hits - expected) / count < 0.1

@@ -108,7 +108,7 @@ class SpeculationSection(Section):
     epsilon: Fraction = 0.05
     window: PositiveInt = 128
     """Rounds of a strategy that its expected accept length is taken over."""
-    ngram_orders: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (10, 8, 6, 4, 3)
+    ngram_orders: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (12, 8, 6, 4, 2, 1)
     """Context lengths that the n-gram drafter tries, longest first."""
     ngram_history_tokens: PositiveInt = 200_000
     """Tokens of earlier responses that the n-gram drafter remembers on each rank."""

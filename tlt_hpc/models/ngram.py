@@ -29,8 +29,8 @@ _OLDER = 0.85
 """Weight of an occurrence relative to the next newer one."""
 _OWN = 16.0
 """Weight of evidence from the own group, where it has any, in place of everybody's."""
-_UNSEEN = 1.5
-"""A context of n tokens leaves a share of ``_UNSEEN / (n + _UNSEEN)`` to continuations that it never had."""
+_DOUBT = 3.0
+"""A context of n tokens leaves 1 part in ``1 + n**1.5 / _DOUBT`` to what never followed it (fits prose as well)."""
 
 
 def _weights(scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -53,7 +53,7 @@ class SuffixDrafter:
         self.orders = tuple(sorted(set(orders), reverse=True))
         assert self.orders and self.orders[-1] > 0, "context lengths are positive"
         self._ascending = self.orders[::-1]
-        self._seen = tuple(order / (order + _UNSEEN) for order in self.orders)
+        self._seen = tuple(1 / (1 + _DOUBT / order**1.5) for order in self.orders)
         self._history_tokens = history_tokens
         self._recent: _Table = {}
         self._older: _Table = {}

@@ -21,6 +21,7 @@ from tlt_hpc.models.ngram import SuffixDrafter
 from tlt_hpc.rollout.chances import ChanceTable
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.sampling import top_scores
 from tlt_hpc.rollout.sequences import Sequence
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.tree import DraftTree, chain, from_lists, tree
@@ -158,9 +159,10 @@ class LearnedDrafts:
             attends = self._cache.attend_steps(layout, tables, at, only_layer=layer)
         drafts, sound = [], []
         for d in range(strategy.depth):
-            best = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness).max(-1)
-            sound.append(best.values)
-            drafts.append(self._ids(best.indices))
+            scores = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness)
+            values, indices = top_scores(scores, 1)
+            sound.append(values.flatten(1))
+            drafts.append(self._ids(indices.flatten(1)))
             if d + 1 < strategy.depth:
                 feature = self._pass(drafts[-1], feature, at[:, d : d + 1], attends[d])
         _check(torch.cat(sound, 1))
@@ -183,17 +185,17 @@ class LearnedDrafts:
         reach[:, :, 0] = True
         tokens, parents = [rows.last_tokens().unsqueeze(1)], [node]
         chances, cells = [torch.full((count, 1), 2.0, device=device)], [node]
-        num_candidates = 1
+        sound, num_candidates = [], 1
         for d in range(strategy.depth):
-            best = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness).topk(branching, -1)
-            cell = self.chances.cells(best.values)
+            scores = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness)
+            values, indices = top_scores(scores, branching)
+            sound.append(values.flatten(1))
+            cell = self.chances.cells(values)
             each = (chance.unsqueeze(2) * self.chances.chances(cell)).flatten(1)
-            tokens.append(self._ids(best.indices).flatten(1))
+            tokens.append(self._ids(indices).flatten(1))
             parents.append(node.repeat_interleave(branching, 1))
             chances.append(each)
             cells.append(cell.flatten(1))
-            if d == 0:
-                first = best.values
             if d + 1 < strategy.depth:
                 chance, grown = each.topk(branching, 1)
                 parent = (grown // branching).unsqueeze(2)
@@ -208,7 +210,7 @@ class LearnedDrafts:
                 position = (last + 1 + d).expand(-1, branching)
                 feature = self._pass(tokens[-1].gather(1, grown), before, position, attend)
             num_candidates += each.shape[1]
-        _check(torch.cat([first.flatten(1), feature[:, :, 0].float()], 1))
+        _check(torch.cat(sound, 1))
         return _likeliest(strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells)))
 
 

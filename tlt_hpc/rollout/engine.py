@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.ngram import SuffixDrafter
+from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
 from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingParams
 from tlt_hpc.rollout.decoding import PhaseSeconds, Rounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts, slots_needed
@@ -54,7 +54,7 @@ class EngineSettings:
     page_size: int = 128
     prefill_tokens: int = 4096
     """Tokens of one prefill chunk."""
-    ngram_orders: tuple[int, ...] = (10, 8, 6, 4, 3)
+    ngram_orders: tuple[int, ...] = ORDERS
     ngram_history_tokens: int = 200_000
     strategies: tuple[Strategy, ...] = (OFF,)
     chooser: ChooserKind = "goodput"

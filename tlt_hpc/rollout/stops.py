@@ -6,7 +6,6 @@ matter how many tokens a round emitted. Work per token is bounded by the longest
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 _BROKEN = "\ufffd"
@@ -72,7 +71,7 @@ class StopStrings:
         if not ends:
             return False
         before = self._decode(shown[start:-1])
-        return max(ends) > len(os.path.commonprefix([before, text]))
+        return max(ends) > _num_alike(before, text)
 
     def _read_window(self, shown: list[int]) -> tuple[int, str]:
         """Where the window begins, up to three tokens early so as not to split a character, and its text.
@@ -87,6 +86,12 @@ class StopStrings:
             if not text.startswith(_BROKEN):
                 break
         return start, text
+
+
+def _num_alike(before: str, after: str) -> int:
+    """Characters at the front that two texts share: the last token may complete a character of the first."""
+    pairs = enumerate(zip(before, after, strict=False))
+    return next((index for index, (old, new) in pairs if old != new), min(len(before), len(after)))
 
 
 def _check(string: str) -> None:

@@ -1,0 +1,190 @@
+"""Stop strings: the same token as decoding every whole prefix finds, however the tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tiny import EOS, embedded_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tlt_hpc.rollout.stops import StopStrings
+
+LINES = [
+    "the answer is 42.\n\nQuestion: how many?\n\n",
+    "Größe und Maß, naïve café, façade",
+    "日本語のテキスト、終わり。答えは四十二です。",
+    "emoji 🙂🙃🚀 and 👩‍🚀 stop here </answer>",
+]
+STOPS = ["\n\n", "</answer>", "終わり", "🚀", "ß", " is 4", "é", "e", "👩‍🚀 s"]
+
+
+@cache
+def byte_tokenizer() -> Tokenizer:
+    """A byte-level BPE: merges join most of a line, but bytes of rarer characters stay tokens of their own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<eos>", "<tool>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES * 3, trainer)
+    return tokenizer
+
+
+@cache
+def space_stripping_tokenizer() -> Tokenizer:
+    """As SentencePiece models: spaces are part of words, and the decoder drops a text's first one."""
+    words = ["▁", "▁the", "▁end", "end", "▁of", ".", "<0xC3>", "<0xA9>", "<0xE2>", "<0x82>", "<0xAC>", "<s>"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="."))
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def stops_of(strings: Sequence[str], tokenizer: Tokenizer) -> StopStrings:
+    return StopStrings(strings, tokenizer.decode)
+
+
+def by_brute_force(strings: Sequence[str], tokenizer: Tokenizer, tokens: Sequence[int]) -> int | None:
+    for index in range(len(tokens)):
+        text = tokenizer.decode(list(tokens[: index + 1]))
+        if any(string in text for string in strings):
+            return index
+    return None
+
+
+def in_chunks(stops: StopStrings, tokens: Sequence[int], size: int) -> int | None:
+    """As an engine asks: after each round, of all the tokens so far."""
+    for start in range(0, len(tokens), size):
+        found = stops.first_stop(tokens[: start + size], start)
+        if found is not None:
+            return found
+    return None
+
+
+def check(strings: Sequence[str], tokenizer: Tokenizer, tokens: Sequence[int]) -> int | None:
+    expected = by_brute_force(strings, tokenizer, tokens)
+    stops = stops_of(strings, tokenizer)
+    for size in (1, 3, max(1, len(tokens))):
+        assert in_chunks(stops, tokens, size) == expected, (strings, list(tokens), size)
+    return expected
+
+
+@pytest.mark.parametrize("strings", [["</think>"], ["12,3"], [";4", ",3"], ["2,36;19", "}"], ["9999"]])
+def test_embedded_tokenizer(strings: list[str]) -> None:
+    text = "gcd(112,364)=<think>112,364;112,252;112,140;112,28;84,28;56,28;28,28</think>\\boxed{28}"
+    found = check(strings, embedded_tokenizer(), embedded_tokenizer().encode(text).ids)
+    assert (found is None) == (strings == ["9999"])
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_byte_tokenizer_finds_each(stop: str) -> None:
+    """Strings over several tokens, inside one, and characters whose bytes are spread over tokens."""
+    assert check([stop], byte_tokenizer(), byte_tokenizer().encode("".join(LINES)).ids) is not None
+
+
+def test_the_cases_are_what_they_claim() -> None:
+    encode, decode = byte_tokenizer().encode, byte_tokenizer().decode
+    ids = encode("".join(LINES)).ids
+    assert any(decode([token]) == "\ufffd" for token in ids)  # a character over several tokens
+    assert any("e" in decode([token]) != "e" for token in ids)  # a stop string inside a token
+    assert len(encode("</answer>").ids) > 1
+
+
+def test_special_tokens_do_not_hide_a_stop_string() -> None:
+    newline = byte_tokenizer().encode("\n").ids
+    specials = [0, 1] * 20
+    assert check(["\n\n"], byte_tokenizer(), [*newline, *specials, *newline, 0]) == 41
+
+
+def test_special_tokens_of_the_embedded_model() -> None:
+    nine, comma = embedded_tokenizer().encode("9,").ids
+    assert check(["9,"], embedded_tokenizer(), [EOS, nine, *[EOS] * 30, comma, EOS]) == 32
+
+
+def test_the_earliest_of_several_wins() -> None:
+    ids = embedded_tokenizer().encode("1,2;3,4").ids
+    assert stops_of(["4", ";3", "2;3"], embedded_tokenizer()).first_stop(ids) == 4
+
+
+def test_one_that_was_complete_before_does_not_count_again() -> None:
+    """An engine that ignores the first tokens (min_tokens) must not stop on what they said."""
+    ids = embedded_tokenizer().encode("1,2;3,1,2").ids
+    stops = stops_of(["1,2", "1"], embedded_tokenizer())
+    assert [stops.first_stop(ids, start) for start in range(len(ids) + 1)] == [0, 2, 2, 6, 6, 6, 6, 8, 8, None]
+    assert stops_of(["1", "999"], embedded_tokenizer()).first_stop(ids[:1] + ids[5:7], 1) == 2  # 1,1
+
+
+def test_no_strings_and_no_tokens() -> None:
+    assert stops_of([], embedded_tokenizer()).first_stop([3, 4]) is None
+    assert stops_of(["1"], embedded_tokenizer()).first_stop([]) is None
+
+
+def test_work_is_bounded() -> None:
+    """No decoding of more than a window: a response's length does not matter."""
+    longest = 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return embedded_tokenizer().decode(tokens)
+
+    ids = embedded_tokenizer().encode("1,2;" * 500).ids
+    assert StopStrings(["1,3", "99999"], decode).first_stop(ids) is None
+    assert longest <= 5 + 1 + 3
+
+
+token_lists = st.lists(st.integers(0, 329), max_size=30)
+pieces = st.lists(st.one_of(st.sampled_from(STOPS + LINES), st.text("aeß🚀終 \n4", max_size=4)), max_size=4)
+stop_lists = st.lists(st.one_of(st.sampled_from(STOPS), st.text("ae ß🚀終\n", min_size=1, max_size=4)), max_size=3)
+
+
+@given(stop_lists, pieces, st.integers(0, 7))
+def test_encoded_text(strings: list[str], parts: list[str], spread: int) -> None:
+    """Pieces encoded apart, so that tokens do not follow the words, with special tokens strewn in."""
+    ids = [token for part in parts for token in byte_tokenizer().encode(part).ids]
+    check(
+        strings, byte_tokenizer(), [x for i, token in enumerate(ids) for x in ([0, token] if i == spread else [token])]
+    )
+
+
+@given(stop_lists, token_lists)
+@example(["🚀"], [byte_tokenizer().encode("🚀").ids[0], *byte_tokenizer().encode("🚀").ids])
+def test_any_tokens(strings: list[str], tokens: list[int]) -> None:
+    """Broken characters included."""
+    check(strings, byte_tokenizer(), tokens)
+
+
+SPELLED = {"é": ["<0xC3>", "<0xA9>"], "€": ["<0xE2>", "<0x82>", "<0xAC>"]}
+
+
+@given(st.lists(st.sampled_from(["▁", "▁the", "▁end", "end", "▁of", ".", "é", "€"]), max_size=20))
+@example(["é", "é", "."])
+def test_decoders_that_strip_a_space_and_join_bytes(words: list[str]) -> None:
+    """Such a decoder makes nothing of a run of bytes that starts inside a character."""
+    tokenizer = space_stripping_tokenizer()
+    ids = [tokenizer.token_to_id(piece) for word in words for piece in SPELLED.get(word, [word])]
+    for strings in ([" end"], ["é."], ["é end", " of end"], ["  "], ["€é"]):
+        check(strings, tokenizer, ids)
+
+
+@pytest.mark.parametrize(
+    "strings, words",
+    [
+        ([""], ["empty", "drop it"]),
+        (["ok", ""], ["empty"]),
+        (["a\ufffd"], ["U+FFFD", "remove it"]),
+        ("stop", ["one string", "['stop']"]),
+    ],
+)
+def test_refused(strings: Sequence[str], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        StopStrings(strings, embedded_tokenizer().decode)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
