@@ -38,8 +38,9 @@ def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[
         strategy_names=("off", "drafter-3"),
         strategy_rounds=np.array([3, 4]),
         strategy_tokens=np.array([10, 20 * rank]),
+        decisions=np.zeros((0, 2), np.int32),
         guarded_near_ties=rank,
-        metrics={},
+        metrics={"rollout/preemptions": 2.0 + rank},
     )
 
 

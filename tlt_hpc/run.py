@@ -277,8 +277,13 @@ def make_record(
         strategy_names=names,
         strategy_rounds=np.array([counts.strategies[name][0] for name in names], dtype=np.int64),
         strategy_tokens=np.array([counts.strategies[name][1] for name in names], dtype=np.int64),
+        decisions=np.array(counts.decisions, dtype=np.int32).reshape(-1, 2),
         guarded_near_ties=counts.num_guarded,
-        metrics={},
+        metrics={
+            "rollout/preemptions": float(counts.num_preempted),
+            "rollout/drafter_faults": float(counts.num_drafter_faults),
+            **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
+        },
     )
 
 

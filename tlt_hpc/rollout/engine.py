@@ -78,6 +78,8 @@ class EngineCounts:
     num_preempted: int = 0
     num_drafter_faults: int = 0
     strategies: dict[str, tuple[int, int]] = field(default_factory=dict)
+    decisions: list[tuple[int, int]] = field(default_factory=list)
+    """Live sequences and index of the strategy of every round, in order."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
 
 
@@ -330,6 +332,7 @@ class RolloutEngine:
             strategy = OFF
         self._residents.reserve(slots_needed(strategy))
         num_live = self._rows.num_live
+        self._counts.decisions.append((num_live, self.settings.strategies.index(strategy)))
         if self._uses_ngram and strategy.source in ("ngram", "hybrid"):
             self._learn_live()
         emitted = self._rounds.run(strategy)
