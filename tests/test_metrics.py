@@ -79,6 +79,7 @@ def test_figures_are_sums_over_the_ranks(summary):
         "rollout/seconds": 8.0,
         "rollout/stop_latency_seconds": 0.1,
         "rollout/guarded_near_ties": 1,
+        "rollout/preemptions": 5,
         "rollout/strategy_share/off": 0.5,
         "rollout/strategy_share/drafter-3": 0.5,
         "actor/grad_norm": 0.5,
