@@ -1,33 +1,30 @@
-"""The rollout's decoder for the Qwen2 and Llama families: flat tokens in, hidden states out. Knows no cache, no batch.
+"""The rollout's decoder for the Qwen2, Qwen3 and Llama families: flat tokens in, hidden states out. Knows no cache.
 
 Shapes: ``T`` tokens flat over sequences, ``H`` hidden, ``V`` vocabulary (padding rows included).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_hpc.models.layers import (
-    SPARE_POSITIONS,
-    Attend,
-    LayerWeights,
-    RotaryTable,
-    attend_documents,
-    rotary_table,
-    transformer_layer,
-)
+from tlt_hpc.models.layers import Attend, LayerWeights, attend_documents, transformer_layer
+from tlt_hpc.models.linear import Linear, Norm
+from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
 
-_PARTS = {
-    "input_layernorm.weight": "input_norm",
-    "post_attention_layernorm.weight": "post_norm",
-    "self_attn.o_proj.weight": "output",
-    "mlp.down_proj.weight": "down",
-}
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a weight of shape ``sizes`` is copied to: a view that takes it, reshaped."""
+
+    sizes: tuple[int, ...]
+    target: Tensor
+    reshaped: tuple[int, ...]
 
 
 class Decoder:
@@ -39,9 +36,22 @@ class Decoder:
         """Counts weight loads; -1 before the first."""
         self.embedding = self._empty(shape.vocab_size, shape.hidden_size)
         self.head = self.embedding if shape.tied_head else self._empty(shape.vocab_size, shape.hidden_size)
-        self.final_norm = self._empty(shape.hidden_size)
+        self.final_norm = Norm(self._empty(shape.hidden_size), shape.norm_epsilon)
         self.layers = [self._empty_layer() for _ in range(shape.num_layers)]
-        self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device)
+        self._pairs = in_pairs(dtype, device)
+        self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device, self._pairs)
+        self._head = Linear(self.head)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (self.embedding, self.head, self.final_norm.weight)}
+        return sum(tensors.values()) + sum(layer.weight_bytes for layer in self.layers)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the copies that the fast linear layers read, beside the weights; 0 before the first load."""
+        return self._head.packed_bytes + sum(layer.packed_bytes for layer in self.layers)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights under their Hugging Face names into place; addresses do not change.
@@ -49,40 +59,43 @@ class Decoder:
         Raises:
             ValueError: a name is missing or unknown, or a shape differs.
         """
-        views = self._views()
-        missing = set(views)
+        slots = dict(self._slots())
+        missing = set(slots)
         for name, tensor in weights:
             if name == "lm_head.weight" and self.shape.tied_head:
                 continue
-            if name not in views:
+            if name not in slots:
                 raise ValueError(
                     f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; check config.json"
                 )
-            if views[name].shape != tensor.shape:
+            slot = slots[name]
+            if slot.sizes != tensor.shape:
                 raise ValueError(
-                    f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(views[name].shape)}"
+                    f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(slot.sizes)}"
                 )
-            views[name].copy_(tensor)
+            slot.target.copy_(tensor.reshape(slot.reshaped))
             missing.discard(name)
         if missing:
             raise ValueError(
                 f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more; the model folder is incomplete"
             )
+        self._pack()
         self.version = version
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm: tokens [T], positions [T] -> [T, H]."""
         x = F.embedding(tokens, self.embedding)
-        table = self.rotary.at(positions)
+        rotary = self.rotary.at(positions)
         for i, layer in enumerate(self.layers):
-            x = transformer_layer(x, layer, self.shape, table, i, attend)
-        return F.rms_norm(x, (x.shape[-1],), self.final_norm, self.shape.norm_epsilon)
+            x = transformer_layer(x, layer, self.shape, rotary, i, attend)
+        return self.final_norm(x)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits in at least fp32: hidden [T, H] -> [T, V]."""
-        return F.linear(hidden, self.head).float()
+        """Logits in at least fp32: hidden [..., H] -> [..., V]."""
+        flat = self._head(hidden.reshape(-1, hidden.shape[-1])).float()
+        return flat if hidden.dim() == 2 else flat.view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()
     def reference_logits(self, tokens: Tensor, last: int) -> Tensor:
@@ -92,22 +105,31 @@ class Decoder:
         needs little memory beside the weights.
         """
         positions = torch.arange(len(tokens), device=self.device)
-        rotary = rotary_table(self.shape, len(tokens), torch.float64, self.device)
-        table: RotaryTable = rotary.at(positions)
+        rotary = rotary_table(self.shape, len(tokens), torch.float64, self.device, self._pairs).at(positions)
         attend = attend_documents(self.shape, None)
         x = F.embedding(tokens, self.embedding).double()
         for i, layer in enumerate(self.layers):
-            x = transformer_layer(x, layer.to(torch.float64), self.shape, table, i, attend)
-        x = F.rms_norm(x[-last:], (x.shape[-1],), self.final_norm.double(), self.shape.norm_epsilon)
+            x = transformer_layer(x, layer.to(torch.float64), self.shape, rotary, i, attend)
+        x = self.final_norm.to(torch.float64)(x[-last:])
         return F.linear(x, self.head.double())
 
-    @property
-    def weight_bytes(self) -> int:
-        return 0
+    @torch.inference_mode()
+    def linear_only(self, num_rows: int) -> None:
+        """Run the linear layers of one decoding step over ``num_rows`` rows, head included, and nothing else.
 
-    @property
-    def packed_bytes(self) -> int:
-        return 0
+        The yardstick of a decoding step: what is left when attention, norms, noise and bookkeeping cost nothing.
+        """
+        s = self.shape
+        x, mixed, gated = (
+            torch.zeros(num_rows, size, dtype=self.dtype, device=self.device)
+            for size in (s.hidden_size, s.num_heads * s.head_dim, s.intermediate_size)
+        )
+        for layer in self.layers:
+            layer.qkv(x)
+            layer.output.add_to(x, mixed)
+            layer.gate_up(x)
+            layer.down.add_to(x, gated)
+        self._head(x)
 
     def _empty(self, *sizes: int) -> Tensor:
         return torch.zeros(*sizes, dtype=self.dtype, device=self.device)
@@ -115,31 +137,72 @@ class Decoder:
     def _empty_layer(self) -> LayerWeights:
         s = self.shape
         width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+        head_norm = self._empty(s.num_heads + s.num_kv_heads, s.head_dim) if s.head_norm else None
         return LayerWeights(
-            input_norm=self._empty(s.hidden_size),
-            qkv=self._empty(width, s.hidden_size),
-            qkv_bias=self._empty(width) if s.qkv_bias else None,
-            output=self._empty(s.hidden_size, s.num_heads * s.head_dim),
-            post_norm=self._empty(s.hidden_size),
-            gate_up=self._empty(2 * s.intermediate_size, s.hidden_size),
-            down=self._empty(s.hidden_size, s.intermediate_size),
+            input_norm=Norm(self._empty(s.hidden_size), s.norm_epsilon),
+            qkv=Linear(self._empty(width, s.hidden_size), self._empty(width) if s.qkv_bias else None),
+            head_norm=None if head_norm is None else Norm(head_norm, s.norm_epsilon),
+            output=Linear(
+                self._empty(s.hidden_size, s.num_heads * s.head_dim),
+                self._empty(s.hidden_size) if s.output_bias else None,
+            ),
+            post_norm=Norm(self._empty(s.hidden_size), s.norm_epsilon),
+            gate_up=Linear(self._empty(2 * s.intermediate_size, s.hidden_size)),
+            down=Linear(self._empty(s.hidden_size, s.intermediate_size)),
         )
 
-    def _views(self) -> dict[str, Tensor]:
+    def _pack(self) -> None:
+        self.final_norm.pack()
+        self._head.pack()
+        for layer in self.layers:
+            layer.pack()
+
+    def _slots(self) -> Iterator[tuple[str, _Slot]]:
         """Hugging Face name -> the part of a fused tensor it is copied to."""
-        s = self.shape
-        views = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
-        if not s.tied_head:
-            views["lm_head.weight"] = self.head
-        q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        yield "model.embed_tokens.weight", _whole(self.embedding)
+        yield "model.norm.weight", _whole(self.final_norm.weight)
+        if not self.shape.tied_head:
+            yield "lm_head.weight", _whole(self.head)
         for i, layer in enumerate(self.layers):
-            prefix = f"model.layers.{i}."
-            for name, field in _PARTS.items():
-                views[prefix + name] = vars(layer)[field]
-            for part, rows in zip("qkv", torch.split(layer.qkv, [q, kv, kv]), strict=True):
-                views[f"{prefix}self_attn.{part}_proj.weight"] = rows
-            if layer.qkv_bias is not None:
-                for part, rows in zip("qkv", torch.split(layer.qkv_bias, [q, kv, kv]), strict=True):
-                    views[f"{prefix}self_attn.{part}_proj.bias"] = rows
-            views[prefix + "mlp.gate_proj.weight"], views[prefix + "mlp.up_proj.weight"] = layer.gate_up.chunk(2)
-        return views
+            for name, slot in (*self._attention_slots(layer), *_other_slots(layer)):
+                yield f"model.layers.{i}.{name}", slot
+
+    def _attention_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
+        s = self.shape
+        num_heads = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
+        for tensor, kind in ((layer.qkv.weight, "weight"), (layer.qkv.bias, "bias")):
+            if tensor is None:
+                continue
+            heads = tensor.view(-1, s.head_dim, *tensor.shape[1:])
+            for part, rows in zip("qkv", torch.split(heads, num_heads), strict=True):
+                sizes = (rows.shape[0] * s.head_dim, *tensor.shape[1:])
+                yield f"self_attn.{part}_proj.{kind}", self._head_slot(rows, sizes, rotated=part != "v")
+        if layer.head_norm is not None:
+            for part, rows in zip("qk", torch.split(layer.head_norm.weight, num_heads[:2]), strict=True):
+                yield f"self_attn.{part}_norm.weight", self._head_slot(rows, (s.head_dim,), rotated=True)
+
+    def _head_slot(self, heads: Tensor, sizes: tuple[int, ...], rotated: bool) -> _Slot:
+        """The slot of ``heads`` [heads, d, ...], whose rows are halves in a file and pairs here, if they are rotated.
+
+        A weight of one head's size goes to each of them.
+        """
+        if rotated and self._pairs:
+            heads = heads.view(heads.shape[0], -1, 2, *heads.shape[2:]).transpose(1, 2)
+        return _Slot(sizes, heads, (-1, *heads.shape[1:]))
+
+
+def _whole(tensor: Tensor) -> _Slot:
+    return _Slot(tuple(tensor.shape), tensor, tuple(tensor.shape))
+
+
+def _other_slots(layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
+    assert layer.input_norm is not None, "only a drafter goes without"
+    yield "input_layernorm.weight", _whole(layer.input_norm.weight)
+    yield "post_attention_layernorm.weight", _whole(layer.post_norm.weight)
+    yield "self_attn.o_proj.weight", _whole(layer.output.weight)
+    if layer.output.bias is not None:
+        yield "self_attn.o_proj.bias", _whole(layer.output.bias)
+    gate, up = layer.gate_up.weight.chunk(2)
+    yield "mlp.gate_proj.weight", _whole(gate)
+    yield "mlp.up_proj.weight", _whole(up)
+    yield "mlp.down_proj.weight", _whole(layer.down.weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,8 @@ from tlt_hpc.models.shape import ModelShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INDEX = "model.safetensors.index.json"
 
 
 def find_model(path: str) -> Path:
@@ -65,20 +66,39 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
 
 
 def folder_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a folder's model*.safetensors files, one at a time, under its Hugging Face name.
+    """Every tensor of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
 
     Raises:
-        ValueError: the folder has no safetensors file.
+        ValueError: the folder has no safetensors file, or lacks a shard or a tensor that its index names.
     """
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"model folder {folder} has no model*.safetensors file; convert the weights with save_pretrained"
-        )
-    for file in files:
+    for file, names in _weight_files(folder).items():
         with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 (not a dict)
-                yield name, reader.get_tensor(name)
+            stored = list(reader.keys())
+            if lacking := sorted((names or set()) - set(stored)):
+                raise ValueError(f"{file} lacks {lacking[0]!r}, which {_INDEX} places there; download that file again")
+            for name in stored:
+                if names is None or name in names:
+                    yield name, reader.get_tensor(name)
+
+
+def _weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
+    """The files that hold a folder's weights, with the names to take from each (None: all)."""
+    single, index = folder / "model.safetensors", folder / _INDEX
+    if single.is_file():
+        return {single: None}
+    if not index.is_file():
+        raise ValueError(
+            f"model folder {folder} has no model.safetensors and no {_INDEX}; convert the weights with save_pretrained"
+        )
+    files: dict[Path, set[str]] = {}
+    for name, file in json.loads(index.read_text())["weight_map"].items():
+        files.setdefault(folder / file, set()).add(name)
+    if missing := [file.name for file in sorted(files) if not file.is_file()]:
+        raise ValueError(
+            f"model folder {folder} lacks {missing[0]} and {len(missing) - 1} more shards that {_INDEX} names; "
+            "download them"
+        )
+    return files
 
 
 def end_token_ids(folder: Path, shape: ModelShape) -> tuple[int, ...]:

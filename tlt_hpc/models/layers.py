@@ -6,104 +6,87 @@ The same function serves cached decoding, the float64 reference pass and the dra
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_hpc.models.linear import Linear, Norm
+from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape
 
-# attend(layer, query [T, h, d], key [T, g, d], value [T, g, d]) -> [T, h * d]
+# attend(layer, query [T, h, d], key_value [T, 2g, d]: rotated keys, then values) -> [T, h * d]. Both are slices of
+# one contiguous [T, h + 2g, d].
 Attend = Callable[[int, Tensor, Tensor], Tensor]
-
-SPARE_POSITIONS = 64
-"""Rotary angles beyond the model's positions: a draft may reach past the cap before it is cut."""
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Fused weights of one layer; ``input_norm`` is absent in the drafter, biases in most Llamas."""
+    """Fused weights of one layer; ``input_norm`` is absent in the drafter, ``head_norm`` outside Qwen3."""
 
-    input_norm: Tensor | None
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    output: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    input_norm: Norm | None
+    qkv: Linear
+    head_norm: Norm | None
+    """Weights [h + g, d] of the norm of each query and key head."""
+    output: Linear
+    post_norm: Norm
+    gate_up: Linear
+    down: Linear
 
     def to(self, dtype: torch.dtype) -> LayerWeights:
-        """A copy in another precision."""
-
-        def cast(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.to(dtype)
-
+        """A copy in another precision, not packed."""
         return LayerWeights(
-            cast(self.input_norm),
+            None if self.input_norm is None else self.input_norm.to(dtype),
             self.qkv.to(dtype),
-            cast(self.qkv_bias),
+            None if self.head_norm is None else self.head_norm.to(dtype),
             self.output.to(dtype),
             self.post_norm.to(dtype),
             self.gate_up.to(dtype),
             self.down.to(dtype),
         )
 
+    def pack(self) -> None:
+        """Derive what the fast path reads; call after each load."""
+        for part in self._parts():
+            part.pack()
 
-@dataclass(frozen=True)
-class RotaryTable:
-    """Cosines and signed sines [positions, d]: the sign of the rotated half is folded into the sine."""
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights themselves."""
+        biases = [part.bias for part in self._parts() if isinstance(part, Linear) and part.bias is not None]
+        return sum(part.weight.nbytes for part in self._parts()) + sum(bias.nbytes for bias in biases)
 
-    cosine: Tensor
-    sine: Tensor
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed copies, beside the weights' own."""
+        return sum(part.packed_bytes for part in self._parts() if isinstance(part, Linear))
 
-    def at(self, positions: Tensor) -> RotaryTable:
-        """The rows of ``positions`` [T], shaped [T, 1, d] to multiply heads."""
-        return RotaryTable(self.cosine[positions].unsqueeze(1), self.sine[positions].unsqueeze(1))
-
-
-def rotary_table(shape: ModelShape, num_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-    """Rotary angles for positions 0..num_positions-1, computed in float64 and rounded once to ``dtype``."""
-    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    # fp32 inverse frequencies, as the reference implementation rounds them: long contexts would drift apart otherwise
-    frequencies = (1.0 / shape.rope_theta ** half.float()).double()
-    if shape.rope_scaling is not None:
-        frequencies = _llama3_frequencies(frequencies, shape.rope_scaling)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
-    cosine = torch.cat([angles.cos(), angles.cos()], -1)
-    sine = torch.cat([-angles.sin(), angles.sin()], -1)
-    return RotaryTable(cosine.to(device, dtype), sine.to(device, dtype))
-
-
-def _llama3_frequencies(frequencies: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths are slowed by ``factor``, short ones kept, a ramp between."""
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original = scaling["original_max_position_embeddings"]
-    turns = original * frequencies / (2 * math.pi)
-    ramp = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - ramp) * frequencies / factor + ramp * frequencies
-
-
-def rotate(x: Tensor, table: RotaryTable) -> Tensor:
-    """Rotary embedding of x [T, heads, d]."""
-    return torch.addcmul(x * table.cosine, x.roll(x.shape[-1] // 2, -1), table.sine)
+    def _parts(self) -> Iterator[Linear | Norm]:
+        parts = (vars(self)[field.name] for field in fields(self))
+        return (part for part in parts if part is not None)
 
 
 def transformer_layer(
-    x: Tensor, weights: LayerWeights, shape: ModelShape, table: RotaryTable, layer: int, attend: Attend
+    x: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, layer: int, attend: Attend
 ) -> Tensor:
-    """One pre-norm layer (Qwen2, Llama): x [T, H] -> [T, H]; without ``input_norm`` attention reads x itself."""
-    h, g, d = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    normed = x if weights.input_norm is None else F.rms_norm(x, (x.shape[-1],), weights.input_norm, shape.norm_epsilon)
-    qkv = F.linear(normed, weights.qkv, weights.qkv_bias).view(-1, h + 2 * g, d)
-    rotated = rotate(qkv[:, : h + g], table)
-    mixed = attend(layer, rotated[:, :h], torch.cat([rotated[:, h:], qkv[:, h + g :]], 1))
-    x = torch.addmm(x, mixed, weights.output.t())
-    normed = F.rms_norm(x, (x.shape[-1],), weights.post_norm, shape.norm_epsilon)
-    gate, up = F.linear(normed, weights.gate_up).chunk(2, -1)
-    return torch.addmm(x, F.silu(gate) * up, weights.down.t())
+    """One pre-norm layer (Qwen2, Qwen3, Llama): x [T, H] -> [T, H]; without ``input_norm`` attention reads x itself."""
+    h, g = shape.num_heads, shape.num_kv_heads
+    qkv = weights.qkv(x if weights.input_norm is None else weights.input_norm(x))
+    if weights.head_norm is not None:
+        qkv = _norm_heads(qkv, weights.head_norm)
+    query, key_value = rotary.rotate(qkv).split_with_sizes((h, 2 * g), 1)
+    x = weights.output.add_to(x, attend(layer, query, key_value))
+    gate, up = weights.gate_up(weights.post_norm(x)).split_with_sizes((shape.intermediate_size,) * 2, 1)
+    return weights.down.add_to(x, F.silu(gate).mul_(up))
+
+
+def _norm_heads(qkv: Tensor, norm: Norm) -> Tensor:
+    """Norm of each query and key head of qkv [T, (h + 2g) d]; the values stay."""
+    num_normed, d = norm.weight.shape
+    heads = qkv.view(qkv.shape[0], -1, d)
+    return torch.cat([norm(heads[:, :num_normed]), heads[:, num_normed:]], 1).view(qkv.shape)
 
 
 def attend_documents(shape: ModelShape, documents: Tensor | None) -> Attend:

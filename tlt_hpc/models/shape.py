@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("qwen2", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama")
+_HEAD_DIM = {"qwen3": 128}
+"""Where a config.json leaves it out; other families derive it from the width."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a decoder of the Qwen2 or Llama family is made of."""
+    """What a decoder of the Qwen2, Qwen3 or Llama family is made of."""
 
     family: str
     vocab_size: int
@@ -28,6 +30,9 @@ class ModelShape:
     max_positions: int
     tied_head: bool
     qkv_bias: bool
+    output_bias: bool
+    head_norm: bool
+    """Whether each query and key head is normed before it is rotated."""
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -35,7 +40,9 @@ class ModelShape:
         """Weights of the policy, norms and biases included."""
         heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        layer = heads * self.hidden_size + bias + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        bias += self.hidden_size if self.output_bias else 0
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.head_norm else 0)
+        layer = heads * self.hidden_size + bias + 3 * self.hidden_size * self.intermediate_size + norms
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
@@ -55,36 +62,55 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
-    """The shape described by a parsed config.json; ``origin`` names it in errors."""
+    """The shape described by a parsed config.json; ``origin`` names it in errors.
+
+    Raises:
+        ValueError: a family or feature the decoder does not have, or a size is missing.
+    """
     family = raw.get("model_type", "missing")
     if family not in FAMILIES:
         raise ValueError(f"{origin}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)}")
-    if raw.get("use_sliding_window"):
-        raise ValueError(f"{origin}: use_sliding_window = true is not supported; use a model without sliding windows")
+    _refuse_features(raw, origin)
+    num_heads, hidden_size = _size(raw, "num_attention_heads", origin), _size(raw, "hidden_size", origin)
+    theta, scaling = _rope(raw, origin)
+    eos = raw.get("eos_token_id")
+    attention_bias = bool(raw.get("attention_bias", False))
+    return ModelShape(
+        family=family,
+        vocab_size=_size(raw, "vocab_size", origin),
+        hidden_size=hidden_size,
+        intermediate_size=_size(raw, "intermediate_size", origin),
+        num_layers=_size(raw, "num_hidden_layers", origin),
+        num_heads=num_heads,
+        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+        head_dim=raw.get("head_dim") or _HEAD_DIM.get(family) or hidden_size // num_heads,
+        norm_epsilon=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_positions=_size(raw, "max_position_embeddings", origin),
+        tied_head=raw.get("tie_word_embeddings", False),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+        head_norm=family == "qwen3",
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    )
+
+
+def _size(raw: dict[str, Any], key: str, origin: str) -> int:
+    if key not in raw:
+        raise ValueError(f"{origin}: {key} is missing; take the config.json that came with the weights")
+    return int(raw[key])
+
+
+def _refuse_features(raw: dict[str, Any], origin: str) -> None:
+    slides = raw.get("sliding_window") and "sliding_attention" in raw.get("layer_types", ())
+    if raw.get("use_sliding_window") or slides:
+        key = "use_sliding_window = true" if raw.get("use_sliding_window") else "layer_types with 'sliding_attention'"
+        raise ValueError(f"{origin}: {key} is not supported; use a model without sliding windows")
     if raw.get("mlp_bias"):
         raise ValueError(f"{origin}: mlp_bias = true is not supported; use a model without MLP biases")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{origin}: hidden_act {raw['hidden_act']!r} is not supported; use a model with 'silu'")
-    num_heads = raw["num_attention_heads"]
-    theta, scaling = _rope(raw, origin)
-    eos = raw.get("eos_token_id")
-    return ModelShape(
-        family=family,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads", num_heads),
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
-        norm_epsilon=raw["rms_norm_eps"],
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_positions=raw["max_position_embeddings"],
-        tied_head=raw.get("tie_word_embeddings", False),
-        qkv_bias=family == "qwen2" or raw.get("attention_bias", False),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-    )
 
 
 def _rope(raw: dict[str, Any], origin: str) -> tuple[float, dict[str, Any] | None]:

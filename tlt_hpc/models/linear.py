@@ -1,0 +1,109 @@
+"""Weight matrices and norms in the layout that computes fastest where they live. Knows no model and no cache.
+
+The plain weight stays the truth: it is loaded into, exported and cast to float64. ``pack`` derives from it what the
+fast path reads, and is called again after each load; the object itself is kept.
+Shapes: ``T`` tokens, ``N`` outputs, ``K`` inputs, ``H`` hidden.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LEAST_PACKED = 2**18
+"""Elements from which a blocked copy pays: below, its dearer call (13 us against 3) costs more than it saves."""
+_HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+_FULL_ROWS = 4
+"""Rows that the blocked product needs to reach the memory's speed; one or two are padded to it by repetition."""
+
+
+def _can_block(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies by a blocked copy of this matrix, and gains by it."""
+    if weight.device.type != "cpu" or weight.numel() < _LEAST_PACKED or not _HAS_ONEDNN:
+        return False
+    return weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+class Linear:
+    """y = x W^T + b, for W [N, K] and b [N] or none."""
+
+    __slots__ = ("_blocked", "_transposed", "bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self._transposed = weight.t()
+        self._blocked: Tensor | None = None
+
+    def pack(self) -> None:
+        """Derive the blocked copy anew from the weight, on CPUs and for matrices where it pays."""
+        if _can_block(self.weight):
+            # any hint over 1 gives one and the same layout, which serves every number of rows without a reorder
+            self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _FULL_ROWS)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the blocked copy, beside the weight's own."""
+        return 0 if self._blocked is None else self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] -> [T, N]."""
+        if self._blocked is not None:
+            return self._multiply_blocked(x, self._blocked)
+        return torch.mm(x, self._transposed) if self.bias is None else torch.addmm(self.bias, x, self._transposed)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [T, N] + the product of x [T, K] -> [T, N]."""
+        if self._blocked is None:
+            return torch.addmm(residual if self.bias is None else residual + self.bias, x, self._transposed)
+        if x.shape[0] <= _FULL_ROWS // 2:
+            return self._multiply_blocked(x, self._blocked).add_(residual)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._blocked, self.bias, "add")
+        return out
+
+    def to(self, dtype: torch.dtype) -> Linear:
+        """A copy in another precision, not packed."""
+        return Linear(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+    def _multiply_blocked(self, x: Tensor, blocked: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        if 0 < num_rows <= _FULL_ROWS // 2:
+            x = torch.cat((x,) * (_FULL_ROWS // num_rows))
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, self.bias, "none", [], "")
+        return out[:num_rows]
+
+
+class Norm:
+    """RMS norm over the last dimension, times a weight [H] (or [heads, d], one row a head)."""
+
+    __slots__ = ("_floor", "_scaled", "epsilon", "weight")
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        self.weight, self.epsilon = weight, epsilon
+        self._scaled: Tensor | None = None
+        self._floor: Tensor | None = None
+        self.pack()
+
+    def pack(self) -> None:
+        """Derive from the weight what the fast path reads; call after each load."""
+        if self.weight.device.type == "cpu" and self.weight.dtype in (torch.float32, torch.float64):
+            size = self.weight.shape[-1]
+            self._scaled = self.weight * math.sqrt(size)
+            self._floor = self.weight.new_full((), math.sqrt(size * self.epsilon), requires_grad=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]."""
+        if self._scaled is not None and self._floor is not None:
+            # sqrt(|x|^2 + H epsilon): half the time of rms_norm, which is made of six operations on a CPU
+            length = torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self._floor)
+            return torch.mul(x, self._scaled).div_(length)
+        normed = F.rms_norm(x, (x.shape[-1],), self.weight if self.weight.dim() == 1 else None, self.epsilon)
+        return normed if self.weight.dim() == 1 else normed * self.weight
+
+    def to(self, dtype: torch.dtype) -> Norm:
+        """A copy in another precision."""
+        return Norm(self.weight.to(dtype), self.epsilon)
