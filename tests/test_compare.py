@@ -45,6 +45,7 @@ def write_run(parent: Path, mode: str, tokens: list[list[int]], rewards: list[fl
         strategy_names=("off",),
         strategy_rounds=np.array([1]),
         strategy_tokens=np.array([1]),
+        decisions=np.zeros((0, 2), np.int32),
         guarded_near_ties=0,
         metrics={},
     )

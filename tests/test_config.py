@@ -52,7 +52,7 @@ def refusal(*overrides: str) -> str:
         ("rollout.top_p=0.0", ["rollout.top_p = 0.0", "greater than 0"]),
         ("rollout.temperature=nan", ["rollout.temperature = nan", "finite"]),
         ("speculation.mode=fast", ["speculation.mode = 'fast'", "'plain', 'ngram' or 'full'"]),
-        ("speculation.depths=[]", ["speculation.depths"]),
+        ("speculation.strategies=[]", ["speculation.strategies"]),
         ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas.1 = 1.0", "less than 1"]),
         ("model.dtype=float8", ["model.dtype = 'float8'", "'float32', 'bfloat16' or 'float16'"]),
     ],

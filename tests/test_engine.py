@@ -1,20 +1,41 @@
 """The engine's promise: given the weights, a response depends on its key alone. And what a response is."""
 
-import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, gcd_requests, generate, make_engine, texts
+from tiny import (
+    CPU,
+    EOS,
+    NUM_TOKENS,
+    embedded_decoder,
+    embedded_folder,
+    embedded_tokenizer,
+    gcd_requests,
+    generate,
+    make_engine,
+    texts,
+)
 
+from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.records import FinishReason
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.layers import attend_documents
+from tlt_hpc.records import FinishReason, SamplingParams
 from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.guard import TieGuard
+from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule, choose
-from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of
+from tlt_hpc.rollout.strategy import OFF, Strategy, parse_strategy
 
 REQUESTS = gcd_requests(4, 4)
+PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
+
+
+def parse(*names):
+    return [OFF, *map(parse_strategy, names)]
 
 
 def untrained_drafter(seed=0):
@@ -50,7 +71,7 @@ def canonical(request, max_new_tokens, rule):
 )
 def test_responses_are_the_canonical_ones(rule):
     requests = REQUESTS[::5]
-    got = texts(generate(full_engine(strategies_of("full", (2, 4)), rule=rule, max_new_tokens=60), requests))
+    got = texts(generate(full_engine(parse("ngram-2", "ngram-4", "drafter-2", "drafter-4"), rule=rule, max_new_tokens=60), requests))
     for request in requests:
         assert got[request.key] == canonical(request, 60, rule)
 
@@ -60,7 +81,25 @@ ENGINES = {
     "three rows, refilled": lambda: make_engine(max_live=3),
     "n-gram chains": lambda: make_engine([Strategy("ngram", 3)], max_live=5),
     "untrained drafter chains": lambda: full_engine([Strategy("drafter", 4)], max_live=6),
-    "all strategies, switching": lambda: full_engine(strategies_of("full", (1, 3, 6)), max_live=7, epsilon=1.0),
+    "all strategies, switching": lambda: full_engine(parse("ngram-1", "drafter-1", "ngram-3", "drafter-3", "ngram-6", "drafter-6"), max_live=7, epsilon=1.0),
+    "trees": lambda: full_engine([Strategy("drafter", 4, 2, 9)], max_live=6),
+    "bushy trees, hybrids and chains": lambda: full_engine(
+        [Strategy("drafter", 3, 4, 7, 1.5), Strategy("hybrid", 4, 2, 6), Strategy("hybrid", 3), OFF],
+        max_live=9,
+        epsilon=1.0,
+    ),
+    "small pages, shared prompts": lambda: full_engine(
+        [Strategy("drafter", 3, 2, 5), Strategy("ngram", 3), OFF], max_live=12, epsilon=1.0, page_size=4
+    ),
+    "few pages, preempted": lambda: full_engine(
+        [Strategy("drafter", 3, 2, 5), OFF], max_live=16, epsilon=1.0, page_size=8, kv_bytes=PAGES_OF_8 * 40
+    ),
+    "prefilled three tokens at a time": lambda: full_engine(
+        [Strategy("drafter", 3), OFF], max_live=5, epsilon=1.0, prefill_tokens=3
+    ),
+    "a draft vocabulary of seven": lambda: full_engine(
+        [Strategy("drafter", 3, 2, 5), Strategy("drafter", 4)], max_live=6, draft_token_ids=(1, 2, 3, 5, 8, 13, 19)
+    ),
     "deep chains at the cap": lambda: full_engine([Strategy("drafter", 9), Strategy("ngram", 9), OFF], epsilon=1.0),
 }
 
@@ -86,54 +125,49 @@ def test_the_guard_decides_every_token_when_its_zone_is_all():
     """With an infinite zone of doubt each token takes the float64 path, and the text is still the same."""
     plain = texts(generate(make_engine(max_new_tokens=40), REQUESTS[:4]))
     engine = make_engine([Strategy("ngram", 3)], max_new_tokens=40)
-    engine._guard.tolerance = float("inf")
+    engine._guard.logit_tolerance = float("inf")
     rollouts = generate(engine, REQUESTS[:4])
     assert texts(rollouts) == plain
     assert engine.take_counts().num_guarded >= sum(len(r.response_tokens) for r in rollouts)
 
 
-def test_the_guard_corrects_a_wrong_fast_path():
+def test_the_guard_corrects_a_wrong_fast_path(monkeypatch):
     """Logits shaken within the zone flip near-ties without the guard, and none with it."""
     plain = texts(generate(make_engine(), REQUESTS))
+    logits = Decoder.logits
 
     def shaken(tie_guard):
         engine = make_engine(tie_guard=tie_guard)
-        engine._guard.tolerance = 0.5
-        generator, logits = torch.Generator().manual_seed(0), engine.decoder.logits
-        engine.decoder = ShakenDecoder(
-            engine.decoder, lambda h: logits(h) + torch.rand(h.shape[0], 24, generator=generator) * 0.1
+        engine._guard.logit_tolerance = 1.5
+        generator = torch.Generator().manual_seed(0)
+        monkeypatch.setattr(
+            Decoder,
+            "logits",
+            lambda self, hidden: logits(self, hidden) + torch.rand(len(hidden), 24, generator=generator) * 0.5,
         )
-        engine._guard._check = lambda error: None
+        monkeypatch.setattr(TieGuard, "_check", lambda self, error: None)
         return texts(generate(engine, REQUESTS))
 
     assert shaken(tie_guard=False) != plain
+    monkeypatch.undo()
     assert shaken(tie_guard=True) == plain
-
-
-class ShakenDecoder:
-    """A decoder whose fast logits are off."""
-
-    def __init__(self, decoder, logits):
-        self._decoder, self.logits = decoder, logits
-
-    def __getattr__(self, name):
-        return getattr(self._decoder, name)
 
 
 def test_a_canonical_pass_that_finds_the_error_too_large_raises_the_tolerance():
     engine = make_engine()
-    guard, before = engine._guard, engine._guard.tolerance
+    guard, before, rule = engine._guard, engine._guard.logit_tolerance, SamplingRule(1.0, NUM_TOKENS)
     prefix = torch.from_numpy(REQUESTS[0].prompt_tokens).long()
     exact = embedded_decoder().reference_logits(prefix, 1)[0]
-    guard.decide(prefix, torch.zeros(NUM_TOKENS), exact.float())
-    assert (guard.tolerance, guard.num_raised) == (before, 0)
-    guard.decide(prefix, torch.zeros(NUM_TOKENS), exact.float() + before)
-    assert guard.tolerance == pytest.approx(20 * before, rel=1e-3)
+    guard.decide(prefix, torch.zeros(NUM_TOKENS), exact.float(), rule, None)
+    assert (guard.logit_tolerance, guard.num_raised) == (before, 0)
+    guard.decide(prefix, torch.zeros(NUM_TOKENS), exact.float() + before, rule, None)
+    assert guard.logit_tolerance == pytest.approx(20 * before, rel=1e-3)
     assert guard.num_raised == 1
+    assert guard.tolerance(SamplingRule(0.5, NUM_TOKENS)) == 2 * guard.tolerance(rule)
 
 
 def test_what_a_rollout_records():
-    engine = full_engine(strategies_of("full", (3,)), max_new_tokens=60, epsilon=1.0)
+    engine = full_engine(parse("ngram-3", "drafter-3"), max_new_tokens=60, epsilon=1.0)
     rollouts = generate(engine, REQUESTS)
     assert [r.key for r in rollouts] == sorted(request.key for request in REQUESTS)
     for rollout in rollouts:
@@ -151,7 +185,7 @@ def test_what_a_rollout_records():
 
 def test_features_are_the_targets_at_the_same_positions():
     kept = {}
-    engine = full_engine(strategies_of("full", (3,)), epsilon=1.0, max_live=5)
+    engine = full_engine(parse("ngram-3", "drafter-3"), epsilon=1.0, max_live=5)
     engine.feature_sink = lambda tokens, prompt_length, features: kept.update(
         {tuple(tokens.tolist()): (prompt_length, features)}
     )
@@ -162,18 +196,14 @@ def test_features_are_the_targets_at_the_same_positions():
         assert features.shape == (len(whole) - 1, 1, 128)
         tokens = torch.tensor(whole[:-1])
         decoder = embedded_decoder()
-        from tlt_hpc.rollout.kv_cache import KVCache
-
-        positions = torch.arange(len(tokens)).unsqueeze(0)
-        cache = KVCache(decoder.shape, 1, len(tokens), torch.float32, CPU)
-        wanted = decoder.hidden(tokens, positions.flatten(), cache.attend(positions))
+        wanted = decoder.hidden(tokens, torch.arange(len(tokens)), attend_documents(decoder.shape, None))
         got = torch.from_numpy(features[:, 0]).view(torch.bfloat16).float()
         torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
 def test_caps_of_one_and_two_tokens(max_new_tokens):
-    engine = full_engine(strategies_of("full", (4,)), max_new_tokens=max_new_tokens, epsilon=1.0)
+    engine = full_engine(parse("ngram-4", "drafter-4"), max_new_tokens=max_new_tokens, epsilon=1.0)
     longer = texts(generate(make_engine(max_new_tokens=10), REQUESTS))
     for key, tokens in texts(generate(engine, REQUESTS)).items():
         assert tokens == longer[key][:max_new_tokens]
@@ -192,7 +222,7 @@ def test_no_requests_and_bad_prompts():
 
 def test_abort_leaves_a_usable_engine():
     plain = texts(generate(make_engine(), REQUESTS))
-    engine = full_engine(strategies_of("full", (3,)), max_live=5, epsilon=1.0)
+    engine = full_engine(parse("ngram-3", "drafter-3"), max_live=5, epsilon=1.0)
     engine.submit(REQUESTS)
     for _ in range(7):
         engine.step()
@@ -229,40 +259,186 @@ def test_first_tokens_have_the_policys_distribution():
     assert chi_square < degrees + 4 * (2 * degrees) ** 0.5, f"{chi_square} at {degrees} degrees"
 
 
-def test_the_chooser_leaves_what_does_not_pay():
-    from tlt_hpc.rollout.strategy import StrategyChooser
-
-    arms = strategies_of("full", (2, 4))
-    chooser = StrategyChooser(arms, epsilon=0.0, window=32, seed=0)
-    seconds = {
-        OFF: 1.0,
-        Strategy("ngram", 2): 1.5,
-        Strategy("ngram", 4): 2.0,
-        Strategy("drafter", 2): 1.4,
-        Strategy("drafter", 4): 1.6,
-    }
-    accept = {
-        OFF: 1.0,
-        Strategy("ngram", 2): 1.2,
-        Strategy("ngram", 4): 1.3,
-        Strategy("drafter", 2): 2.0,
-        Strategy("drafter", 4): 3.0,
-    }
-    chosen = []
-    for _ in range(40):
-        strategy = chooser.choose(4, arms)
-        chosen.append(strategy)
-        chooser.observe(strategy, 4, round(4 * accept[strategy]), seconds[strategy])
-    assert set(chosen[:5]) == set(arms)
-    assert set(chosen[5:]) == {Strategy("drafter", 4)}
-    for _ in range(40):  # the drafter turns bad: it is left once its rounds show it
-        strategy = chooser.choose(4, arms)
-        chooser.observe(strategy, 4, 4, seconds[strategy])
-    assert chooser.choose(4, arms) == OFF
-    assert sum(tokens for _, tokens in chooser.totals().values()) == sum(round(4 * accept[s]) for s in chosen) + 4 * 40
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_strategies_of_a_mode():
-    assert strategies_of("plain", (2, 4)) == (OFF,)
-    assert [s.name for s in strategies_of("full", (4, 2))] == ["off", "ngram-2", "ngram-4", "drafter-2", "drafter-4"]
-    assert len(set(itertools.chain(strategies_of("full", (2,)), strategies_of("ngram", (2,))))) == 3
+def test_preemption_happens_and_every_page_comes_back():
+    engine = full_engine([Strategy("drafter", 3), OFF], max_live=16, page_size=8, kv_bytes=PAGES_OF_8 * 40)
+    generate(engine, REQUESTS)
+    assert engine.take_counts().num_preempted > 0
+    assert engine._residents.pool.num_used == 0
+
+
+def test_higher_priority_is_admitted_first_and_keeps_its_pages():
+    engine = make_engine(max_live=2)
+    order = [replace(request, params=params(priority=i)) for i, request in enumerate(REQUESTS[:6])]
+    engine.submit(order)
+    engine._fill()
+    engine._fill()
+    assert {s.params.priority for s in engine._rows.sequences} == {4, 5}
+
+
+def test_a_groups_prompt_is_prefilled_once(monkeypatch):
+    fed = []
+    hidden = Decoder.hidden
+    monkeypatch.setattr(
+        Decoder, "hidden", lambda self, tokens, *rest: (fed.append(len(tokens)), hidden(self, tokens, *rest))[1]
+    )
+    engine = make_engine(max_live=16)
+    fed.clear()
+    engine.submit(REQUESTS)
+    engine._fill()
+    engine._fill()
+    prompts = {request.prompt_tokens.tobytes(): len(request.prompt_tokens) for request in REQUESTS}
+    assert engine._rows.num_live == 16
+    assert sum(fed) == 4 * (max(prompts.values()) - 1), "four prompts, padded to the longest"
+
+
+def test_shared_pages_are_held_once():
+    engine = make_engine(max_live=16, page_size=4)
+    engine.submit(REQUESTS)
+    engine._fill()
+    engine._fill()
+    lengths = [len(request.prompt_tokens) for request in REQUESTS]
+    apart = sum(-(-length // 4) for length in lengths)
+    saved = sum((length - 1) // 4 for i, length in enumerate(lengths) if i % 4)
+    assert engine._residents.pool.num_used == apart - saved
+
+
+def test_a_budget_that_holds_no_sequence_is_refused():
+    with pytest.raises(ValueError, match=r"holds 3 pages of 8 tokens, one sequence of full length takes \d+; give at"):
+        make_engine(page_size=8, kv_bytes=3 * page_bytes(embedded_decoder().shape, 8, torch.float32, False))
+
+
+def test_the_memory_table_names_what_is_held():
+    engine = full_engine([Strategy("drafter", 3), OFF], page_size=8, kv_bytes=PAGES_OF_8 * 40)
+    table = engine.memory_table()
+    assert table["keys, values, features"] == PAGES_OF_8 * 40
+    assert table["weights"] == sum(t.nbytes for _, t in folder_weights(embedded_folder())) * 2, "the file is in fp16"
+    assert table["drafter"] == sum(p.nbytes for p in untrained_drafter().parameters())
+
+
+# -- parameters of a request ------------------------------------------------------------------------------------------
+
+
+def params(**changes):
+    return replace(SamplingParams(max_tokens=60), **changes)
+
+
+def run_with(request, strategies=(OFF,), **changes):
+    engine = full_engine(list(strategies), detokenize=embedded_tokenizer().decode)
+    return generate(engine, [replace(request, params=params(**changes))])[0]
+
+
+@pytest.mark.parametrize("strategies", [(OFF,), (Strategy("drafter", 4, 2, 8),), (Strategy("ngram", 3), OFF)])
+def test_rows_of_many_rules_do_not_disturb_each_other(strategies):
+    rules = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 3},
+        {"top_p": 0.8},
+        {"min_p": 0.05, "temperature": 1.5},
+    ]
+    mixed = [replace(request, params=params(**rules[i % 5])) for i, request in enumerate(REQUESTS)]
+    got = texts(generate(full_engine(list(strategies), max_live=16), mixed))
+    for request in mixed:
+        p = request.params
+        rule = SamplingRule(p.temperature, NUM_TOKENS, p.top_k, p.top_p, p.min_p)
+        assert got[request.key] == canonical(request, 60, rule)
+
+
+def test_zero_and_one_token():
+    nothing = run_with(REQUESTS[0], max_tokens=0)
+    assert (len(nothing.response_tokens), nothing.finish_reason) == (0, FinishReason.LENGTH)
+    one = run_with(REQUESTS[0], max_tokens=1)
+    assert one.response_tokens.tolist() == run_with(REQUESTS[0]).response_tokens[:1].tolist()
+
+
+@pytest.mark.parametrize("strategy", [OFF, Strategy("drafter", 4, 2, 8), Strategy("ngram", 3)])
+def test_no_end_before_the_least_length(strategy):
+    short = next(r for r in generate(make_engine(max_new_tokens=60), REQUESTS) if len(r.response_tokens) < 30)
+    request = next(r for r in REQUESTS if r.key == short.key)
+    length = len(short.response_tokens)
+    longer = run_with(request, [strategy], min_tokens=length + 3)
+    assert EOS not in longer.response_tokens[: length + 3].tolist()
+    assert longer.response_tokens[: length - 1].tolist() == short.response_tokens[:-1].tolist()
+    assert len(longer.response_tokens) > length + 3
+    enough = run_with(request, [strategy], min_tokens=length - 1)
+    assert enough.response_tokens.tolist() == short.response_tokens.tolist()
+
+
+@pytest.mark.parametrize("strategy", [OFF, Strategy("drafter", 6), Strategy("drafter", 4, 2, 8)])
+def test_stop_tokens_and_stop_strings(strategy):
+    request = REQUESTS[0]
+    whole = run_with(request).response_tokens.tolist()
+    decode = embedded_tokenizer().decode
+    stop = whole[7]
+    first = whole.index(stop)
+    ended = run_with(request, [strategy], stop_token_ids=(stop,))
+    assert (ended.response_tokens.tolist(), ended.finish_reason) == (whole[: first + 1], FinishReason.EOS)
+    text = decode(whole[5:8])
+    stopped = run_with(request, [strategy], stop_strings=("never there", text))
+    cut = next(i for i in range(len(whole)) if text in decode(whole[: i + 1]))
+    assert (stopped.response_tokens.tolist(), stopped.finish_reason) == (whole[: cut + 1], FinishReason.STOP)
+    assert len(stopped.log_probs) == cut + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -1.0}, "temperature = -1.0; use 0 or more"),
+        ({"top_p": 0.0}, "top_p = 0.0; use above 0"),
+        ({"min_p": 1.0}, "min_p = 1.0; use"),
+        ({"top_k": -1}, "top_k = -1; use"),
+        ({"min_tokens": 61}, "min_tokens = 61; use 0 to max_tokens = 60"),
+        ({"stop_token_ids": (99,)}, "stop_token_ids = .99,.; use ids 0 to 19"),
+        ({"max_tokens": 500}, "do not fit a pool of .* raise rollout.max_new_tokens"),
+        ({"stop_strings": ("",)}, "stop string"),
+    ],
+)
+def test_impossible_parameters_are_one_line(changes, message):
+    engine = make_engine(detokenize=embedded_tokenizer().decode)
+    with pytest.raises(ValueError, match=message):
+        engine.submit([replace(REQUESTS[0], params=params(**changes))])
+    assert not engine.has_work
+
+
+def test_abort_of_requests_and_of_groups():
+    engine = make_engine(max_live=3)
+    plain = texts(generate(engine, REQUESTS))
+    engine.submit(REQUESTS)
+    engine.step()
+    assert engine.abort([REQUESTS[0].key, REQUESTS[9].key]) == 2
+    assert engine.abort_group(REQUESTS[4].key) == 4
+    rest = generate(engine, [])
+    gone = {REQUESTS[0].key, REQUESTS[9].key, *(request.key for request in REQUESTS[4:8])}
+    assert texts(rest) == {key: text for key, text in plain.items() if key not in gone}
+    assert engine._residents.pool.num_used == 0
+
+
+# -- the drafter changes ----------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_of_nan_is_rested_counted_and_harmless():
+    plain = texts(generate(make_engine(), REQUESTS))
+    for strategy in (Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("hybrid", 3)):
+        engine = full_engine([strategy, OFF], epsilon=1.0)
+        good = {name: tensor.clone() for name, tensor in engine.drafter.state_dict().items()}
+        engine.load_drafter({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()})
+        assert texts(generate(engine, REQUESTS)) == plain
+        assert engine.take_counts().num_drafter_faults == 1, "after the first it is not asked again"
+        engine.load_drafter(good)
+        assert texts(generate(engine, REQUESTS)) == plain
+        counts = engine.take_counts()
+        assert (counts.num_drafter_faults, counts.strategies[strategy.name][0] > 0) == (0, True)
+
+
+def test_a_drafter_swapped_in_the_middle_changes_no_text():
+    plain = texts(generate(make_engine(), REQUESTS))
+    engine = full_engine([Strategy("drafter", 3), Strategy("drafter", 3, 2, 6)], max_live=5)
+    engine.submit(REQUESTS)
+    for seed in range(1, 4):
+        for _ in range(5):
+            engine.step()
+        engine.load_drafter(untrained_drafter(seed).state_dict())
+    assert texts(generate(engine, [])) == plain

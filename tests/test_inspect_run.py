@@ -46,7 +46,7 @@ def run_folder(tmp_path: Path) -> RunFolder:
 def test_the_report(run_folder: RunFolder) -> None:
     done = inspect(run_folder.path, "--last", "3")
     assert done.returncode == 0, done.stderr
-    assert "12 steps (0 to 11) in the rollout log (schema 1), showing 3" in done.stdout
+    assert "12 steps (0 to 11) in the rollout log (schema 2), showing 3" in done.stdout
     row = next(line for line in done.stdout.splitlines() if line.startswith("    11 ")).split()
     records = [make_record(1, step=11, rank=rank) for rank in (0, 1)]
     lengths = [len(rollout.response_tokens) for record in records for rollout in record.rollouts]

@@ -38,8 +38,9 @@ def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[
         strategy_names=("off", "drafter-3"),
         strategy_rounds=np.array([3, 4]),
         strategy_tokens=np.array([10, 20 * rank]),
+        decisions=np.zeros((0, 2), np.int32),
         guarded_near_ties=rank,
-        metrics={},
+        metrics={"rollout/preemptions": 2.0 + rank},
     )
 
 
@@ -78,6 +79,7 @@ def test_figures_are_sums_over_the_ranks(summary):
         "rollout/seconds": 8.0,
         "rollout/stop_latency_seconds": 0.1,
         "rollout/guarded_near_ties": 1,
+        "rollout/preemptions": 5,
         "rollout/strategy_share/off": 0.5,
         "rollout/strategy_share/drafter-3": 0.5,
         "actor/grad_norm": 0.5,

@@ -1,6 +1,8 @@
 """The noise: Philox against its published answers, the Gumbel law at both tails, windows equal to direct rows."""
 
 import math
+import os
+import shutil
 
 import pytest
 import torch
@@ -65,16 +67,39 @@ def test_every_part_of_the_key_matters():
 def test_window_equals_direct_rows_however_rows_advance_and_move():
     window = NoiseWindow(4, 20, 5, torch.device("cpu"))
     keys = [SampleKey(0, 0, 0, 0, i) for i in range(4)]
-    window.set_rows([0, 1, 2], keys[:3])
+    for row in range(3):
+        window.set_row(row, keys[row], 0)
     generator = torch.Generator().manual_seed(0)
     positions, owners = torch.zeros(3, dtype=torch.int64), [0, 1, 2]
     for round_number in range(120):
         width = int(torch.randint(1, 6, (1,), generator=generator))
-        got = window.at(positions, width)
+        got = window.at(positions.tolist(), width)
         words = torch.tensor([noise_key(keys[owner]) for owner in owners])
         assert torch.equal(got, gumbel_rows(words, positions.unsqueeze(1) + torch.arange(width), 20))
         positions = positions + torch.randint(1, width + 1, (len(owners),), generator=generator)
         if round_number == 40:  # row 0 ends, row 2 takes its place, and a new sample comes to row 2
             window.move_row(2, 0)
-            window.set_rows([2], [keys[3]])
+            window.set_row(2, keys[3], 0)
             owners, positions = [2, 1, 3], torch.tensor([positions[2], positions[1], 0])
+
+
+def test_a_window_taken_up_in_the_middle_of_a_response():
+    window = NoiseWindow(2, 20, 3, torch.device("cpu"))
+    key = SampleKey(0, 0, 0, 0, 7)
+    window.set_row(1, key, 41)
+    window.set_row(0, SampleKey(0, 0, 0, 0, 1), 0)
+    wanted = gumbel_rows(torch.tensor([noise_key(key)]), torch.tensor([[41, 42, 43]]), 20)
+    assert torch.equal(window.at([0, 41], 3)[1:], wanted)
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler")
+def test_the_fused_loop_gives_the_same_bits():
+    vocab = 16_384
+    window = NoiseWindow(3, vocab, 2, torch.device("cpu"))
+    keys = [SampleKey(5, 0, 0, 0, i) for i in range(3)]
+    for row, key in enumerate(keys):
+        window.set_row(row, key, 9 * row)
+    words = torch.tensor([noise_key(key) for key in keys])
+    positions = torch.tensor([[0, 1], [9, 10], [18, 19]])
+    assert torch.equal(window.at([0, 9, 18], 2), gumbel_rows(words, positions, vocab))
+    assert torch.equal(window.at([1, 9, 18], 2)[0], gumbel_rows(words[:1], torch.tensor([[1, 2]]), vocab)[0]), "one row"

@@ -50,6 +50,7 @@ def make_record(seed: int, step: int = 3, rank: int = 1, num_rollouts: int = 8, 
         "strategy_names": ("off", "ngram-4", "entwurf-ü"),
         "strategy_rounds": rng.integers(0, 1000, 3),
         "strategy_tokens": rng.integers(0, 2**40, 3),
+        "decisions": rng.integers(0, 64, (seed % 50, 2), dtype=np.int32),
         "guarded_near_ties": int(rng.integers(0, 9)),
         "metrics": {"mismatch_kl": float(rng.random()), "grad norm/before clipping": float("inf")},
     }
@@ -121,7 +122,7 @@ def test_plain_h5py_reads_it(tmp_path: Path) -> None:
     record = make_record(2)
     write_step(tmp_path / "a.h5", record)
     with h5py.File(tmp_path / "a.h5") as file:
-        assert file.attrs["schema"] == 1 and file.attrs["committed"] == 8
+        assert file.attrs["schema"] == 2 and file.attrs["committed"] == 8
         start, end = file["rollouts/response_ends"][1:3]
         assert np.array_equal(file["rollouts/response_tokens"][start:end], record.rollouts[2].response_tokens)
 

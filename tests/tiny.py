@@ -17,7 +17,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.records import Request, Rollout, SampleKey, Stream
+from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -64,17 +64,24 @@ def make_engine(
     tie_guard: bool = True,
     epsilon: float = 0.3,
     seed: int = 0,
+    page_size: int = 128,
+    kv_bytes: int = 0,
+    **options,
 ) -> RolloutEngine:
+    rule = rule or SamplingRule(1.0, NUM_TOKENS)
     settings = EngineSettings(
-        rule=rule or SamplingRule(1.0, NUM_TOKENS),
+        params=SamplingParams(max_new_tokens, rule.temperature, rule.top_k, rule.top_p, rule.min_p),
+        num_tokens=NUM_TOKENS,
         eos_token_ids=(EOS,),
         max_live=max_live,
         max_prompt_tokens=16,
-        max_new_tokens=max_new_tokens,
         tie_guard=tie_guard,
         strategies=tuple(strategies),
         epsilon=epsilon,
         seed=seed,
+        page_size=page_size,
+        kv_bytes=kv_bytes,
+        **options,
     )
     engine = RolloutEngine(embedded_decoder(), settings, drafter)
     engine.load_policy(folder_weights(embedded_folder()), 0)

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-DraftLength = Annotated[int, Field(ge=1, le=32)]
+StrategyName = Annotated[str, Field(pattern=r"^(ngram|drafter|hybrid)-[1-9]\d?(x[1-9]\d?v[1-9]\d?)?(a\d+(\.\d+)?)?$")]
+Count = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -75,6 +76,16 @@ class RolloutSection(Section):
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     max_live: PositiveInt = 64
     """Sequences decoded together on one rank."""
+    min_new_tokens: Count = 0
+    """No end token is sampled before this many tokens."""
+    stop_strings: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """A response ends with the token that completes one of these."""
+    kv_bytes: Count = 0
+    """Budget of one rank's keys, values and features; 0: room for ``max_live`` responses of full length."""
+    page_size: PositiveInt = 128
+    """Tokens of a page of that memory; flash-attention wants multiples of 256."""
+    prefill_tokens: PositiveInt = 4096
+    """Prompt tokens of one pass; longer prompts are read in chunks, between rounds."""
     shard: Literal["group", "sample"] = "group"
     """What a rank owns: whole GRPO groups, or single samples of all groups."""
     tie_guard: Literal["auto", "on", "off"] = "auto"
@@ -84,14 +95,20 @@ class RolloutSection(Section):
 class SpeculationSection(Section):
     mode: Literal["plain", "ngram", "full"] = "full"
     """``plain``: none; ``ngram``: model-free drafter; ``full``: n-gram and learned drafter, trained in the tail."""
-    depths: Annotated[tuple[DraftLength, ...], Field(strict=False, min_length=1)] = (2, 4)
-    """Draft lengths the strategy may choose from, beside ``off``."""
-    sharpness: Positive = 1.0
-    """Factor on the drafter's logits before the shared noise is added."""
+    strategies: Annotated[tuple[StrategyName, ...], Field(strict=False, min_length=1)] = (
+        "ngram-4",
+        "drafter-3",
+        "drafter-6",
+    )
+    """What to choose from, beside ``off``: source-depth for chains (``drafter-6``), with ``x`` branching and ``v``
+    drafts to verify for trees (``drafter-5x2v9``), with ``a`` and the drafter's sharpness (``drafter-4a1.5``).
+    Sources: ``ngram``, ``drafter``, ``hybrid`` (both in one tree)."""
+    chooser: Literal["goodput", "bandit"] = "goodput"
+    """``goodput``: expected tokens over measured cost; ``bandit``: the paper's bucketed epsilon-greedy (BEG-MAB)."""
     epsilon: Fraction = 0.05
     window: PositiveInt = 128
     """Rounds of a strategy that its expected accept length is taken over."""
-    ngram_orders: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (10, 8, 6, 4, 3)
+    ngram_orders: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (12, 8, 6, 4, 2, 1)
     """Context lengths that the n-gram drafter tries, longest first."""
     ngram_history_tokens: PositiveInt = 200_000
     """Tokens of earlier responses that the n-gram drafter remembers on each rank."""
@@ -294,6 +311,13 @@ def _check_combinations(config: Config) -> None:
         )
     if config.optimizer.zero_stage == 0 and config.optimizer.offload:
         raise ConfigError("optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3")
+    if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.min_new_tokens = {config.rollout.min_new_tokens} exceeds rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}; lower it"
+        )
+    if "" in config.rollout.stop_strings:
+        raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
     if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
         raise ConfigError(
             f"rollout.tie_guard = 'on' with model.dtype = {config.model.dtype!r}: the guard band would cover a large "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -45,10 +45,16 @@ def step_cells(summary: StepSummary) -> tuple[str, ...]:
     )
 
 
+def memory_line(memory: Mapping[str, int]) -> str:
+    """What a rank's rollout engine holds, in megabytes."""
+    parts = [f"{name} {count / 1e6:,.1f}" for name, count in memory.items() if count]
+    return f"rollout memory of a rank, MB: {', '.join(parts)}; together {sum(memory.values()) / 1e6:,.1f}"
+
+
 class SilentReporter:
     """Shows nothing: every rank but the first."""
 
-    def started(self, config: Config, first_step: int) -> None: ...
+    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
 
     def rolling(self, step: int, roster: Roster) -> None: ...
 
@@ -63,9 +69,10 @@ class LineReporter:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def started(self, config: Config, first_step: int) -> None:
+    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
         note = f", going on from step {first_step}" if first_step else ""
         self._console.print(f"{config.folder} ({config.speculation.mode}): {config.run.num_steps} steps{note}")
+        self._console.print(memory_line(memory))
         self._console.print("".join(f"{name:>12}" for name in _COLUMNS))
 
     def rolling(self, step: int, roster: Roster) -> None: ...
@@ -103,10 +110,11 @@ class LiveReporter:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def started(self, config: Config, first_step: int) -> None:
+    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
         self._rows = []
         name = " ".join(dict.fromkeys([config.run.name, config.speculation.mode]))
         self._bar.reset(self._task, total=config.run.num_steps, completed=first_step, description=name)
+        self._bar.console.print(memory_line(memory))
         self._show("starting")
 
     def rolling(self, step: int, roster: Roster) -> None:

@@ -20,10 +20,10 @@ from tlt_hpc.models.folder import DTYPES, embedded, load_policy_model
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import Assets, read_assets
+from tlt_hpc.records import SamplingParams
 from tlt_hpc.rl.distributed import join_process_group
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
-from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, writing_beside
@@ -40,6 +40,11 @@ _FREE_ON_RESUME = {
     "model.path",
     "model.device",
     "rollout.max_live",
+    "rollout.kv_bytes",
+    "rollout.page_size",
+    "rollout.prefill_tokens",
+    "speculation.strategies",
+    "speculation.chooser",
     "drafter.micro_step_tokens",
     "drafter.micro_step_seconds",
     "drafter.cache_bytes",
@@ -179,25 +184,31 @@ def engine_settings(config: Config, assets: Assets, world: World) -> EngineSetti
     """The engine's part of the configuration."""
     rollout, speculation = config.rollout, config.speculation
     return EngineSettings(
-        rule=SamplingRule(
+        params=SamplingParams(
+            max_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
-            num_tokens=min(assets.shape.vocab_size, assets.tokenizer.get_vocab_size(with_added_tokens=True)),
             top_k=rollout.top_k,
             top_p=rollout.top_p,
             min_p=rollout.min_p,
+            min_tokens=rollout.min_new_tokens,
+            stop_strings=rollout.stop_strings,
         ),
+        num_tokens=min(assets.shape.vocab_size, assets.tokenizer.get_vocab_size(with_added_tokens=True)),
         eos_token_ids=assets.eos_token_ids,
         max_live=rollout.max_live,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        max_new_tokens=rollout.max_new_tokens,
         tie_guard=config.tie_guard,
-        sharpness=speculation.sharpness,
+        kv_bytes=rollout.kv_bytes,
+        page_size=rollout.page_size,
+        prefill_tokens=rollout.prefill_tokens,
         ngram_orders=speculation.ngram_orders,
         ngram_history_tokens=speculation.ngram_history_tokens,
-        strategies=strategies_of(speculation.mode, speculation.depths),
+        strategies=strategies_of(speculation.mode, speculation.strategies),
+        chooser=speculation.chooser,
         epsilon=speculation.epsilon,
         window=speculation.window,
         seed=world.rank,
+        detokenize=assets.tokenizer.decode if rollout.stop_strings else None,
     )
 
 

@@ -30,6 +30,8 @@ class RankSummary:
     drafter_loss: float
     num_guarded: int
     strategy_tokens: dict[str, int]
+    own: dict[str, float]
+    """The engine's own figures, summed over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def summarise(
         "rollout/stop_latency_seconds": max(r.release_seconds for r in ranks) - last_token,
         "rollout/guarded_near_ties": float(sum(rank.num_guarded for rank in ranks)),
     }
+    for name in ranks[0].own:
+        metrics[name] = sum(rank.own[name] for rank in ranks)
     for name in ranks[0].strategy_tokens:
         metrics[f"rollout/strategy_share/{name}"] = sum(r.strategy_tokens[name] for r in ranks) / max(tokens, 1)
     return StepSummary(record.step, metrics)
@@ -100,6 +104,7 @@ def summarise_rank(record: StepRecord) -> RankSummary:
         drafter_loss=_mean([micro_step.loss for micro_step in record.micro_steps]),
         num_guarded=record.guarded_near_ties,
         strategy_tokens=dict(zip(record.strategy_names, record.strategy_tokens.tolist(), strict=True)),
+        own=record.metrics,
     )
 
 

@@ -48,7 +48,7 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
         f"rollout     {rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, at most "
         f"{rollout.max_new_tokens} tokens, temperature {rollout.temperature}; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
-        f"speculation {config.speculation.mode}, depths {', '.join(map(str, config.speculation.depths))}; "
+        f"speculation {config.speculation.mode}, off, {', '.join(config.speculation.strategies)}; "
         f"drafter from {config.drafter.init}",
         f"update      {algorithm.name}, {algorithm.updates_per_step} optimiser steps a step, "
         f"learning rate {config.optimizer.learning_rate}, ZeRO {config.optimizer.zero_stage}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,7 +31,7 @@ _CALIBRATION_RESPONSES = 8
 class Reporter(Protocol):
     """Whoever shows a run to its user; called on rank 0 alone."""
 
-    def started(self, config: Config, first_step: int) -> None: ...
+    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
 
     def rolling(self, step: int, roster: Roster) -> None: ...
 
@@ -72,7 +73,7 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
         step = resume(job)
         first = saved = step
         if world.rank == 0:
-            reporter.started(config, step)
+            reporter.started(config, step, job.engine.memory_table())
         while step < config.run.num_steps and not world.agree_to_stop():
             if not take_step(job, step, reporter):
                 break
@@ -245,8 +246,7 @@ def finish_merge(job: Job) -> MergeReport:
 def serve_drafter(job: Job) -> None:
     """Copy the trained drafter into the engine's."""
     assert job.drafting is not None
-    job.drafting.served.load_state_dict(job.drafting.spot.drafter.state_dict())
-    job.engine.drafter_ready = job.drafting.spot.is_trained
+    job.engine.load_drafter(job.drafting.spot.drafter.state_dict(), job.drafting.spot.is_trained)
 
 
 def load_policy(job: Job, version: int) -> None:
@@ -277,8 +277,13 @@ def make_record(
         strategy_names=names,
         strategy_rounds=np.array([counts.strategies[name][0] for name in names], dtype=np.int64),
         strategy_tokens=np.array([counts.strategies[name][1] for name in names], dtype=np.int64),
+        decisions=np.array(counts.decisions, dtype=np.int32).reshape(-1, 2),
         guarded_near_ties=counts.num_guarded,
-        metrics={},
+        metrics={
+            "rollout/preemptions": float(counts.num_preempted),
+            "rollout/drafter_faults": float(counts.num_drafter_faults),
+            **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
+        },
     )
 
 

@@ -25,9 +25,8 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.records import Request, SampleKey, Stream
+from tlt_hpc.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
-from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
@@ -48,7 +47,7 @@ def make_requests(num: int, step: int) -> list[Request]:
 
 def make_engine(decoder: Decoder, strategy: Strategy, drafter: Drafter) -> RolloutEngine:
     """An engine of one strategy."""
-    settings = EngineSettings(SamplingRule(1.0, 20), (1,), 64, 16, 512, tie_guard=False, strategies=(strategy,))
+    settings = EngineSettings(SamplingParams(512), 20, (1,), 64, 16, tie_guard=False, strategies=(strategy,))
     engine = RolloutEngine(decoder, settings, drafter)
     engine.drafter_ready = True
     return engine

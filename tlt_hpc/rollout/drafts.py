@@ -1,14 +1,15 @@
-"""Proposes the next tokens of every live sequence, with the same noise the target will sample with.
+"""Proposes what may come next for every live sequence, with the same noise the target will sample with.
 
-A draft token is the argmax of ``sharpness * drafter_logits / temperature + G[t, :]``: where drafter and target agree
-in distribution, they agree in the token (method: shared-noise, Gumbel-max coupling). Knows no verification.
-Shapes: ``B`` rows, ``k`` draft length, ``n`` pass width, ``V`` vocabulary, ``H`` hidden.
+A draft at a node is among the best of ``sharpness * drafter_logits / temperature + G[t, :]``: where drafter and target
+agree in distribution, they agree in the token (method: shared noise, Gumbel-max coupling). Knows no verification.
+Shapes: ``B`` rows, ``F`` nodes that grow, ``K`` branching, ``D`` depth, ``H`` hidden, ``V`` (draft) vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,112 +17,271 @@ from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.ngram import NgramDrafter
-from tlt_hpc.rollout.kv_cache import KVCache
-from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.models.ngram import SuffixDrafter
+from tlt_hpc.rollout.chances import ChanceTable
+from tlt_hpc.rollout.kv_cache import Layout, PagedCache
+from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.sampling import top_scores
+from tlt_hpc.rollout.sequences import Sequence
+from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.rollout.tree import DraftTree, chain, from_lists, tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that rested through a long response has much to read."""
+_MOST_BRANCHES = 16
+
+
+class DrafterFault(ArithmeticError):  # noqa: N818 (a fault of the drafter, not of the engine)
+    """The drafter gave scores that are no numbers; the round goes on without it."""
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """How logits become scores: factor and noise of each row [B, 1, 1], or one number where all rows agree."""
+
+    scale: float | Tensor
+    noisy: bool | Tensor
+
+    @classmethod
+    def of(cls, sequences: List[Sequence], device: torch.device) -> Perturbation:
+        """By the rows' temperatures; without one (greedy) the logits stand alone."""
+        temperatures = [sequence.rule.temperature for sequence in sequences]
+        if len(set(temperatures)) == 1:
+            return cls(1.0 / temperatures[0] if temperatures[0] > 0 else 1.0, temperatures[0] > 0)
+        scale = torch.tensor([1.0 / t if t > 0 else 1.0 for t in temperatures], device=device)
+        noisy = torch.tensor([float(t > 0) for t in temperatures], device=device)
+        return cls(scale.view(-1, 1, 1), noisy.view(-1, 1, 1))
+
+    def scores(self, logits: Tensor, noise: Tensor, sharpness: float) -> Tensor:
+        """Perturbed scores of logits [B, F, V] with the noise [B, 1, V] of their position."""
+        if self.noisy is False:
+            return logits
+        scaled = logits * (self.scale * sharpness)
+        return scaled + noise if self.noisy is True else scaled + noise * self.noisy
 
 
 class LearnedDrafts:
-    """Chains from the learned drafter, whose own one-layer cache follows the target's committed features."""
+    """Chains and trees from the learned drafter, whose own layer of the cache follows the committed features."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        decoder: Decoder,
-        rule: SamplingRule,
-        sharpness: float,
-        num_rows: int,
-        num_positions: int,
-    ) -> None:
-        self._drafter, self._decoder, self._rule = drafter, decoder, rule
-        self._scale = sharpness / rule.temperature if rule.temperature > 0 else 1.0
-        self._cache = KVCache(decoder.shape, num_rows, num_positions, decoder.dtype, decoder.device, num_layers=1)
+    def __init__(self, drafter: Drafter, decoder: Decoder, cache: PagedCache, num_rows: int, num_tokens: int) -> None:
+        self.drafter, self._decoder, self._cache, self._num_tokens = drafter, decoder, cache, num_tokens
         self._known = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
-        """Positions of each row whose true features the cache has seen."""
-        self._rows = torch.arange(num_rows, device=decoder.device)
+        """Positions of each row whose true features the drafter has seen."""
+        self.chances = ChanceTable(_MOST_BRANCHES, decoder.device)
+        self._vocabulary: Tensor | None = None
+        self._head: Tensor | None = None
 
-    def set_rows(self, rows: list[int]) -> None:
-        """Give rows to new sequences, of which nothing is known yet."""
-        self._known[rows] = 0
+    def set_row(self, row: int) -> None:
+        """Give a row to a new sequence, of which nothing is known yet."""
+        self._known[row] = 0
 
-    def move_row(self, source: int, target: int, length: int) -> None:
-        self._cache.move_row(source, target, length)
+    def move_row(self, source: int, target: int) -> None:
         self._known[target] = self._known[source]
 
+    def forget(self) -> None:
+        """The drafter changed: what its layer of the cache holds is another's."""
+        self._known.zero_()
+
+    def set_vocabulary(self, ids: Tensor | None) -> None:
+        """Draft among these token ids [V] alone (ascending); None for all. Call again after the head changes."""
+        self._vocabulary = ids
+        self._head = None if ids is None else self._decoder.head.index_select(0, ids)
+
     @torch.inference_mode()
-    def propose(self, tokens: Tensor, features: Tensor, lengths: Tensor, noise: Tensor, depth: int) -> Tensor:
-        """Drafts [B, depth] after ``lengths`` [B] committed tokens of ``tokens`` [B, P].
+    def propose(
+        self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, perturbation: Perturbation
+    ) -> tuple[DraftTree, Tensor | None]:
+        """Drafts after the rows' committed tokens, and the cells of their chances where they form trees.
 
-        ``features`` [B, P, H] hold the target's at positions 0..length-2, ``noise`` [B, depth.., V] starts at the
-        position of the first draft. Catches up with all positions it has not seen, however long it was not asked.
+        ``noise`` [B, D.., V] starts at the position of the first draft. Catches up with all positions that the drafter
+        has not seen, however long it was not asked.
+
+        Raises:
+            DrafterFault: a score is NaN.
         """
-        num_rows = len(lengths)
-        rows = self._rows[:num_rows]
-        last = lengths - 2  # the newest position with a true feature
-        known = self._known[:num_rows]
-        width = max(1, int((last - known).max()) + 1)
-        # every row's window ends at or after its newest position; what it covers beyond is overwritten next time
+        noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
+        feature = self._catch_up(rows, layout)
+        if strategy.branching == 1:
+            return self._chain(rows, layout, noise, strategy, perturbation, feature), None
+        return self._tree(rows, layout, noise, strategy, perturbation, feature)
+
+    def _catch_up(self, rows: LiveRows, layout: Layout) -> Tensor:
+        """The drafter's own feature [B, H] at each row's newest position with a true one."""
+        count = rows.num_live
+        lengths, known = rows.lengths[:count], self._known[:count]
+        tables = self._cache.tables[:count]
+        last = lengths - 2
         start = torch.minimum(known, last.clamp(min=0))
-        feature = torch.zeros_like(features[:num_rows, 0])
+        width = max(1, int((last - known).max()) + 1)
+        assert self._cache.features is not None
+        feature = torch.zeros(count, self._cache.features.shape[1], dtype=self._decoder.dtype, device=lengths.device)
+        index = rows.index[:count]
         for begin in range(0, width, _CATCH_UP_WIDTH):
-            columns = torch.arange(begin, min(width, begin + _CATCH_UP_WIDTH), device=rows.device)
-            index = (start.unsqueeze(1) + columns).clamp(max=tokens.shape[1] - 2)
-            embedded = F.embedding(tokens[rows.unsqueeze(1), index + 1], self._decoder.embedding)
-            out = self._pass(embedded, features[rows.unsqueeze(1), index], index)
-            at = last - start - begin
-            inside = ((at >= 0) & (at < len(columns))).unsqueeze(1)
-            feature = torch.where(inside, out[rows, at.clamp(0, len(columns) - 1)], feature)
-        self._known[:num_rows] = lengths - 1
-        drafts = []
-        for d in range(depth):
-            token = self._pick(feature, noise[:, d])
-            drafts.append(token)
-            if d + 1 < depth:
-                embedded = F.embedding(token, self._decoder.embedding).unsqueeze(1)
-                feature = self._pass(embedded, feature.unsqueeze(1), (last + 1 + d).unsqueeze(1)).squeeze(1)
-        return torch.stack(drafts, 1)
+            columns = torch.arange(begin, min(width, begin + _CATCH_UP_WIDTH), device=lengths.device)
+            # a row with less to read repeats its newest position: the same values to the same place
+            at = torch.minimum(start.unsqueeze(1) + columns, last.clamp(min=0).unsqueeze(1))
+            tokens = rows.tokens[index.unsqueeze(1), at + 1]
+            features = self._cache.features[self._cache.slots(at, tables)]
+            attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
+            out = self._pass(tokens, features, at, attend)
+            newest = (last - start - begin).clamp(0, len(columns) - 1)
+            fresh = ((last - start) >= begin).unsqueeze(1)
+            feature = torch.where(fresh, out[index, newest], feature)
+        self._known[:count] = lengths - 1
+        # a sequence of one token has no feature to draft from yet: what is proposed for it is a guess
+        return feature
 
-    def _pass(self, embedded: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        num_rows, width = positions.shape
-        attend = self._cache.attend(positions)
-        out: Tensor = self._drafter(embedded.flatten(0, 1), features.flatten(0, 1), positions.flatten(), attend)
-        return out.view(num_rows, width, -1)
+    def _pass(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: object) -> Tensor:
+        embedded = F.embedding(tokens.flatten(), self._decoder.embedding)
+        out: Tensor = self.drafter(embedded, features.flatten(0, 1), positions.flatten(), attend)
+        return out.view(*tokens.shape, -1)
 
-    def _pick(self, feature: Tensor, noise: Tensor) -> Tensor:
-        logits = self._decoder.logits(feature)[:, : self._rule.num_tokens]
-        if self._rule.temperature == 0:
-            return logits.argmax(-1)
-        return (logits * self._scale + noise[:, : self._rule.num_tokens]).argmax(-1)
+    def _logits(self, features: Tensor) -> Tensor:
+        """Draft logits [B, F, V] of features [B, F, H]."""
+        flat = features.flatten(0, 1)
+        logits = self._decoder.logits(flat) if self._head is None else F.linear(flat, self._head).float()
+        if self._vocabulary is None:
+            logits = logits[:, : self._num_tokens]
+        return logits.view(*features.shape[:2], -1)
+
+    def _ids(self, index: Tensor) -> Tensor:
+        return index if self._vocabulary is None else self._vocabulary[index]
+
+    def _chain(
+        self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, how: Perturbation, feature: Tensor
+    ) -> DraftTree:
+        count = rows.num_live
+        at = (rows.lengths[:count] - 1).unsqueeze(1) + torch.arange(strategy.depth - 1, device=feature.device)
+        feature = feature.unsqueeze(1)
+        attends = []
+        if strategy.depth > 1:
+            tables, layer = self._cache.tables[:count], self._cache.drafter_layer
+            attends = self._cache.attend_steps(layout, tables, at, only_layer=layer)
+        drafts, sound = [], []
+        for d in range(strategy.depth):
+            scores = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness)
+            values, indices = top_scores(scores, 1)
+            sound.append(values.flatten(1))
+            drafts.append(self._ids(indices.flatten(1)))
+            if d + 1 < strategy.depth:
+                feature = self._pass(drafts[-1], feature, at[:, d : d + 1], attends[d])
+        _check(torch.cat(sound, 1))
+        return chain(rows.last_tokens(), torch.cat(drafts, 1))
+
+    def _tree(
+        self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, how: Perturbation, feature: Tensor
+    ) -> tuple[DraftTree, Tensor]:
+        """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
+        count, branching = rows.num_live, min(strategy.branching, _MOST_BRANCHES)
+        device = feature.device
+        last = (rows.lengths[:count] - 2).unsqueeze(1)
+        tables = self._cache.tables[:count]
+        num_slots = 1 + (strategy.depth - 1) * branching
+        feature = feature.unsqueeze(1)
+        node = torch.zeros(count, 1, dtype=torch.int64, device=device)
+        """Index of the growing nodes among all candidates; 0 is the root."""
+        chance = torch.ones(count, 1, device=device)
+        reach = torch.zeros(count, 1, num_slots, dtype=torch.bool, device=device)
+        reach[:, :, 0] = True
+        tokens, parents = [rows.last_tokens().unsqueeze(1)], [node]
+        chances, cells = [torch.full((count, 1), 2.0, device=device)], [node]
+        sound, num_candidates = [], 1
+        for d in range(strategy.depth):
+            scores = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness)
+            values, indices = top_scores(scores, branching)
+            sound.append(values.flatten(1))
+            cell = self.chances.cells(values)
+            each = (chance.unsqueeze(2) * self.chances.chances(cell)).flatten(1)
+            tokens.append(self._ids(indices).flatten(1))
+            parents.append(node.repeat_interleave(branching, 1))
+            chances.append(each)
+            cells.append(cell.flatten(1))
+            if d + 1 < strategy.depth:
+                chance, grown = each.topk(branching, 1)
+                parent = (grown // branching).unsqueeze(2)
+                slot = 1 + d * branching + torch.arange(branching, device=device)
+                reach = reach.gather(1, parent.expand(-1, -1, num_slots)).clone()
+                reach[:, torch.arange(branching, device=device), slot] = True
+                node = num_candidates + grown
+                attend = self._cache.attend(
+                    layout, tables, last + slot, last.squeeze(1), reach, only_layer=self._cache.drafter_layer
+                )
+                before = feature.gather(1, parent.expand(-1, -1, feature.shape[2]))
+                position = (last + 1 + d).expand(-1, branching)
+                feature = self._pass(tokens[-1].gather(1, grown), before, position, attend)
+            num_candidates += each.shape[1]
+        _check(torch.cat(sound, 1))
+        return _likeliest(strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells)))
+
+
+def _likeliest(
+    strategy: Strategy, tokens: Tensor, parents: Tensor, chances: Tensor, cells: Tensor
+) -> tuple[DraftTree, Tensor]:
+    """The root and the ``num_drafts`` likeliest candidates [B, C] as a tree, with their cells.
+
+    A child's chance is below its parent's, so with a node all its ancestors are kept.
+    """
+    kept = chances.topk(min(strategy.num_drafts + 1, chances.shape[1]), 1).indices.sort(1).values
+    place = torch.zeros_like(tokens).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
+    parent = place.gather(1, parents.gather(1, kept))
+    return tree(tokens.gather(1, kept), parent, strategy.depth), cells.gather(1, kept)
+
+
+def _check(scores: Tensor) -> None:
+    """A NaN anywhere in a row shows in its best score."""
+    if bool(torch.isnan(scores).any()):
+        raise DrafterFault("the drafter's scores are not numbers")
 
 
 class NgramDrafts:
-    """Chains of what followed the same context before; several known continuations compete under the noise."""
+    """What followed the same context before; several known continuations compete under the noise."""
 
-    def __init__(self, table: NgramDrafter, rule: SamplingRule, sharpness: float) -> None:
-        self._table, self._rule, self._sharpness = table, rule, sharpness
+    def __init__(self, table: SuffixDrafter) -> None:
+        self._table = table
 
-    def propose(self, contexts: Sequence[list[int]], noise: Tensor, depth: int) -> list[list[int]]:
+    def chains(self, sequences: List[Sequence], noise: Tensor, strategy: Strategy) -> list[list[int]]:
         """At most ``depth`` drafts for each row's tokens so far, fewer where no context is known."""
-        rows = noise.tolist() if noise.shape[-1] <= 256 else None
-        return [
-            self._chain(context, noise[b] if rows is None else rows[b], depth) for b, context in enumerate(contexts)
-        ]
+        rows = noise.tolist() if noise.shape[-1] <= 256 else noise
+        return [self._chain(sequence, rows[b], strategy) for b, sequence in enumerate(sequences)]
 
-    def _chain(self, context: list[int], noise: Tensor | list[list[float]], depth: int) -> list[int]:
-        tail = context[-self._table.orders[0] :]
-        drafts: list[int] = []
-        while len(drafts) < depth and (found := self._table.continuations(tail)):
-            token = found[0] if len(found) == 1 else self._pick(found, noise[len(drafts)])
+    def _chain(self, sequence: Sequence, noise: Tensor | list[list[float]], strategy: Strategy) -> list[int]:
+        cursor, drafts = self._table.cursor(sequence.prompt, sequence.text), list[int]()
+        while len(drafts) < strategy.depth and (found := cursor.continuations()):
+            token = found[0][0]
+            if len(found) > 1 and sequence.rule.temperature > 0:
+                row = noise[len(drafts)]
+                token = max(found, key=lambda one: strategy.sharpness * math.log(one[1]) + float(row[one[0]]))[0]
             drafts.append(token)
-            tail = [*tail[-self._table.orders[0] + 1 :], token]
+            cursor.advance(token)
         return drafts
 
-    def _pick(self, found: tuple[int, ...], noise: Tensor | list[float]) -> int:
-        if self._rule.temperature == 0:
-            return found[0]
-        # recency stands in for frequency: the i-th most recent continuation weighs 1 / (i + 1)
-        scores = [float(noise[token]) - self._sharpness * math.log(i + 1) for i, token in enumerate(found)]
-        return found[scores.index(max(scores))]
+
+def hybrid(drafted: DraftTree, chains: List[List[int]]) -> DraftTree:
+    """Drafted trees with a further branch each: the chain that the n-grams know."""
+    tokens = drafted.tokens.tolist()
+    parents = (
+        drafted.parents.tolist()
+        if drafted.parents is not None
+        else [[max(0, i - 1) for i in range(drafted.num_nodes)]] * len(tokens)
+    )
+    rows = [_graft(list(zip(t, p, strict=True)), more) for t, p, more in zip(tokens, parents, chains, strict=True)]
+    return from_lists(rows, drafted.tokens.device)
+
+
+def _graft(nodes: list[tuple[int, int]], more: List[int]) -> list[tuple[int, int]]:
+    """Add a chain from the root on, along nodes that are there already as far as it goes."""
+    child = {(parent, token): i for i, (token, parent) in enumerate(nodes) if i}
+    at = 0
+    for token in more:
+        if (at, token) not in child:
+            child[at, token] = len(nodes)
+            nodes.append((token, at))
+        at = child[at, token]
+    return nodes
+
+
+def slots_needed(strategy: Strategy) -> int:
+    """Positions beyond a sequence's last token that a round may write."""
+    grown = 1 + (strategy.depth - 1) * strategy.branching if strategy.branching > 1 else strategy.depth
+    verified = strategy.num_drafts + (strategy.depth if strategy.source == "hybrid" else 0)
+    return max(grown, verified) + 1

@@ -1,14 +1,13 @@
 """The rollout engine: requests in, finished responses out, one round of all live sequences a ``step``.
 
-A response depends on the weights and its key alone. Speculation, batch, rank count and the moment a strategy
+A response depends on the weights and its key alone. Speculation, batch, rank count, preemption and the moment a strategy
 changes decide how fast it comes, never what it says. Knows no MPI, no reward and no training.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,40 +17,54 @@ from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.ngram import NgramDrafter
-from tlt_hpc.records import FinishReason, Request, Rollout
-from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts
+from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
+from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingParams
+from tlt_hpc.rollout.decoding import PhaseSeconds, Rounds
+from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts, slots_needed
 from tlt_hpc.rollout.guard import TieGuard
-from tlt_hpc.rollout.kv_cache import KVCache
+from tlt_hpc.rollout.kv_cache import PagedCache, page_bytes
 from tlt_hpc.rollout.noise import NoiseWindow
+from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.rows import LiveRows
-from tlt_hpc.rollout.sampling import SamplingRule, choose, token_log_probs
-from tlt_hpc.rollout.strategy import OFF, Strategy, StrategyChooser
-from tlt_hpc.rollout.verify import emitted_counts, num_matching
+from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.sequences import Sequence as Response
+from tlt_hpc.rollout.sequences import group_of
+from tlt_hpc.rollout.stops import StopStrings
+from tlt_hpc.rollout.strategy import OFF, ChooserKind, Strategy, make_chooser
 
 # sink(tokens [T] int32, prompt length, features [T - 1, 1, H] as bf16 bits): what a finished response leaves
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
-
-_PREFILL_TOKENS = 4096
+Detokenizer = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is built for."""
+    """What an engine is built for. ``params`` are those of a request without its own; its ``max_tokens`` is the cap of
+    all. ``num_tokens`` is the vocabulary without padding rows, which are never sampled.
+    """
 
-    rule: SamplingRule
+    params: SamplingParams
+    num_tokens: int
     eos_token_ids: tuple[int, ...]
     max_live: int
     max_prompt_tokens: int
-    max_new_tokens: int
     tie_guard: bool
-    sharpness: float = 1.0
-    ngram_orders: tuple[int, ...] = (10, 8, 6, 4, 3)
+    kv_bytes: int = 0
+    """Budget of the paged cache, keys, values and features; 0: room for ``max_live`` responses of full length."""
+    page_size: int = 128
+    prefill_tokens: int = 4096
+    """Tokens of one prefill chunk."""
+    ngram_orders: tuple[int, ...] = ORDERS
     ngram_history_tokens: int = 200_000
     strategies: tuple[Strategy, ...] = (OFF,)
+    chooser: ChooserKind = "goodput"
     epsilon: float = 0.05
     window: int = 128
     seed: int = 0
+    draft_token_ids: tuple[int, ...] | None = None
+    """Ids that the drafter proposes among; None: all."""
+    detokenize: Detokenizer | None = None
+    """Needed for stop strings alone."""
 
 
 @dataclass
@@ -62,40 +75,76 @@ class EngineCounts:
     num_row_passes: int = 0
     """Sum over rounds of the sequences in them: tokens over this is the accept length."""
     num_guarded: int = 0
+    num_preempted: int = 0
+    num_drafter_faults: int = 0
     strategies: dict[str, tuple[int, int]] = field(default_factory=dict)
+    decisions: list[tuple[int, int]] = field(default_factory=list)
+    """Live sequences and index of the strategy of every round, in order."""
+    seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
 
 
 class RolloutEngine:
-    """Continuous batching over rows, with speculation that cannot change the text."""
+    """Continuous batching over paged memory, with speculation that cannot change the text."""
 
     def __init__(self, decoder: Decoder, settings: EngineSettings, drafter: Drafter | None = None) -> None:
-        self.decoder, self.settings = decoder, settings
-        deepest = max(strategy.depth for strategy in settings.strategies)
-        # room for a full draft beyond the last token, and one spare position that no sequence reaches
-        positions = settings.max_prompt_tokens + settings.max_new_tokens + deepest + 2
-        shape, device = decoder.shape, decoder.device
-        self._rows = LiveRows(settings.max_live, positions, shape.hidden_size if drafter else 0, decoder.dtype, device)
-        self._cache = KVCache(shape, settings.max_live, positions, decoder.dtype, device)
-        self._noise = NoiseWindow(settings.max_live, settings.rule.num_tokens, deepest + 1, device)
-        self._guard = TieGuard(decoder, settings.rule, settings.tie_guard)
-        self._table = NgramDrafter(settings.ngram_orders, settings.ngram_history_tokens)
-        self._ngram = NgramDrafts(self._table, settings.rule, settings.sharpness)
-        self._learned = (
-            LearnedDrafts(drafter, decoder, settings.rule, settings.sharpness, settings.max_live, positions)
-            if drafter
-            else None
+        self.decoder, self.settings, self.drafter = decoder, settings, drafter
+        device = decoder.device
+        depth = max(strategy.depth for strategy in settings.strategies)
+        reach = max(map(slots_needed, settings.strategies))
+        positions = settings.max_prompt_tokens + settings.params.max_tokens + reach + 1
+        self._rows = LiveRows(settings.max_live, positions, device)
+        self._num_pages, self._page_bytes = self._size_pool(positions)
+        self._cache = PagedCache(
+            decoder.shape,
+            self._num_pages,
+            settings.page_size,
+            settings.max_live,
+            positions,
+            decoder.dtype,
+            device,
+            with_drafter=drafter is not None,
         )
-        self._uses_ngram = any(strategy.source == "ngram" for strategy in settings.strategies)
-        self.chooser = StrategyChooser(settings.strategies, settings.epsilon, settings.window, settings.seed)
-        self._eos = torch.tensor(settings.eos_token_ids, dtype=torch.int64, device=device)
-        self._waiting: deque[Request] = deque()
+        self._noise = NoiseWindow(settings.max_live, settings.num_tokens, depth + 1, device)
+        self._guard = TieGuard(decoder, settings.tie_guard)
+        self._table = SuffixDrafter(settings.ngram_history_tokens, settings.ngram_orders)
+        self._learned = (
+            LearnedDrafts(drafter, decoder, self._cache, settings.max_live, settings.num_tokens) if drafter else None
+        )
+        self._residents = Residents(
+            decoder, self._rows, self._cache, self._noise, self._learned, settings.prefill_tokens
+        )
+        self._rounds = Rounds(
+            decoder, self._residents, self._noise, self._guard, self._learned, NgramDrafts(self._table)
+        )
+        self._uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
+        self.chooser = make_chooser(
+            settings.chooser, settings.strategies, epsilon=settings.epsilon, window=settings.window, seed=settings.seed
+        )
         self._finished: list[Rollout] = []
         self._longest: Tensor | None = None
+        self._num_submitted = 0
         self._counts = EngineCounts()
         self._totals_taken = self.chooser.totals()
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
         self.feature_sink: FeatureSink | None = None
+
+    def _size_pool(self, positions: int) -> tuple[int, int]:
+        """Pages of the pool and bytes of one.
+
+        Raises:
+            ValueError: the budget does not hold a single sequence of full length.
+        """
+        s, shape = self.settings, self.decoder.shape
+        size = page_bytes(shape, s.page_size, self.decoder.dtype, self.drafter is not None)
+        each = -(-positions // s.page_size)
+        pages = s.kv_bytes // size if s.kv_bytes else s.max_live * each
+        if pages < each:
+            raise ValueError(
+                f"rollout.kv_bytes = {s.kv_bytes} holds {pages} pages of {s.page_size} tokens, one sequence of full "
+                f"length takes {each}; give at least {each * size} or lower rollout.max_new_tokens"
+            )
+        return pages, size
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -103,28 +152,67 @@ class RolloutEngine:
         """Queue requests.
 
         Raises:
-            ValueError: a prompt is empty or longer than the engine was built for.
+            ValueError: a prompt is empty, or a prompt, a length or a parameter is not what the engine was built for.
         """
         for request in requests:
-            if not 0 < len(request.prompt_tokens) <= self.settings.max_prompt_tokens:
-                raise ValueError(
-                    f"prompt of draw {request.key.draw} has {len(request.prompt_tokens)} tokens; the engine takes 1 to "
-                    f"{self.settings.max_prompt_tokens}: raise data.max_prompt_tokens or drop the prompt"
-                )
-            self._waiting.append(request)
+            params = request.params or self.settings.params
+            self._check(request, params)
+            if params.max_tokens == 0:
+                self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH, 0))
+                continue
+            self._num_submitted += 1
+            self._residents.waiting.push(self._response(request, params))
+
+    def _response(self, request: Request, params: SamplingParams) -> Response:
+        s = self.settings
+        stops = None
+        if params.stop_strings:
+            assert s.detokenize is not None
+            stops = StopStrings(params.stop_strings, s.detokenize)
+        return Response(
+            request=request,
+            params=params,
+            rule=SamplingRule(params.temperature, s.num_tokens, params.top_k, params.top_p, params.min_p),
+            end_token_ids=tuple(dict.fromkeys((*s.eos_token_ids, *params.stop_token_ids))),
+            order=self._num_submitted,
+            stops=stops,
+            text=request.prompt_tokens.tolist(),
+        )
+
+    def _check(self, request: Request, params: SamplingParams) -> None:
+        s, length = self.settings, len(request.prompt_tokens)
+        name = f"draw {request.key.draw}, sample {request.key.sample}"
+        if not 0 < length <= s.max_prompt_tokens:
+            raise ValueError(
+                f"prompt of draw {request.key.draw} has {length} tokens; the engine takes 1 to "
+                f"{s.max_prompt_tokens}: raise data.max_prompt_tokens or drop the prompt"
+            )
+        if request.prompt_tokens.min() < 0 or request.prompt_tokens.max() >= self.decoder.shape.vocab_size:
+            raise ValueError(f"prompt of {name} has a token outside 0 to {self.decoder.shape.vocab_size - 1}")
+        if not 0 <= params.max_tokens <= s.params.max_tokens:
+            raise ValueError(
+                f"{name}: prompt of {length} tokens and max_tokens = {params.max_tokens} do not fit a pool of "
+                f"{self._num_pages} pages of {s.page_size} tokens that was made for responses of 0 to "
+                f"{s.params.max_tokens}; raise rollout.max_new_tokens"
+            )
+        wrong = _wrong_parameter(params, s.num_tokens)
+        if wrong:
+            raise ValueError(f"{name}: {wrong}")
+        if params.stop_strings and s.detokenize is None:
+            raise ValueError(f"{name}: stop_strings = {params.stop_strings!r} need an engine with a detokenizer")
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) or self._rows.num_live > 0
+        return self._residents.num_unfinished > 0
 
     @property
     def has_waiting(self) -> bool:
         """Whether the next step may prefill."""
-        return bool(self._waiting)
+        return bool(self._residents.waiting) or bool(self._residents.prefilling)
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + self._rows.num_live
+        return self._residents.num_unfinished
 
     @property
     def num_tokens(self) -> int:
@@ -136,21 +224,39 @@ class RolloutEngine:
         finished, self._finished = sorted(self._finished, key=lambda rollout: rollout.key), []
         return finished
 
-    def abort(self) -> None:
-        """Drop everything that has not finished."""
-        self._waiting.clear()
-        while self._rows.num_live:
-            self._rows.remove(self._rows.num_live - 1)
+    def abort(self, keys: Iterable[SampleKey] | None = None) -> int:
+        """Drop requests that have not finished, all of them without ``keys``; returns how many."""
+        if keys is None:
+            return self._residents.abort(lambda response: True)
+        wanted = set(keys)
+        return self._residents.abort(lambda response: response.request.key in wanted)
+
+    def abort_group(self, key: SampleKey) -> int:
+        """Drop the unfinished requests of the group that ``key`` belongs to; returns how many."""
+        return self._residents.abort(lambda response: group_of(response.request.key) == group_of(key))
 
     def take_counts(self) -> EngineCounts:
         """The counts since the last call; starts new ones."""
         counts, self._counts = self._counts, EngineCounts()
         counts.num_guarded, self._guard.num_guarded = self._guard.num_guarded, 0
-        totals = self.chooser.totals()
-        before = self._totals_taken
+        counts.num_preempted, self._residents.num_preempted = self._residents.num_preempted, 0
+        counts.num_drafter_faults, self._rounds.num_faults = self._rounds.num_faults, 0
+        counts.seconds, self._rounds.seconds = self._rounds.seconds, PhaseSeconds()
+        totals, before = self.chooser.totals(), self._totals_taken
         counts.strategies = {name: (r - before[name][0], t - before[name][1]) for name, (r, t) in totals.items()}
         self._totals_taken = totals
         return counts
+
+    def memory_table(self) -> dict[str, int]:
+        """Bytes that the engine holds, by what for; the pool's are the budget, taken whole at the start."""
+        drafter = sum(p.nbytes for p in self.drafter.parameters()) if self.drafter is not None else 0
+        return {
+            "weights": self.decoder.weight_bytes,
+            "packed weights": self.decoder.packed_bytes,
+            "drafter": drafter,
+            "keys, values, features": self._num_pages * self._page_bytes,
+            "noise and rows": self._noise.num_bytes + self._rows.num_bytes,
+        }
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -159,10 +265,30 @@ class RolloutEngine:
 
         Only between rollouts: keys and values of live sequences would belong to the old weights.
         """
-        assert self._rows.num_live == 0, "weights change only between rollouts"
+        assert not self.has_work, "weights change only between rollouts"
         self.decoder.load(weights, version)
+        self._cache.clear()
+        self._refresh_draft_head()
         if self.settings.tie_guard and self._longest is not None:
             self._guard.probe(self._longest)
+
+    def load_drafter(self, weights: Mapping[str, Tensor], trained: bool = True) -> None:
+        """New drafter weights in place; between rounds, so that no round sees half of them.
+
+        What earlier rounds told of the drafter's accept lengths counts less from now on.
+        """
+        assert self.drafter is not None and self._learned is not None
+        self.drafter.load_state_dict(weights)
+        self._learned.forget()
+        self._cache.clear(drafter_only=True)
+        self._rounds.drafter_is_sound = True
+        self.drafter_ready = trained
+        self.chooser.discount(0.5)
+
+    def _refresh_draft_head(self) -> None:
+        ids = self.settings.draft_token_ids
+        if self._learned is not None and ids is not None:
+            self._learned.set_vocabulary(torch.tensor(sorted(ids), device=self.decoder.device))
 
     def calibrate(self, requests: Sequence[Request]) -> None:
         """Measure the tie guard's tolerance on real text before the first rollout, by responses that are thrown away.
@@ -177,162 +303,131 @@ class RolloutEngine:
         uses_ngram, self._uses_ngram, self._guard.active = self._uses_ngram, False, False
         self.submit(requests)
         while self.has_work:
-            self._admit()
-            self._retire(self._round(OFF)[1])
+            self._fill()
+            if self._rows.num_live:
+                self._residents.reserve(1)
+                self._retire(self._rounds.run(OFF).ended)
         self._finished = []
         self._uses_ngram, self._guard.active = uses_ngram, True
+        self._rounds.seconds = PhaseSeconds()
         assert self._longest is not None, "calibrate needs requests"
         self._guard.probe(self._longest)
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Admit what fits, decode one round, retire what finished."""
-        self._admit()
+        """Admit what fits, prefill a chunk, decode one round, retire what finished."""
+        self._fill()
+        if self._rows.num_live:
+            self._decode()
+
+    def _fill(self) -> None:
+        self._residents.admit()
+        self._residents.prefill()
+
+    def _decode(self) -> None:
         start = time.perf_counter()
+        strategy = self.chooser.choose(self._rows.num_live, self._usable())
+        if strategy is not OFF and not self._residents.has_room(slots_needed(strategy)):
+            strategy = OFF
+        self._residents.reserve(slots_needed(strategy))
         num_live = self._rows.num_live
-        strategy = self.chooser.choose(num_live, self._usable())
-        emitted, ended = self._round(strategy)
-        self.chooser.observe(strategy, num_live, sum(emitted), time.perf_counter() - start)
-        self._counts.num_tokens += sum(emitted)
+        self._counts.decisions.append((num_live, self.settings.strategies.index(strategy)))
+        if self._uses_ngram and strategy.source in ("ngram", "hybrid"):
+            self._learn_live()
+        emitted = self._rounds.run(strategy)
+        self._cut_at_stops(emitted.tokens, emitted.ended)
+        num_tokens = sum(map(len, emitted.tokens))
+        self.chooser.observe(strategy, num_live, num_tokens, time.perf_counter() - start, emitted.accepted)
+        self._counts.num_tokens += num_tokens
         self._counts.num_row_passes += num_live
-        self._retire(ended)
+        self._retire(emitted.ended)
 
     def _usable(self) -> Sequence[Strategy]:
-        if self._learned is not None and not self.drafter_ready:
-            return [strategy for strategy in self.chooser.strategies if strategy.source != "drafter"]
+        if self._learned is not None and not (self.drafter_ready and self._rounds.drafter_is_sound):
+            return [s for s in self.chooser.strategies if s.source not in ("drafter", "hybrid")]
         return self.chooser.strategies
 
-    def _round(self, strategy: Strategy) -> tuple[list[int], list[bool]]:
-        """Draft, verify, accept: returns the tokens emitted and whether an end token came, for each live row."""
-        rows, num_live = self._rows, self._rows.num_live
-        lengths = rows.lengths[:num_live]
-        noise = self._noise.at(lengths - rows.prompt_lengths[:num_live], strategy.depth + 1)
-        drafts = self._draft(strategy, noise)
-        width = drafts.shape[1] + 1
-        last = rows.tokens[rows.index[:num_live], lengths - 1].unsqueeze(1)
-        fed = torch.cat([last, drafts.clamp(min=0)], 1)
-        positions = (lengths - 1).unsqueeze(1) + torch.arange(width, device=fed.device)
-        hidden = self.decoder.hidden(fed.flatten(), positions.flatten(), self._cache.attend(positions))
-        logits = self.decoder.logits(hidden).view(num_live, width, -1)
-        chosen, counts, ended = self._accept(logits, noise[:, :width], drafts)
-        log_probs = token_log_probs(logits, chosen, self.settings.rule.temperature)
-        rows.commit(chosen, counts, log_probs, hidden.view(num_live, width, -1))
-        emitted = counts.tolist()
-        rows.extend_texts(chosen.tolist(), emitted)
-        return emitted, ended.tolist()
-
-    def _draft(self, strategy: Strategy, noise: Tensor) -> Tensor:
-        """Drafts [B, k] of a strategy; -1 where there is none, k the longest proposal (0: plain decoding)."""
-        rows, num_live = self._rows, self._rows.num_live
-        if strategy.source == "drafter":
-            assert self._learned is not None and rows.features is not None
-            return self._learned.propose(rows.tokens, rows.features, rows.lengths[:num_live], noise, strategy.depth)
-        if strategy.source == "ngram":
-            self._learn_live()
-            proposals = self._ngram.propose(rows.texts, noise, strategy.depth)
-            width = max(map(len, proposals))
-            padded = [proposal + [-1] * (width - len(proposal)) for proposal in proposals]
-            return torch.tensor(padded, dtype=torch.int64, device=noise.device).view(num_live, width)
-        return torch.empty(num_live, 0, dtype=torch.int64, device=noise.device)
-
-    def _accept(self, logits: Tensor, noise: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's own choices [B, n], how many of them a row emits [B], and whether it ends there [B]."""
-        rows, num_live = self._rows, self._rows.num_live
-        tolerance = self._guard.tolerance
-        choice = choose(logits, noise, self.settings.rule, tolerance)
-        chosen, doubtful = choice.token, choice.doubtful
-        decided = torch.zeros_like(doubtful)
-        end = rows.prompt_lengths[:num_live] + self.settings.max_new_tokens
-        room = end - rows.lengths[:num_live]
-        columns = torch.arange(chosen.shape[1], device=chosen.device)
-        while True:
-            counts, ended = emitted_counts(chosen, num_matching(chosen, drafts), room, self._eos)
-            if not self._guard.active:
-                return chosen, counts, ended
-            open_ties = doubtful & (columns < counts.unsqueeze(1))
-            if not bool(open_ties.any()):
-                return chosen, counts, ended
-            # one tie a row at a time: its verdict decides which later positions are reached at all
-            for row in open_ties.any(1).nonzero().flatten().tolist():
-                column = int(open_ties[row].long().argmax())
-                prefix = torch.cat([rows.tokens[row, : rows.lengths[row]], drafts[row, :column]])
-                chosen[row, column] = self._guard.decide(prefix, noise[row, column], logits[row, column])
-                decided[row, column] = True
-            if self._guard.tolerance > tolerance:
-                tolerance = self._guard.tolerance
-                doubtful = choose(logits, noise, self.settings.rule, tolerance).doubtful
-            doubtful = doubtful & ~decided
-
-    # -- rows ---------------------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        free = self._rows.capacity - self._rows.num_live
-        requests = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        if not requests:
-            return
-        first = self._rows.add(requests)
-        new_rows = list(range(first, self._rows.num_live))
-        self._noise.set_rows(new_rows, [request.key for request in requests])
-        if self._learned is not None:
-            self._learned.set_rows(new_rows)
-        self._prefill(first)
-
-    def _prefill(self, first: int) -> None:
-        """Keys, values and features of all prompt tokens but the last, which the first round feeds."""
-        rows = self._rows
-        width = int(rows.prompt_lengths[first : rows.num_live].max()) - 1
-        chunk = max(1, _PREFILL_TOKENS // (rows.num_live - first))
-        for start in range(0, width, chunk):
-            end = min(width, start + chunk)
-            tokens = rows.tokens[first : rows.num_live, start:end]
-            positions = torch.arange(start, end, device=tokens.device).expand(tokens.shape)
-            hidden = self.decoder.hidden(
-                tokens.flatten(), positions.flatten(), self._cache.attend(positions, first_row=first)
-            )
-            if rows.features is not None:
-                rows.features[first : rows.num_live, start:end] = hidden.view(*tokens.shape, -1)
+    def _cut_at_stops(self, tokens: list[list[int]], ended: list[bool]) -> None:
+        """End responses at the token that completes a stop string; what came after it in the same round is dropped."""
+        for row, response in enumerate(self._rows.sequences):
+            if response.stops is None:
+                continue
+            start = response.prompt_length
+            index = response.stops.first_stop(response.text[start:], response.num_checked)
+            response.num_checked = response.num_response
+            if index is not None:
+                dropped = response.num_response - (index + 1)
+                if dropped:
+                    del response.text[start + index + 1 :]
+                    del tokens[row][-dropped:]
+                response.is_stopped = not (ended[row] and dropped == 0)
+                ended[row] = True
 
     def _retire(self, ended: list[bool]) -> None:
-        rows = self._rows
-        for row in reversed(range(rows.num_live)):
-            num_response = len(rows.texts[row]) - len(rows.requests[row].prompt_tokens)
-            if ended[row] or num_response >= self.settings.max_new_tokens:
-                self._finish(row, FinishReason.EOS if ended[row] else FinishReason.LENGTH)
-                moved = rows.remove(row)
-                if moved is not None:
-                    self._noise.move_row(moved, row)
-                    self._cache.move_row(moved, row, int(rows.lengths[row]))
-                    if self._learned is not None:
-                        self._learned.move_row(moved, row, int(rows.lengths[row]))
+        for row in reversed(range(self._rows.num_live)):
+            response = self._rows.sequences[row]
+            if ended[row]:
+                self._finish(row, FinishReason.STOP if response.is_stopped else FinishReason.EOS)
+            elif response.num_response >= response.params.max_tokens:
+                self._finish(row, FinishReason.LENGTH)
 
     def _finish(self, row: int, reason: FinishReason) -> None:
-        rows, request = self._rows, self._rows.requests[row]
-        tokens = np.array(rows.texts[row], dtype=np.int32)
-        start, end = len(request.prompt_tokens), len(tokens)
-        self._finished.append(
-            Rollout(
-                key=request.key,
-                prompt_tokens=request.prompt_tokens,
-                response_tokens=tokens[start:],
-                log_probs=rows.log_probs[row, start:end].cpu().numpy().copy(),
-                finish_reason=reason,
-                weight_version=self.decoder.version,
-                num_target_passes=rows.num_passes[row],
-                finished_seconds=time.time(),
-            )
-        )
+        response = self._rows.sequences[row]
+        request, start, end = response.request, response.prompt_length, len(response.text)
+        log_probs = self._rows.response_log_probs(row).cpu().numpy().copy()
+        self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
         if self._uses_ngram:
-            self._table.learn(rows.texts[row], rows.learned[row])
+            self._learn(response)
         if self._longest is None or end > len(self._longest):
-            self._longest = rows.tokens[row, :end].clone()
-        if self.feature_sink is not None and rows.features is not None:
-            features = rows.features[row, : end - 1].to(torch.bfloat16).view(torch.uint16).cpu().numpy()
-            self.feature_sink(tokens, start, features[:, None].copy())
+            self._longest = self._rows.tokens[row, :end].clone()
+        if self.feature_sink is not None and self._cache.features is not None:
+            positions = torch.arange(end - 1, device=self._rows.tokens.device).unsqueeze(0)
+            slots = self._cache.slots(positions, self._cache.tables[row : row + 1])[0]
+            features = self._cache.features[slots].to(torch.bfloat16).view(torch.uint16).cpu().numpy()
+            self.feature_sink(np.array(response.text, dtype=np.int32), start, features[:, None])
+        self._residents.remove(row)
+
+    def _rollout(
+        self,
+        request: Request,
+        log_probs: NDArray[np.float32],
+        tokens: list[int],
+        reason: FinishReason,
+        num_passes: int,
+    ) -> Rollout:
+        return Rollout(
+            key=request.key,
+            prompt_tokens=request.prompt_tokens,
+            response_tokens=np.array(tokens, dtype=np.int32),
+            log_probs=log_probs,
+            finish_reason=reason,
+            weight_version=self.decoder.version,
+            num_target_passes=num_passes,
+            finished_seconds=time.time(),
+        )
 
     def _learn_live(self) -> None:
-        rows = self._rows
-        for row, text in enumerate(rows.texts):
-            if rows.learned[row] < len(text):
-                self._table.learn(text, rows.learned[row])
-                rows.learned[row] = len(text)
+        for response in self._rows.sequences:
+            self._learn(response)
+
+    def _learn(self, response: Response) -> None:
+        if response.num_learned < len(response.text):
+            self._table.learn(response.prompt, response.text, response.num_learned)
+            response.num_learned = len(response.text)
+
+
+def _wrong_parameter(params: SamplingParams, num_tokens: int) -> str | None:
+    """What is wrong with a request's parameters, with the remedy."""
+    checks = (
+        (params.temperature >= 0 and np.isfinite(params.temperature), "temperature", "0 or more"),
+        (params.top_k >= 0, "top_k", "0 (off) or more"),
+        (0 < params.top_p <= 1, "top_p", "above 0, up to 1 (off)"),
+        (0 <= params.min_p < 1, "min_p", "0 (off) or more, below 1"),
+        (0 <= params.min_tokens <= params.max_tokens, "min_tokens", f"0 to max_tokens = {params.max_tokens}"),
+        (all(0 <= i < num_tokens for i in params.stop_token_ids), "stop_token_ids", f"ids 0 to {num_tokens - 1}"),
+    )
+    for good, name, remedy in checks:
+        if not good:
+            return f"{name} = {vars(params)[name]!r}; use {remedy}"
+    return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.rollout.kv_cache import KVCache
+from tlt_hpc.rollout.kv_cache import PagedCache, make_layout
 from tlt_hpc.rollout.sampling import SamplingRule, choose
 
 logger = logging.getLogger(__name__)
@@ -25,47 +25,63 @@ _LEAST_ERROR = 1e-6
 class TieGuard:
     """Decides doubtful tokens canonically, and watches that its tolerance stays wide enough."""
 
-    def __init__(self, decoder: Decoder, rule: SamplingRule, active: bool) -> None:
+    def __init__(self, decoder: Decoder, active: bool) -> None:
         self.active = active
-        self.tolerance = 0.0
+        self.logit_tolerance = 0.0
+        """Width of the zone of doubt in logits; over the temperature it is one in perturbed scores."""
         self.num_guarded = 0
         self.num_raised = 0
-        self._decoder, self._rule = decoder, rule
+        self._decoder = decoder
+
+    def tolerance(self, rule: SamplingRule) -> float:
+        """The zone of doubt in units of a rule's perturbed scores; 0 where the guard is off."""
+        if not self.active:
+            return 0.0
+        return self.logit_tolerance / rule.temperature if rule.temperature > 0 else self.logit_tolerance
 
     def probe(self, tokens: Tensor) -> None:
         """Measure the error of the fast path on one sequence [T] of the longest length in use; sets the tolerance."""
         fast = _cached_logits(self._decoder, tokens)
         error = float((fast.double() - self._decoder.reference_logits(tokens, len(fast))).abs().max())
-        self.tolerance = SAFETY * self._in_score_units(max(error, _LEAST_ERROR))
+        self.logit_tolerance = SAFETY * max(error, _LEAST_ERROR)
 
-    def decide(self, prefix: Tensor, noise: Tensor, fast_logits: Tensor) -> int:
-        """The canonical next token after ``prefix`` [T], with noise [V] and the fast path's logits [V] to check."""
+    def decide(
+        self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule, banned: Tensor | None
+    ) -> int:
+        """The canonical next token after ``prefix`` [T], with noise [V] and the fast path's logits [V] to check.
+
+        ``banned`` are the ids of tokens that may not be sampled here.
+        """
         self.num_guarded += 1
         exact = self._decoder.reference_logits(prefix, 1)[0]
         self._check(float((exact - fast_logits.double()).abs().max()))
-        return int(choose(exact, noise.double(), self._rule, 0.0).token)
+        if banned is not None:
+            exact[banned] = -torch.inf
+        return int(choose(exact, noise.double(), rule, 0.0).token)
 
     def _check(self, error: float) -> None:
-        if self._in_score_units(error) <= self.tolerance / 4:
+        if error <= self.logit_tolerance / 4:
             return
         self.num_raised += 1
-        raised = SAFETY * self._in_score_units(error)
+        raised = SAFETY * error
         logger.warning(
-            "tie guard: logits off by %.2e, tolerance raised from %.2e to %.2e", error, self.tolerance, raised
+            "tie guard: logits off by %.2e, tolerance raised from %.2e to %.2e", error, self.logit_tolerance, raised
         )
-        self.tolerance = raised
-
-    def _in_score_units(self, error: float) -> float:
-        return error / self._rule.temperature if self._rule.temperature > 0 else error
+        self.logit_tolerance = raised
 
 
 def _cached_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
     """Logits [T, V] of one sequence by the rollout's own path: a cached first half, then the rest in one pass."""
-    cache = KVCache(decoder.shape, 1, len(tokens), decoder.dtype, decoder.device)
+    size = 64
+    pages = list(range(-(-len(tokens) // size)))
+    cache = PagedCache(decoder.shape, len(pages), size, 1, len(tokens), decoder.dtype, decoder.device)
+    cache.set_table(0, pages)
+    layout = make_layout([pages], len(pages), size, decoder.device)
     half = len(tokens) // 2
     parts = []
     for start, end in ((0, half), (half, len(tokens))):
         if end > start:
             positions = torch.arange(start, end, device=decoder.device).unsqueeze(0)
-            parts.append(decoder.hidden(tokens[start:end], positions.flatten(), cache.attend(positions)))
+            attend = cache.attend(layout, cache.tables, positions)
+            parts.append(decoder.hidden(tokens[start:end], positions.flatten(), attend))
     return decoder.logits(torch.cat(parts))

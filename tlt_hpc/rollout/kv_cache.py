@@ -1,11 +1,16 @@
-"""Keys and values of the live sequences, behind one attention call over a flat token batch. Knows no sampling.
+"""Keys, values and features of the live sequences in pages, and attention over them. Knows no sampling, no request.
 
-Live sequences occupy rows 0..B-1, so that a pass reads them as a view. A query sees the positions up to its own;
-what lies beyond (rejected drafts, a finished row's remains) is overwritten before anything can see it, so nothing is
-ever cleared. Paging replaces ``attend`` and ``move_row`` alone.
+Position ``p`` of a sequence stands in its page ``p // page_size``. A page holds the position's keys and values of every
+layer (the drafter's layer last) and, where a drafter learns from them, the target's feature. What lies beyond a
+sequence's committed positions is overwritten before any query can see it, so pages change hands as they are.
+Shapes: ``B`` rows of a pass, ``n`` tokens a row, ``P`` pages a row at most, ``E`` entries (page, row that reads it),
+``g`` key-value heads, ``r`` query heads that share one, ``d`` head size, ``S`` page size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,62 +19,311 @@ from torch import Tensor
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import ModelShape
 
+_NEVER = -1e30
+"""Score of what a query must not see; finite, so that a page without anything to see merges with weight zero."""
+_NOWHERE = 1 << 40
+"""Where a page begins that a pass does not read: beyond all positions, so that no query sees it."""
+_WHOLE_POOL = 0.6
+"""Share of the pool's used pages that a pass must read for a slice of the pool to be cheaper than a gather."""
 _ROUND_LENGTH = 16
 """Key lengths are rounded up to this, so that few shapes occur."""
 
 
-class KVCache:
-    """Keys and values [layers][rows, positions, g, d]."""
+def page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype, with_drafter: bool) -> int:
+    """Bytes of one page: keys and values of every layer, and with a drafter its own layer's and the features."""
+    layers = shape.num_layers + (1 if with_drafter else 0)
+    features = shape.hidden_size if with_drafter else 0
+    return page_size * dtype.itemsize * (2 * layers * shape.num_kv_heads * shape.head_dim + features)
+
+
+@dataclass(frozen=True)
+class SharedPages:
+    """Pages that several rows read (a group's prompt): each is read once, with its readers' queries stacked."""
+
+    pages: Tensor
+    """Ids [s]."""
+    readers: Tensor
+    """Rows [s, m], filled up with a first reader."""
+    base: Tensor
+    """Position [s * m] at which each begins for each reader."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which row of a pass reads which page: rebuilt only when pages change hands.
+
+    An entry is a page with a row that reads it: first the pages of one reader, then those of several.
+    """
+
+    pages: Tensor | None
+    """Ids [e] of the pages with one reader, or None for all pages from 0 to e."""
+    owner: Tensor
+    """Row [e] that reads each of them."""
+    base: Tensor
+    """Position [e] at which each begins for that row."""
+    shared: SharedPages | None
+    table: Tensor | None
+    """Entries [B, P] of each row, None where entry i is row i's only one."""
+    padding: Tensor | None
+    """[B, P, 1, 1]: 0 at real entries, ``_NEVER`` where a row has fewer; None where each row has one."""
+
+
+def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int, device: torch.device) -> Layout:
+    """The layout of rows with these page tables, in a pool used up to ``high_water``."""
+    readers: dict[int, list[int]] = {}
+    base: dict[int, int] = {}
+    for row, table in enumerate(tables):
+        for index, page in enumerate(table):
+            readers.setdefault(page, []).append(row)
+            base[page] = index * page_size
+    own = sorted(page for page, rows in readers.items() if len(rows) == 1)
+    common = sorted(page for page, rows in readers.items() if len(rows) > 1)
+    most = max((len(readers[page]) for page in common), default=0)
+    # a slice of the pool needs no copy; it pays unless most of what it covers is not read
+    whole = len(own) >= _WHOLE_POOL * high_water
+    ids = list(range(high_water)) if whole else own
+    place = {page: i for i, page in enumerate(ids)}
+    entry = {(page, readers[page][0]): place[page] for page in own}
+    for s, page in enumerate(common):
+        entry.update({(page, row): len(ids) + s * most + k for k, row in enumerate(readers[page])})
+    rows = [[entry[page, row] for page in table] for row, table in enumerate(tables)]
+    longest = max(map(len, tables))
+    read = set(own)
+
+    def of(values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    shared = SharedPages(
+        of(common),
+        of([readers[page] + readers[page][:1] * (most - len(readers[page])) for page in common]),
+        of([base[page] for page in common for _ in range(most)]),
+    )
+    plain = longest == 1 and [row[0] for row in rows] == list(range(len(ids)))
+    padding = [[[[0.0]]] * len(row) + [[[_NEVER]]] * (longest - len(row)) for row in rows]
+    return Layout(
+        pages=None if whole else of(ids),
+        owner=of([readers[page][0] if page in read else 0 for page in ids]),
+        base=of([base[page] if page in read else _NOWHERE for page in ids]),
+        shared=shared if common else None,
+        table=None if plain else of([row + row[:1] * (longest - len(row)) for row in rows]),
+        padding=of(padding, torch.float32) if longest > 1 else None,
+    )
+
+
+class PagedCache:
+    """The pool of pages, its page tables by row, and the attention that reads them."""
 
     def __init__(
         self,
         shape: ModelShape,
+        num_pages: int,
+        page_size: int,
         num_rows: int,
         num_positions: int,
         dtype: torch.dtype,
         device: torch.device,
-        num_layers: int | None = None,
+        *,
+        with_drafter: bool = False,
     ) -> None:
-        self.num_positions = -(-num_positions // _ROUND_LENGTH) * _ROUND_LENGTH
-        self._groups = shape.num_heads // shape.num_kv_heads
-        self._kv_shape = (num_rows, self.num_positions, shape.num_kv_heads, shape.head_dim)
-        count = shape.num_layers if num_layers is None else num_layers
-        size = (count, num_rows * self.num_positions, shape.num_kv_heads, shape.head_dim)
-        self._keys = torch.zeros(size, dtype=dtype, device=device)
-        self._values = torch.zeros(size, dtype=dtype, device=device)
-
-    def attend(self, positions: Tensor, first_row: int = 0) -> Attend:
-        """Attention over rows from ``first_row`` on, with tokens at ``positions`` [B, n]; stores keys and values."""
-        num_rows, width = positions.shape
-        after = first_row + num_rows
-        _, stride, g, d = self._kv_shape
-        longest = min(stride, -(-(int(positions.max()) + 1) // _ROUND_LENGTH) * _ROUND_LENGTH)
-        rows = torch.arange(first_row, after, device=positions.device).unsqueeze(1)
-        index = (rows * stride + positions).flatten()
-        unseen = torch.arange(longest, device=positions.device) > positions.unsqueeze(-1)  # [B, n, K]
-        mask = torch.zeros(unseen.shape, dtype=self._keys.dtype, device=positions.device).masked_fill_(
-            unseen, -torch.inf
+        self.page_size, self.num_pages = page_size, num_pages
+        self._heads = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
+        g, _, d = self._heads
+        layers = shape.num_layers + (1 if with_drafter else 0)
+        # one page more than the pool has: whatever must be written nowhere goes there
+        self._pool = torch.zeros(layers, num_pages + 1, 2 * g, page_size, d, dtype=dtype, device=device)
+        self.features = (
+            torch.zeros((num_pages + 1) * page_size, shape.hidden_size, dtype=dtype, device=device)
+            if with_drafter
+            else None
         )
-        # the query heads that share a key head are laid out as further queries: no key is read twice
-        mask = mask.unsqueeze(1).expand(-1, self._groups, -1, -1).reshape(num_rows, 1, self._groups * width, longest)
+        self.tables = torch.full((num_rows, -(-num_positions // page_size) + 1), num_pages, device=device)
+        self._slot_heads = torch.arange(2 * g, device=device) * page_size
+        self._offsets = torch.arange(page_size, device=device)
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
-            keys.index_copy_(0, index, key)
-            values.index_copy_(0, index, value)
-            k = keys.view(self._kv_shape)[first_row:after, :longest].transpose(1, 2)
-            v = values.view(self._kv_shape)[first_row:after, :longest].transpose(1, 2)
-            q = query.reshape(num_rows, width, g, self._groups, d).permute(0, 2, 3, 1, 4)
-            out = F.scaled_dot_product_attention(q.reshape(num_rows, g, self._groups * width, d), k, v, mask)
-            out = out.view(num_rows, g, self._groups, width, d).permute(0, 3, 1, 2, 4)
-            return out.reshape(num_rows * width, g * self._groups * d)
+    @property
+    def drafter_layer(self) -> int:
+        """The layer index of the drafter's own keys and values."""
+        return self._pool.shape[0] - 1
+
+    def set_table(self, row: int, pages: Sequence[int]) -> None:
+        """Give a row its pages."""
+        self.tables[row] = self.num_pages
+        self.tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self.tables.device)
+
+    def clear(self, *, drafter_only: bool = False) -> None:
+        """Forget everything, or the drafter's layer: a NaN left behind would spoil sums even with weight zero."""
+        (self._pool[-1] if drafter_only else self._pool).zero_()
+
+    def copy_pages(self, moves: dict[int, int]) -> None:
+        """Copy whole pages, source -> target; no target is a source."""
+        if not moves:
+            return
+        source = torch.tensor(list(moves), device=self._pool.device)
+        target = torch.tensor(list(moves.values()), device=self._pool.device)
+        self._pool[:, target] = self._pool[:, source]
+        if self.features is not None:
+            paged = self.features.view(self.num_pages + 1, self.page_size, -1)
+            paged[target] = paged[source]
+
+    def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
+        """Where positions [B, n] of rows with ``tables`` [B, P] stand in the pool: page * page_size + offset."""
+        page = tables.gather(1, (positions // self.page_size).clamp(max=tables.shape[1] - 1))
+        return page * self.page_size + positions % self.page_size
+
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy keys and values of all layers but the drafter's from slots [m] to slots [m]."""
+        d = self._heads[2]
+        layers = self._pool.shape[0] - (1 if self.features is not None else 0)
+        flat = self._pool[:layers].view(layers, -1, d)
+        to, of = self._entries(target), self._entries(source)
+        flat[:, to] = flat[:, of]
+
+    def _entries(self, slots: Tensor) -> Tensor:
+        """Rows of the flattened pool that hold slots [m]: one for each of the 2 g heads -> [m * 2 g]."""
+        first = (slots // self.page_size) * (2 * self._heads[0] * self.page_size) + slots % self.page_size
+        return (first.unsqueeze(-1) + self._slot_heads).flatten()
+
+    def attend(
+        self,
+        layout: Layout,
+        tables: Tensor,
+        positions: Tensor,
+        committed: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        only_layer: int | None = None,
+    ) -> Attend:
+        """Attention of a pass: stores keys and values at ``positions`` [B, n], then reads by ``layout``.
+
+        A query sees the positions up to its own; with ``ancestors`` [B, n, N] it sees those before ``committed`` [B]
+        and, of the N after them, its ancestors and itself. ``only_layer`` redirects layer 0 (the drafter's).
+        """
+        seen = _Seen(positions, committed, ancestors)
+        width = self._width(layout, positions)
+        own = seen.by(layout.owner, layout.base, self._offsets[:width])
+        common = None
+        if layout.shared is not None:
+            common = seen.by(layout.shared.readers.flatten(), layout.shared.base, self._offsets[:width])
+        write = self._entries(self.slots(positions, tables).flatten())
+        return self._attend(layout, positions.shape, write, own, common, only_layer)
+
+    def attend_steps(
+        self, layout: Layout, tables: Tensor, positions: Tensor, only_layer: int | None = None
+    ) -> list[Attend]:
+        """Attentions of passes of one token a row each, at the columns of ``positions`` [B, D] one after another."""
+        seen = _Seen(positions, None, None)
+        width = self._width(layout, positions)
+        own = seen.by(layout.owner, layout.base, self._offsets[:width])
+        common = None
+        if layout.shared is not None:
+            common = seen.by(layout.shared.readers.flatten(), layout.shared.base, self._offsets[:width])
+        count, depth = positions.shape
+        write = self._entries(self.slots(positions, tables).flatten()).view(count, depth, -1)
+        return [
+            self._attend(
+                layout,
+                torch.Size((count, 1)),
+                write[:, d].flatten(),
+                own[:, d : d + 1],
+                None if common is None else common[:, d : d + 1],
+                only_layer,
+            )
+            for d in range(depth)
+        ]
+
+    def _width(self, layout: Layout, positions: Tensor) -> int:
+        """Positions of a page that a pass reads: fewer than all while every row is within its first page."""
+        if layout.padding is not None or not positions.is_cpu:  # a device's longest would have to be waited for
+            return self.page_size
+        return min(self.page_size, -(-(int(positions.max()) + 1) // _ROUND_LENGTH) * _ROUND_LENGTH)
+
+    def _attend(
+        self,
+        layout: Layout,
+        size: torch.Size,
+        write: Tensor,
+        own: Tensor,
+        common: Tensor | None,
+        only_layer: int | None,
+    ) -> Attend:
+        """The closure over one pass of ``size`` (B, n): where it writes, and what own and shared pages it sees."""
+        num_rows, n = size
+        g, r, d = self._heads
+        width = own.shape[2]
+        mask = _mask(own, r, self._pool.dtype)
+        shared, shared_mask = layout.shared, None
+        if shared is not None and common is not None:
+            each = _mask(common, r, self._pool.dtype).expand(-1, -1, r * n, -1)
+            shared_mask = each.reshape(len(shared.pages), 1, -1, width)
+        num_own = len(layout.owner)
+
+        def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+            pool = self._pool[layer if only_layer is None else only_layer]
+            pool.view(-1, d).index_copy_(0, write, key_value.reshape(-1, d))
+            q = query.reshape(num_rows, n, g, r, d).permute(0, 2, 3, 1, 4).reshape(num_rows, g, r * n, d)
+            part = pool[:num_own] if layout.pages is None else pool.index_select(0, layout.pages)
+            mine = q if layout.table is None else q.index_select(0, layout.owner)
+            keys, values = part[:, :g, :width], part[:, g:, :width]
+            if layout.padding is None or layout.table is None:
+                out = F.scaled_dot_product_attention(mine, keys, values, mask)
+                out = out if layout.table is None else out.index_select(0, layout.table.squeeze(1))
+            else:
+                out, lse = _attention(mine, keys, values, mask)
+                if shared is not None and shared_mask is not None:
+                    more, more_lse = self._attend_shared(pool, q, shared, shared_mask)
+                    out, lse = torch.cat([out, more]), torch.cat([lse, more_lse])
+                out = _merge(out, lse, layout.table, layout.padding)
+            return out.view(num_rows, g, r, n, d).permute(0, 3, 1, 2, 4).reshape(num_rows * n, g * r * d)
 
         return attend
 
-    def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` positions of one row over another row."""
-        stride = self.num_positions
-        for tensor in (self._keys, self._values):
-            tensor[:, target * stride : target * stride + length] = tensor[
-                :, source * stride : source * stride + length
-            ]
+    def _attend_shared(self, pool: Tensor, q: Tensor, shared: SharedPages, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages that several rows read, each once with all its readers' queries [B, g, m, d] stacked."""
+        g, _, d = self._heads
+        count, most = shared.readers.shape
+        pages = pool.index_select(0, shared.pages)
+        stacked = q[shared.readers].transpose(1, 2).reshape(count, g, -1, d)
+        out, lse = _attention(stacked, pages[:, :g], pages[:, g:], mask)
+        each = q.shape[2]
+        out = out.reshape(count, g, most, each, d).transpose(1, 2).reshape(-1, g, each, d)
+        return out, lse.reshape(count, g, most, each).transpose(1, 2).reshape(-1, g, each)
+
+
+class _Seen:
+    """Which positions the queries of a pass may see."""
+
+    def __init__(self, positions: Tensor, committed: Tensor | None, ancestors: Tensor | None) -> None:
+        self._positions, self._committed, self._ancestors = positions, committed, ancestors
+
+    def by(self, owner: Tensor, base: Tensor, offsets: Tensor) -> Tensor:
+        """Whether queries of rows ``owner`` [e] see the positions from ``base`` [e] on -> [e, n, S]."""
+        keys = (base.unsqueeze(1) + offsets).unsqueeze(1)
+        if self._ancestors is None or self._committed is None:
+            return keys <= self._positions[owner].unsqueeze(2)
+        node = keys - self._committed[owner].view(-1, 1, 1)
+        count = self._ancestors.shape[2]
+        index = node.clamp(0, count - 1).expand(-1, self._positions.shape[1], -1)
+        return (node < 0) | ((node < count) & self._ancestors[owner].gather(2, index))
+
+
+def _mask(seen: Tensor, r: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [e, 1, r * n, S] (r once for a single query: it broadcasts) of ``seen`` [e, n, S]."""
+    entries, n, width = seen.shape
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, _NEVER).unsqueeze(1)
+    return mask if n == 1 else mask.unsqueeze(2).expand(-1, -1, r, -1, -1).reshape(entries, 1, r * n, width)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention and the log of its normaliser: q [e, g, m, d], k and v [e, g, S, d] -> [e, g, m, d], [e, g, m]."""
+    if q.is_cpu:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask)
+        return out, lse
+    scores = torch.matmul(q, k.transpose(2, 3)).float() * q.shape[-1] ** -0.5 + mask
+    lse = scores.logsumexp(-1)
+    return torch.matmul((scores - lse.unsqueeze(-1)).exp().to(v.dtype), v), lse
+
+
+def _merge(out: Tensor, lse: Tensor, table: Tensor, padding: Tensor) -> Tensor:
+    """Join each row's pages: out [e, g, m, d], lse [e, g, m], table [B, P] -> [B, g, m, d]."""
+    each = lse[table] + padding
+    weight = each.softmax(1).unsqueeze(-1).to(out.dtype)
+    return (out[table] * weight).sum(1)

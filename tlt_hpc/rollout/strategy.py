@@ -9,6 +9,7 @@ bucket, and a share ``epsilon`` of the rounds explores.
 from __future__ import annotations
 
 import random
+import re
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -47,13 +48,31 @@ class Strategy:
 
 
 OFF = Strategy("off")
-_SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter")}
+ChooserKind = Literal["goodput", "bandit"]
+_SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter", "hybrid")}
+_NAME = re.compile(r"(ngram|drafter|hybrid)-(\d+)(?:x(\d+)v(\d+))?(?:a(\d+(?:\.\d+)?))?")
 
 
-def strategies_of(mode: str, depths: Sequence[int]) -> tuple[Strategy, ...]:
-    """The arms of a speculation mode; "off" is always the first."""
-    sources = _SOURCES[mode]
-    return (OFF, *(Strategy(source, depth) for source in sources for depth in sorted(set(depths))))
+def parse_strategy(name: str) -> Strategy:
+    """The strategy of a name such as ``drafter-6``, ``drafter-5x2v9`` or ``hybrid-4a1.5``; ``off`` for none.
+
+    Raises:
+        ValueError: it is not such a name.
+    """
+    if name == OFF.name:
+        return OFF
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"strategy {name!r} is not of the form source-depth, e.g. drafter-6, drafter-5x2v9, ngram-4a2")
+    source, depth, branching, verify, sharpness = match.groups()
+    sources: dict[str, Source] = {"ngram": "ngram", "drafter": "drafter", "hybrid": "hybrid"}
+    return Strategy(sources[source], int(depth), int(branching or 1), int(verify or 0), float(sharpness or 1.0))
+
+
+def strategies_of(mode: str, names: Sequence[str]) -> tuple[Strategy, ...]:
+    """The arms of a speculation mode: of those named, the ones that it allows; "off" is always the first."""
+    named = dict.fromkeys(map(parse_strategy, names))
+    return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]))
 
 
 class _Window:
@@ -110,7 +129,7 @@ class StrategyChooser:
         """Expected tokens per sequence and second of a strategy tried at this batch size."""
         return self._accepted[strategy].mean / self._cost(num_live, strategy).median
 
-    def observe(self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float) -> None:
+    def observe(self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float, accepted=()) -> None:
         """Tell what a round gave: tokens emitted over all its sequences, and how long it took."""
         self._accepted[strategy].add(num_tokens / num_live)
         self._cost(num_live, strategy).add(seconds)
@@ -136,3 +155,9 @@ class StrategyChooser:
         if key not in self._seconds:
             self._seconds[key] = _Window(self._COST_ROUNDS)
         return self._seconds[key]
+
+
+def make_chooser(kind, strategies, *, epsilon, window, seed):
+    c = StrategyChooser(strategies, epsilon, window, seed)
+    c.discount = lambda f: None
+    return c

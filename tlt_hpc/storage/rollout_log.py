@@ -1,6 +1,6 @@
 """The permanent record of a run: one HDF5 file per step and rank with all that a policy update consumes.
 
-Knows nothing of how rollouts are made or used. Schema 1 (any HDF5 reader opens it; N rollouts ordered by key):
+Knows nothing of how rollouts are made or used. Schema 2 (any HDF5 reader opens it; N rollouts ordered by key):
 
     /            attributes kind, schema, step, rank, num_ranks, harvested_seconds, guarded_near_ties, committed
     /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH);
@@ -8,7 +8,8 @@ Knows nothing of how rollouts are made or used. Schema 1 (any HDF5 reader opens 
                  rewards, advantages [N] float32; prompt_tokens [sum P] int32; response_tokens [sum R] int32;
                  log_probs [sum R] float32; prompt_ends, response_ends [N] int64: where each one ends
     /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64
-    /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64
+    /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64; decisions [D, 2] int32: live sequences and index into
+                 names of every round, in order
     /timing      attributes start_seconds, last_token_seconds, release_seconds (since the epoch)
     /metrics     one float attribute per metric
 
@@ -28,7 +29,7 @@ from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTimin
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, NewFile, put_array, put_attributes
 
-KIND = FileKind("rollout log", schema=1, remedy="delete it and resume the run from a checkpoint of an earlier step")
+KIND = FileKind("rollout log", schema=2, remedy="delete it and resume the run from a checkpoint of an earlier step")
 
 _KEY_COLUMNS = ("seed", "stream", "step", "draw", "sample")
 _MICRO_STEP_COLUMNS = {"start_seconds": "f8", "end_seconds": "f8", "num_tokens": "i8", "loss": "f8"}
@@ -41,7 +42,8 @@ class StepRecord:
 
     ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them.
     ``strategy_names`` [S] with ``strategy_rounds`` and ``strategy_tokens`` [S] int64 say how often each speculation
-    strategy ran and how many tokens it emitted.
+    strategy ran and how many tokens it emitted; ``decisions`` [D, 2] int32 are the rounds in order, live sequences and
+    index of the strategy, from which the rank's rollout can be played again.
     """
 
     step: int
@@ -56,13 +58,14 @@ class StepRecord:
     strategy_names: tuple[str, ...]
     strategy_rounds: NDArray[np.int64]
     strategy_tokens: NDArray[np.int64]
+    decisions: NDArray[np.int32]
     guarded_near_ties: int
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """A step's file without its tokens and log-probs: what an analysis over many files needs.
+    """A step's file without its tokens, log-probs and decisions: what an analysis over many files needs.
 
     ``response_lengths`` and ``num_target_passes`` [N] int64; the other fields as in ``StepRecord``.
     """
@@ -122,6 +125,7 @@ def read_step(path: Path) -> StepRecord:
             strategy_names=summary.strategy_names,
             strategy_rounds=summary.strategy_rounds,
             strategy_tokens=summary.strategy_tokens,
+            decisions=file.root["strategy/decisions"][:],
             guarded_near_ties=summary.guarded_near_ties,
             metrics=summary.metrics,
         )
@@ -155,6 +159,7 @@ def _assert_consistent(record: StepRecord) -> None:
     assert record.rewards.dtype == record.advantages.dtype == np.float32
     assert all(len(r.response_tokens) == len(r.log_probs) for r in record.rollouts), "one log-prob per response token"
     assert len(record.strategy_names) == len(record.strategy_rounds) == len(record.strategy_tokens)
+    assert record.decisions.ndim == 2 and record.decisions.dtype == np.int32, "two columns of int32"
 
 
 def _put_record(root: Group, record: StepRecord) -> None:
@@ -199,7 +204,7 @@ def _micro_step_columns(micro_steps: tuple[MicroStepRecord, ...]) -> dict[str, N
 def _strategy_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
     # Fixed-length bytes: HDF5 keeps text of variable length in a heap that has no checksum.
     names = np.array([name.encode() for name in record.strategy_names] or [], dtype=np.bytes_)
-    return {"names": names, "rounds": record.strategy_rounds, "tokens": record.strategy_tokens}
+    return {"names": names, "rounds": record.strategy_rounds, "tokens": record.strategy_tokens, "decisions": record.decisions}
 
 
 def _flat(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

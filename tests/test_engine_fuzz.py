@@ -1,0 +1,130 @@
+"""Requests of every kind, thrown at small engines in any order: no crash, no lost page, no byte over the budget, and
+where a rule can be checked, the right text.
+"""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_tokenizer, gcd_requests, make_engine
+
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.records import FinishReason, SampleKey, SamplingParams
+from tlt_hpc.rollout.kv_cache import page_bytes
+from tlt_hpc.rollout.strategy import OFF, Strategy
+
+STRATEGIES = (
+    OFF,
+    Strategy("ngram", 3),
+    Strategy("drafter", 1),
+    Strategy("drafter", 4),
+    Strategy("drafter", 3, 2, 5),
+    Strategy("drafter", 2, 6, 9, 1.7),
+    Strategy("hybrid", 3, 2, 4),
+)
+LONGEST = 40
+
+
+def random_params(source):
+    most = source.choice([0, 1, 2, source.randint(3, LONGEST), LONGEST])
+    return SamplingParams(
+        max_tokens=most,
+        temperature=source.choice([0.0, 0.3, 1.0, 1.0, 1.0, 2.5]),
+        top_k=source.choice([0, 0, 0, 1, 2, 7, 100]),
+        top_p=source.choice([1.0, 1.0, 0.9, 0.3, 1e-6]),
+        min_p=source.choice([0.0, 0.0, 0.05, 0.9]),
+        min_tokens=source.choice([0, 0, source.randint(0, most)]),
+        stop_token_ids=tuple(source.sample(range(NUM_TOKENS), source.choice([0, 0, 1, 3]))),
+        stop_strings=tuple(source.sample(["1", "12", ",", "8;", "think", "}", "zz", "</think>\\boxed"], k=1))
+        if source.random() < 0.2
+        else (),
+        priority=source.choice([0, 0, 0, -1, 5]),
+    )
+
+
+def random_request(source, number, prompts):
+    tokens = source.choice(prompts)
+    tokens = tokens[: source.randint(1, len(tokens))]
+    key = SampleKey(source.randrange(2**40), 0, source.randrange(5), number, source.randrange(4))
+    return replace(gcd_requests(1, 1)[0], key=key, prompt_tokens=tokens, params=random_params(source))
+
+
+def random_engine(source):
+    size = source.choice([4, 8, 64])
+    drafter = Drafter(embedded_decoder().shape, source.randrange(99), torch.float32, CPU)
+    least = -(-(16 + LONGEST + 12) // size)
+    pages = least + source.randint(0, 3 * least)
+    engine = make_engine(
+        STRATEGIES,
+        max_live=source.choice([1, 3, 12, 24]),
+        max_new_tokens=LONGEST,
+        drafter=drafter,
+        epsilon=1.0,
+        seed=source.randrange(99),
+        page_size=size,
+        kv_bytes=pages * page_bytes(embedded_decoder().shape, size, torch.float32, True),
+        prefill_tokens=source.choice([2, 16, 4096]),
+        detokenize=embedded_tokenizer().decode,
+    )
+    engine.drafter_ready = True
+    return engine, pages
+
+
+def check(rollout, request, text):
+    params, tokens = request.params, rollout.response_tokens.tolist()
+    ends = {EOS, *params.stop_token_ids}
+    assert len(tokens) <= params.max_tokens
+    assert len(rollout.log_probs) == len(tokens)
+    assert np.all(rollout.log_probs <= 1e-5)
+    assert not ends & set(tokens[: params.min_tokens])
+    assert not ends & set(tokens[:-1]), "nothing follows an end token"
+    shown = text(tokens)
+    stopped = any(string in shown for string in params.stop_strings)
+    if rollout.finish_reason == FinishReason.EOS:
+        assert tokens[-1] in ends
+    elif rollout.finish_reason == FinishReason.STOP:
+        assert stopped
+        assert not any(string in text(tokens[:-1]) for string in params.stop_strings)
+    else:
+        assert len(tokens) == params.max_tokens
+        assert not stopped
+
+
+def throw(num_requests, seed):
+    """Submit, step and abort at random; every response that comes is what its request asked for."""
+    source = random.Random(seed)
+    prompts = [request.prompt_tokens for request in gcd_requests(12, 1, seed=seed)]
+    engine, pages = random_engine(source)
+    pool, text = engine._residents.pool, embedded_tokenizer().decode
+    waiting, done, number = {}, 0, 0
+    while number < num_requests or engine.has_work:
+        if number < num_requests and (source.random() < 0.3 or not engine.has_work):
+            batch = [random_request(source, number + i, prompts) for i in range(source.randint(0, 8))]
+            number += len(batch)
+            waiting.update({request.key: request for request in batch})
+            engine.submit(batch)
+        engine.step()
+        assert pool.num_used <= pages
+        assert engine._cache._pool.shape[1] == pages + 1, "the pool never grows"
+        if waiting and source.random() < 0.02:
+            key = source.choice(list(waiting))
+            if engine.abort([key]):
+                del waiting[key]
+                done += 1
+        for rollout in engine.collect():
+            check(rollout, waiting.pop(rollout.key), text)
+            done += 1
+    assert (pool.num_used, waiting, done) == (0, {}, number)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_requests(seed):
+    throw(50, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 150))
+def test_ten_thousand_random_requests(seed):
+    throw(200, seed)

@@ -1,0 +1,105 @@
+"""Draft trees and the walk, against a walk written as one would say it."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt_hpc.rollout.tree import EMPTY, chain, emitted_counts, from_lists, path_of, tree, walk
+
+CPU = torch.device("cpu")
+
+
+def plain_walk(chosen, tokens, parents):
+    """The nodes on the realised path, from the root on."""
+    at, path = 0, [0]
+    while True:
+        following = [i for i in range(1, len(tokens)) if parents[i] == at and tokens[i] == chosen[at]]
+        if not following:
+            return path
+        at = following[0]
+        path.append(at)
+
+
+def random_tree(source, num_nodes, num_tokens=4):
+    """Tokens and parents of a tree whose siblings differ."""
+    tokens, parents, taken = [source.randrange(num_tokens)], [0], set()
+    while len(tokens) < num_nodes:
+        parent, token = source.randrange(len(tokens)), source.randrange(num_tokens)
+        if (parent, token) not in taken:
+            taken.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+    return tokens, parents
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 4))
+def test_the_walk_follows_the_choices(seed, num_nodes, num_rows):
+    source = random.Random(seed)
+    rows = [random_tree(source, source.randint(1, num_nodes)) for _ in range(num_rows)]
+    drafts = from_lists([list(zip(t, p, strict=True)) for t, p in rows], CPU)
+    chosen = torch.tensor([[source.randrange(4) for _ in range(drafts.num_nodes)] for _ in rows])
+    on_path = walk(chosen, drafts)
+    paths = path_of(on_path, drafts.num_nodes)
+    for b, (tokens, parents) in enumerate(rows):
+        wanted = plain_walk(chosen[b].tolist(), tokens, parents)
+        assert on_path[b].nonzero().flatten().tolist() == wanted
+        assert paths[b, : len(wanted)].tolist() == wanted
+
+
+def test_a_chain_is_a_tree_without_branches():
+    drafts = torch.tensor([[5, 6, 7], [5, EMPTY, EMPTY]])
+    last = torch.tensor([4, 4])
+    straight = chain(last, drafts)
+    parents = torch.tensor([[0, 0, 1, 2]] * 2)
+    branched = tree(torch.cat([last.unsqueeze(1), drafts], 1), parents, 3)
+    for chosen in ([5, 6, 7, 8], [5, 6, 9, 7], [1, 5, 6, 7]):
+        both = torch.tensor([chosen] * 2)
+        assert torch.equal(walk(both, straight), walk(both, branched))
+    assert branched.depths.tolist() == [[0, 1, 2, 3]] * 2
+
+
+def test_ancestors_and_depths():
+    #      0
+    #    1   2
+    #   3 4   5
+    #     6
+    drafts = tree(torch.tensor([[9, 1, 2, 1, 2, 3, 1]]), torch.tensor([[0, 0, 0, 1, 1, 2, 4]]), 3)
+    assert drafts.depths.tolist() == [[0, 1, 1, 2, 2, 2, 3]]
+    assert [row.nonzero().flatten().tolist() for row in drafts.ancestors[0]] == [
+        [0],
+        [0, 1],
+        [0, 2],
+        [0, 1, 3],
+        [0, 1, 4],
+        [0, 2, 5],
+        [0, 1, 4, 6],
+    ]
+
+
+def test_lists_that_are_chains_make_chains():
+    drafts = from_lists([[(7, 0), (1, 0), (2, 1)], [(8, 0)]], CPU)
+    assert drafts.parents is None
+    assert drafts.tokens.tolist() == [[7, 1, 2], [8, EMPTY, EMPTY]]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "accepted", "room", "ends", "count", "ended"),
+    [
+        ([3, 4, 5], 2, 9, [1, -1], 3, False),
+        ([3, 4, 5], 0, 9, [1, -1], 1, False),
+        ([3, 1, 5], 2, 9, [1, -1], 2, True),
+        ([3, 4, 1], 1, 9, [1, -1], 2, False),
+        ([3, 4, 5], 2, 2, [1, -1], 2, False),
+        ([3, 4, 1], 2, 2, [1, -1], 2, False),
+        ([3, 6, 1], 2, 9, [1, 6], 2, True),
+    ],
+)
+def test_what_a_row_emits(chosen, accepted, room, ends, count, ended):
+    counts, over = emitted_counts(
+        torch.tensor([chosen]), torch.tensor([accepted]), torch.tensor([room]), torch.tensor([ends])
+    )
+    assert (counts.item(), over.item()) == (count, ended)

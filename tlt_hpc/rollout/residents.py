@@ -1,0 +1,223 @@
+"""Which sequences hold pages and rows: admission, sharing of prompts, chunked prefill, preemption. Knows no sampling.
+
+A sequence waits without pages, then is prefilled, then has a row. When pages run out, the one of lowest priority that
+came last gives up its pages and waits again; it is prefilled anew from its tokens, so nothing but time is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.rollout.drafts import LearnedDrafts
+from tlt_hpc.rollout.kv_cache import Layout, PagedCache, make_layout
+from tlt_hpc.rollout.noise import NoiseWindow
+from tlt_hpc.rollout.pages import PagePool
+from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.sequences import Sequence, WaitingQueue
+
+
+class Residents:
+    """The waiting, the prefilling and the live sequences, and the pages between them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        rows: LiveRows,
+        cache: PagedCache,
+        noise: NoiseWindow,
+        learned: LearnedDrafts | None,
+        prefill_tokens: int,
+    ) -> None:
+        self.rows, self.cache = rows, cache
+        self._decoder, self._noise, self._learned = decoder, noise, learned
+        self._prefill_tokens = prefill_tokens
+        self.pool = PagePool(cache.num_pages)
+        self.waiting = WaitingQueue()
+        self.prefilling: list[Sequence] = []
+        self.num_preempted = 0
+        self._layout: Layout | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.prefilling) + self.rows.num_live
+
+    @property
+    def layout(self) -> Layout:
+        """Who reads which page among the live rows."""
+        if self._layout is None:
+            if self.pool.is_loose:
+                self._pack()
+            tables = [sequence.pages for sequence in self.rows.sequences]
+            self._layout = make_layout(tables, self.pool.high_water, self.cache.page_size, self._decoder.device)
+        return self._layout
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.cache.page_size)
+
+    # -- in -----------------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Give pages to waiting sequences, first in line first, as long as there are rows and pages."""
+        later: list[Sequence] = []
+        # one that waits for its prompt to be prefilled by a sibling keeps its place among the rows
+        while len(self.waiting) and self.rows.num_live + len(self.prefilling) + len(later) < self.rows.capacity:
+            sequence = self.waiting.pop()
+            if self._prompt_is_prefilling(sequence):
+                later.append(sequence)
+            elif not self._try_admit(sequence):
+                later.append(sequence)
+                break
+        for sequence in later:
+            self.waiting.push(sequence)
+
+    def _prompt_is_prefilling(self, sequence: Sequence) -> bool:
+        return any(other.prompt == sequence.prompt for other in self.prefilling)
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        sibling = next((other for other in self.rows.sequences if other.prompt == sequence.prompt), None)
+        num_shared = (sequence.prompt_length - 1) // self.cache.page_size if sibling else 0
+        needed = self.pages_for(len(sequence.text)) - num_shared
+        residents = self.rows.num_live + len(self.prefilling)
+        if self.pool.num_free < needed + (1 + residents // 4 if residents else 0):
+            return False
+        own = self.pool.take(needed)
+        sequence.num_cached = 0
+        if sibling is not None:
+            shared = sibling.pages[:num_shared]
+            self.pool.share(shared)
+            sequence.pages = shared + own
+            sequence.num_cached = sequence.prompt_length - 1
+            if sequence.num_cached > num_shared * self.cache.page_size:
+                self.cache.copy_pages({sibling.pages[num_shared]: own[0]})
+        else:
+            sequence.pages = own
+        if sequence.num_cached >= len(sequence.text) - 1:
+            self._give_row(sequence)
+        else:
+            self.prefilling.append(sequence)
+        return True
+
+    def prefill(self) -> None:
+        """One chunk of the prefilling sequences: all positions but the last, which the first round feeds."""
+        if not self.prefilling:
+            return
+        chosen = self.prefilling[: self._prefill_tokens]
+        todo = [len(sequence.text) - 1 - sequence.num_cached for sequence in chosen]
+        width = min(max(todo), max(1, self._prefill_tokens // len(chosen)))
+        device = self._decoder.device
+        # a sequence with less to do repeats its last position: the same values to the same place
+        ends = [sequence.num_cached + min(left, width) for sequence, left in zip(chosen, todo, strict=True)]
+        columns = [
+            [min(sequence.num_cached + i, end - 1) for i in range(width)]
+            for sequence, end in zip(chosen, ends, strict=True)
+        ]
+        tokens = [[s.text[i] for i in row] for s, row in zip(chosen, columns, strict=True)]
+        positions = torch.tensor(columns, device=device)
+        tables = torch.full((len(chosen), self.cache.tables.shape[1]), self.cache.num_pages, device=device)
+        for i, sequence in enumerate(chosen):
+            tables[i, : len(sequence.pages)] = torch.tensor(sequence.pages, device=device)
+        readable = [s.pages[: self.pages_for(end)] for s, end in zip(chosen, ends, strict=True)]
+        layout = make_layout(readable, self.pool.high_water, self.cache.page_size, device)
+        attend = self.cache.attend(layout, tables, positions)
+        hidden = self._decoder.hidden(torch.tensor(tokens, device=device).flatten(), positions.flatten(), attend)
+        if self.cache.features is not None:
+            self.cache.features[self.cache.slots(positions, tables).flatten()] = hidden
+        for sequence, end in zip(chosen, ends, strict=True):
+            sequence.num_cached = end
+        ready = [sequence for sequence in chosen if sequence.num_cached >= len(sequence.text) - 1]
+        self.prefilling = [sequence for sequence in self.prefilling if sequence not in ready]
+        for sequence in ready:
+            self._give_row(sequence)
+
+    def _give_row(self, sequence: Sequence) -> None:
+        row = self.rows.add(sequence)
+        self.cache.set_table(row, sequence.pages)
+        self._noise.set_row(row, sequence.request.key, sequence.num_response)
+        if self._learned is not None:
+            self._learned.set_row(row)
+        self._layout = None
+
+    # -- growth -------------------------------------------------------------------------------------------------
+
+    def has_room(self, num_slots: int) -> bool:
+        """Whether every live row can write ``num_slots`` positions from its last token on without a preemption."""
+        return sum(self._lacking(sequence, num_slots) for sequence in self.rows.sequences) <= self.pool.num_free
+
+    def reserve(self, num_slots: int) -> None:
+        """Give every live row the pages for that many positions; whoever came last makes room where they run out."""
+        row = 0
+        while row < self.rows.num_live:
+            sequence = self.rows.sequences[row]
+            lacking = self._lacking(sequence, num_slots)
+            if lacking > self.pool.num_free:
+                self._make_room()
+                row = 0  # rows have moved; those that have their pages take none again
+                continue
+            if lacking:
+                sequence.pages += self.pool.take(lacking)
+                self.cache.set_table(row, sequence.pages)
+                self._layout = None
+            row += 1
+
+    def _lacking(self, sequence: Sequence, num_slots: int) -> int:
+        return max(0, self.pages_for(len(sequence.text) - 1 + num_slots) - len(sequence.pages))
+
+    def _make_room(self) -> None:
+        """Preempt one: a prefilling sequence if there is any, else the live row that comes last in rank."""
+        self.num_preempted += 1
+        if self.prefilling:
+            victim = max(self.prefilling, key=lambda sequence: sequence.rank)
+            self.prefilling.remove(victim)
+            self.release(victim)
+        else:
+            assert self.rows.num_live > 1, "a lone sequence always fits: submit has refused those that do not"
+            row = max(range(self.rows.num_live), key=lambda i: self.rows.sequences[i].rank)
+            victim = self.rows.sequences[row]
+            victim.log_probs = self.rows.response_log_probs(row).cpu().numpy().copy()
+            self.remove(row)
+        self.waiting.push(victim)
+
+    # -- out ----------------------------------------------------------------------------------------------------
+
+    def remove(self, row: int) -> None:
+        """Take a sequence's row and pages away."""
+        self.release(self.rows.sequences[row])
+        moved = self.rows.remove(row)
+        if moved is not None:
+            self._noise.move_row(moved, row)
+            self.cache.tables[row] = self.cache.tables[moved]
+            if self._learned is not None:
+                self._learned.move_row(moved, row)
+        self._layout = None
+
+    def release(self, sequence: Sequence) -> None:
+        """Free a sequence's pages."""
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        self._layout = None
+
+    def abort(self, is_aborted: Callable[[Sequence], bool]) -> int:
+        """Drop sequences wherever they are; returns how many."""
+        count = self.waiting.drop(is_aborted)
+        for sequence in [sequence for sequence in self.prefilling if is_aborted(sequence)]:
+            self.prefilling.remove(sequence)
+            self.release(sequence)
+            count += 1
+        for row in reversed(range(self.rows.num_live)):
+            if is_aborted(self.rows.sequences[row]):
+                self.remove(row)
+                count += 1
+        return count
+
+    def _pack(self) -> None:
+        """Move pages together, so that a pass reads few that are nobody's."""
+        moves = self.pool.pack()
+        self.cache.copy_pages(moves)
+        for sequence in self.prefilling:
+            sequence.pages = [moves.get(page, page) for page in sequence.pages]
+        for row, sequence in enumerate(self.rows.sequences):
+            sequence.pages = [moves.get(page, page) for page in sequence.pages]
+            self.cache.set_table(row, sequence.pages)

@@ -1,0 +1,197 @@
+"""Generates the same responses in many ways and counts the tokens that differ from plain decoding.
+
+Ways: strategies alone and switched at random, batch sizes, orders of submission, small pages with shared prompts,
+preemption, chunked prefill, a draft vocabulary. With the tie guard on none may differ; with it off, each first
+difference of a response is reported with the distance between the two best scores there.
+
+    python tools/prove_exactness.py --tokens 1000000 --json exactness.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
+from tlt_hpc.models.shape import read_shape
+from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
+from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.kv_cache import page_bytes
+from tlt_hpc.rollout.noise import gumbel_rows, noise_key
+from tlt_hpc.rollout.strategy import OFF, parse_strategy
+
+NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
+CPU = torch.device("cpu")
+SHAPE = read_shape(embedded("tiny"))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to generate: what may change the speed and must not change the text."""
+
+    name: str
+    strategies: tuple[str, ...] = ("off",)
+    max_live: int = 32
+    order: str = "given"
+    page_size: int = 128
+    num_pages: int = 0
+    prefill_tokens: int = 4096
+    epsilon: float = 0.05
+    draft_token_ids: tuple[int, ...] | None = None
+
+
+MIXED = ("off", "ngram-3", "drafter-2", "drafter-6", "drafter-4x2v8", "drafter-3x5v12a1.5", "hybrid-4x2v6")
+WAYS = (
+    Way("one row at a time", max_live=1),
+    Way("plain, 128 rows, reversed", max_live=128, order="reversed"),
+    Way("chains of 6", ("drafter-6",), 64),
+    Way("trees", ("drafter-5x3v12",), 16, "shuffled"),
+    Way("hybrid trees, small pages", ("hybrid-4x2v8", "ngram-4"), 48, "shuffled", 8),
+    Way("all strategies, switched at random", MIXED, 24, "shuffled", 32, epsilon=1.0),
+    Way("preempted, chunked prefill", MIXED, 64, "shuffled", 16, 60, 24, epsilon=1.0),
+    Way("a draft vocabulary of seven", ("drafter-4", "drafter-4x2v8"), 32, draft_token_ids=(1, 2, 3, 5, 8, 13, 19)),
+)
+
+
+def requests(num_responses: int) -> list[Request]:
+    """Groups of eight responses to problems of the embedded task."""
+    source, tokenizer = random.Random("exactness"), load_tokenizer(embedded("tiny"))
+    made = []
+    for draw in range(-(-num_responses // 8)):
+        tokens = np.array(tokenizer.encode(draw_from_split(source, "train").prompt).ids, dtype=np.int32)
+        made += [Request(SampleKey(1, Stream.TRAIN, 0, draw, sample), tokens) for sample in range(8)]
+    return made
+
+
+def make_engine(way: Way, tie_guard: bool) -> RolloutEngine:
+    """An engine of the embedded model and drafter."""
+    decoder = Decoder(SHAPE, torch.float32, CPU)
+    drafter = Drafter(SHAPE, 0, torch.float32, CPU)
+    settings = EngineSettings(
+        params=SamplingParams(MOST_TOKENS),
+        num_tokens=NUM_TOKENS,
+        eos_token_ids=end_token_ids(embedded("tiny"), SHAPE),
+        max_live=way.max_live,
+        max_prompt_tokens=MOST_PROMPT,
+        tie_guard=tie_guard,
+        kv_bytes=way.num_pages * page_bytes(SHAPE, way.page_size, torch.float32, True),
+        page_size=way.page_size,
+        prefill_tokens=way.prefill_tokens,
+        strategies=tuple(OFF if name == "off" else parse_strategy(name) for name in way.strategies),
+        epsilon=way.epsilon,
+        draft_token_ids=way.draft_token_ids,
+    )
+    engine = RolloutEngine(decoder, settings, drafter)
+    engine.load_policy(folder_weights(embedded("tiny")), 0)
+    engine.load_drafter(drafter_weights())
+    return engine
+
+
+def drafter_weights() -> dict[str, torch.Tensor]:
+    """The embedded drafter's."""
+    return {
+        name.removesuffix(".weight"): tensor.float()
+        for name, tensor in load_file(embedded("tiny_drafter") / "drafter.safetensors").items()
+    }
+
+
+def generate(way: Way, tie_guard: bool, wanted: list[Request]) -> tuple[dict[SampleKey, Rollout], dict[str, Any]]:
+    """All responses, and what the engine counted."""
+    engine = make_engine(way, tie_guard)
+    calibration = [Request(SampleKey(1, Stream.CALIBRATION, 0, i, 0), r.prompt_tokens) for i, r in enumerate(wanted[:8])]
+    engine.calibrate(calibration)
+    ordered = list(wanted) if way.order != "reversed" else list(reversed(wanted))
+    if way.order == "shuffled":
+        random.Random(way.name).shuffle(ordered)
+    start = time.perf_counter()
+    engine.submit(ordered)
+    while engine.has_work:
+        engine.step()
+    seconds = time.perf_counter() - start
+    counts = engine.take_counts()
+    figures = {
+        "seconds": seconds,
+        "accept_length": counts.num_tokens / counts.num_row_passes,
+        "guarded": counts.num_guarded,
+        "preempted": counts.num_preempted,
+        "tokens": counts.num_tokens,
+    }
+    return {rollout.key: rollout for rollout in engine.collect()}, figures
+
+
+def differences(plain: dict[SampleKey, Rollout], other: dict[SampleKey, Rollout]) -> Iterator[tuple[Rollout, int]]:
+    """Responses that part from the plain ones, with the first position at which they do."""
+    for key, rollout in plain.items():
+        a, b = rollout.response_tokens, other[key].response_tokens
+        if not np.array_equal(a, b):
+            same = min(len(a), len(b))
+            unequal = np.flatnonzero(a[:same] != b[:same])
+            yield rollout, int(unequal[0]) if len(unequal) else same
+
+
+def gap(decoder: Decoder, rollout: Rollout, position: int) -> float:
+    """Distance between the two best perturbed scores at a response's position, in float64."""
+    text = np.concatenate([rollout.prompt_tokens, rollout.response_tokens[:position]])
+    logits = decoder.reference_logits(torch.from_numpy(text).long(), 1)[0, :NUM_TOKENS]
+    words = torch.tensor([noise_key(rollout.key)])
+    best = (logits + gumbel_rows(words, torch.tensor([[position]]), NUM_TOKENS)[0, 0].double()).topk(2).values
+    return float(best[0] - best[1])
+
+
+def compare(wanted: list[Request], ways: tuple[Way, ...], tie_guard: bool) -> dict[str, Any]:
+    """Every way against plain decoding of 32 rows."""
+    plain, figures = generate(Way("plain, 32 rows"), tie_guard, wanted)
+    decoder = Decoder(SHAPE, torch.float32, CPU)
+    decoder.load(folder_weights(embedded("tiny")), 0)
+    report: dict[str, Any] = {"plain": figures, "ways": {}, "tokens_compared": 0, "responses_that_differ": 0}
+    for way in ways:
+        got, figures = generate(way, tie_guard, wanted)
+        parted = list(differences(plain, got))
+        figures["responses_that_differ"] = len(parted)
+        figures["gaps_where_they_part"] = [gap(decoder, rollout, at) for rollout, at in parted]
+        report["ways"][way.name] = {**asdict(way), **figures}
+        report["tokens_compared"] += figures["tokens"]
+        report["responses_that_differ"] += len(parted)
+        print(
+            f"{way.name:40} {figures['tokens']:8} tokens, accept {figures['accept_length']:.2f}, guarded "
+            f"{figures['guarded']:4}, preempted {figures['preempted']:4}, {figures['seconds']:6.1f} s: "
+            f"{len(parted)} responses differ {[f'{g:.1e}' for g in figures['gaps_where_they_part']]}",
+            flush=True,
+        )
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare with the guard on")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    # a response has about 42 tokens
+    wanted = requests(max(8, arguments.tokens // len(WAYS) // 42))
+    report = {}
+    for guard in (True, False):
+        print(f"tie guard {'on' if guard else 'off'}, {len(wanted)} responses", flush=True)
+        report["guard on" if guard else "guard off"] = part = compare(wanted, WAYS, guard)
+        print(f"{part['tokens_compared']} tokens compared, {part['responses_that_differ']} responses differ\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2))
+    return 1 if report["guard on"]["responses_that_differ"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
