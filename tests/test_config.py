@@ -54,7 +54,7 @@ def refusal(*overrides: str) -> str:
         ("speculation.mode=fast", ["speculation.mode = 'fast'", "'plain', 'ngram' or 'full'"]),
         ("speculation.strategies=[]", ["speculation.strategies"]),
         ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas.1 = 1.0", "less than 1"]),
-        ("model.dtype=float8", ["model.dtype = 'float8'", "'float32', 'bfloat16' or 'float16'"]),
+        ("model.dtype=float16", ["model.dtype = 'float16'", "'float32' or 'bfloat16'"]),
     ],
 )
 def test_wrong_values_are_named(override: str, words: list[str]) -> None:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny import CPU, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine
+from tiny import CPU, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, paged_attention
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -23,7 +23,6 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import DTYPES, find_model, folder_weights
 from tlt_hpc.models.layers import attend_documents
 from tlt_hpc.models.shape import read_shape, shape_from
-from tlt_hpc.rollout.kv_cache import KVCache
 
 SIZES = {
     "vocab_size": 61,
@@ -69,12 +68,12 @@ def reference(model, tokens):
 
 def decode_in_pieces(decoder, tokens, pieces):
     """Hidden states of rows of tokens [B, T], fed to a cache in pieces of the given widths."""
-    cache = KVCache(decoder.shape, tokens.shape[0], tokens.shape[1], torch.float32, CPU)
+    attention = paged_attention(decoder, *tokens.shape)
     out, start = [], 0
     for width in filter(None, pieces):
         positions = torch.arange(start, start + width).expand(tokens.shape[0], width)
         piece = tokens[:, start : start + width]
-        hidden = decoder.hidden(piece.flatten(), positions.flatten(), cache.attend(positions))
+        hidden = decoder.hidden(piece.flatten(), positions.flatten(), attention(positions))
         out.append(hidden.view(*piece.shape, -1))
         start += width
     return torch.cat(out, 1)

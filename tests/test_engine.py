@@ -23,19 +23,20 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.layers import attend_documents
 from tlt_hpc.records import FinishReason, SamplingParams
+from tlt_hpc.rollout.decisions import ReplayChooser
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule, choose
-from tlt_hpc.rollout.strategy import OFF, Strategy, parse_strategy
+from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
 
 REQUESTS = gcd_requests(4, 4)
 PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
 
 
 def parse(*names):
-    return [OFF, *map(parse_strategy, names)]
+    return [OFF, *map(strategy_named, names)]
 
 
 def untrained_drafter(seed=0):
@@ -71,7 +72,11 @@ def canonical(request, max_new_tokens, rule):
 )
 def test_responses_are_the_canonical_ones(rule):
     requests = REQUESTS[::5]
-    got = texts(generate(full_engine(parse("ngram-2", "ngram-4", "drafter-2", "drafter-4"), rule=rule, max_new_tokens=60), requests))
+    got = texts(
+        generate(
+            full_engine(parse("ngram-2", "ngram-4", "drafter-2", "drafter-4"), rule=rule, max_new_tokens=60), requests
+        )
+    )
     for request in requests:
         assert got[request.key] == canonical(request, 60, rule)
 
@@ -81,26 +86,33 @@ ENGINES = {
     "three rows, refilled": lambda: make_engine(max_live=3),
     "n-gram chains": lambda: make_engine([Strategy("ngram", 3)], max_live=5),
     "untrained drafter chains": lambda: full_engine([Strategy("drafter", 4)], max_live=6),
-    "all strategies, switching": lambda: full_engine(parse("ngram-1", "drafter-1", "ngram-3", "drafter-3", "ngram-6", "drafter-6"), max_live=7, epsilon=1.0),
+    "all strategies, switching": lambda: full_engine(
+        parse("ngram-1", "drafter-1", "ngram-3", "drafter-3", "ngram-6", "drafter-6"), max_live=7, chooser="random"
+    ),
     "trees": lambda: full_engine([Strategy("drafter", 4, 2, 9)], max_live=6),
     "bushy trees, hybrids and chains": lambda: full_engine(
         [Strategy("drafter", 3, 4, 7, 1.5), Strategy("hybrid", 4, 2, 6), Strategy("hybrid", 3), OFF],
         max_live=9,
-        epsilon=1.0,
+        chooser="random",
     ),
     "small pages, shared prompts": lambda: full_engine(
-        [Strategy("drafter", 3, 2, 5), Strategy("ngram", 3), OFF], max_live=12, epsilon=1.0, page_size=4
+        [Strategy("drafter", 3, 2, 5), Strategy("ngram", 3), OFF], max_live=12, chooser="random", page_size=4
     ),
     "few pages, preempted": lambda: full_engine(
-        [Strategy("drafter", 3, 2, 5), OFF], max_live=16, epsilon=1.0, page_size=8, kv_bytes=PAGES_OF_8 * 40
+        [Strategy("drafter", 3, 2, 5), OFF], max_live=16, chooser="random", page_size=8, kv_bytes=PAGES_OF_8 * 40
     ),
     "prefilled three tokens at a time": lambda: full_engine(
-        [Strategy("drafter", 3), OFF], max_live=5, epsilon=1.0, prefill_tokens=3
+        [Strategy("drafter", 3), OFF], max_live=5, chooser="random", prefill_tokens=3
     ),
     "a draft vocabulary of seven": lambda: full_engine(
-        [Strategy("drafter", 3, 2, 5), Strategy("drafter", 4)], max_live=6, draft_token_ids=(1, 2, 3, 5, 8, 13, 19)
+        [Strategy("drafter", 3, 2, 5), Strategy("drafter", 4)],
+        max_live=6,
+        chooser="random",
+        draft_token_ids=(1, 2, 3, 5, 8, 13, 19),
     ),
-    "deep chains at the cap": lambda: full_engine([Strategy("drafter", 9), Strategy("ngram", 9), OFF], epsilon=1.0),
+    "deep chains at the cap": lambda: full_engine(
+        [Strategy("drafter", 9), Strategy("ngram", 9), OFF], chooser="random"
+    ),
 }
 
 
@@ -161,13 +173,13 @@ def test_a_canonical_pass_that_finds_the_error_too_large_raises_the_tolerance():
     guard.decide(prefix, torch.zeros(NUM_TOKENS), exact.float(), rule, None)
     assert (guard.logit_tolerance, guard.num_raised) == (before, 0)
     guard.decide(prefix, torch.zeros(NUM_TOKENS), exact.float() + before, rule, None)
-    assert guard.logit_tolerance == pytest.approx(20 * before, rel=1e-3)
+    assert guard.logit_tolerance == pytest.approx(20 * before, rel=1e-2)
     assert guard.num_raised == 1
     assert guard.tolerance(SamplingRule(0.5, NUM_TOKENS)) == 2 * guard.tolerance(rule)
 
 
 def test_what_a_rollout_records():
-    engine = full_engine(parse("ngram-3", "drafter-3"), max_new_tokens=60, epsilon=1.0)
+    engine = full_engine(parse("ngram-3", "drafter-3"), max_new_tokens=60, chooser="random")
     rollouts = generate(engine, REQUESTS)
     assert [r.key for r in rollouts] == sorted(request.key for request in REQUESTS)
     for rollout in rollouts:
@@ -185,7 +197,7 @@ def test_what_a_rollout_records():
 
 def test_features_are_the_targets_at_the_same_positions():
     kept = {}
-    engine = full_engine(parse("ngram-3", "drafter-3"), epsilon=1.0, max_live=5)
+    engine = full_engine(parse("ngram-3", "drafter-3"), chooser="random", max_live=5)
     engine.feature_sink = lambda tokens, prompt_length, features: kept.update(
         {tuple(tokens.tolist()): (prompt_length, features)}
     )
@@ -203,7 +215,7 @@ def test_features_are_the_targets_at_the_same_positions():
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
 def test_caps_of_one_and_two_tokens(max_new_tokens):
-    engine = full_engine(parse("ngram-4", "drafter-4"), max_new_tokens=max_new_tokens, epsilon=1.0)
+    engine = full_engine(parse("ngram-4", "drafter-4"), max_new_tokens=max_new_tokens, chooser="random")
     longer = texts(generate(make_engine(max_new_tokens=10), REQUESTS))
     for key, tokens in texts(generate(engine, REQUESTS)).items():
         assert tokens == longer[key][:max_new_tokens]
@@ -222,7 +234,7 @@ def test_no_requests_and_bad_prompts():
 
 def test_abort_leaves_a_usable_engine():
     plain = texts(generate(make_engine(), REQUESTS))
-    engine = full_engine(parse("ngram-3", "drafter-3"), max_live=5, epsilon=1.0)
+    engine = full_engine(parse("ngram-3", "drafter-3"), max_live=5, chooser="random")
     engine.submit(REQUESTS)
     for _ in range(7):
         engine.step()
@@ -422,7 +434,7 @@ def test_abort_of_requests_and_of_groups():
 def test_a_drafter_of_nan_is_rested_counted_and_harmless():
     plain = texts(generate(make_engine(), REQUESTS))
     for strategy in (Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("hybrid", 3)):
-        engine = full_engine([strategy, OFF], epsilon=1.0)
+        engine = full_engine([strategy, OFF], chooser="random")
         good = {name: tensor.clone() for name, tensor in engine.drafter.state_dict().items()}
         engine.load_drafter({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()})
         assert texts(generate(engine, REQUESTS)) == plain
@@ -435,10 +447,37 @@ def test_a_drafter_of_nan_is_rested_counted_and_harmless():
 
 def test_a_drafter_swapped_in_the_middle_changes_no_text():
     plain = texts(generate(make_engine(), REQUESTS))
-    engine = full_engine([Strategy("drafter", 3), Strategy("drafter", 3, 2, 6)], max_live=5)
+    engine = full_engine([Strategy("drafter", 3), Strategy("drafter", 3, 2, 6)], max_live=5, chooser="random")
     engine.submit(REQUESTS)
     for seed in range(1, 4):
         for _ in range(5):
             engine.step()
         engine.load_drafter(untrained_drafter(seed).state_dict())
     assert texts(generate(engine, [])) == plain
+
+
+def test_a_recorded_rollout_can_be_played_again():
+    strategies = [OFF, Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("ngram", 3)]
+    engine = full_engine(strategies, max_live=5, chooser="random")
+    generate(engine, REQUESTS)
+    recorded = engine.take_counts()
+    again = full_engine(strategies, max_live=5)
+    again.chooser = ReplayChooser(recorded.decisions, strategies)
+    generate(again, REQUESTS)
+    counts = again.take_counts()
+    assert counts.strategies == recorded.strategies
+    assert counts.num_row_passes == recorded.num_row_passes
+
+
+def test_the_cost_profile_is_measured_once_and_leaves_no_trace(tmp_path, monkeypatch):
+    monkeypatch.setenv("TLT_CACHE", str(tmp_path))
+    plain = texts(generate(make_engine(), REQUESTS))
+    engine = full_engine([OFF, Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("ngram", 3)], max_live=6)
+    costs = engine.profile(REQUESTS[:2], 0.5)
+    assert costs.seconds(OFF, 1) < costs.seconds(OFF, 6) < costs.seconds(Strategy("drafter", 3, 2, 6), 6)
+    assert engine._residents.pool.num_used == 0
+    assert texts(generate(engine, REQUESTS)) == plain
+    files = list(tmp_path.rglob("*.json"))
+    assert len(files) == 1
+    again = full_engine([OFF, Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("ngram", 3)], max_live=6)
+    assert again.profile(REQUESTS[:2], 0.5) == costs

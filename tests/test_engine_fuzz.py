@@ -61,7 +61,7 @@ def random_engine(source):
         max_live=source.choice([1, 3, 12, 24]),
         max_new_tokens=LONGEST,
         drafter=drafter,
-        epsilon=1.0,
+        chooser="random",
         seed=source.randrange(99),
         page_size=size,
         kv_bytes=pages * page_bytes(embedded_decoder().shape, size, torch.float32, True),

@@ -8,12 +8,11 @@ import sys
 import pytest
 import torch
 from smollm2 import TEXTS, TOOL, smollm2_decoder, smollm2_folder
-from tiny import CPU
+from tiny import paged_attention
 from transformers import LlamaForCausalLM
 
 from tlt_hpc.models.folder import end_token_ids, load_tokenizer
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.rollout.kv_cache import KVCache
 
 NUM_TOKENS = 96
 
@@ -40,11 +39,11 @@ def expected(prompts):
 
 def decoded(prompts, pieces):
     decoder, start, out = smollm2_decoder(), 0, []
-    cache = KVCache(decoder.shape, len(prompts), NUM_TOKENS, torch.float32, CPU)
+    attention = paged_attention(decoder, len(prompts), NUM_TOKENS)
     for width in pieces:
         positions = torch.arange(start, start + width).expand(len(prompts), width)
         tokens = prompts[:, start : start + width].flatten()
-        out.append(decoder.hidden(tokens, positions.flatten(), cache.attend(positions)).view(*positions.shape, -1))
+        out.append(decoder.hidden(tokens, positions.flatten(), attention(positions)).view(*positions.shape, -1))
         start += width
     return decoder.logits(torch.cat(out, 1))
 
@@ -70,10 +69,10 @@ def test_the_float64_pass_equals_transformers_in_float64(prompts):
 
 def test_one_sequence_alone_takes_the_padded_product(prompts, expected):
     decoder = smollm2_decoder()
-    cache = KVCache(decoder.shape, 1, 16, torch.float32, CPU)
+    attention = paged_attention(decoder, 1, 16)
     for i in range(16):
         position = torch.tensor([[i]])
-        logits = decoder.logits(decoder.hidden(prompts[0, i : i + 1], position[0], cache.attend(position)))
+        logits = decoder.logits(decoder.hidden(prompts[0, i : i + 1], position[0], attention(position)))
         assert (logits[0] - expected[0, i]).abs().max() < 2.5e-4
 
 

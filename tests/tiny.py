@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
+from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.kv_cache import PagedCache, make_layout
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
@@ -98,3 +100,15 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
 
 def texts(rollouts: Sequence[Rollout]) -> dict[SampleKey, list[int]]:
     return {rollout.key: rollout.response_tokens.tolist() for rollout in rollouts}
+
+
+def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Callable[[torch.Tensor], Attend]:
+    """Attention over rows of their own pages, as a function of the positions [B, n] of a pass."""
+    size = 64
+    each = -(-num_positions // size)
+    tables = [list(range(row * each, (row + 1) * each)) for row in range(num_rows)]
+    cache = PagedCache(decoder.shape, num_rows * each, size, num_rows, num_positions, decoder.dtype, CPU)
+    for row, table in enumerate(tables):
+        cache.set_table(row, table)
+    layout = make_layout(tables, num_rows * each, size, CPU)
+    return lambda positions: cache.attend(layout, cache.tables, positions)

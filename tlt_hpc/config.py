@@ -54,7 +54,7 @@ class RunSection(Section):
 class ModelSection(Section):
     path: str
     """A Hugging Face folder, or ``embedded:tiny``."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -105,6 +105,8 @@ class SpeculationSection(Section):
     Sources: ``ngram``, ``drafter``, ``hybrid`` (both in one tree)."""
     chooser: Literal["goodput", "bandit"] = "goodput"
     """``goodput``: expected tokens over measured cost; ``bandit``: the paper's bucketed epsilon-greedy (BEG-MAB)."""
+    profile_seconds: NonNegative = 3.0
+    """Most that measuring the cost of rounds may take at the first start on a machine; later starts read it; 0: off."""
     epsilon: Fraction = 0.05
     window: PositiveInt = 128
     """Rounds of a strategy that its expected accept length is taken over."""

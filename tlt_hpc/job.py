@@ -45,6 +45,7 @@ _FREE_ON_RESUME = {
     "rollout.prefill_tokens",
     "speculation.strategies",
     "speculation.chooser",
+    "speculation.profile_seconds",
     "drafter.micro_step_tokens",
     "drafter.micro_step_seconds",
     "drafter.cache_bytes",

@@ -21,6 +21,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey, Stream
 from tlt_hpc.rl.advantage import group_advantages
 from tlt_hpc.rl.reward import score_rollouts
+from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.storage.folder import rank_of, writing_beside
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.timing import PhaseTimer
@@ -277,7 +278,7 @@ def make_record(
         strategy_names=names,
         strategy_rounds=np.array([counts.strategies[name][0] for name in names], dtype=np.int64),
         strategy_tokens=np.array([counts.strategies[name][1] for name in names], dtype=np.int64),
-        decisions=np.array(counts.decisions, dtype=np.int32).reshape(-1, 2),
+        decisions=decisions_of(counts),
         guarded_near_ties=counts.num_guarded,
         metrics={
             "rollout/preemptions": float(counts.num_preempted),
@@ -285,6 +286,12 @@ def make_record(
             **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
         },
     )
+
+
+def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
+    """Live sequences and index of the strategy [D, 2] of every round."""
+    assert counts.decisions is not None
+    return np.stack([counts.decisions.num_live, counts.decisions.strategy_index.astype(np.int32)], 1)
 
 
 def drop_foreign_logs(job: Job, step: int) -> None:
@@ -327,14 +334,18 @@ def resume(job: Job) -> int:
     if checkpoint is not None:
         step = checkpoint.step
         job.policy.load_state(lambda name: checkpoint.read("policy", name), checkpoint.state["optimizer_steps"])
-        job.engine.chooser.load_state(checkpoint.state["strategies"])
         if job.drafting:
             names = checkpoint.names("drafter")
             job.drafting.spot.load_state({name: checkpoint.read("drafter", name) for name in names})
     if job.drafting:
         serve_drafter(job)
     load_policy(job, step)
-    job.engine.calibrate(calibration_requests(job, step))
+    requests = calibration_requests(job, step)
+    job.engine.calibrate(requests)
+    if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
+        job.engine.profile(requests, job.config.speculation.profile_seconds)
+    if checkpoint is not None:
+        job.engine.chooser.load_state(checkpoint.state["strategies"])
     return step
 
 

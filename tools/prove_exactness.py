@@ -29,10 +29,11 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
+from tlt_hpc.rollout.chooser import ChooserKind
 from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
-from tlt_hpc.rollout.strategy import OFF, parse_strategy
+from tlt_hpc.rollout.strategy import OFF, strategy_named
 
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ class Way:
     page_size: int = 128
     num_pages: int = 0
     prefill_tokens: int = 4096
-    epsilon: float = 0.05
+    chooser: ChooserKind = "goodput"
     draft_token_ids: tuple[int, ...] | None = None
 
 
@@ -61,8 +62,8 @@ WAYS = (
     Way("chains of 6", ("drafter-6",), 64),
     Way("trees", ("drafter-5x3v12",), 16, "shuffled"),
     Way("hybrid trees, small pages", ("hybrid-4x2v8", "ngram-4"), 48, "shuffled", 8),
-    Way("all strategies, switched at random", MIXED, 24, "shuffled", 32, epsilon=1.0),
-    Way("preempted, chunked prefill", MIXED, 64, "shuffled", 16, 60, 24, epsilon=1.0),
+    Way("all strategies, switched at random", MIXED, 24, "shuffled", 32, chooser="random"),
+    Way("preempted, chunked prefill", MIXED, 64, "shuffled", 16, 60, 24, chooser="random"),
     Way("a draft vocabulary of seven", ("drafter-4", "drafter-4x2v8"), 32, draft_token_ids=(1, 2, 3, 5, 8, 13, 19)),
 )
 
@@ -91,8 +92,8 @@ def make_engine(way: Way, tie_guard: bool) -> RolloutEngine:
         kv_bytes=way.num_pages * page_bytes(SHAPE, way.page_size, torch.float32, True),
         page_size=way.page_size,
         prefill_tokens=way.prefill_tokens,
-        strategies=tuple(OFF if name == "off" else parse_strategy(name) for name in way.strategies),
-        epsilon=way.epsilon,
+        strategies=tuple(OFF if name == "off" else strategy_named(name) for name in way.strategies),
+        chooser=way.chooser,
         draft_token_ids=way.draft_token_ids,
     )
     engine = RolloutEngine(decoder, settings, drafter)
@@ -112,7 +113,9 @@ def drafter_weights() -> dict[str, torch.Tensor]:
 def generate(way: Way, tie_guard: bool, wanted: list[Request]) -> tuple[dict[SampleKey, Rollout], dict[str, Any]]:
     """All responses, and what the engine counted."""
     engine = make_engine(way, tie_guard)
-    calibration = [Request(SampleKey(1, Stream.CALIBRATION, 0, i, 0), r.prompt_tokens) for i, r in enumerate(wanted[:8])]
+    calibration = [
+        Request(SampleKey(1, Stream.CALIBRATION, 0, i, 0), r.prompt_tokens) for i, r in enumerate(wanted[:8])
+    ]
     engine.calibrate(calibration)
     ordered = list(wanted) if way.order != "reversed" else list(reversed(wanted))
     if way.order == "shuffled":

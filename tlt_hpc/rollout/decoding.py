@@ -67,7 +67,7 @@ class Rounds:
         rows, clock = self.residents.rows, _Clock()
         sequences = rows.sequences
         noise = self.noise.at(rows.response_lengths, strategy.depth + 1)
-        drafts, cells = self._draft(strategy, noise)
+        drafts, cells = self.propose(strategy, noise)
         self.seconds.draft += clock.lap()
         hidden, logits = self._verify(drafts)
         self.seconds.verify += clock.lap()
@@ -86,7 +86,8 @@ class Rounds:
 
     # -- draft --------------------------------------------------------------------------------------------------
 
-    def _draft(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
+    def propose(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
+        """Drafts of a round, and the cells of their chances where they form trees; none where the drafter fails."""
         rows = self.residents.rows
         try:
             return self._proposals(strategy, noise)
@@ -137,6 +138,10 @@ class Rounds:
         fed = drafts.tokens.clamp(min=0)
         hidden = self.decoder.hidden(fed.flatten(), positions.flatten(), attend)
         return hidden.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
+
+    def decide(self, drafts: DraftTree, noise: Tensor) -> Verdict:
+        """Verify and walk, without a commitment."""
+        return self._accept(drafts, self._verify(drafts)[1], _by_node(noise, drafts))
 
     # -- accept -------------------------------------------------------------------------------------------------
 

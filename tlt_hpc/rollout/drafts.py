@@ -65,7 +65,7 @@ class LearnedDrafts:
 
     def __init__(self, drafter: Drafter, decoder: Decoder, cache: PagedCache, num_rows: int, num_tokens: int) -> None:
         self.drafter, self._decoder, self._cache, self._num_tokens = drafter, decoder, cache, num_tokens
-        self._known = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
+        self._known = [0] * num_rows
         """Positions of each row whose true features the drafter has seen."""
         self.chances = ChanceTable(_MOST_BRANCHES, decoder.device)
         self._vocabulary: Tensor | None = None
@@ -80,7 +80,11 @@ class LearnedDrafts:
 
     def forget(self) -> None:
         """The drafter changed: what its layer of the cache holds is another's."""
-        self._known.zero_()
+        self._known = [0] * len(self._known)
+
+    def backlog(self, sequences: List[Sequence]) -> int:
+        """Committed positions of the live rows that the drafter has not read yet."""
+        return sum(len(sequence.text) - 1 - known for sequence, known in zip(sequences, self._known, strict=False))
 
     def set_vocabulary(self, ids: Tensor | None) -> None:
         """Draft among these token ids [V] alone (ascending); None for all. Call again after the head changes."""
@@ -108,11 +112,14 @@ class LearnedDrafts:
     def _catch_up(self, rows: LiveRows, layout: Layout) -> Tensor:
         """The drafter's own feature [B, H] at each row's newest position with a true one."""
         count = rows.num_live
-        lengths, known = rows.lengths[:count], self._known[:count]
+        lengths = rows.lengths[:count]
+        newest = [len(sequence.text) - 2 for sequence in rows.sequences]
+        unread = [end - known for end, known in zip(newest, self._known, strict=False)]
         tables = self._cache.tables[:count]
         last = lengths - 2
+        known = torch.tensor(self._known[:count], device=lengths.device)
         start = torch.minimum(known, last.clamp(min=0))
-        width = max(1, int((last - known).max()) + 1)
+        width = max(1, max(unread) + 1)
         assert self._cache.features is not None
         feature = torch.zeros(count, self._cache.features.shape[1], dtype=self._decoder.dtype, device=lengths.device)
         index = rows.index[:count]
@@ -124,10 +131,10 @@ class LearnedDrafts:
             features = self._cache.features[self._cache.slots(at, tables)]
             attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
             out = self._pass(tokens, features, at, attend)
-            newest = (last - start - begin).clamp(0, len(columns) - 1)
+            column = (last - start - begin).clamp(0, len(columns) - 1)
             fresh = ((last - start) >= begin).unsqueeze(1)
-            feature = torch.where(fresh, out[index, newest], feature)
-        self._known[:count] = lengths - 1
+            feature = torch.where(fresh, out[index, column], feature)
+        self._known[:count] = [end + 1 for end in newest]
         # a sequence of one token has no feature to draft from yet: what is proposed for it is a guess
         return feature
 

@@ -6,6 +6,7 @@ changes decide how fast it comes, never what it says. Knows no MPI, no reward an
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +20,22 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
 from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingParams
+from tlt_hpc.rollout.chooser import ChooserKind, make_chooser
+from tlt_hpc.rollout.cost_profile import CostProfile, ProfileKey, load_or_measure, processor_name
+from tlt_hpc.rollout.decisions import Chooser, Decisions
 from tlt_hpc.rollout.decoding import PhaseSeconds, Rounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts, slots_needed
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.kv_cache import PagedCache, page_bytes
 from tlt_hpc.rollout.noise import NoiseWindow
+from tlt_hpc.rollout.measures import RoundMeasures
 from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.sequences import Sequence as Response
 from tlt_hpc.rollout.sequences import group_of
 from tlt_hpc.rollout.stops import StopStrings
-from tlt_hpc.rollout.strategy import OFF, ChooserKind, Strategy, make_chooser
+from tlt_hpc.rollout.strategy import OFF, Strategy
 
 # sink(tokens [T] int32, prompt length, features [T - 1, 1, H] as bf16 bits): what a finished response leaves
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
@@ -78,8 +83,8 @@ class EngineCounts:
     num_preempted: int = 0
     num_drafter_faults: int = 0
     strategies: dict[str, tuple[int, int]] = field(default_factory=dict)
-    decisions: list[tuple[int, int]] = field(default_factory=list)
-    """Live sequences and index of the strategy of every round, in order."""
+    decisions: Decisions | None = None
+    """The strategy of every round, in order; filled in when the counts are taken."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
 
 
@@ -117,9 +122,7 @@ class RolloutEngine:
             decoder, self._residents, self._noise, self._guard, self._learned, NgramDrafts(self._table)
         )
         self._uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
-        self.chooser = make_chooser(
-            settings.chooser, settings.strategies, epsilon=settings.epsilon, window=settings.window, seed=settings.seed
-        )
+        self.chooser = self._make_chooser(None)
         self._finished: list[Rollout] = []
         self._longest: Tensor | None = None
         self._num_submitted = 0
@@ -128,6 +131,10 @@ class RolloutEngine:
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
         self.feature_sink: FeatureSink | None = None
+
+    def _make_chooser(self, costs: CostProfile | None) -> Chooser:
+        s = self.settings
+        return make_chooser(s.chooser, s.strategies, epsilon=s.epsilon, window=s.window, seed=s.seed, costs=costs)
 
     def _size_pool(self, positions: int) -> tuple[int, int]:
         """Pages of the pool and bytes of one.
@@ -245,6 +252,7 @@ class RolloutEngine:
         totals, before = self.chooser.totals(), self._totals_taken
         counts.strategies = {name: (r - before[name][0], t - before[name][1]) for name, (r, t) in totals.items()}
         self._totals_taken = totals
+        counts.decisions = self.chooser.take_decisions()
         return counts
 
     def memory_table(self) -> dict[str, int]:
@@ -313,6 +321,32 @@ class RolloutEngine:
         assert self._longest is not None, "calibrate needs requests"
         self._guard.probe(self._longest)
 
+    def profile(self, requests: Sequence[Request], max_seconds: float) -> CostProfile:
+        """Measure what rounds cost here, or read what was measured before, and choose by it from now on.
+
+        The requests fill the rows while it lasts; nothing is learned from them, and no response comes of them.
+        """
+        assert not self.has_work and requests
+        s, shape = self.settings, self.decoder.shape
+        drafter = "none" if self.drafter is None else "eagle"
+        key = ProfileKey(
+            processor=processor_name(),
+            num_cores=os.cpu_count() or 1,
+            device=str(self.decoder.device),
+            num_threads=torch.get_num_threads(),
+            torch_version=str(torch.__version__),
+            model=f"{shape.family}-{shape.num_layers}x{shape.hidden_size}x{shape.intermediate_size}-v{shape.vocab_size}"
+            f"-{drafter}",
+            dtype=str(self.decoder.dtype),
+        )
+        measures = RoundMeasures(self._residents, self._rounds, [self._response(r, s.params) for r in requests])
+        costs = load_or_measure(key, s.strategies, s.max_live, measures, max_seconds)
+        measures.close()
+        self._rounds.seconds = PhaseSeconds()
+        self.chooser = self._make_chooser(costs)
+        self._totals_taken = self.chooser.totals()
+        return costs
+
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -327,26 +361,33 @@ class RolloutEngine:
 
     def _decode(self) -> None:
         start = time.perf_counter()
-        strategy = self.chooser.choose(self._rows.num_live, self._usable())
-        if strategy is not OFF and not self._residents.has_room(slots_needed(strategy)):
-            strategy = OFF
+        strategy = self._choose()
         self._residents.reserve(slots_needed(strategy))
         num_live = self._rows.num_live
-        self._counts.decisions.append((num_live, self.settings.strategies.index(strategy)))
         if self._uses_ngram and strategy.source in ("ngram", "hybrid"):
             self._learn_live()
         emitted = self._rounds.run(strategy)
         self._cut_at_stops(emitted.tokens, emitted.ended)
         num_tokens = sum(map(len, emitted.tokens))
-        self.chooser.observe(strategy, num_live, num_tokens, time.perf_counter() - start, emitted.accepted)
+        if strategy in self.chooser.strategies:
+            self.chooser.observe(strategy, num_live, num_tokens, time.perf_counter() - start, emitted.accepted)
         self._counts.num_tokens += num_tokens
         self._counts.num_row_passes += num_live
         self._retire(emitted.ended)
 
-    def _usable(self) -> Sequence[Strategy]:
-        if self._learned is not None and not (self.drafter_ready and self._rounds.drafter_is_sound):
-            return [s for s in self.chooser.strategies if s.source not in ("drafter", "hybrid")]
-        return self.chooser.strategies
+    def _choose(self) -> Strategy:
+        """The round's strategy, among those that have a sound drafter and need no preemption."""
+        drafts = self.drafter_ready and self._rounds.drafter_is_sound
+        usable = [
+            strategy
+            for strategy in self.chooser.strategies
+            if (drafts or not strategy.has_drafter)
+            and (strategy is OFF or self._residents.has_room(slots_needed(strategy)))
+        ]
+        if not usable:
+            return OFF
+        backlog = self._learned.backlog(self._rows.sequences) if self._learned is not None else 0
+        return self.chooser.choose(self._rows.num_live, usable, backlog)
 
     def _cut_at_stops(self, tokens: list[list[int]], ended: list[bool]) -> None:
         """End responses at the token that completes a stop string; what came after it in the same round is dropped."""
