@@ -18,14 +18,14 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("display",),
-    ("compare",),
+    ("compare", "bench"),
     ("launch",),
     ("run",),
     ("job", "metrics"),
     ("plan",),
     ("rollout", "drafting", "rl", "checkpoint", "data"),
     ("models",),
-    ("mpi", "storage"),
+    ("mpi", "storage", "kernels"),
     ("config", "records", "timing"),
     ("",),  # the package itself: its version
 )
@@ -33,12 +33,14 @@ LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
 # Narrower than the floors: what these rooms may know at all.
 MAY_KNOW = {
-    "rollout": {"models", "records"},
+    "rollout": {"models", "kernels", "records"},
+    "kernels": set(),
     "drafting": {"models", "storage", "config", "records"},
     "data": {"config", "records"},
     "storage": {"records", "config"},
     "mpi": {"config"},
     "launch": {"config"},
+    "bench": {"rollout", "models", "data", "config", "records"},
     "records": set(),
     "config": set(),
     "timing": set(),
@@ -50,9 +52,15 @@ HOME_OF = {
     "deepspeed": {"rl"},
     "transformers": {"models"},
     "submitit": {"launch"},
+    "matplotlib": {"bench"},
+    "triton": {"kernels"},
+    "flash_attn": {"kernels"},
 }
 WITHOUT_TORCH = {"mpi", "storage", "config", "records", "timing", "data", "launch", "plan", "cli", "display", "compare"}
-WITHOUT_TORCH_OUTSIDE = {"tools": {"make_tiny_model.py", "make_tiny_drafter.py"}, "jobs": set[str]()}
+WITHOUT_TORCH_OUTSIDE = {
+    "tools": {"make_tiny_model.py", "make_tiny_drafter.py", "check_kernels.py"},
+    "jobs": set[str](),
+}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -1,4 +1,7 @@
-"""The commands: ``tlt train`` and ``tlt compare``. Heavy libraries are imported only once a command needs them."""
+"""The commands: ``tlt train``, ``tlt compare`` and ``tlt bench``.
+
+Heavy libraries are imported only once a command needs them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tlt_hpc import __version__
+from tlt_hpc.bench.options import add_bench_parsers, read_options
 from tlt_hpc.config import Config, UserError, load_config
 from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
 
@@ -29,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(given)
     rank = launched_rank(os.environ)
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
+    if options.command == "bench":
+        return run_bench(options)
     try:
         config = load_config(options.config, options.overrides)
         num_ranks = launched_count(os.environ) or config.run.ranks
@@ -63,6 +69,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
+    if options.command == "bench":
+        if rest:
+            parser.error(f"unknown argument {rest[0]}; see tlt bench {options.bench} --help")
+        return options
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         parser.error(f"unknown option {unknown[0]}; see tlt {options.command} --help")
@@ -94,7 +104,21 @@ def make_parser() -> argparse.ArgumentParser:
         )
     compare.add_argument("--steps", type=int, default=6, help="steps of each mode (default 6)")
     compare.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
     return parser
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """``tlt bench``, in this process alone."""
+    try:
+        checked = read_options(options)
+        from tlt_hpc.bench.command import run
+
+        run(checked)
+    except ValueError as error:
+        print(f"tlt: {error}", file=sys.stderr)
+        return USER_ERROR
+    return 0
 
 
 def run_train(config: Config) -> int:

@@ -39,6 +39,6 @@ class ChanceTable:
         return (self._hits / self._visits).clamp(max=0.995)[cells]
 
     def observe(self, cells: Tensor, visited: Tensor, hit: Tensor) -> None:
-        """Count nodes with these cells: ``visited`` where the parent was on the realised path, ``hit`` where they were."""
+        """Count nodes with these cells: ``visited`` where the parent was on the realised path, ``hit`` where it was."""
         self._visits.mul_(_KEPT).scatter_add_(0, cells.flatten(), visited.flatten().float())
         self._hits.mul_(_KEPT).scatter_add_(0, cells.flatten(), hit.flatten().float())

@@ -1,7 +1,7 @@
 """One round of the live rows: draft, verify in one target pass, accept the path that the target itself would take.
 
-Every emitted token is the target's own sample at its position (method, section 2): what is drafted decides how many come
-at once, never which. Knows no queue, no page and no request.
+Every emitted token is the target's own sample at its position (method, section 2): what is drafted decides how many
+come at once, never which. Knows no queue, no page and no request.
 Shapes: ``B`` rows, ``N`` nodes of a draft tree, ``m`` columns of the longest path, ``V`` vocabulary, ``H`` hidden.
 """
 
@@ -215,7 +215,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a round accepted: nodes on the realised path [B, N], the path [B, m], choices along it [B, m], counts [B]."""
+    """What a round accepted: nodes on the realised path [B, N], the path [B, m], choices on it [B, m], counts [B]."""
 
     on_path: Tensor
     path: Tensor

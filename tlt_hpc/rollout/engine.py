@@ -1,7 +1,7 @@
 """The rollout engine: requests in, finished responses out, one round of all live sequences a ``step``.
 
-A response depends on the weights and its key alone. Speculation, batch, rank count, preemption and the moment a strategy
-changes decide how fast it comes, never what it says. Knows no MPI, no reward and no training.
+A response depends on the weights and its key alone. Speculation, batch, rank count, preemption and the moment a
+strategy changes decide how fast it comes, never what it says. Knows no MPI, no reward and no training.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tlt_hpc.rollout.decoding import PhaseSeconds, Rounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts, slots_needed
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.kv_cache import PagedCache, page_bytes
-from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.measures import RoundMeasures
+from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
@@ -111,6 +111,8 @@ class RolloutEngine:
         )
         self._noise = NoiseWindow(settings.max_live, settings.num_tokens, depth + 1, device)
         self._guard = TieGuard(decoder, settings.tie_guard)
+        if drafter is not None:
+            drafter.pack()
         self._table = SuffixDrafter(settings.ngram_history_tokens, settings.ngram_orders)
         self._learned = (
             LearnedDrafts(drafter, decoder, self._cache, settings.max_live, settings.num_tokens) if drafter else None

@@ -90,7 +90,7 @@ def _compiled(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 class NoiseWindow:
-    """Noise of the next positions of every live row, each made once, in blocks because a call costs more than its numbers.
+    """Noise of the next positions of every live row, made once each, and in blocks since a call is dear.
 
     A ring by position: row b's noise of position t stands at ``t % width``, as long as t is among its next ``width``.
     """

@@ -52,7 +52,7 @@ def top_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return best.values, best.indices
     if width % _CHUNK:
         scores = torch.nn.functional.pad(scores, (0, -width % _CHUNK), value=-torch.inf)
-    chunks = scores.unflatten(-1, (-1, _CHUNK))
+    chunks = scores.reshape(*scores.shape[:-1], -1, _CHUNK)
     where = chunks.amax(-1).topk(count, -1).indices
     held = chunks.gather(-2, where.unsqueeze(-1).expand(*where.shape, _CHUNK)).flatten(-2)
     best = held.topk(count, -1)

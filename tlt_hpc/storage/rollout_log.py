@@ -204,7 +204,12 @@ def _micro_step_columns(micro_steps: tuple[MicroStepRecord, ...]) -> dict[str, N
 def _strategy_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
     # Fixed-length bytes: HDF5 keeps text of variable length in a heap that has no checksum.
     names = np.array([name.encode() for name in record.strategy_names] or [], dtype=np.bytes_)
-    return {"names": names, "rounds": record.strategy_rounds, "tokens": record.strategy_tokens, "decisions": record.decisions}
+    return {
+        "names": names,
+        "rounds": record.strategy_rounds,
+        "tokens": record.strategy_tokens,
+        "decisions": record.decisions,
+    }
 
 
 def _flat(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

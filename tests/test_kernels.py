@@ -1,0 +1,526 @@
+"""The kernels: every Triton program against plain PyTorch, and the PyTorch against independent computations.
+
+Where there is no GPU, Triton's interpreter runs the programs on CPU tensors; where there is one, they are compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_noise import KNOWN
+from torch import Tensor
+
+from tlt_hpc.kernels import attention, dispatch, gumbel, pointwise, rotary
+from tlt_hpc.kernels.graphs import NUM_WARM_UPS, GraphPool
+from tlt_hpc.records import SampleKey
+from tlt_hpc.rollout import noise
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if dispatch.has_triton() and DEVICE.type == "cpu":
+    dispatch.load_interpreter()  # at collection, before anything imports triton as a compiler
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # a unit in the last place of halves
+DTYPES = [torch.float32, torch.bfloat16]
+# the interpreter multiplies no bf16 matrices
+DOT_DTYPES = [torch.float32, torch.float16 if DEVICE.type == "cpu" else torch.bfloat16]
+
+
+@pytest.fixture
+def triton() -> Iterator[None]:
+    if not dispatch.has_triton():
+        pytest.skip("triton is not installed")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh tensors with NaN: nothing unwritten hides
+    with dispatch.interpreted() if DEVICE.type == "cpu" else nullcontext():
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_close(got: Tensor, wanted: Tensor, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> None:
+    tolerance = TOLERANCE[dtype] * scale
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_float64_and_cpu_tensors_run_in_pytorch() -> None:
+    assert not dispatch.runs_triton(torch.zeros(1))
+    if dispatch.has_triton() and DEVICE.type == "cpu":
+        with dispatch.interpreted():
+            assert dispatch.runs_triton(torch.zeros(1)) and not dispatch.runs_triton(torch.zeros(1).double())
+        assert not dispatch.runs_triton(torch.zeros(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "H"), [(1, 128), (3, 100), (5, 3584), (2, 1), (0, 64)])
+def test_rms_norm_and_residual(triton: None, T: int, H: int, dtype: torch.dtype) -> None:
+    x, residual, weight = draw(T, H, dtype=dtype), draw(T, H, seed=1, dtype=dtype), draw(H, seed=2, dtype=dtype)
+    assert_close(pointwise.rms_norm(x, weight, 1e-6), pointwise.rms_norm_reference(x, weight, 1e-6), dtype)
+    wanted = pointwise.add_rms_norm_reference(x, residual, weight, 1e-6)
+    got = pointwise.add_rms_norm(x, residual, weight, 1e-6)
+    assert_close(got[1], wanted[1], dtype)  # the interpreter cuts bf16 off where a GPU rounds
+    assert_close(got[0], wanted[0], dtype, 3.0)
+
+
+def test_rms_norm_takes_strided_rows_and_heads(triton: None) -> None:
+    x, weight = draw(4, 3, 100)[:, 1], draw(100, seed=1)
+    assert not x.is_contiguous()
+    assert_close(pointwise.rms_norm(x, weight, 1e-5), pointwise.rms_norm_reference(x, weight, 1e-5))
+    assert_close(pointwise.add_rms_norm(x, x, weight, 1e-5)[0], pointwise.add_rms_norm_reference(x, x, weight, 1e-5)[0])
+    heads, gain = draw(4, 3, 32), draw(32, seed=1)
+    assert_close(pointwise.rms_norm(heads, gain, 1e-5), F.rms_norm(heads, (32,), gain, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "I"), [(1, 256), (3, 100), (2, 4865), (0, 8)])
+def test_silu_mul(triton: None, T: int, I: int, dtype: torch.dtype) -> None:  # noqa: E741
+    gate_up = 8 * draw(T, 2 * I, dtype=dtype)
+    assert_close(pointwise.silu_mul(gate_up), pointwise.silu_mul_reference(gate_up), dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_close(pointwise.silu_mul_reference(gate_up), F.silu(gate) * up, dtype)
+
+
+def rotary_case(T: int, h: int, g: int, d: int, page_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    angles = torch.outer(torch.arange(50).double(), 100.0 ** -(torch.arange(0, d, 2).double() / d))
+    free = torch.randperm(5 * page_size, generator=torch.Generator().manual_seed(3))
+    slots = free[:T].clone()
+    slots[T // 2] = -1
+    return {
+        "qkv": draw(T, h + 2 * g, d, dtype=dtype),
+        "cosine": torch.cat([angles.cos(), angles.cos()], -1).to(DEVICE, dtype),
+        "sine": torch.cat([-angles.sin(), angles.sin()], -1).to(DEVICE, dtype),
+        "positions": ((torch.arange(T) * 7) % 50).to(DEVICE),
+        "key_pages": torch.full((5, page_size, g, d), 7.0, dtype=dtype, device=DEVICE),
+        "value_pages": torch.full((5, page_size, g, d), 9.0, dtype=dtype, device=DEVICE),
+        "slots": slots.to(DEVICE),
+    }
+
+
+def clone(case: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in case.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("T", "h", "g", "d", "page_size"),
+    [(1, 4, 2, 32, 16), (6, 3, 1, 64, 16), (3, 14, 2, 128, 17), (4, 9, 3, 20, 32), (2, 8, 8, 80, 256)],
+)
+def test_rotate_and_store(
+    triton: None, T: int, h: int, g: int, d: int, page_size: int, normed: bool, dtype: torch.dtype
+) -> None:
+    case = rotary_case(T, h, g, d, page_size, dtype)
+    norms = (draw(d, seed=5, dtype=dtype), draw(d, seed=6, dtype=dtype), 1e-6) if normed else None
+    there = clone(case)
+    wanted = rotary.rotate_and_store_reference(**there, norms=norms)
+    got = rotary.rotate_and_store(**case, norms=norms)
+    # a norm may round differently by one unit, which the rotation passes on
+    scale = 4.0 if normed else 1.0
+    assert_close(got, wanted, dtype, scale)
+    assert_close(case["key_pages"], there["key_pages"], dtype, scale)
+    assert torch.equal(case["value_pages"], there["value_pages"])
+
+
+def test_rotation_is_the_models_and_slots_say_where_it_goes() -> None:
+    case = rotary_case(6, 4, 2, 32, 16, torch.float32)
+    query = rotary.rotate_and_store_reference(**case)
+    first, second = case["qkv"].chunk(2, -1)
+    turn = torch.complex(case["cosine"], -case["sine"])[case["positions"], :16].unsqueeze(1)
+    turned = torch.complex(first, second) * turn
+    rotated = torch.cat([turned.real, turned.imag], -1)
+    assert torch.allclose(query, rotated[:, :4], atol=1e-6)
+    keys, values = rotated[:, 4:6], case["qkv"][:, 6:]
+    flat_keys, flat_values = case["key_pages"].flatten(0, 1), case["value_pages"].flatten(0, 1)
+    written = [int(slot) for slot in case["slots"] if slot >= 0]
+    for token, slot in enumerate(case["slots"].tolist()):
+        if slot >= 0:
+            assert torch.allclose(flat_keys[slot], keys[token], atol=1e-6)
+            assert torch.equal(flat_values[slot], values[token])
+    untouched = [slot for slot in range(80) if slot not in written]
+    assert (flat_keys[untouched] == 7.0).all() and (flat_values[untouched] == 9.0).all()
+
+
+def test_pages_may_be_a_slice_of_a_larger_cache(triton: None) -> None:
+    case = rotary_case(5, 4, 2, 32, 16, torch.float32)
+    there = clone(case)
+    rotary.rotate_and_store_reference(**there)
+    cache = torch.full((5, 3, 16, 2, 32), 7.0, device=DEVICE)  # pages, layers
+    case["key_pages"] = cache[:, 1]
+    rotary.rotate_and_store(**case)
+    assert_close(cache[:, 1], there["key_pages"])
+    assert (cache[:, [0, 2]] == 7.0).all()
+
+
+WORDS = torch.tensor([noise.noise_key(SampleKey(1, 0, 0, 0, i)) for i in range(7)], device=DEVICE)
+
+
+@pytest.mark.parametrize("vocab", [20, 1, 4099, 152_064])
+def test_noise_is_the_rollouts_bit_for_bit(vocab: int) -> None:
+    positions = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
+    got = gumbel.gumbel_noise_reference(WORDS, positions, vocab)
+    wanted = noise.gumbel_rows(WORDS.cpu(), positions.cpu().unsqueeze(1), vocab).squeeze(1)
+    if DEVICE.type == "cpu":
+        assert torch.equal(got, wanted)
+    assert_close(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("vocab", [20, 1, 1024, 4099])
+def test_triton_noise(triton: None, vocab: int) -> None:
+    positions = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
+    assert_close(
+        gumbel.gumbel_noise(WORDS, positions, vocab), gumbel.gumbel_noise_reference(WORDS, positions, vocab), scale=0.5
+    )
+    ids = torch.randperm(152_064, generator=torch.Generator().manual_seed(0))[:vocab].to(DEVICE)
+    assert_close(
+        gumbel.gumbel_noise(WORDS, positions, ids),
+        gumbel.gumbel_noise_reference(WORDS, positions, 152_064)[:, ids],
+        scale=0.5,
+    )
+
+
+def extreme_words() -> Tensor:
+    near = torch.arange(-300, 300)
+    centres = torch.tensor([0, 2**23, 2**24, 2**31, 2**32 - 2**24, 2**32 - 2**23, 2**32 - 1, round(2**32 * 0.6321)])
+    ladder = 2 ** torch.arange(0, 32)
+    spread = torch.randint(0, 2**32, (20_000,), generator=torch.Generator().manual_seed(0))
+    every = torch.cat([(centres.unsqueeze(1) + near).flatten(), ladder, 2**32 - ladder, spread])
+    return every[(every >= 0) & (every < 2**32)]
+
+
+def test_triton_gumbel_is_accurate_at_both_tails(triton: None) -> None:
+    from tlt_hpc.kernels.programs.gumbel import gumbel_of_words
+
+    k = extreme_words()
+    got = gumbel_of_words(k.to(DEVICE)).cpu()
+    exact = -torch.log(-torch.log1p(-((k.double() + 0.5) * 2.0**-32)))
+    assert torch.isfinite(got).all()
+    assert ((got.double() - exact).abs() / exact.abs().clamp(min=1.0)).max() < 1e-6
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_triton_philox_gives_the_published_answers(triton: None, counter, key, words) -> None:
+    columns = 4 * counter[0] + torch.arange(4, device=DEVICE)
+    stream = torch.tensor([[*key, counter[2], counter[3]]], device=DEVICE)
+    position = torch.tensor([counter[1]], device=DEVICE)
+    wanted = noise.gumbel(torch.tensor(words))
+    assert_close(gumbel.gumbel_noise(stream, position, columns)[0].cpu(), wanted, scale=0.5)
+    assert_close(gumbel.gumbel_noise_reference(stream, position, columns)[0].cpu(), wanted, scale=0.5)
+
+
+TEMPERATURES = torch.tensor([1.0, 0.0, 0.6, 1.7, 0.05, 1.0, 0.0], device=DEVICE)
+POSITIONS = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
+
+
+def assert_same_choice(got: gumbel.GumbelChoice, wanted: gumbel.GumbelChoice) -> None:
+    assert torch.equal(got.token, wanted.token)
+    for name in ("best", "second", "log_normaliser", "scaled_logit"):
+        assert_close(vars(got)[name], vars(wanted)[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("vocab", "num_tokens"), [(20, 20), (24, 20), (1, 1), (1024, 1024), (1025, 1025), (5000, 4097)]
+)
+def test_gumbel_argmax(triton: None, vocab: int, num_tokens: int, dtype: torch.dtype) -> None:
+    logits = 4 * draw(7, vocab, dtype=dtype)
+    logits[:, num_tokens:] = 1000.0  # padding, never chosen
+    arguments = (logits, TEMPERATURES, WORDS, POSITIONS, num_tokens)
+    assert_same_choice(gumbel.gumbel_argmax(*arguments), gumbel.gumbel_argmax_reference(*arguments))
+
+
+def test_gumbel_argmax_over_a_large_vocabulary(triton: None) -> None:
+    logits = draw(2, 152_064)
+    arguments = (logits, TEMPERATURES[:2], WORDS[:2], POSITIONS[:2], 151_665)
+    assert_same_choice(gumbel.gumbel_argmax(*arguments), gumbel.gumbel_argmax_reference(*arguments))
+
+
+def test_reference_choice_is_the_definition() -> None:
+    logits = draw(7, 50).cpu()
+    choice = gumbel.gumbel_argmax_reference(logits, TEMPERATURES.cpu(), WORDS.cpu(), POSITIONS.cpu(), 48)
+    for row in range(7):
+        heat, own = float(TEMPERATURES[row]), logits[row, :48]
+        scaled = own / heat if heat > 0 else own
+        drawn = noise.gumbel_rows(WORDS[row : row + 1].cpu(), POSITIONS[row : row + 1, None].cpu(), 48)[0, 0]
+        top = (scaled + drawn * (heat > 0)).topk(2)
+        assert int(choice.token[row]) == int(top.indices[0])
+        assert float(choice.best[row] - choice.second[row]) == pytest.approx(
+            float(top.values[0] - top.values[1]), abs=1e-6
+        )
+        log_probs = scaled.log_softmax(0)
+        own_log_prob = choice.scaled_logit[row] - choice.log_normaliser[row]
+        assert float(own_log_prob) == pytest.approx(float(log_probs[choice.token[row]]), abs=1e-5)
+
+
+def both_choices(logits: Tensor, temperature: float, num_tokens: int) -> list[gumbel.GumbelChoice]:
+    R = len(logits)
+    arguments = (logits, torch.full((R,), temperature, device=DEVICE), WORDS[:R], POSITIONS[:R], num_tokens)
+    return [gumbel.gumbel_argmax(*arguments), gumbel.gumbel_argmax_reference(*arguments)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_banned_tokens_are_never_chosen(triton: None, temperature: float) -> None:
+    logits = draw(3, 3000)
+    logits[:, 1:2999] = -torch.inf  # a whole block without a finite logit in between
+    got, wanted = both_choices(logits, temperature, 3000)
+    assert_same_choice(got, wanted)
+    assert set(got.token.tolist()) <= {0, 2999} and torch.isfinite(got.log_normaliser).all()
+    logits[:, 0] = -torch.inf
+    for choice in both_choices(logits, temperature, 3000):
+        assert choice.token.tolist() == [2999] * 3 and (choice.second == -torch.inf).all()
+    logits[:] = -torch.inf
+    for choice in both_choices(logits, temperature, 3000):
+        assert ((choice.token >= 0) & (choice.token < 3000)).all() and (choice.best == -torch.inf).all()
+
+
+def test_nan_is_reported_and_stays_in_range(triton: None) -> None:
+    logits = draw(2, 3000)
+    logits[0, 1500] = torch.nan
+    logits[1] = torch.nan
+    for choice in both_choices(logits, 1.0, 3000):
+        assert choice.log_normaliser.isnan().all()
+        assert ((choice.token >= 0) & (choice.token < 3000)).all()
+
+
+def test_of_equal_scores_the_first_wins(triton: None) -> None:
+    logits = torch.zeros(2, 3000, device=DEVICE)
+    logits[0, [700, 701, 2500]] = 1.0
+    logits[1, [2047, 2048]] = 1.0
+    for choice in both_choices(logits, 0.0, 3000):
+        assert choice.token.tolist() == [700, 2047]
+        assert torch.equal(choice.best, choice.second)
+
+
+def random_tree(num_nodes: int, seed: int) -> Tensor:
+    """Ancestor masks of a random tree, each node below an earlier one; bit 63 is the sign bit."""
+    generator = torch.Generator().manual_seed(seed)
+    masks: list[int] = []
+    for node in range(num_nodes):
+        parent = int(torch.randint(-1, node, (1,), generator=generator)) if node else -1
+        masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
+    return torch.tensor([mask - 2**64 if mask >= 2**63 else mask for mask in masks])
+
+
+def attention_case(
+    B: int, N: int, h: int, g: int, d: int, page_size: int, longest: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Rows of very different lengths in shuffled pages; slots beyond a row's nodes hold NaN."""
+    M = -(-(longest + N) // page_size)
+    order = torch.randperm(B * M + 2, generator=torch.Generator().manual_seed(B + N))
+    lengths = [longest, 0, longest // 3, 1][:B] + [longest // 2] * (B - 4)
+    table = order[: B * M].view(B, M)
+    key, value = (draw(B * M + 2, page_size, g, d, seed=seed, dtype=dtype) for seed in (1, 2))
+    for row, length in enumerate(lengths):
+        for slot in range(length + N, M * page_size):
+            key[table[row, slot // page_size], slot % page_size] = torch.nan
+            value[table[row, slot // page_size], slot % page_size] = torch.nan
+    return {
+        "query": draw(B, N, h, d, dtype=dtype),
+        "key_pages": key,
+        "value_pages": value,
+        "page_table": table.to(DEVICE, torch.int32),
+        "committed": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        "tree_mask": torch.stack([random_tree(N, seed) for seed in range(B)]).to(DEVICE),
+    }
+
+
+def attend_one_by_one(case: dict[str, Tensor]) -> Tensor:
+    """Float64, one sequence and node at a time, keys picked by hand."""
+    query = case["query"].double().cpu()
+    B, N, h, d = query.shape
+    page_size, g = case["key_pages"].shape[1:3]
+    out = torch.zeros(B, N, h, d, dtype=torch.float64)
+    for row in range(B):
+        length = int(case["committed"][row])
+        for node in range(N):
+            mask = int(case["tree_mask"][row, node])
+            slots = [*range(length), *(length + j for j in range(N) if mask >> j & 1)]
+            where = [(int(case["page_table"][row, slot // page_size]), slot % page_size) for slot in slots]
+            if not where:
+                continue
+            key = torch.stack([case["key_pages"][page, offset].double().cpu() for page, offset in where], 1)
+            value = torch.stack([case["value_pages"][page, offset].double().cpu() for page, offset in where], 1)
+            for head in range(h):
+                score = key[head * g // h] @ query[row, node, head] / math.sqrt(d)
+                out[row, node, head] = score.softmax(0) @ value[head * g // h]
+    return out.view(B, N, h * d)
+
+
+CASES = [  # B, N, h, g, d, page_size, longest
+    (1, 1, 2, 2, 32, 16, 5),
+    (4, 4, 4, 2, 32, 16, 70),
+    (3, 5, 6, 2, 64, 48, 130),
+    (1, 64, 7, 1, 128, 256, 70),
+    (5, 3, 8, 1, 64, 32, 40),
+    (2, 17, 8, 1, 80, 64, 33),
+]
+
+
+@pytest.mark.parametrize("dtype", DOT_DTYPES)
+@pytest.mark.parametrize("num_splits", [None, 1, 5])
+@pytest.mark.parametrize(("B", "N", "h", "g", "d", "page_size", "longest"), CASES)
+def test_paged_tree_attention(
+    triton: None, B: int, N: int, h: int, g: int, d: int, page_size: int, longest: int,
+    num_splits: int | None, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    case = attention_case(B, N, h, g, d, page_size, longest, dtype)
+    wanted = attention.paged_tree_attention_reference(**case)
+    got = attention.paged_tree_attention(**case, num_splits=num_splits)
+    assert got.shape == (B, N, h * d) and got.dtype == dtype
+    assert_close(got, wanted, dtype, scale=2.0)
+
+
+@pytest.mark.parametrize("case", CASES[:3])
+def test_reference_attention_is_the_definition(case: tuple[int, ...]) -> None:
+    tensors = attention_case(*case, torch.float32)
+    got = attention.paged_tree_attention_reference(**tensors)
+    assert_close(got.cpu(), attend_one_by_one(tensors))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_nodes_that_pad_a_tree_disturb_nobody(triton: None, num_splits: int) -> None:
+    """Padding nodes see nothing and no one sees them; their slots were never written."""
+    case = attention_case(2, 6, 4, 2, 32, 16, 20, torch.float32)
+    wanted = attention.paged_tree_attention(**case, num_splits=num_splits)
+    case["tree_mask"][:, 4:] = 0
+    case["committed"][1] = 0
+    for row in range(2):
+        for slot in range(int(case["committed"][row]) + 4, int(case["committed"][row]) + 6):
+            for pages in (case["key_pages"], case["value_pages"]):
+                pages[case["page_table"][row, slot // 16], slot % 16] = torch.nan
+    for got in (
+        attention.paged_tree_attention(**case, num_splits=num_splits),
+        attention.paged_tree_attention_reference(**case),
+    ):
+        assert_close(got[0, :4], wanted[0, :4])
+        assert torch.isfinite(got).all() and (got[1, 4:] == 0).all()
+
+
+def test_queries_and_pages_may_be_strided(triton: None) -> None:
+    case = attention_case(3, 3, 4, 2, 32, 16, 40, torch.float32)
+    wanted = attention.paged_tree_attention_reference(**case)
+    case["query"] = torch.cat([case["query"], draw(3, 3, 4, 32)], 2)[:, :, :4]
+    for name in ("key_pages", "value_pages"):
+        case[name] = torch.stack([case[name], case[name] + 1], 1)[:, 0]
+    assert_close(attention.paged_tree_attention(**case, num_splits=2), wanted)
+
+
+@pytest.mark.parametrize("case", CASES[1:4])
+def test_prefix_and_tree_joined_by_log_sum_exp(case: tuple[int, ...]) -> None:
+    """The flash-attn variant with its library replaced by PyTorch, empty prefixes as that library leaves them."""
+    tensors = attention_case(*case, torch.float32)
+    B, N, h, d = tensors["query"].shape
+    g = tensors["key_pages"].shape[2]
+    prefix, lse = torch.full((B, N, h, d), torch.nan), torch.full((B, h, N), torch.inf)
+    for row in range(B):
+        length = int(tensors["committed"][row])
+        if length:
+            pages = tensors["page_table"][row].long()
+            key = tensors["key_pages"][pages].flatten(0, 1)[:length].repeat_interleave(h // g, 1).cpu()
+            value = tensors["value_pages"][pages].flatten(0, 1)[:length].repeat_interleave(h // g, 1).cpu()
+            score = torch.einsum("nhd,shd->hns", tensors["query"][row].cpu(), key) / math.sqrt(d)
+            lse[row] = score.logsumexp(-1)
+            prefix[row] = torch.einsum("hns,shd->nhd", score.softmax(-1), value)
+    got = attention.join_prefix(**tensors, prefix=prefix.to(DEVICE), prefix_lse=lse.to(DEVICE))
+    assert_close(got, attention.paged_tree_attention_reference(**tensors))
+
+
+def test_merging_two_halves_is_the_whole() -> None:
+    score, value = draw(3, 10).cpu(), draw(10, 4, seed=1).cpu()
+    score[1, :6] = -torch.inf
+    halves = []
+    for part in (slice(0, 6), slice(6, 10)):
+        own = score[:, part]
+        halves += [own.softmax(-1).nan_to_num(0.0) @ value[part], own.logsumexp(-1)]
+    merged, lse = attention.merge_attention(*halves)
+    assert_close(merged, score.softmax(-1) @ value)
+    assert_close(lse, score.logsumexp(-1))
+    nothing, none = torch.zeros(1, 4), torch.full((1,), -torch.inf)
+    merged, lse = attention.merge_attention(nothing, none, nothing, none)
+    assert (merged == 0).all() and (lse == -torch.inf).all()
+
+
+def test_flash_attention_is_refused_where_it_cannot_run() -> None:
+    case = attention_case(1, 1, 2, 2, 32, 16, 5, torch.bfloat16)
+    assert not attention.flash_can_run(case["query"], case["key_pages"])
+
+
+def test_a_tree_wider_than_the_mask_is_a_programming_error() -> None:
+    case = attention_case(1, 1, 2, 2, 32, 16, 5, torch.float32)
+    case["query"] = draw(1, 65, 2, 32)
+    with pytest.raises(AssertionError, match="65 nodes"):
+        attention.paged_tree_attention(**case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability: int) -> None:
+    if not dispatch.has_triton():
+        pytest.skip("triton is not installed")
+    command = [sys.executable, "tools/check_kernels.py", "--compile", str(capability)]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    used = re.findall(r"STACK:(\d+)", done.stdout)
+    assert len(used) >= 30 and max(map(int, used)) <= 64, "registers are spilled"
+
+
+def test_graph_pool_runs_on_static_buffers() -> None:
+    pool = GraphPool(DEVICE)
+    weight = draw(4, 4)
+
+    def function(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ weight + shift, x.sum(1)
+
+    xs = [draw(3, 4, seed=seed) for seed in range(3)]
+    shift = torch.ones(4, device=DEVICE)
+    first = pool.run((3, 1), function, (xs[0], shift))
+    assert_close(first[0], xs[0] @ weight + 1)
+    second = pool.run((3, 1), function, (xs[1], shift * 2))
+    assert second[0] is first[0], "outputs stay where they are"
+    assert_close(first[0], xs[1] @ weight + 2)
+    assert_close(first[1], xs[1].sum(1))
+    xs[1].zero_()
+    assert float(pool.inputs((3, 1))[0].abs().sum()) > 0, "inputs are copied"
+    weight.mul_(2)
+    pool.inputs((3, 1))[0].copy_(xs[2])
+    third = pool.replay((3, 1), pool.inputs((3, 1)))
+    assert_close(third[0], xs[2] @ weight + 2)
+    assert len(pool) == 1 and (3, 1) in pool and (3, 2) not in pool
+
+
+def test_graph_pool_keeps_keys_apart_and_counts_their_memory() -> None:
+    pool = GraphPool(DEVICE)
+    outputs = [pool.run(n, lambda x: (x + 1,), (torch.full((n,), float(n), device=DEVICE),))[0] for n in (4, 2)]
+    assert [out.tolist() for out in outputs] == [[5.0] * 4, [3.0] * 2]
+    assert [key for key, _ in pool.memory_table()] == [4, 2]
+    assert all(num_bytes >= 0 for _, num_bytes in pool.memory_table())
+    with pytest.raises(AssertionError, match="captured for"):
+        pool.replay(2, (torch.zeros(3, device=DEVICE),))
+    with pytest.raises(AssertionError, match="captured already"):
+        pool.capture(2, lambda x: (x,), (torch.zeros(2, device=DEVICE),))
+
+
+def test_graph_pool_repeats_side_effects_while_it_warms_up() -> None:
+    pool = GraphPool(DEVICE)
+    counter = torch.zeros(1, device=DEVICE)
+
+    def function(x: Tensor) -> tuple[Tensor]:
+        counter.add_(1)
+        return (x,)
+
+    pool.capture("k", function, (torch.zeros(1, device=DEVICE),))
+    assert int(counter) == NUM_WARM_UPS
+    pool.replay("k", (torch.zeros(1, device=DEVICE),))
+    assert int(counter) == NUM_WARM_UPS + 1

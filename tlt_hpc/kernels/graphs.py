@@ -1,0 +1,132 @@
+"""Captured calls: a function recorded once per key into a CUDA graph and replayed. Knows no model and no batch.
+
+All graphs of a pool share the memory of their intermediates, so only one of them may run at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NUM_WARM_UPS = 2
+"""Runs before a capture: libraries allocate and Triton compiles on the first, caches settle on the second."""
+
+Function = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    function: Function
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    graph: torch.cuda.CUDAGraph | None  # None on a CPU, where a replay calls the function
+    num_bytes: int
+
+    def replay(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        with torch.inference_mode():
+            for kept, fresh in zip(self.outputs, self.function(*self.inputs), strict=True):
+                kept.copy_(fresh)
+
+
+class GraphPool:
+    """Captures functions by key and replays them on static inputs and outputs; eager with the same buffers on a CPU.
+
+    A captured function reads and writes tensors only: no synchronisation, no shape that depends on data. It runs
+    ``NUM_WARM_UPS`` times before it is recorded, so it must not mind being repeated on the same inputs. Other tensors
+    that it touches (weights, caches) keep their addresses for as long as the pool lives. Capture the largest key
+    first: the smaller ones then fit into its memory. Outputs are kept per key, so return tokens and counts rather than
+    logits. All runs in inference mode.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._captured: dict[Hashable, _Captured] = {}
+        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        # one stream for all captures: cuBLAS keeps a workspace per stream
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def capture(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> None:
+        """Record ``function`` under ``key`` for inputs of these shapes; the inputs themselves are copied."""
+        assert key not in self._captured, f"{key!r} is captured already"
+        before = _used_bytes(self.device)
+        with torch.inference_mode(False):  # so that a caller may fill them in any mode
+            static = tuple(x.detach().clone(memory_format=torch.contiguous_format) for x in inputs)
+        if self._side is None:
+            graph, outputs = None, self._settle(function, static)
+        else:
+            graph, outputs = self._record(function, static, self._side)
+        self._captured[key] = _Captured(function, static, outputs, graph, _used_bytes(self.device) - before)
+
+    def replay(self, key: Hashable, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the function of ``key`` on copies of ``inputs``; the outputs are overwritten by the key's next replay."""
+        captured = self._captured[key]
+        for static, given in zip(captured.inputs, inputs, strict=True):
+            assert static.shape == given.shape and static.dtype == given.dtype, (
+                f"{key!r} was captured for {list(static.shape)} {static.dtype}, not {list(given.shape)} {given.dtype}"
+            )
+            if static is not given:
+                static.copy_(given, non_blocking=True)
+        captured.replay()
+        return captured.outputs
+
+    def run(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay ``key``, captured on its first use."""
+        if key not in self._captured:
+            self.capture(key, function, inputs)
+        return self.replay(key, inputs)
+
+    def inputs(self, key: Hashable) -> tuple[Tensor, ...]:
+        """The static inputs of ``key``: a caller that fills them itself passes them to ``replay`` uncopied."""
+        return self._captured[key].inputs
+
+    def memory_table(self) -> list[tuple[Hashable, int]]:
+        """Key and the device bytes that its capture took, in the order of capture; zeros on a CPU.
+
+        What the device reports as used, graph nodes included; another process on the GPU disturbs the figures.
+        """
+        return [(key, captured.num_bytes) for key, captured in self._captured.items()]
+
+    def _settle(self, function: Function, static: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Warm up and return the last outputs, apart from what the function may keep or alias."""
+        outputs: Sequence[Tensor] = ()
+        with torch.inference_mode():
+            for _ in range(NUM_WARM_UPS):
+                outputs = function(*static)
+        return tuple(x.clone() for x in outputs)
+
+    def _record(
+        self, function: Function, static: tuple[Tensor, ...], side: torch.cuda.Stream
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.inference_mode(), torch.cuda.stream(side):
+            for _ in range(NUM_WARM_UPS):
+                function(*static)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the thread that drives MPI may call CUDA meanwhile
+        capture = torch.cuda.graph(graph, pool=self._memory, stream=side, capture_error_mode="thread_local")
+        with torch.inference_mode(), capture:
+            outputs = tuple(function(*static))
+        return graph, outputs
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Bytes in use on the device, once the allocator has handed back what nobody holds."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,360 @@
+"""Runs every Triton program of ``tlt_hpc.kernels`` against its PyTorch reference on a GPU, and times it.
+
+    python tools/check_kernels.py              # on a CUDA machine; exit status 1 on a mismatch
+    python tools/check_kernels.py --compile 90 # without a GPU: compile all for a compute capability, show their needs
+
+Needs torch and triton only. Microseconds are per call inside a CUDA graph; GB/s count each byte read or written once,
+and may exceed the memory's rate where the data fits into the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.kernels import attention, dispatch, gumbel, pointwise, rotary
+from tlt_hpc.kernels.graphs import GraphPool
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 3584, 18944, 28, 4, 128, 152_064  # Qwen2.5-7B
+SMALL_TREES = [(1, 1, 100, 64), (1, 4, 100, 64), (1, 64, 100, 256)]  # sequences, nodes, slots, page size
+TREES = [(1, 1, 8192, 256), (1, 64, 8192, 256), (8, 16, 4096, 16), (32, 4, 2048, 64), (32, 16, 2048, 256)]
+NEAR_TIE = 1e-4
+CALLS = 20
+"""Calls in one timed graph."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call at one shape: what it gives, what it should give, the bytes it must move, the error it may make."""
+
+    name: str
+    run: Callable[[], Sequence[Tensor]]
+    wanted: Callable[[], Sequence[Tensor]]
+    num_bytes: int
+    tolerance: float
+    view: Callable[[Sequence[Tensor]], Sequence[Tensor]] = tuple
+    """What of the results is compared."""
+
+
+def draw(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(*sizes, device=device).to(dtype)
+
+
+def pointwise_cases(T: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Norms and SiLU of T tokens."""
+    label, size = f"T={T} {str(dtype)[6:]}", dtype.itemsize
+    unit = 5e-6 if dtype == torch.float32 else 1.6e-2
+    x, residual = (draw(T, HIDDEN, dtype=dtype, device=device) for _ in range(2))
+    weight = draw(HIDDEN, dtype=dtype, device=device)
+    gate_up = draw(T, 2 * INTERMEDIATE, dtype=dtype, device=device)
+    yield Case(
+        f"rms_norm {label}",
+        lambda: (pointwise.rms_norm(x, weight, 1e-6),),
+        lambda: (pointwise.rms_norm_reference(x, weight, 1e-6),),
+        2 * T * HIDDEN * size,
+        unit,
+    )
+    yield Case(
+        f"add_rms_norm {label}",
+        lambda: pointwise.add_rms_norm(x, residual, weight, 1e-6),
+        lambda: pointwise.add_rms_norm_reference(x, residual, weight, 1e-6),
+        4 * T * HIDDEN * size,
+        unit,
+    )
+    yield Case(
+        f"silu_mul {label}",
+        lambda: (pointwise.silu_mul(gate_up),),
+        lambda: (pointwise.silu_mul_reference(gate_up),),
+        3 * T * INTERMEDIATE * size,
+        unit,
+    )
+
+
+def rotary_case(T: int, dtype: torch.dtype, device: torch.device, normed: bool) -> Case:
+    """T tokens into pages of 64 slots, one of them skipped."""
+    heads, positions = HEADS + 2 * KV_HEADS, torch.randint(0, 4096, (T,), device=device)
+    angles = torch.rand(4096, HEAD_DIM // 2, device=device).repeat(1, 2)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    qkv = draw(T, heads, HEAD_DIM, dtype=dtype, device=device)
+    pages = [torch.zeros(T // 32 + 1, 64, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(4)]
+    slots = torch.randperm(64 * (T // 32 + 1), device=device)[:T]
+    slots[0] = -1 if T > 1 else slots[0]
+    gains = [draw(HEAD_DIM, dtype=dtype, device=device) for _ in range(2)]
+    norms = (gains[0], gains[1], 1e-6) if normed else None
+    rest = (cosine, sine, positions)
+    return Case(
+        f"rotate_and_store{' normed' * normed} T={T} {str(dtype)[6:]}",
+        lambda: (rotary.rotate_and_store(qkv, *rest, pages[0], pages[1], slots, norms), pages[0], pages[1]),
+        lambda: (rotary.rotate_and_store_reference(qkv, *rest, pages[2], pages[3], slots, norms), pages[2], pages[3]),
+        2 * qkv.numel() * dtype.itemsize,
+        5e-6 if dtype == torch.float32 else 3e-2,
+    )
+
+
+def settled(choice: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The fields of a choice; tokens decided by less than a near-tie do not count."""
+    token, best, second, log_normaliser, scaled_logit = choice
+    clear = best - second > NEAR_TIE
+    return torch.where(clear, token, 0), best, second, log_normaliser, torch.where(clear, scaled_logit, 0.0)
+
+
+def gumbel_cases(R: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Noise and choice over the vocabulary for R rows, and a draft vocabulary's noise."""
+    logits = 3 * draw(R, VOCAB, dtype=dtype, device=device)
+    temperature = torch.tensor([1.0, 0.6, 0.0], device=device).repeat(R)[:R].contiguous()
+    words = torch.randint(0, 2**32, (R, 4), device=device)
+    positions = torch.randint(0, 2**15, (R,), device=device)
+    columns = torch.randperm(VOCAB, device=device)[:32_768].sort().values
+    arguments = (logits, temperature, words, positions, 151_665)
+    label = f"R={R} {str(dtype)[6:]}"
+    yield Case(
+        f"gumbel_argmax {label}",
+        lambda: tuple(vars(gumbel.gumbel_argmax(*arguments)).values()),
+        lambda: tuple(vars(gumbel.gumbel_argmax_reference(*arguments)).values()),
+        logits.numel() * dtype.itemsize,
+        5e-6,
+        settled,
+    )
+    if dtype == torch.float32:
+        for what, wanted in (("all", VOCAB), ("draft", columns)):
+            yield Case(
+                f"gumbel_noise {what} R={R}",
+                lambda wanted=wanted: (gumbel.gumbel_noise(words, positions, wanted),),  # type: ignore[misc]
+                lambda wanted=wanted: (gumbel.gumbel_noise_reference(words, positions, wanted),),  # type: ignore[misc]
+                4 * R * (wanted if isinstance(wanted, int) else len(wanted)),
+                1e-6,
+            )
+
+
+def tail_case(device: torch.device) -> Case:
+    """The noise of words at both ends of the range, where a careless formula is infinite."""
+    from tlt_hpc.kernels.programs.gumbel import gumbel_of_words
+
+    near = torch.arange(70_000, device=device)
+    bits = torch.cat([near, 2**31 - 35_000 + near, 2**32 - 1 - near, torch.randint(0, 2**32, (10**6,), device=device)])
+    return Case(
+        "gumbel tails",
+        lambda: (gumbel_of_words(bits),),
+        lambda: (-torch.log(-torch.log1p(-((bits.double() + 0.5) * 2.0**-32))),),
+        12 * len(bits),
+        1e-6,
+    )
+
+
+def attention_case(
+    B: int,
+    N: int,
+    length: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    flash: bool = False,
+    num_splits: int | None = None,
+) -> Case:
+    """Trees of N nodes on B sequences, of ``length`` committed slots the longest and fewer the others."""
+    M = -(-(length + N) // page_size)
+    pages = [draw(B * M, page_size, KV_HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2)]
+    table = torch.randperm(B * M, device=device).view(B, M).int()
+    committed = torch.linspace(length, length // 2, B, device=device).int()
+    query = draw(B, N, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    parents = [-1 if i == 0 else int(torch.randint(0, i, ())) for i in range(N)]
+    masks: list[int] = []
+    for i, parent in enumerate(parents):
+        masks.append((masks[parent] if parent >= 0 else 0) | 1 << i)
+    tree = torch.tensor([mask - 2**64 if mask >= 2**63 else mask for mask in masks], device=device).repeat(B, 1)
+    arguments = (query, pages[0], pages[1], table, committed, tree)
+
+    def run() -> tuple[Tensor]:
+        if flash:
+            return (attention.flash_tree_attention(*arguments),)
+        return (attention.paged_tree_attention(*arguments, num_splits),)
+
+    return Case(
+        f"{'flash' if flash else 'paged'} B={B} N={N} slots={length} page={page_size} {str(dtype)[6:]}",
+        run,
+        lambda: (attention.paged_tree_attention_reference(*arguments),),
+        int(committed.sum() + B * N) * 2 * KV_HEADS * HEAD_DIM * dtype.itemsize,
+        1e-5 if dtype == torch.float32 else 1e-2,
+    )
+
+
+def all_cases(device: torch.device, small: bool) -> Iterator[Case]:
+    """Every program in fp32 and bf16, at the shapes of a 7B model; ``small`` keeps one shape of each variant."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for T in (1,) if small else (1, 16, 512, 4096):
+            yield from pointwise_cases(T, dtype, device)
+        for T in (2,) if small else (1, 64, 4096):
+            yield from (rotary_case(T, dtype, device, normed) for normed in (False, True))
+        for R in (1,) if small else (1, 16, 128):
+            yield from gumbel_cases(R, dtype, device)
+        for B, N, length, page_size in SMALL_TREES if small else SMALL_TREES + TREES:
+            yield attention_case(B, N, length, page_size, dtype, device)
+            yield attention_case(B, N, length, page_size, dtype, device, num_splits=8)
+            if attention.flash_can_run(torch.empty(0, dtype=dtype, device=device), torch.empty(1, page_size)):
+                yield attention_case(B, N, length, page_size, dtype, device, flash=True)
+    yield tail_case(device)
+
+
+def error_of(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The largest difference, relative where the value is above 1; a NaN or an infinity alone is infinite."""
+    worst = 0.0
+    for a, b in zip(got, wanted, strict=True):
+        difference = (a.double() - b.double()).abs() / b.double().abs().clamp(min=1.0)
+        worst = max(worst, float(difference.nan_to_num(torch.inf).max()))
+    return worst
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """Median over replays of a graph of ``CALLS`` calls."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            run()
+    taken = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(1e3 * start.elapsed_time(end) / CALLS)
+    return float(statistics.median(taken[2:]))
+
+
+def check_graphs(device: torch.device) -> bool:
+    """A pool of graphs over two batch sizes gives what the eager call gives; prints the bytes of each."""
+    pool, right = GraphPool(device), True
+    for R in (64, 8):
+        words, positions = torch.randint(0, 2**32, (R, 4), device=device), torch.arange(R, device=device)
+        heat = torch.ones(R, device=device)
+
+        def choose(logits: Tensor, words: Tensor, positions: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
+            choice = gumbel.gumbel_argmax(logits * 2, heat, words, positions, VOCAB)
+            return choice.token, choice.best
+
+        pool.capture(R, choose, (torch.zeros(R, VOCAB, device=device), words, positions, heat))
+        for _ in range(3):
+            logits = torch.randn(R, VOCAB, device=device)
+            replayed = pool.replay(R, (logits, words, positions, heat))
+            eager = choose(logits, words, positions, heat)
+            right &= all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
+    print(f"graphs: {'equal to eager' if right else 'WRONG'}; bytes by batch {pool.memory_table()}")
+    return right
+
+
+def check_on_gpu() -> int:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, flash-attn {dispatch.has_flash_attention()}")
+    print(f"{'':56} {'error':>9} {'allowed':>9} {'us':>9} {'GB/s':>7}")
+    failed = 0
+    for case in all_cases(device, small=False):
+        torch.use_deterministic_algorithms(
+            True, warn_only=True
+        )  # fills fresh tensors with NaN: nothing unwritten hides
+        error = error_of(case.view(case.run()), case.view(case.wanted()))
+        torch.use_deterministic_algorithms(False)
+        taken = microseconds(case.run)
+        wrong = not error <= case.tolerance
+        failed += wrong
+        rate = case.num_bytes / taken / 1e3
+        print(f"{case.name:56} {error:9.1e} {case.tolerance:9.1e} {taken:9.1f} {rate:7.0f}{'  WRONG' * wrong}")
+    failed += not check_graphs(device)
+    print(f"{failed} wrong" if failed else "all right")
+    return 1 if failed else 0
+
+
+class CompileOnly:
+    """Stands in for Triton's CUDA driver: kernels are compiled to machine code for a GPU that is not there.
+
+    Follows the driver interface of Triton 3.6 and 3.7.
+    """
+
+    def __init__(self, capability: int, max_shared_bytes: int) -> None:
+        self.capability = capability
+        self.rows: list[tuple[str, int, str]] = []
+        self.utils = SimpleNamespace(
+            load_binary=self._take, get_device_properties=lambda _: {"max_shared_mem": max_shared_bytes}
+        )
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def launcher_cls(self, _source: object, _metadata: object) -> Callable[..., None]:
+        return lambda *_: None
+
+    def _take(self, name: str, binary: bytes, shared: int, _device: int) -> tuple[int, int, int, int, int]:
+        """The place where a real driver loads the machine code."""
+        self.rows.append((name, shared, usage_of(binary)))
+        return 0, 0, 0, 0, 1024
+
+
+def usage_of(binary: bytes) -> str:
+    """Registers and stack (spilled) bytes of a compiled kernel, as cuobjdump has them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return next(line.strip() for line in shown.splitlines() if "REG:" in line)
+
+
+def compile_all(capability: int) -> int:
+    """Compile what the cases launch and print what each program takes; a compiler's error ends it."""
+    import triton
+
+    max_shared_bytes = {80: 166_912, 90: 232_448}.get(capability, 101_376)
+    driver = CompileOnly(capability, max_shared_bytes)
+    triton.runtime.driver.set_active(driver)
+    spilled = 0
+    with dispatch.forced():
+        for case in all_cases(torch.device("cpu"), small=True):
+            before = len(driver.rows)
+            case.run()
+            for name, shared, usage in driver.rows[before:]:
+                print(f"{case.name:44} {name:20} shared {shared:6}  {usage}")
+                spilled += "STACK:0" not in usage
+    print(f"{len(driver.rows)} programs for compute capability {capability}, {spilled} with spilled registers")
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", type=int, metavar="CAPABILITY", help="compile only, e.g. 90 for H100 and H200")
+    arguments = parser.parse_args()
+    if not dispatch.has_triton():
+        raise SystemExit("triton is not installed: it comes with a CUDA build of torch, or pip install triton==3.7.1")
+    if arguments.compile is not None:
+        raise SystemExit(compile_all(arguments.compile))
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device; without one, --compile 90 compiles the programs and pytest interprets them")
+    raise SystemExit(check_on_gpu())
+
+
+if __name__ == "__main__":
+    main()
