@@ -19,8 +19,8 @@ from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
+from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
-from tlt_hpc.rollout.kv_cache import PagedCache, make_layout
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
@@ -107,8 +107,8 @@ def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Call
     size = 64
     each = -(-num_positions // size)
     tables = [list(range(row * each, (row + 1) * each)) for row in range(num_rows)]
-    cache = PagedCache(decoder.shape, num_rows * each, size, num_rows, num_positions, decoder.dtype, CPU)
+    cache = make_cache(decoder.shape, num_rows * each, size, num_rows, num_positions, decoder.dtype, CPU)
     for row, table in enumerate(tables):
         cache.set_table(row, table)
-    layout = make_layout(tables, num_rows * each, size, CPU)
+    layout = cache.layout(tables, num_rows * each)
     return lambda positions: cache.attend(layout, cache.tables, positions)

@@ -24,9 +24,10 @@ from tlt_hpc.rollout.chooser import ChooserKind, make_chooser
 from tlt_hpc.rollout.cost_profile import CostProfile, ProfileKey, load_or_measure, processor_name
 from tlt_hpc.rollout.decisions import Chooser, Decisions
 from tlt_hpc.rollout.decoding import PhaseSeconds, Rounds
+from tlt_hpc.rollout.device_cache import AttentionKind, make_cache
 from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts, slots_needed
 from tlt_hpc.rollout.guard import TieGuard
-from tlt_hpc.rollout.kv_cache import PagedCache, page_bytes
+from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.measures import RoundMeasures
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.residents import Residents
@@ -59,6 +60,7 @@ class EngineSettings:
     page_size: int = 128
     prefill_tokens: int = 4096
     """Tokens of one prefill chunk."""
+    attention: AttentionKind = "auto"
     ngram_orders: tuple[int, ...] = ORDERS
     ngram_history_tokens: int = 200_000
     strategies: tuple[Strategy, ...] = (OFF,)
@@ -99,7 +101,7 @@ class RolloutEngine:
         positions = settings.max_prompt_tokens + settings.params.max_tokens + reach + 1
         self._rows = LiveRows(settings.max_live, positions, device)
         self._num_pages, self._page_bytes = self._size_pool(positions)
-        self._cache = PagedCache(
+        self._cache = make_cache(
             decoder.shape,
             self._num_pages,
             settings.page_size,
@@ -108,9 +110,10 @@ class RolloutEngine:
             decoder.dtype,
             device,
             with_drafter=drafter is not None,
+            attention=settings.attention,
         )
         self._noise = NoiseWindow(settings.max_live, settings.num_tokens, depth + 1, device)
-        self._guard = TieGuard(decoder, settings.tie_guard)
+        self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
         if drafter is not None:
             drafter.pack()
         self._table = SuffixDrafter(settings.ngram_history_tokens, settings.ngram_orders)

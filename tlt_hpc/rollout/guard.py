@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.rollout.kv_cache import PagedCache, make_layout
+from tlt_hpc.rollout.device_cache import AttentionKind, make_cache
 from tlt_hpc.rollout.sampling import SamplingRule, choose
 
 logger = logging.getLogger(__name__)
@@ -25,13 +25,13 @@ _LEAST_ERROR = 1e-6
 class TieGuard:
     """Decides doubtful tokens canonically, and watches that its tolerance stays wide enough."""
 
-    def __init__(self, decoder: Decoder, active: bool) -> None:
+    def __init__(self, decoder: Decoder, active: bool, attention: AttentionKind = "auto") -> None:
         self.active = active
         self.logit_tolerance = 0.0
         """Width of the zone of doubt in logits; over the temperature it is one in perturbed scores."""
         self.num_guarded = 0
         self.num_raised = 0
-        self._decoder = decoder
+        self._decoder, self._attention = decoder, attention
 
     def tolerance(self, rule: SamplingRule) -> float:
         """The zone of doubt in units of a rule's perturbed scores; 0 where the guard is off."""
@@ -41,7 +41,7 @@ class TieGuard:
 
     def probe(self, tokens: Tensor) -> None:
         """Measure the error of the fast path on one sequence [T] of the longest length in use; sets the tolerance."""
-        fast = _cached_logits(self._decoder, tokens)
+        fast = _cached_logits(self._decoder, tokens, self._attention)
         error = float((fast.double() - self._decoder.reference_logits(tokens, len(fast))).abs().max())
         self.logit_tolerance = SAFETY * max(error, _LEAST_ERROR)
 
@@ -70,13 +70,14 @@ class TieGuard:
         self.logit_tolerance = raised
 
 
-def _cached_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
+def _cached_logits(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -> Tensor:
     """Logits [T, V] of one sequence by the rollout's own path: a cached first half, then the rest in one pass."""
     size = 64
     pages = list(range(-(-len(tokens) // size)))
-    cache = PagedCache(decoder.shape, len(pages), size, 1, len(tokens), decoder.dtype, decoder.device)
+    sizes = len(pages), size, 1, len(tokens)
+    cache = make_cache(decoder.shape, *sizes, decoder.dtype, decoder.device, attention=attention)
     cache.set_table(0, pages)
-    layout = make_layout([pages], len(pages), size, decoder.device)
+    layout = cache.layout([pages], len(pages))
     half = len(tokens) // 2
     parts = []
     for start, end in ((0, half), (half, len(tokens))):

@@ -3,14 +3,17 @@
 Position ``p`` of a sequence stands in its page ``p // page_size``. A page holds the position's keys and values of every
 layer (the drafter's layer last) and, where a drafter learns from them, the target's feature. What lies beyond a
 sequence's committed positions is overwritten before any query can see it, so pages change hands as they are.
+``PagedCache`` is what all caches share; ``HostPagedCache`` is the one for CPUs (``device_cache`` has the other).
 Shapes: ``B`` rows of a pass, ``n`` tokens a row, ``P`` pages a row at most, ``E`` entries (page, row that reads it),
 ``g`` key-value heads, ``r`` query heads that share one, ``d`` head size, ``S`` page size.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +40,111 @@ def page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype, with_draft
 
 
 @dataclass(frozen=True)
+class Layout:
+    """What a pass must know of its rows' pages beside their tables: rebuilt only when pages change hands."""
+
+    longest: int
+    """Pages of the row that has most."""
+
+
+class PagedCache(ABC):
+    """Page tables by row and the features; a subclass holds the keys and values, and knows how to attend to them."""
+
+    wants_packing: ClassVar[bool]
+    """Whether used pages that lie together are read faster, so that moving them is worth it."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        num_pages: int,
+        page_size: int,
+        num_rows: int,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        with_drafter: bool = False,
+    ) -> None:
+        self.page_size, self.num_pages = page_size, num_pages
+        self._num_layers = shape.num_layers + (1 if with_drafter else 0)
+        # one page more than the pool has: whatever must be written nowhere goes there
+        self.features = (
+            torch.zeros((num_pages + 1) * page_size, shape.hidden_size, dtype=dtype, device=device)
+            if with_drafter
+            else None
+        )
+        self.tables = torch.full((num_rows, -(-num_positions // page_size) + 1), num_pages, device=device)
+
+    @property
+    def drafter_layer(self) -> int:
+        """The layer index of the drafter's own keys and values."""
+        return self._num_layers - 1
+
+    @property
+    def _num_target_layers(self) -> int:
+        return self._num_layers - (1 if self.features is not None else 0)
+
+    def set_table(self, row: int, pages: Sequence[int]) -> None:
+        """Give a row its pages."""
+        self.tables[row] = self.num_pages
+        self.tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self.tables.device)
+
+    def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
+        """Where positions [B, n] of rows with ``tables`` [B, P] stand in the pool: page * page_size + offset."""
+        page = tables.gather(1, (positions // self.page_size).clamp(max=tables.shape[1] - 1))
+        return page * self.page_size + positions % self.page_size
+
+    def copy_pages(self, moves: dict[int, int]) -> None:
+        """Copy whole pages, source -> target; no target is a source."""
+        if not moves:
+            return
+        source = torch.tensor(list(moves), device=self.tables.device)
+        target = torch.tensor(list(moves.values()), device=self.tables.device)
+        self._copy_pages(source, target)
+        if self.features is not None:
+            paged = self.features.view(self.num_pages + 1, self.page_size, -1)
+            paged[target] = paged[source]
+
+    @abstractmethod
+    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copy keys and values of all layers from pages [m] to pages [m]."""
+
+    @abstractmethod
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy keys and values of all layers but the drafter's from slots [m] to slots [m]."""
+
+    @abstractmethod
+    def clear(self, *, drafter_only: bool = False) -> None:
+        """Forget everything, or the drafter's layer: a NaN left behind would spoil sums even with weight zero."""
+
+    @abstractmethod
+    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
+        """What passes over rows with these pages need, in a pool used up to ``high_water``."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layout: Layout,
+        tables: Tensor,
+        positions: Tensor,
+        committed: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        only_layer: int | None = None,
+    ) -> Attend:
+        """Attention of a pass: stores keys and values at ``positions`` [B, n], then reads by ``layout``.
+
+        A query sees the positions up to its own; with ``ancestors`` [B, n, N] it sees those before ``committed`` [B]
+        and, of the N after them, its ancestors and itself. ``only_layer`` redirects layer 0 (the drafter's).
+        """
+
+    @abstractmethod
+    def attend_steps(
+        self, layout: Layout, tables: Tensor, positions: Tensor, only_layer: int | None = None
+    ) -> list[Attend]:
+        """Attentions of passes of one token a row each, at the columns of ``positions`` [B, D] one after another."""
+
+
+@dataclass(frozen=True)
 class SharedPages:
     """Pages that several rows read (a group's prompt): each is read once, with its readers' queries stacked."""
 
@@ -49,8 +157,8 @@ class SharedPages:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which row of a pass reads which page: rebuilt only when pages change hands.
+class HostLayout(Layout):
+    """Which row of a pass reads which page.
 
     An entry is a page with a row that reads it: first the pages of one reader, then those of several.
     """
@@ -68,7 +176,7 @@ class Layout:
     """[B, P, 1, 1]: 0 at real entries, ``_NEVER`` where a row has fewer; None where each row has one."""
 
 
-def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int, device: torch.device) -> Layout:
+def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int, device: torch.device) -> HostLayout:
     """The layout of rows with these page tables, in a pool used up to ``high_water``."""
     readers: dict[int, list[int]] = {}
     base: dict[int, int] = {}
@@ -100,7 +208,8 @@ def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int
     )
     plain = longest == 1 and [row[0] for row in rows] == list(range(len(ids)))
     padding = [[[[0.0]]] * len(row) + [[[_NEVER]]] * (longest - len(row)) for row in rows]
-    return Layout(
+    return HostLayout(
+        longest=longest,
         pages=None if whole else of(ids),
         owner=of([readers[page][0] if page in read else 0 for page in ids]),
         base=of([base[page] if page in read else _NOWHERE for page in ids]),
@@ -110,8 +219,10 @@ def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int
     )
 
 
-class PagedCache:
-    """The pool of pages, its page tables by row, and the attention that reads them."""
+class HostPagedCache(PagedCache):
+    """The pool of pages as CPUs read it fastest: heads apart, used pages together, a page of many rows read once."""
+
+    wants_packing = True
 
     def __init__(
         self,
@@ -125,55 +236,24 @@ class PagedCache:
         *,
         with_drafter: bool = False,
     ) -> None:
-        self.page_size, self.num_pages = page_size, num_pages
+        super().__init__(shape, num_pages, page_size, num_rows, num_positions, dtype, device, with_drafter=with_drafter)
         self._heads = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         g, _, d = self._heads
-        layers = shape.num_layers + (1 if with_drafter else 0)
-        # one page more than the pool has: whatever must be written nowhere goes there
-        self._pool = torch.zeros(layers, num_pages + 1, 2 * g, page_size, d, dtype=dtype, device=device)
-        self.features = (
-            torch.zeros((num_pages + 1) * page_size, shape.hidden_size, dtype=dtype, device=device)
-            if with_drafter
-            else None
-        )
-        self.tables = torch.full((num_rows, -(-num_positions // page_size) + 1), num_pages, device=device)
+        self._pool = torch.zeros(self._num_layers, num_pages + 1, 2 * g, page_size, d, dtype=dtype, device=device)
         self._slot_heads = torch.arange(2 * g, device=device) * page_size
         self._offsets = torch.arange(page_size, device=device)
 
-    @property
-    def drafter_layer(self) -> int:
-        """The layer index of the drafter's own keys and values."""
-        return self._pool.shape[0] - 1
-
-    def set_table(self, row: int, pages: Sequence[int]) -> None:
-        """Give a row its pages."""
-        self.tables[row] = self.num_pages
-        self.tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self.tables.device)
+    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
+        return make_layout(tables, high_water, self.page_size, self._pool.device)
 
     def clear(self, *, drafter_only: bool = False) -> None:
-        """Forget everything, or the drafter's layer: a NaN left behind would spoil sums even with weight zero."""
         (self._pool[-1] if drafter_only else self._pool).zero_()
 
-    def copy_pages(self, moves: dict[int, int]) -> None:
-        """Copy whole pages, source -> target; no target is a source."""
-        if not moves:
-            return
-        source = torch.tensor(list(moves), device=self._pool.device)
-        target = torch.tensor(list(moves.values()), device=self._pool.device)
+    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         self._pool[:, target] = self._pool[:, source]
-        if self.features is not None:
-            paged = self.features.view(self.num_pages + 1, self.page_size, -1)
-            paged[target] = paged[source]
-
-    def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
-        """Where positions [B, n] of rows with ``tables`` [B, P] stand in the pool: page * page_size + offset."""
-        page = tables.gather(1, (positions // self.page_size).clamp(max=tables.shape[1] - 1))
-        return page * self.page_size + positions % self.page_size
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        """Copy keys and values of all layers but the drafter's from slots [m] to slots [m]."""
-        d = self._heads[2]
-        layers = self._pool.shape[0] - (1 if self.features is not None else 0)
+        layers, d = self._num_target_layers, self._heads[2]
         flat = self._pool[:layers].view(layers, -1, d)
         to, of = self._entries(target), self._entries(source)
         flat[:, to] = flat[:, of]
@@ -192,12 +272,8 @@ class PagedCache:
         ancestors: Tensor | None = None,
         only_layer: int | None = None,
     ) -> Attend:
-        """Attention of a pass: stores keys and values at ``positions`` [B, n], then reads by ``layout``.
-
-        A query sees the positions up to its own; with ``ancestors`` [B, n, N] it sees those before ``committed`` [B]
-        and, of the N after them, its ancestors and itself. ``only_layer`` redirects layer 0 (the drafter's).
-        """
-        seen = _Seen(positions, committed, ancestors)
+        assert isinstance(layout, HostLayout)
+        seen = Seen(positions, committed, ancestors)
         width = self._width(layout, positions)
         own = seen.by(layout.owner, layout.base, self._offsets[:width])
         common = None
@@ -209,8 +285,8 @@ class PagedCache:
     def attend_steps(
         self, layout: Layout, tables: Tensor, positions: Tensor, only_layer: int | None = None
     ) -> list[Attend]:
-        """Attentions of passes of one token a row each, at the columns of ``positions`` [B, D] one after another."""
-        seen = _Seen(positions, None, None)
+        assert isinstance(layout, HostLayout)
+        seen = Seen(positions, None, None)
         width = self._width(layout, positions)
         own = seen.by(layout.owner, layout.base, self._offsets[:width])
         common = None
@@ -230,7 +306,7 @@ class PagedCache:
             for d in range(depth)
         ]
 
-    def _width(self, layout: Layout, positions: Tensor) -> int:
+    def _width(self, layout: HostLayout, positions: Tensor) -> int:
         """Positions of a page that a pass reads: fewer than all while every row is within its first page."""
         if layout.padding is not None or not positions.is_cpu:  # a device's longest would have to be waited for
             return self.page_size
@@ -238,7 +314,7 @@ class PagedCache:
 
     def _attend(
         self,
-        layout: Layout,
+        layout: HostLayout,
         size: torch.Size,
         write: Tensor,
         own: Tensor,
@@ -288,7 +364,7 @@ class PagedCache:
         return out, lse.reshape(count, g, most, each).transpose(1, 2).reshape(-1, g, each)
 
 
-class _Seen:
+class Seen:
     """Which positions the queries of a pass may see."""
 
     def __init__(self, positions: Tensor, committed: Tensor | None, ancestors: Tensor | None) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.drafts import LearnedDrafts
-from tlt_hpc.rollout.kv_cache import Layout, PagedCache, make_layout
+from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.pages import PagePool
 from tlt_hpc.rollout.rows import LiveRows
@@ -48,10 +48,10 @@ class Residents:
     def layout(self) -> Layout:
         """Who reads which page among the live rows."""
         if self._layout is None:
-            if self.pool.is_loose:
+            if self.cache.wants_packing and self.pool.is_loose:
                 self._pack()
             tables = [sequence.pages for sequence in self.rows.sequences]
-            self._layout = make_layout(tables, self.pool.high_water, self.cache.page_size, self._decoder.device)
+            self._layout = self.cache.layout(tables, self.pool.high_water)
         return self._layout
 
     def pages_for(self, num_tokens: int) -> int:
@@ -120,7 +120,7 @@ class Residents:
         for i, sequence in enumerate(chosen):
             tables[i, : len(sequence.pages)] = torch.tensor(sequence.pages, device=device)
         readable = [s.pages[: self.pages_for(end)] for s, end in zip(chosen, ends, strict=True)]
-        layout = make_layout(readable, self.pool.high_water, self.cache.page_size, device)
+        layout = self.cache.layout(readable, self.pool.high_water)
         attend = self.cache.attend(layout, tables, positions)
         hidden = self._decoder.hidden(torch.tensor(tokens, device=device).flatten(), positions.flatten(), attend)
         if self.cache.features is not None:
