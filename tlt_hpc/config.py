@@ -97,8 +97,9 @@ class SpeculationSection(Section):
     """``plain``: none; ``ngram``: model-free drafter; ``full``: n-gram and learned drafter, trained in the tail."""
     strategies: Annotated[tuple[StrategyName, ...], Field(strict=False, min_length=1)] = (
         "ngram-4",
-        "drafter-3",
-        "drafter-6",
+        "drafter-2",
+        "drafter-4",
+        "drafter-8",
     )
     """What to choose from, beside ``off``: source-depth for chains (``drafter-6``), with ``x`` branching and ``v``
     drafts to verify for trees (``drafter-5x2v9``), with ``a`` and the drafter's sharpness (``drafter-4a1.5``).

@@ -61,10 +61,15 @@ WAYS = (
     Way("plain, 128 rows, reversed", max_live=128, order="reversed"),
     Way("chains of 6", ("drafter-6",), 64),
     Way("trees", ("drafter-5x3v12",), 16, "shuffled"),
-    Way("hybrid trees, small pages", ("hybrid-4x2v8", "ngram-4"), 48, "shuffled", 8),
+    Way("hybrid trees, small pages", ("hybrid-4x2v8", "ngram-4"), 48, "shuffled", 8, chooser="random"),
     Way("all strategies, switched at random", MIXED, 24, "shuffled", 32, chooser="random"),
     Way("preempted, chunked prefill", MIXED, 64, "shuffled", 16, 60, 24, chooser="random"),
-    Way("a draft vocabulary of seven", ("drafter-4", "drafter-4x2v8"), 32, draft_token_ids=(1, 2, 3, 5, 8, 13, 19)),
+    Way(
+        "a draft vocabulary of seven",
+        ("drafter-4", "drafter-4x2v8"),
+        chooser="random",
+        draft_token_ids=(1, 2, 3, 5, 8, 13, 19),
+    ),
 )
 
 

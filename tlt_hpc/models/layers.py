@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_hpc.kernels.dispatch import runs_triton
+from tlt_hpc.kernels.pointwise import silu_mul
 from tlt_hpc.models.linear import Linear, Norm
 from tlt_hpc.models.rotary import RotaryRows
 from tlt_hpc.models.shape import ModelShape
@@ -78,8 +80,15 @@ def transformer_layer(
         qkv = _norm_heads(qkv, weights.head_norm)
     query, key_value = rotary.rotate(qkv).split_with_sizes((h, 2 * g), 1)
     x = weights.output.add_to(x, attend(layer, query, key_value))
-    gate, up = weights.gate_up(weights.post_norm(x)).split_with_sizes((shape.intermediate_size,) * 2, 1)
-    return weights.down.add_to(x, F.silu(gate).mul_(up))
+    return weights.down.add_to(x, _gated(weights.gate_up(weights.post_norm(x)), shape.intermediate_size))
+
+
+def _gated(gate_up: Tensor, size: int) -> Tensor:
+    """SiLU of the gate times up: gate_up [T, 2 size] -> [T, size]."""
+    if runs_triton(gate_up) and not torch.is_grad_enabled():  # the kernel has no gradient
+        return silu_mul(gate_up)
+    gate, up = gate_up.split_with_sizes((size, size), 1)
+    return F.silu(gate).mul_(up)
 
 
 def _norm_heads(qkv: Tensor, norm: Norm) -> Tensor:

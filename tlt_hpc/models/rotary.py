@@ -76,6 +76,10 @@ class RotaryTable:
         return torch.nn.functional.pad(rotated, (0, 0, 0, self.num_values), value=at_values)
 
 
+_MOST_TABLE_BYTES = 2**26
+"""Of a table over all heads; beyond, rows are put together pass by pass."""
+
+
 @dataclass(frozen=True)
 class PairsTable:
     """Unit complex numbers [P, d / 2] for heads in pairs."""
@@ -83,12 +87,21 @@ class PairsTable:
     turns: Tensor
     num_rotated: int
     num_values: int
+    rows: Tensor | None
+    """Those of all heads [P, (h + 2g) d / 2], where they are few: one operation a pass instead of four."""
 
     def at(self, positions: Tensor) -> RotaryRows:
         """What a pass over ``positions`` [T] multiplies by."""
-        turns = self.turns[positions]
-        ones = torch.ones_like(turns[:, :1]).expand(-1, self.num_values * turns.shape[1])
-        return PairsRows(torch.cat([turns] * self.num_rotated + [ones], 1), self.num_rotated + self.num_values)
+        num_heads = self.num_rotated + self.num_values
+        if self.rows is not None:
+            return PairsRows(self.rows.index_select(0, positions), num_heads)
+        return PairsRows(_all_heads(self.turns[positions], self.num_rotated, self.num_values), num_heads)
+
+
+def _all_heads(turns: Tensor, num_rotated: int, num_values: int) -> Tensor:
+    """Turns [T, d / 2] for every rotated head, then ones for the values."""
+    ones = torch.ones_like(turns[:, :1]).expand(-1, num_values * turns.shape[1])
+    return torch.cat([turns] * num_rotated + [ones], 1)
 
 
 def rotary_table(
@@ -104,7 +117,9 @@ def rotary_table(
     heads = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
     if pairs:
         turns = torch.polar(torch.ones_like(angles), angles)
-        return PairsTable(turns.to(device, torch.complex64 if dtype == torch.float32 else torch.complex128), *heads)
+        turns = turns.to(device, torch.complex64 if dtype == torch.float32 else torch.complex128)
+        few = turns.nbytes * sum(heads) <= _MOST_TABLE_BYTES
+        return PairsTable(turns, *heads, _all_heads(turns, *heads) if few else None)
     cosine = torch.cat([angles.cos(), angles.cos()], -1)
     sine = torch.cat([-angles.sin(), angles.sin()], -1)
     return RotaryTable(cosine.to(device, dtype), sine.to(device, dtype), *heads)

@@ -158,7 +158,7 @@ class Rounds:
         decided = torch.zeros_like(doubtful)
         while True:
             verdict = self._walk(drafts, chosen)
-            if not self.guard.active:
+            if not self.guard.active or not bool(doubtful.any()):
                 return verdict
             reached = torch.arange(verdict.path.shape[1], device=chosen.device) < verdict.counts.unsqueeze(1)
             ties = (doubtful & ~decided).gather(1, verdict.path) & reached

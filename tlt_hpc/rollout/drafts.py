@@ -56,7 +56,8 @@ class Perturbation:
         """Perturbed scores of logits [B, F, V] with the noise [B, 1, V] of their position."""
         if self.noisy is False:
             return logits
-        scaled = logits * (self.scale * sharpness)
+        factor = self.scale * sharpness
+        scaled = logits if isinstance(factor, float) and factor == 1.0 else logits * factor
         return scaled + noise if self.noisy is True else scaled + noise * self.noisy
 
 
@@ -121,7 +122,7 @@ class LearnedDrafts:
         start = torch.minimum(known, last.clamp(min=0))
         width = max(1, max(unread) + 1)
         assert self._cache.features is not None
-        feature = torch.zeros(count, self._cache.features.shape[1], dtype=self._decoder.dtype, device=lengths.device)
+        feature = self._cache.features[:count]
         index = rows.index[:count]
         for begin in range(0, width, _CATCH_UP_WIDTH):
             columns = torch.arange(begin, min(width, begin + _CATCH_UP_WIDTH), device=lengths.device)
@@ -131,6 +132,9 @@ class LearnedDrafts:
             features = self._cache.features[self._cache.slots(at, tables)]
             attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
             out = self._pass(tokens, features, at, attend)
+            if width <= _CATCH_UP_WIDTH:
+                feature = out[index, (last - start).clamp(min=0)]
+                break
             column = (last - start - begin).clamp(0, len(columns) - 1)
             fresh = ((last - start) >= begin).unsqueeze(1)
             feature = torch.where(fresh, out[index, column], feature)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +62,7 @@ class EngineSettings:
     prefill_tokens: int = 4096
     """Tokens of one prefill chunk."""
     attention: AttentionKind = "auto"
+    """How keys and values are kept and read; the text does not depend on it."""
     ngram_orders: tuple[int, ...] = ORDERS
     ngram_history_tokens: int = 200_000
     strategies: tuple[Strategy, ...] = (OFF,)
@@ -128,6 +130,9 @@ class RolloutEngine:
         )
         self._uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
         self.chooser = self._make_chooser(None)
+        self._unlearned: deque[Response] = deque()
+        """Finished responses that the n-gram table has not seen to their ends, and their tokens that it lacks."""
+        self._num_unlearned = 0
         self._finished: list[Rollout] = []
         self._longest: Tensor | None = None
         self._num_submitted = 0
@@ -370,7 +375,7 @@ class RolloutEngine:
         self._residents.reserve(slots_needed(strategy))
         num_live = self._rows.num_live
         if self._uses_ngram and strategy.source in ("ngram", "hybrid"):
-            self._learn_live()
+            self._learn_texts()
         emitted = self._rounds.run(strategy)
         self._cut_at_stops(emitted.tokens, emitted.ended)
         num_tokens = sum(map(len, emitted.tokens))
@@ -424,7 +429,11 @@ class RolloutEngine:
         log_probs = self._rows.response_log_probs(row).cpu().numpy().copy()
         self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
         if self._uses_ngram:
-            self._learn(response)
+            self._unlearned.append(response)
+            self._num_unlearned += end - response.num_learned
+            while self._num_unlearned > self.settings.ngram_history_tokens:
+                oldest = self._unlearned.popleft()
+                self._num_unlearned -= len(oldest.text) - oldest.num_learned
         if self._longest is None or end > len(self._longest):
             self._longest = self._rows.tokens[row, :end].clone()
         if self.feature_sink is not None and self._cache.features is not None:
@@ -453,7 +462,11 @@ class RolloutEngine:
             finished_seconds=time.time(),
         )
 
-    def _learn_live(self) -> None:
+    def _learn_texts(self) -> None:
+        """Teach the n-gram table what came since it was last asked: where it is never asked, it costs nothing."""
+        while self._unlearned:
+            self._learn(self._unlearned.popleft())
+        self._num_unlearned = 0
         for response in self._rows.sequences:
             self._learn(response)
 

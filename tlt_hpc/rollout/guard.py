@@ -74,8 +74,8 @@ def _cached_logits(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -
     """Logits [T, V] of one sequence by the rollout's own path: a cached first half, then the rest in one pass."""
     size = 64
     pages = list(range(-(-len(tokens) // size)))
-    sizes = len(pages), size, 1, len(tokens)
-    cache = make_cache(decoder.shape, *sizes, decoder.dtype, decoder.device, attention=attention)
+    shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
+    cache = make_cache(shape, len(pages), size, 1, len(tokens), dtype, device, attention=attention)
     cache.set_table(0, pages)
     layout = cache.layout([pages], len(pages))
     half = len(tokens) // 2

@@ -275,10 +275,7 @@ class HostPagedCache(PagedCache):
         assert isinstance(layout, HostLayout)
         seen = Seen(positions, committed, ancestors)
         width = self._width(layout, positions)
-        own = seen.by(layout.owner, layout.base, self._offsets[:width])
-        common = None
-        if layout.shared is not None:
-            common = seen.by(layout.shared.readers.flatten(), layout.shared.base, self._offsets[:width])
+        own, common = self._masks(layout, seen, width)
         write = self._entries(self.slots(positions, tables).flatten())
         return self._attend(layout, positions.shape, write, own, common, only_layer)
 
@@ -288,10 +285,7 @@ class HostPagedCache(PagedCache):
         assert isinstance(layout, HostLayout)
         seen = Seen(positions, None, None)
         width = self._width(layout, positions)
-        own = seen.by(layout.owner, layout.base, self._offsets[:width])
-        common = None
-        if layout.shared is not None:
-            common = seen.by(layout.shared.readers.flatten(), layout.shared.base, self._offsets[:width])
+        own, common = self._masks(layout, seen, width)
         count, depth = positions.shape
         write = self._entries(self.slots(positions, tables).flatten()).view(count, depth, -1)
         return [
@@ -305,6 +299,14 @@ class HostPagedCache(PagedCache):
             )
             for d in range(depth)
         ]
+
+    def _masks(self, layout: HostLayout, seen: Seen, width: int) -> tuple[Tensor, Tensor | None]:
+        """What is added to the scores of own pages [e, n, S], and of shared ones by reader [s * m, n, S]."""
+        offsets, dtype = self._offsets[:width], self._pool.dtype
+        own = _added(seen.by(layout.owner, layout.base, offsets), dtype)
+        if layout.shared is None:
+            return own, None
+        return own, _added(seen.by(layout.shared.readers.flatten(), layout.shared.base, offsets), dtype)
 
     def _width(self, layout: HostLayout, positions: Tensor) -> int:
         """Positions of a page that a pass reads: fewer than all while every row is within its first page."""
@@ -325,10 +327,10 @@ class HostPagedCache(PagedCache):
         num_rows, n = size
         g, r, d = self._heads
         width = own.shape[2]
-        mask = _mask(own, r, self._pool.dtype)
+        mask = _by_query(own, r)
         shared, shared_mask = layout.shared, None
         if shared is not None and common is not None:
-            each = _mask(common, r, self._pool.dtype).expand(-1, -1, r * n, -1)
+            each = _by_query(common, r).expand(-1, -1, r * n, -1)
             shared_mask = each.reshape(len(shared.pages), 1, -1, width)
         num_own = len(layout.owner)
 
@@ -381,10 +383,15 @@ class Seen:
         return (node < 0) | ((node < count) & self._ancestors[owner].gather(2, index))
 
 
-def _mask(seen: Tensor, r: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [e, 1, r * n, S] (r once for a single query: it broadcasts) of ``seen`` [e, n, S]."""
-    entries, n, width = seen.shape
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, _NEVER).unsqueeze(1)
+def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where ``seen``, else what no softmax lets through."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, _NEVER)
+
+
+def _by_query(added: Tensor, r: int) -> Tensor:
+    """Mask [e, 1, r * n, S] (r once for a single query: it broadcasts) of ``added`` [e, n, S]."""
+    entries, n, width = added.shape
+    mask = added.unsqueeze(1)
     return mask if n == 1 else mask.unsqueeze(2).expand(-1, -1, r, -1, -1).reshape(entries, 1, r * n, width)
 
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt_hpc.kernels.gumbel import gumbel_noise
 from tlt_hpc.records import SampleKey
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -89,6 +90,18 @@ def _compiled(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return _fused()(words.expand(2, -1), positions.expand(2, -1), vocab_size)[:1]
 
 
+def by_kernel(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """``gumbel_rows`` of one position a row by the CUDA kernel, within 1e-6: its logarithms are float32."""
+    return gumbel_noise(words, positions.flatten(), vocab_size).unsqueeze(1)
+
+
+def _rows_function(vocab_size: int, device: torch.device) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """The fastest way to make the noise of one position a row."""
+    if device.type == "cuda":
+        return by_kernel
+    return _compiled if vocab_size >= _COMPILED_FROM and _can_compile() else gumbel_rows
+
+
 class NoiseWindow:
     """Noise of the next positions of every live row, made once each, and in blocks since a call is dear.
 
@@ -105,7 +118,7 @@ class NoiseWindow:
         self.width = max(least_width, min(self._AHEAD, self._BLOCK_NUMBERS // vocab_size))
         self._words = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
         self._noise = torch.zeros(num_rows * self.width, vocab_size, device=device)
-        self._rows_of = _compiled if vocab_size >= _COMPILED_FROM and _can_compile() else gumbel_rows
+        self._rows_of = _rows_function(vocab_size, device)
         self._made = [0] * num_rows
         """Each row's first position without noise yet."""
 

@@ -1,0 +1,8 @@
+"""Without a GPU Triton is its interpreter for the whole process: chosen here, before anything imports it."""
+
+import torch
+
+from tlt_hpc.kernels import dispatch
+
+if dispatch.has_triton() and not torch.cuda.is_available():
+    dispatch.load_interpreter()

@@ -1,0 +1,316 @@
+"""The cache for CUDA devices on a CPU: against the CPU's own, through Triton's interpreter, and by whole engines."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_engine import full_engine
+from test_kv_cache import CPU, SHAPE, D, G, R
+from tiny import embedded_decoder, gcd_requests, generate, make_engine, texts
+
+from tlt_hpc.kernels import dispatch
+from tlt_hpc.models.layers import transformer_layer
+from tlt_hpc.models.linear import Norm
+from tlt_hpc.records import SampleKey
+from tlt_hpc.rollout import device_cache, noise
+from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width, chain_blocks, make_cache
+from tlt_hpc.rollout.kv_cache import HostPagedCache, page_bytes
+from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.tree import tree
+
+
+def can_interpret():
+    """At collection: whoever imports triton first decides what it is in this process."""
+    if not dispatch.has_triton() or torch.cuda.is_available():
+        return False
+    try:
+        dispatch.load_interpreter()
+    except RuntimeError:
+        return False
+    return True
+
+
+INTERPRETS = can_interpret()
+needs_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs triton, imported as an interpreter")
+TABLES = [[3, 0, 9], [8, 1, 6, 4], [2, 12], [5, 7, 10, 11]]
+SIZE, NUM_PAGES = 64, 13
+
+
+def draw(*sizes, seed=0):
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def both_caches(num_positions=4 * SIZE):
+    """The two kinds of cache, every page full of the same numbers."""
+    caches = [
+        kind(SHAPE, NUM_PAGES, SIZE, len(TABLES), num_positions, torch.float32, CPU)
+        for kind in (HostPagedCache, DevicePagedCache)
+    ]
+    held = draw(2, NUM_PAGES * SIZE, 2 * G, D)
+    for cache in caches:
+        for row, table in enumerate(TABLES):
+            cache.set_table(row, table)
+        everywhere = torch.arange(NUM_PAGES).unsqueeze(1)
+        places = torch.arange(SIZE).expand(NUM_PAGES, -1)
+        fill = cache.attend(cache.layout(everywhere.tolist(), NUM_PAGES), everywhere, places)
+        for layer in range(2):
+            fill(layer, torch.zeros(NUM_PAGES * SIZE, G * R, D), held[layer])
+    return caches
+
+
+def outputs(cache, positions, *tree_of, layer=1):
+    """Attention of the same random queries, keys and values at ``positions``; equal positions get equal ones."""
+    fused = draw(len(TABLES), NUM_PAGES * SIZE, (R + 2) * G, D, seed=1)
+    rows = torch.arange(len(TABLES)).unsqueeze(1)
+    query, key_value = fused[rows, positions].flatten(0, 1).split_with_sizes((R * G, 2 * G), 1)
+    attend = cache.attend(cache.layout(TABLES, NUM_PAGES), cache.tables, positions, *tree_of)
+    return attend(layer, query, key_value)
+
+
+def positions_of(width, lengths=(150, 200, 10, 90)):
+    """Positions from each row's length on; the last row has one less to do and repeats its last, as prefills do."""
+    positions = torch.tensor(lengths).unsqueeze(1) + torch.arange(width)
+    if width > 1:
+        positions[3, -1] = positions[3, -2]
+    return positions
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "width"), [(1, 1), (7, 7), (8, 8), (9, 16), (17, 32), (33, 64), (64, 64), (65, 64), (4096, 64)]
+)
+def test_blocks_come_in_few_widths(num_queries, width):
+    assert block_width(num_queries) == width
+
+
+@pytest.mark.parametrize("width", [1, 2, 9, 40, 63])
+def test_chains_read_as_the_cpus_cache_does(width):
+    host, device = both_caches()
+    positions = positions_of(width, (120, 190, 0, 90))
+    torch.testing.assert_close(outputs(device, positions), outputs(host, positions), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [64, 65, 130])
+def test_long_chains_are_read_in_blocks_that_see_each_other(width):
+    host, device = both_caches()
+    tables = TABLES[1::2]
+    positions = torch.tensor([[0], [256 - width]]) + torch.arange(width)
+    query, key_value = draw(2 * width, R * G, D), draw(2 * width, 2 * G, D, seed=1)
+    found = []
+    for cache in (host, device):
+        attend = cache.attend(cache.layout(tables, NUM_PAGES), cache.tables[1::2], positions)
+        found.append(attend(0, query, key_value))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+def test_the_last_of_64_queries_sees_all_of_its_block():
+    blocks = chain_blocks(torch.arange(5, 69).unsqueeze(0), torch.zeros(1, 3, dtype=torch.int32))
+    assert blocks.masks[0, 63] == -1
+    assert blocks.masks[0, 62] == 2**63 - 1
+    assert blocks.masks[0, 0] == 1
+
+
+def grown_tree(num_slots, width, seed=0):
+    """Ancestors [B, W, S] of the last ``width`` nodes of random trees of ``num_slots`` slots."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.stack(
+        [torch.tensor([0] + [int(torch.randint(i + 1, (1,), generator=generator)) for i in range(num_slots - 1)])] * 4
+    )
+    return tree(torch.zeros_like(parents), parents, num_slots).ancestors[:, -width:]
+
+
+@pytest.mark.parametrize(("num_slots", "width"), [(5, 5), (17, 4), (64, 64), (64, 3), (65, 4), (100, 100)])
+@pytest.mark.parametrize("committed", [(60, 100, 10, 90), (5, -1, 0, 1)])
+def test_trees_read_as_the_cpus_cache_does(num_slots, width, committed, monkeypatch):
+    """A drafter's queries are the newest of its nodes; a sequence of one token has its root at -1."""
+    monkeypatch.setattr(device_cache, "_DENSE_NUMBERS", 2 * width * G * R * 4 * SIZE)
+    host, device = both_caches()
+    # a root that is itself a query stands somewhere
+    committed = torch.tensor(committed).clamp(min=0 if width == num_slots else -1)
+    positions = committed.unsqueeze(1) + torch.arange(num_slots - width, num_slots)
+    of_tree = committed, grown_tree(num_slots, width)
+    torch.testing.assert_close(
+        outputs(device, positions, *of_tree), outputs(host, positions, *of_tree), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_pass_of_more_blocks_than_a_grid_holds(monkeypatch):
+    _, device = both_caches()
+    positions = positions_of(3)
+    whole = outputs(device, positions)
+    calls = []
+    run = device_cache.paged_tree_attention
+    monkeypatch.setattr(device_cache, "_MOST_PROGRAMS", 3 * G)
+    monkeypatch.setattr(device_cache, "paged_tree_attention", lambda q, *rest: (calls.append(len(q)), run(q, *rest))[1])
+    torch.testing.assert_close(outputs(device, positions), whole)
+    assert calls == [3, 1]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("width", [1, 11, 66])
+def test_chains_by_the_triton_program(width):
+    _, device = both_caches()
+    positions = positions_of(width, (100, 180, 0, 90))[[0, 1, 3]]
+    query, key_value = draw(3 * width, R * G, D), draw(3 * width, 2 * G, D, seed=1)
+    attend = device.attend(device.layout(TABLES, NUM_PAGES), device.tables[[0, 1, 3]], positions)
+    wanted = attend(0, query, key_value)
+    with dispatch.interpreted():
+        torch.testing.assert_close(attend(0, query, key_value), wanted, atol=1e-5, rtol=1e-5)
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_a_drafters_tree_by_the_triton_program():
+    _, device = both_caches()
+    committed = torch.tensor([150, -1, 10, 90])
+    positions = committed.unsqueeze(1) + torch.arange(13, 17)
+    of_tree = committed, grown_tree(17, 4)
+    wanted = outputs(device, positions, *of_tree)
+    with dispatch.interpreted():
+        torch.testing.assert_close(outputs(device, positions, *of_tree), wanted, atol=1e-5, rtol=1e-5)
+
+
+def forbid(*_):
+    raise AssertionError("the kernel was asked, not FlashAttention")
+
+
+def test_flash_attention_is_taken_where_it_can_run(monkeypatch):
+    _, device = both_caches()
+    positions = positions_of(5)
+    wanted = outputs(device, positions)
+    asked = []
+    real = device_cache.paged_tree_attention
+
+    def flash(*args):
+        asked.append(int(args[4].min()))
+        return real(*args)
+
+    monkeypatch.setattr(device_cache, "flash_can_run", lambda query, keys: True)
+    monkeypatch.setattr(device_cache, "flash_tree_attention", flash)
+    monkeypatch.setattr(device_cache, "paged_tree_attention", forbid)
+    torch.testing.assert_close(outputs(device, positions), wanted)
+    committed = torch.tensor([5, -1, 0, 1])
+    outputs(device, committed.unsqueeze(1) + torch.arange(1, 5), committed, grown_tree(5, 4))
+    assert asked == [10, 0], "FlashAttention knows no negative length"
+
+
+def test_no_pass_waits_for_the_device(monkeypatch):
+    """Tensors of the meta device have no values: whoever asks for one fails."""
+    meta = torch.device("meta")
+    monkeypatch.setattr(
+        device_cache,
+        "paged_tree_attention",
+        lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
+    )
+    cache = make_cache(SHAPE, 12, 16, 3, 64, torch.float32, meta, attention="paged-kernel", with_drafter=True)
+    assert isinstance(cache, DevicePagedCache)
+    layout = cache.layout([[0], [1], [2, 3]], 4)
+
+    def places(width):
+        return torch.zeros(3, width, dtype=torch.int64, device=meta)
+
+    def run(attend, width):
+        out = attend(0, torch.empty(3 * width, G * R, D, device=meta), torch.empty(3 * width, 2 * G, D, device=meta))
+        assert out.shape == (3 * width, G * R * D)
+
+    for width in (1, 11, 70):
+        run(cache.attend(layout, cache.tables, places(width)), width)
+    for step in cache.attend_steps(layout, cache.tables, places(4), only_layer=cache.drafter_layer):
+        run(step, 1)
+    committed = torch.zeros(3, dtype=torch.int64, device=meta)
+    for width, num_slots in ((4, 4), (4, 17), (4, 70)):
+        ancestors = torch.ones(3, width, num_slots, dtype=torch.bool, device=meta)
+        run(cache.attend(layout, cache.tables, places(width), committed, ancestors), width)
+    cache.move_slots(places(2).flatten(), places(2).flatten())
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+REQUESTS = gcd_requests(4, 4)
+PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
+ENGINES = {
+    "plain": ([OFF], {}),
+    "chains": ([Strategy("drafter", 4), Strategy("ngram", 3)], {"max_live": 6}),
+    "trees": ([Strategy("drafter", 4, 2, 9), Strategy("drafter", 3, 4, 7, 1.5)], {"max_live": 6}),
+    "trees of more nodes than a mask has bits": ([Strategy("drafter", 9, 9, 70)], {"max_live": 8}),
+    "hybrids": ([Strategy("hybrid", 4, 2, 6), Strategy("hybrid", 3), OFF], {"max_live": 9}),
+    "shared prompts": ([Strategy("drafter", 3, 2, 5), OFF], {"max_live": 12, "page_size": 4}),
+    "preempted": ([Strategy("drafter", 3, 2, 5), OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 24}),
+    "prefilled three at a time": ([Strategy("drafter", 3), OFF], {"max_live": 5, "prefill_tokens": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {rollout.key: rollout for rollout in generate(make_engine(max_new_tokens=60), REQUESTS)}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_on_the_kernel_says_the_same(name, plain):
+    strategies, options = ENGINES[name]
+    engine = full_engine(strategies, max_new_tokens=60, chooser="random", attention="paged-kernel", **options)
+    assert isinstance(engine._cache, DevicePagedCache)
+    rollouts = generate(engine, list(reversed(REQUESTS)))
+    assert texts(rollouts) == texts(plain.values())
+    for rollout in rollouts:
+        wanted = torch.from_numpy(plain[rollout.key].log_probs)
+        torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
+    assert (engine.take_counts().num_preempted > 0) == (name == "preempted")
+    assert engine._residents.pool.num_used == 0
+
+
+def test_prompts_of_one_token():
+    """Their drafter has nothing to read yet, and a tree's root stands before position 0."""
+    requests = [replace(request, prompt_tokens=request.prompt_tokens[:1]) for request in REQUESTS[:4]]
+    strategies = [Strategy("drafter", 3, 2, 5), Strategy("drafter", 3)]
+    wanted = texts(generate(make_engine(max_new_tokens=20), requests))
+    engine = full_engine(strategies, max_new_tokens=20, chooser="random", attention="paged-kernel")
+    assert texts(generate(engine, requests)) == wanted
+
+
+def test_the_device_chooses_the_cache(monkeypatch):
+    made = []
+    monkeypatch.setattr(device_cache, "DevicePagedCache", lambda *_, **__: made.append("kernel"))
+    monkeypatch.setattr(device_cache, "HostPagedCache", lambda *_, **__: made.append("pages"))
+    for device, kind in (("cpu", "auto"), ("cuda", "auto"), ("cuda", "pages"), ("cpu", "paged-kernel")):
+        make_cache(SHAPE, 2, 16, 1, 16, torch.float32, torch.device(device), attention=kind)
+    assert made == ["pages", "kernel", "pages", "kernel"]
+
+
+# -- what else a GPU takes ---------------------------------------------------------------------------------------------
+
+
+def test_noise_by_the_kernel_is_the_same_noise():
+    words = torch.tensor([noise.noise_key(SampleKey(5, 0, 0, 0, i)) for i in range(3)])
+    positions = torch.tensor([[0], [7], [2**20]])
+    wanted = noise.gumbel_rows(words, positions, 37)
+    assert torch.equal(noise.by_kernel(words, positions, 37), wanted)
+    assert noise._rows_function(37, torch.device("cuda")) is noise.by_kernel
+    assert noise._rows_function(37, CPU) is noise.gumbel_rows
+    if INTERPRETS:
+        with dispatch.interpreted():
+            torch.testing.assert_close(noise.by_kernel(words, positions, 37), wanted, atol=2e-6, rtol=1e-6)
+
+
+@needs_interpreter
+def test_fused_gate_and_norm_are_the_layers_own_and_leave_training_alone():
+    decoder = embedded_decoder()
+    shape, layer = decoder.shape, decoder.layers[0]
+    x = draw(5, shape.hidden_size)
+    rotary = decoder.rotary.at(torch.arange(5))
+
+    def attend(_, query, key_value):
+        return query.flatten(1)
+
+    def run(x):
+        return transformer_layer(x, layer, shape, rotary, 0, attend)
+
+    norm = Norm(draw(64, seed=1).half(), 1e-6)
+    with torch.inference_mode():
+        wanted, normed = run(x), norm(x[:, :64].half())
+        with dispatch.interpreted():
+            torch.testing.assert_close(run(x), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(norm(x[:, :64].half()), normed, atol=2e-3, rtol=2e-3)
+    slope = torch.func.grad(lambda x: run(x).sum())
+    wanted = slope(x)
+    with dispatch.interpreted():
+        torch.testing.assert_close(slope(x), wanted)

@@ -1,0 +1,232 @@
+"""The paged cache for CUDA devices, in the layout that the attention kernels read, and the choice of a cache.
+
+Nothing in a pass waits for the device. Passes of any width go through one kernel in blocks of at most 64 queries, so
+that a prefill gathers no pages and needs no mask over all positions. Knows no sampling and no request. On a CPU it
+runs by the kernels' references in PyTorch, for tests; it has not run on a GPU yet.
+Shapes: as in ``kv_cache``, and ``N`` queries of a block, ``h`` query heads, ``M`` pages of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_hpc.kernels.attention import MAX_NODES, flash_can_run, flash_tree_attention, paged_tree_attention
+from tlt_hpc.models.layers import Attend
+from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, Seen
+
+AttentionKind = Literal["auto", "pages", "paged-kernel"]
+"""Page by page in PyTorch, or by a kernel that follows the page table; "auto": the kernel on CUDA alone."""
+
+_EXACT_WIDTH = 8
+"""Blocks up to this are as wide as the pass, wider ones a power of two: a kernel is compiled anew for each width."""
+_MOST_PROGRAMS = 65_535
+"""CUDA's limit on the second dimension of a grid, where the kernel has a block's key-value head."""
+_DENSE_NUMBERS = 1 << 26
+"""Scores of a dense chunk at most: with their keys and values half a GiB."""
+
+
+def make_cache(
+    shape: ModelShape,
+    num_pages: int,
+    page_size: int,
+    num_rows: int,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    with_drafter: bool = False,
+    attention: AttentionKind = "auto",
+) -> PagedCache:
+    """The cache that suits a device, or the one asked for, of ``num_pages`` pages for rows of ``num_positions``."""
+    by_kernel = device.type == "cuda" if attention == "auto" else attention == "paged-kernel"
+    kind = DevicePagedCache if by_kernel else HostPagedCache
+    return kind(shape, num_pages, page_size, num_rows, num_positions, dtype, device, with_drafter=with_drafter)
+
+
+class DevicePagedCache(PagedCache):
+    """The pool of pages as the kernels read it: keys and values apart, a position's heads together."""
+
+    wants_packing = False
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        num_pages: int,
+        page_size: int,
+        num_rows: int,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        with_drafter: bool = False,
+    ) -> None:
+        # a block of queries spans up to so many slots beyond its first, though it sees none of those past its row
+        reach = num_positions + MAX_NODES
+        super().__init__(shape, num_pages, page_size, num_rows, reach, dtype, device, with_drafter=with_drafter)
+        sizes = (self._num_layers, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
+        self._keys = torch.zeros(sizes, dtype=dtype, device=device)
+        self._values = torch.zeros_like(self._keys)
+
+    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
+        return Layout(max(map(len, tables)))
+
+    def clear(self, *, drafter_only: bool = False) -> None:
+        for pages in (self._keys, self._values):
+            (pages[-1] if drafter_only else pages).zero_()
+
+    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
+        for pages in (self._keys, self._values):
+            pages[:, target] = pages[:, source]
+
+    def move_slots(self, source: Tensor, target: Tensor) -> None:
+        for pages in (self._keys, self._values):
+            flat = pages[: self._num_target_layers].flatten(1, 2)
+            flat[:, target] = flat[:, source]
+
+    def attend(
+        self,
+        layout: Layout,
+        tables: Tensor,
+        positions: Tensor,
+        committed: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        only_layer: int | None = None,
+    ) -> Attend:
+        write = self.slots(positions, tables).flatten()
+        if committed is None or ancestors is None:
+            return self._attend(write, chain_blocks(positions, tables.int()), only_layer)
+        if max(ancestors.shape[1:]) <= MAX_NODES:
+            return self._attend(write, tree_blocks(committed, ancestors, tables.int()), only_layer)
+        readable = tables[:, : layout.longest]
+        return self._attend(write, _Dense(readable, Seen(positions, committed, ancestors)), only_layer)
+
+    def attend_steps(
+        self, layout: Layout, tables: Tensor, positions: Tensor, only_layer: int | None = None
+    ) -> list[Attend]:
+        write, table = self.slots(positions, tables), tables.int()
+        return [
+            self._attend(write[:, d], chain_blocks(positions[:, d : d + 1], table), only_layer)
+            for d in range(positions.shape[1])
+        ]
+
+    def _attend(self, write: Tensor, reading: Blocks | _Dense, only_layer: int | None) -> Attend:
+        """The closure over one pass: the slots [T] that it writes, and how it reads."""
+
+        def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+            at = layer if only_layer is None else only_layer
+            keys, values = self._keys[at], self._values[at]
+            key, value = key_value.chunk(2, 1)
+            keys.flatten(0, 1).index_copy_(0, write, key)
+            values.flatten(0, 1).index_copy_(0, write, value)
+            return reading.read(query, keys, values)
+
+        return attend
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The queries of a pass as the kernels take them: blocks of ``N``, each a sequence of its own.
+
+    A row has one block or, in a long chain, several: what precedes a block in its row is committed to it.
+    """
+
+    num_rows: int
+    num_queries: int
+    """Of a row; its blocks may hold more, which see what they like and are dropped."""
+    table: Tensor
+    """Pages [blocks, M] int32."""
+    committed: Tensor
+    """[blocks] int32"""
+    masks: Tensor
+    """[blocks, N] int64: bit j of a query is set if it sees slot ``committed + j``."""
+
+    def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """query [T, h, d] over one layer's keys and values [num_pages + 1, S, g, d] -> [T, h * d]."""
+        num_blocks, width = self.masks.shape
+        by_row = query.view(self.num_rows, self.num_queries, *query.shape[1:])
+        missing = num_blocks * width // self.num_rows - self.num_queries
+        if missing:
+            by_row = F.pad(by_row, (0, 0, 0, 0, 0, missing))
+        out = self._attention(by_row.view(num_blocks, width, *query.shape[1:]), keys, values)
+        return out.view(self.num_rows, -1, out.shape[2])[:, : self.num_queries].reshape(len(query), -1)
+
+    def _attention(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        run = flash_tree_attention if flash_can_run(query, keys) else paged_tree_attention
+        most = _MOST_PROGRAMS // keys.shape[2]
+        if len(query) <= most:
+            return run(query, keys, values, self.table, self.committed, self.masks)
+        parts = zip(*(torch.split(x, most) for x in (query, self.table, self.committed, self.masks)), strict=True)
+        return torch.cat([run(part, keys, values, *reading) for part, *reading in parts])
+
+
+def chain_blocks(positions: Tensor, table: Tensor) -> Blocks:
+    """Queries that see the positions up to their own: positions [B, n], table [B, M] int32.
+
+    In a row each position is the one before it plus one, or that one again (a row with less to do repeats its last).
+    """
+    num_rows, n = positions.shape
+    width = block_width(n)
+    if n % width:
+        positions = F.pad(positions, (0, -n % width))
+        positions[:, n:] = positions[:, n - 1 : n]
+    blocks = positions.reshape(-1, width)
+    first = blocks[:, :1]
+    # bits 0 to k, without a shift by 64
+    masks = torch.full_like(blocks, -2).bitwise_left_shift_(blocks - first).bitwise_not_()
+    each = len(blocks) // num_rows
+    return Blocks(num_rows, n, table.repeat_interleave(each, 0) if each > 1 else table, first.flatten().int(), masks)
+
+
+def tree_blocks(committed: Tensor, ancestors: Tensor, table: Tensor) -> Blocks:
+    """Queries that see their ancestors: committed [B], ancestors [B, n, N] with n and N at most 64, table [B, M].
+
+    A row without any position before its tree may give the root the position -1: no key stands there.
+    """
+    num_rows, n, num_nodes = ancestors.shape
+    width = block_width(max(n, num_nodes))
+    bit = torch.arange(num_nodes, device=committed.device) + committed.clamp(max=0).unsqueeze(1)
+    flag = torch.ones_like(bit).bitwise_left_shift_(bit.clamp(min=0)).masked_fill_(bit < 0, 0)
+    masks = (ancestors * flag.unsqueeze(1)).sum(2)
+    return Blocks(num_rows, n, table, committed.clamp(min=0).int(), F.pad(masks, (0, width - n)))
+
+
+def block_width(num_queries: int) -> int:
+    """Queries of a block that a row with so many is cut or filled up to."""
+    if num_queries <= _EXACT_WIDTH:
+        return num_queries
+    return min(MAX_NODES, 1 << (num_queries - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """Trees of more nodes than a kernel's mask has bits: pages gathered, some rows at a time, and dense attention."""
+
+    table: Tensor
+    """Pages [B, P] that hold all a row sees."""
+    seen: Seen
+
+    def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """query [T, h, d] over one layer's keys and values [num_pages + 1, S, g, d] -> [T, h * d]."""
+        num_rows = len(self.table)
+        by_row = query.view(num_rows, -1, *query.shape[1:])
+        each = by_row[0, :, :, 0].numel() * self.table.shape[1] * keys.shape[1]
+        most = max(1, _DENSE_NUMBERS // each)
+        rows = torch.arange(num_rows, device=query.device)
+        parts = [self._chunk(part, by_row, keys, values) for part in torch.split(rows, most)]
+        return torch.cat(parts).reshape(len(query), -1)
+
+    def _chunk(self, rows: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Rows [b] of query [B, n, h, d] -> [b, n, h, d]."""
+        pages = self.table[rows]
+        k, v = (x[pages].flatten(1, 2).transpose(1, 2) for x in (keys, values))
+        offsets = torch.arange(k.shape[2], device=query.device)
+        mask = self.seen.by(rows, torch.zeros_like(rows), offsets).unsqueeze(1)
+        out = F.scaled_dot_product_attention(query[rows].transpose(1, 2), k, v, mask, enable_gqa=True)
+        return out.transpose(1, 2)
