@@ -234,7 +234,7 @@ ENGINES = {
     "trees of more nodes than a mask has bits": ([Strategy("drafter", 9, 9, 70)], {"max_live": 8}),
     "hybrids": ([Strategy("hybrid", 4, 2, 6), Strategy("hybrid", 3), OFF], {"max_live": 9}),
     "shared prompts": ([Strategy("drafter", 3, 2, 5), OFF], {"max_live": 12, "page_size": 4}),
-    "preempted": ([Strategy("drafter", 3, 2, 5), OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 24}),
+    "preempted": ([Strategy("drafter", 3, 2, 5), OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 25}),
     "prefilled three at a time": ([Strategy("drafter", 3), OFF], {"max_live": 5, "prefill_tokens": 3}),
 }
 

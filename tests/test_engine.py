@@ -318,7 +318,7 @@ def test_shared_pages_are_held_once():
 
 
 def test_a_budget_that_holds_no_sequence_is_refused():
-    with pytest.raises(ValueError, match=r"holds 3 pages of 8 tokens, one sequence of full length takes \d+; give at"):
+    with pytest.raises(ValueError, match=r"holds 2 pages of 8 tokens, one sequence of full length takes \d+; give at"):
         make_engine(page_size=8, kv_bytes=3 * page_bytes(embedded_decoder().shape, 8, torch.float32, False))
 
 
@@ -481,3 +481,70 @@ def test_the_cost_profile_is_measured_once_and_leaves_no_trace(tmp_path, monkeyp
     assert len(files) == 1
     again = full_engine([OFF, Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("ngram", 3)], max_live=6)
     assert again.profile(REQUESTS[:2], 0.5) == costs
+
+
+def test_chances_that_have_run_out_of_digits_orphan_no_node():
+    """Where a child's chance equals its parent's, the parent still comes first."""
+    plain = texts(generate(make_engine(), REQUESTS))
+    engine = full_engine([Strategy("drafter", 4, 4, 20)], max_live=16)
+    table = engine._learned.chances
+    table._guess.fill_(0.0)
+    table._hits.fill_(7e-43)
+    table._visits.fill_(1000.0)
+    table.observe = lambda *counts: None
+    assert texts(generate(engine, REQUESTS)) == plain
+
+
+def test_an_integer_zero_is_a_temperature():
+    rollout = run_with(REQUESTS[0], temperature=0)
+    assert np.all(rollout.log_probs <= 0)
+    assert rollout.response_tokens.tolist() == run_with(REQUESTS[0], temperature=0.0).response_tokens.tolist()
+
+
+def test_a_bad_request_queues_none_of_its_fellows():
+    engine = make_engine()
+    with pytest.raises(ValueError, match="top_k = -1"):
+        engine.submit([REQUESTS[0], replace(REQUESTS[1], params=params(top_k=-1))])
+    assert not engine.has_work
+
+
+def test_the_guard_must_be_calibrated():
+    engine = make_engine()
+    engine._guard.logit_tolerance = 0.0
+    with pytest.raises(AssertionError, match="calibrate"):
+        engine.submit(REQUESTS)
+
+
+def test_priority_protects_a_long_prompt_that_is_being_read():
+    pages = PAGES_OF_8 * 26
+    engine = full_engine([OFF, Strategy("drafter", 3)], max_live=4, page_size=8, kv_bytes=pages, prefill_tokens=2)
+    important = replace(REQUESTS[8], params=params(priority=9, max_tokens=160))
+    engine.submit([replace(request, params=params(max_tokens=160)) for request in REQUESTS[:4]])
+    for _ in range(40):
+        engine.step()
+    engine.submit([important])
+    seen = []
+    while important.key not in {rollout.key for rollout in engine._finished}:
+        engine.step()
+        seen.append(important.key in {s.request.key for s in [*engine._residents.prefilling, *engine._rows.sequences]})
+    assert seen[seen.index(True) : -1] == [True] * (len(seen) - 1 - seen.index(True)), "once in, never put out"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategies": [Strategy("drafter", 2, 3, 4)], "draft_token_ids": (1, 2)}, "branching of 3"),
+        ({"strategies": [Strategy("drafter", 2)], "draft_token_ids": (1, 77)}, "draft_token_ids has 77"),
+    ],
+)
+def test_settings_that_would_fail_later_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        full_engine(options.pop("strategies"), **options)
+    with pytest.raises(ValueError, match="drafter-2 needs a drafter"):
+        make_engine([Strategy("drafter", 2)])
+
+
+def test_doubled_draft_tokens_are_one():
+    plain = texts(generate(make_engine(), REQUESTS))
+    engine = full_engine([Strategy("drafter", 3, 4, 12)], draft_token_ids=(1, 2, 2, 3, 3, 5, 8, 13, 13, 19))
+    assert texts(generate(engine, REQUESTS)) == plain

@@ -64,7 +64,7 @@ def random_engine(source):
         chooser="random",
         seed=source.randrange(99),
         page_size=size,
-        kv_bytes=pages * page_bytes(embedded_decoder().shape, size, torch.float32, True),
+        kv_bytes=(pages + 1) * page_bytes(embedded_decoder().shape, size, torch.float32, True),
         prefill_tokens=source.choice([2, 16, 4096]),
         detokenize=embedded_tokenizer().decode,
     )

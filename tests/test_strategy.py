@@ -100,7 +100,6 @@ def test_strategies_of_a_mode():
         Strategy("ngram", 4),
         Strategy("drafter", 6, 4, 16, 2.5),
         Strategy("hybrid", 3, 2),
-        Strategy("drafter", 6, 1, 4),
     ],
 )
 def test_a_strategy_is_told_by_its_name(strategy: Strategy):
@@ -111,7 +110,23 @@ def test_a_strategy_is_told_by_its_name(strategy: Strategy):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["", "of", "drafter", "magic-4", "drafter-4x2", "off-3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "of",
+        "drafter",
+        "magic-4",
+        "drafter-4x2",
+        "off-3",
+        "drafter-33",
+        "drafter-4a0",
+        "drafter-4x1v4",
+        "ngram-4x2v6",
+        "drafter-2x2v50",
+        "drafter-4x20v40",
+    ],
+)
 def test_a_wrong_name_is_an_error(name: str):
     with pytest.raises(ValueError, match="drafter"):
         strategy_named(name)

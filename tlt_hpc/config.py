@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-StrategyName = Annotated[str, Field(pattern=r"^(ngram|drafter|hybrid)-[1-9]\d?(x[1-9]\d?v[1-9]\d?)?(a\d+(\.\d+)?)?$")]
+StrategyName = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]

@@ -16,7 +16,7 @@ from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.folder import DTYPES, embedded, load_policy_model
+from tlt_hpc.models.folder import DTYPES, embedded, load_policy_model, num_used_tokens
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import Assets, read_assets
@@ -46,6 +46,10 @@ _FREE_ON_RESUME = {
     "speculation.strategies",
     "speculation.chooser",
     "speculation.profile_seconds",
+    "speculation.epsilon",
+    "speculation.window",
+    "speculation.ngram_orders",
+    "speculation.ngram_history_tokens",
     "drafter.micro_step_tokens",
     "drafter.micro_step_seconds",
     "drafter.cache_bytes",
@@ -194,7 +198,7 @@ def engine_settings(config: Config, assets: Assets, world: World) -> EngineSetti
             min_tokens=rollout.min_new_tokens,
             stop_strings=rollout.stop_strings,
         ),
-        num_tokens=min(assets.shape.vocab_size, assets.tokenizer.get_vocab_size(with_added_tokens=True)),
+        num_tokens=num_used_tokens(assets.tokenizer, assets.shape),
         eos_token_ids=assets.eos_token_ids,
         max_live=rollout.max_live,
         max_prompt_tokens=config.data.max_prompt_tokens,

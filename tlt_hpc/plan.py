@@ -7,10 +7,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tlt_hpc.config import Config, check_model_limits, check_ranks, to_toml
+from tlt_hpc.config import Config, ConfigError, check_model_limits, check_ranks, to_toml
 from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
+from tlt_hpc.rollout.strategy import strategies_of
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,22 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     folder = find_model(config.model.path)
     shape = read_shape(folder)
     check_model_limits(config, shape.max_positions)
+    _check_strategies(config)
     tokenizer = load_tokenizer(folder)
     return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), open_prompts(config, tokenizer))
+
+
+def _check_strategies(config: Config) -> None:
+    mode, names = config.speculation.mode, config.speculation.strategies
+    try:
+        arms = strategies_of(mode, names)
+    except ValueError as error:
+        raise ConfigError(f"speculation.strategies: {error}") from None
+    if mode != "plain" and len(arms) == 1:
+        raise ConfigError(
+            f"speculation.strategies = {list(names)} leaves nothing to try in speculation.mode = {mode!r}; "
+            "add e.g. 'ngram-4' or use mode 'full'"
+        )
 
 
 def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:

@@ -94,7 +94,7 @@ def make_engine(way: Way, tie_guard: bool) -> RolloutEngine:
         max_live=way.max_live,
         max_prompt_tokens=MOST_PROMPT,
         tie_guard=tie_guard,
-        kv_bytes=way.num_pages * page_bytes(SHAPE, way.page_size, torch.float32, True),
+        kv_bytes=(way.num_pages + 1) * page_bytes(SHAPE, way.page_size, torch.float32, True) if way.num_pages else 0,
         page_size=way.page_size,
         prefill_tokens=way.prefill_tokens,
         strategies=tuple(OFF if name == "off" else strategy_named(name) for name in way.strategies),

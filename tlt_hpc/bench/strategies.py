@@ -8,8 +8,6 @@ from tlt_hpc.bench.subject import Subject
 from tlt_hpc.config import SpeculationSection
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of, strategy_named
 
-_DEEPEST, _WIDEST = 32, 99
-
 
 def chosen_strategies(names: Sequence[str], subject: Subject) -> tuple[Strategy, ...]:
     """The named strategies, "off" always among them; without names those of a run's defaults.
@@ -28,13 +26,6 @@ def _checked(name: str, subject: Subject) -> Strategy:
         strategy = strategy_named(name)
     except ValueError as error:
         raise ValueError(f"--strategies: {error}") from None
-    sizes = (strategy.depth, strategy.branching, strategy.num_drafts)
-    if strategy != OFF and not (0 < sizes[0] <= _DEEPEST and min(sizes[1:]) > 0 and max(sizes[1:]) <= _WIDEST):
-        raise ValueError(
-            f"--strategies {name}: use a depth of 1 to {_DEEPEST}, 1 to {_WIDEST} children and drafts to verify"
-        )
-    if not 0 < strategy.sharpness < 100:
-        raise ValueError(f"--strategies {name}: use a sharpness above 0 and below 100")
     if strategy.has_drafter and subject.drafter is None:
         raise ValueError(f"--strategies {name}: model {subject.name} has no drafter; give one with --drafter FOLDER")
     return strategy

@@ -17,7 +17,15 @@ from tokenizers import Tokenizer
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.folder import DTYPES, embedded, end_token_ids, find_model, folder_weights, load_tokenizer
+from tlt_hpc.models.folder import (
+    DTYPES,
+    embedded,
+    end_token_ids,
+    find_model,
+    folder_weights,
+    load_tokenizer,
+    num_used_tokens,
+)
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SamplingParams
 from tlt_hpc.rollout.engine import EngineCounts, EngineSettings, RolloutEngine
@@ -86,7 +94,7 @@ def open_subject(model: str, drafter: str | None, dtype: str, device: torch.devi
         tokenizer=tokenizer,
         decoder=decoder,
         drafter=None if place is None else load_drafter(place, decoder),
-        num_tokens=min(shape.vocab_size, tokenizer.get_vocab_size(with_added_tokens=True)),
+        num_tokens=num_used_tokens(tokenizer, shape),
         eos_token_ids=end_token_ids(folder, shape),
     )
 

@@ -71,7 +71,9 @@ class Workload:
     def _prompts(self, count: int, part: int) -> list[Tokens]:
         if self.prompts is None:
             return [p.tokens for p in GcdPrompts(self.tokenizer, self.seed, count).batch(part)]
-        return [self.prompts[(part + draw) % len(self.prompts)] for draw in range(count)]
+        # parts of different parity share no prompt: what an n-gram table saw in one tells it nothing of the other
+        mine = self.prompts[part % 2 :: 2] or self.prompts
+        return [mine[draw % len(mine)] for draw in range(count)]
 
     def _params(self, count: int, part: int) -> Sequence[SamplingParams | None]:
         if self.lengths == "own":

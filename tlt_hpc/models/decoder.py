@@ -104,14 +104,23 @@ class Decoder:
         A pure function of weights and tokens: no cache, no batch, no strategy. Layers are cast one at a time, so it
         needs little memory beside the weights.
         """
+        return self.reference_head(self.reference_hidden(tokens)[-last:])
+
+    @torch.inference_mode()
+    def reference_head(self, hidden: Tensor) -> Tensor:
+        """Float64 logits of float64 hidden states [T, H] -> [T, V]."""
+        return F.linear(hidden, self.head.double())
+
+    @torch.inference_mode()
+    def reference_hidden(self, tokens: Tensor) -> Tensor:
+        """Float64 hidden states after the final norm, as ``reference_logits`` has them: tokens [T] -> [T, H]."""
         positions = torch.arange(len(tokens), device=self.device)
         rotary = rotary_table(self.shape, len(tokens), torch.float64, self.device, self._pairs).at(positions)
         attend = attend_documents(self.shape, None)
         x = F.embedding(tokens, self.embedding).double()
         for i, layer in enumerate(self.layers):
             x = transformer_layer(x, layer.to(torch.float64), self.shape, rotary, i, attend)
-        x = self.final_norm.to(torch.float64)(x[-last:])
-        return F.linear(x, self.head.double())
+        return self.final_norm.to(torch.float64)(x)
 
     @torch.inference_mode()
     def linear_only(self, num_rows: int) -> None:

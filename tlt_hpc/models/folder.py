@@ -56,6 +56,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
+def num_used_tokens(tokenizer: Tokenizer, shape: ModelShape) -> int:
+    """The vocabulary without padding rows: one more than the highest id that the tokenizer knows."""
+    return min(shape.vocab_size, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+
+
 def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     """The trainable transformers model of a folder, from local files only."""
     from transformers import AutoModelForCausalLM

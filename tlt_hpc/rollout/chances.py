@@ -24,8 +24,9 @@ class ChanceTable:
         self._edges = torch.tensor(_EDGES, device=device)
         self._bins = len(_EDGES) + 1
         guess = torch.tensor([_FIRST_GUESS[min(rank, 2)] for rank in range(num_ranks)], device=device)
-        self._visits = torch.full((num_ranks * self._bins,), _GUESS_WEIGHT, device=device)
-        self._hits = guess.repeat_interleave(self._bins) * _GUESS_WEIGHT
+        self._guess = guess.repeat_interleave(self._bins)
+        self._visits = torch.zeros_like(self._guess)
+        self._hits = torch.zeros_like(self._guess)
 
     def cells(self, scores: Tensor) -> Tensor:
         """Cells [..., K] of candidates whose perturbed scores [..., K] descend."""
@@ -36,7 +37,8 @@ class ChanceTable:
 
     def chances(self, cells: Tensor) -> Tensor:
         """Chance of each cell; below 1, so that a child never comes before its parent."""
-        return (self._hits / self._visits).clamp(max=0.995)[cells]
+        hits = self._hits + self._guess * _GUESS_WEIGHT
+        return (hits / (self._visits + _GUESS_WEIGHT)).clamp(max=0.995)[cells]
 
     def observe(self, cells: Tensor, visited: Tensor, hit: Tensor) -> None:
         """Count nodes with these cells: ``visited`` where the parent was on the realised path, ``hit`` where it was."""

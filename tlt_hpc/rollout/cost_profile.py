@@ -101,7 +101,7 @@ class CostProfile:
 
     def seconds(self, strategy: Strategy, num_live: int) -> float:
         """Seconds of a round of ``num_live`` sequences; beyond the largest measured batch, those of that batch."""
-        verify = self.verify.seconds(num_live, strategy.num_drafts + 1)
+        verify = self.verify.seconds(num_live, strategy.widest_pass)
         return verify if strategy == OFF else verify + self._draft(strategy).seconds(num_live, strategy.depth)
 
     def catch_up_seconds(self, strategy: Strategy, backlog: int) -> float:
@@ -113,7 +113,7 @@ class CostProfile:
     def covers(self, strategies: Sequence[Strategy], max_live: int) -> bool:
         """Whether these can all be costed, up to this batch, from what was measured."""
         return all(
-            self.verify.covers(max_live, strategy.num_drafts + 1)
+            self.verify.covers(max_live, strategy.widest_pass)
             and (strategy == OFF or (kind in self.drafts and self.drafts[kind].covers(max_live, strategy.depth)))
             for strategy in strategies
             for kind in [draft_kind(strategy)]
@@ -171,7 +171,7 @@ def _measure_batch(
     batch: int, strategies: Sequence[Strategy], measures: Measures, repetitions: int
 ) -> dict[str, _Points]:
     """One batch's points by kind of draft; the kind "" is the verifying pass."""
-    widths = sorted({1} | {strategy.num_drafts + 1 for strategy in strategies})
+    widths = sorted({1} | {strategy.widest_pass for strategy in strategies})
     points = {"": tuple((w, _median(partial(measures.measure_verify, batch, w), repetitions)) for w in widths)}
     by_kind: dict[str, dict[int, Strategy]] = {}
     for strategy in strategies:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PhaseSeconds:
-    """Where rounds spend their time."""
+    """Where rounds spend their time; on a device, where the host waits for it. ``sample`` includes making the noise."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -67,6 +67,7 @@ class Rounds:
         rows, clock = self.residents.rows, _Clock()
         sequences = rows.sequences
         noise = self.noise.at(rows.response_lengths, strategy.depth + 1)
+        self.seconds.sample += clock.lap()
         drafts, cells = self.propose(strategy, noise)
         self.seconds.draft += clock.lap()
         hidden, logits = self._verify(drafts)

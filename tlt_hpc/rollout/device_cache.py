@@ -80,6 +80,8 @@ class DevicePagedCache(PagedCache):
     def clear(self, *, drafter_only: bool = False) -> None:
         for pages in (self._keys, self._values):
             (pages[-1] if drafter_only else pages).zero_()
+        if self.features is not None and not drafter_only:
+            self.features.zero_()
 
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         for pages in (self._keys, self._values):

@@ -23,12 +23,11 @@ from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
 from tlt_hpc.rollout.sequences import Sequence
-from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.rollout.strategy import MOST_BRANCHES, Strategy
 from tlt_hpc.rollout.tree import DraftTree, chain, from_lists, tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that rested through a long response has much to read."""
-_MOST_BRANCHES = 16
 
 
 class DrafterFault(ArithmeticError):  # noqa: N818 (a fault of the drafter, not of the engine)
@@ -68,7 +67,7 @@ class LearnedDrafts:
         self.drafter, self._decoder, self._cache, self._num_tokens = drafter, decoder, cache, num_tokens
         self._known = [0] * num_rows
         """Positions of each row whose true features the drafter has seen."""
-        self.chances = ChanceTable(_MOST_BRANCHES, decoder.device)
+        self.chances = ChanceTable(MOST_BRANCHES, decoder.device)
         self._vocabulary: Tensor | None = None
         self._head: Tensor | None = None
 
@@ -183,14 +182,14 @@ class LearnedDrafts:
         self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, how: Perturbation, feature: Tensor
     ) -> tuple[DraftTree, Tensor]:
         """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
-        count, branching = rows.num_live, min(strategy.branching, _MOST_BRANCHES)
+        count, branching = rows.num_live, min(strategy.branching, MOST_BRANCHES)
         device = feature.device
         last = (rows.lengths[:count] - 2).unsqueeze(1)
         tables = self._cache.tables[:count]
         num_slots = 1 + (strategy.depth - 1) * branching
         feature = feature.unsqueeze(1)
+        # index of the growing nodes among all candidates; 0 is the root
         node = torch.zeros(count, 1, dtype=torch.int64, device=device)
-        """Index of the growing nodes among all candidates; 0 is the root."""
         chance = torch.ones(count, 1, device=device)
         reach = torch.zeros(count, 1, num_slots, dtype=torch.bool, device=device)
         reach[:, :, 0] = True
@@ -232,7 +231,9 @@ def _likeliest(
 
     A child's chance is below its parent's, so with a node all its ancestors are kept.
     """
-    kept = chances.topk(min(strategy.num_drafts + 1, chances.shape[1]), 1).indices.sort(1).values
+    # stable: where a chance has run out of digits and equals its parent's, the parent, which comes first, is kept first
+    order = chances.sort(dim=1, descending=True, stable=True).indices
+    kept = order[:, : strategy.num_drafts + 1].sort(1).values
     place = torch.zeros_like(tokens).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
     parent = place.gather(1, parents.gather(1, kept))
     return tree(tokens.gather(1, kept), parent, strategy.depth), cells.gather(1, kept)
@@ -257,7 +258,8 @@ class NgramDrafts:
 
     def _chain(self, sequence: Sequence, noise: Tensor | list[list[float]], strategy: Strategy) -> list[int]:
         cursor, drafts = self._table.cursor(sequence.prompt, sequence.text), list[int]()
-        while len(drafts) < strategy.depth and (found := cursor.continuations()):
+        known = sequence.rule.num_tokens  # a prompt may hold ids that are never sampled
+        while len(drafts) < strategy.depth and (found := [c for c in cursor.continuations() if c[0] < known]):
             token = found[0][0]
             if len(found) > 1 and sequence.rule.temperature > 0:
                 row = noise[len(drafts)]
@@ -294,5 +296,4 @@ def _graft(nodes: list[tuple[int, int]], more: List[int]) -> list[tuple[int, int
 def slots_needed(strategy: Strategy) -> int:
     """Positions beyond a sequence's last token that a round may write."""
     grown = 1 + (strategy.depth - 1) * strategy.branching if strategy.branching > 1 else strategy.depth
-    verified = strategy.num_drafts + (strategy.depth if strategy.source == "hybrid" else 0)
-    return max(grown, verified) + 1
+    return max(grown + 1, strategy.widest_pass)

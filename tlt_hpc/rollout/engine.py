@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt_hpc import __version__
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
@@ -40,6 +41,8 @@ from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 # sink(tokens [T] int32, prompt length, features [T - 1, 1, H] as bf16 bits): what a finished response leaves
+_NUM_PROBED = 4
+
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
 Detokenizer = Callable[[list[int]], str]
 
@@ -96,6 +99,7 @@ class RolloutEngine:
     """Continuous batching over paged memory, with speculation that cannot change the text."""
 
     def __init__(self, decoder: Decoder, settings: EngineSettings, drafter: Drafter | None = None) -> None:
+        _check_settings(settings, drafter is not None)
         self.decoder, self.settings, self.drafter = decoder, settings, drafter
         device = decoder.device
         depth = max(strategy.depth for strategy in settings.strategies)
@@ -130,21 +134,25 @@ class RolloutEngine:
         )
         self._uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
         self.chooser = self._make_chooser(None)
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._unlearned: deque[Response] = deque()
         """Finished responses that the n-gram table has not seen to their ends, and their tokens that it lacks."""
         self._num_unlearned = 0
         self._finished: list[Rollout] = []
-        self._longest: Tensor | None = None
+        self._longest: list[list[int]] = []
+        """The longest texts so far, on which the tie guard is set at every load of weights."""
         self._num_submitted = 0
         self._counts = EngineCounts()
         self._totals_taken = self.chooser.totals()
+        self._refresh_draft_head()
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
         self.feature_sink: FeatureSink | None = None
 
     def _make_chooser(self, costs: CostProfile | None) -> Chooser:
         s = self.settings
-        return make_chooser(s.chooser, s.strategies, epsilon=s.epsilon, window=s.window, seed=s.seed, costs=costs)
+        arms = s.strategies if OFF in s.strategies else (*s.strategies, OFF)
+        return make_chooser(s.chooser, arms, epsilon=s.epsilon, window=s.window, seed=s.seed, costs=costs)
 
     def _size_pool(self, positions: int) -> tuple[int, int]:
         """Pages of the pool and bytes of one.
@@ -155,11 +163,12 @@ class RolloutEngine:
         s, shape = self.settings, self.decoder.shape
         size = page_bytes(shape, s.page_size, self.decoder.dtype, self.drafter is not None)
         each = -(-positions // s.page_size)
-        pages = s.kv_bytes // size if s.kv_bytes else s.max_live * each
+        # one page more than those handed out takes what must be written nowhere
+        pages = s.kv_bytes // size - 1 if s.kv_bytes else s.max_live * each
         if pages < each:
             raise ValueError(
                 f"rollout.kv_bytes = {s.kv_bytes} holds {pages} pages of {s.page_size} tokens, one sequence of full "
-                f"length takes {each}; give at least {each * size} or lower rollout.max_new_tokens"
+                f"length takes {each}; give at least {(each + 1) * size} or lower rollout.max_new_tokens"
             )
         return pages, size
 
@@ -171,9 +180,11 @@ class RolloutEngine:
         Raises:
             ValueError: a prompt is empty, or a prompt, a length or a parameter is not what the engine was built for.
         """
-        for request in requests:
-            params = request.params or self.settings.params
+        assert not self._guard.active or self._guard.logit_tolerance > 0, "calibrate the tie guard first"
+        checked = [(request, request.params or self.settings.params) for request in requests]
+        for request, params in checked:
             self._check(request, params)
+        for request, params in checked:
             if params.max_tokens == 0:
                 self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH, 0))
                 continue
@@ -185,11 +196,13 @@ class RolloutEngine:
         stops = None
         if params.stop_strings:
             assert s.detokenize is not None
-            stops = StopStrings(params.stop_strings, s.detokenize)
+            if params.stop_strings not in self._stops:
+                self._stops[params.stop_strings] = StopStrings(params.stop_strings, s.detokenize)
+            stops = self._stops[params.stop_strings]
         return Response(
             request=request,
             params=params,
-            rule=SamplingRule(params.temperature, s.num_tokens, params.top_k, params.top_p, params.min_p),
+            rule=SamplingRule(float(params.temperature), s.num_tokens, params.top_k, params.top_p, params.min_p),
             end_token_ids=tuple(dict.fromkeys((*s.eos_token_ids, *params.stop_token_ids))),
             order=self._num_submitted,
             stops=stops,
@@ -272,7 +285,8 @@ class RolloutEngine:
             "weights": self.decoder.weight_bytes,
             "packed weights": self.decoder.packed_bytes,
             "drafter": drafter,
-            "keys, values, features": self._num_pages * self._page_bytes,
+            "packed drafter": 0 if self.drafter is None else self.drafter.packed_bytes,
+            "keys, values, features": (self._num_pages + 1) * self._page_bytes,
             "noise and rows": self._noise.num_bytes + self._rows.num_bytes,
         }
 
@@ -287,7 +301,7 @@ class RolloutEngine:
         self.decoder.load(weights, version)
         self._cache.clear()
         self._refresh_draft_head()
-        if self.settings.tie_guard and self._longest is not None:
+        if self.settings.tie_guard and self._longest:
             self._guard.probe(self._longest)
 
     def load_drafter(self, weights: Mapping[str, Tensor], trained: bool = True) -> None:
@@ -306,7 +320,7 @@ class RolloutEngine:
     def _refresh_draft_head(self) -> None:
         ids = self.settings.draft_token_ids
         if self._learned is not None and ids is not None:
-            self._learned.set_vocabulary(torch.tensor(sorted(ids), device=self.decoder.device))
+            self._learned.set_vocabulary(torch.tensor(sorted(set(ids)), device=self.decoder.device))
 
     def calibrate(self, requests: Sequence[Request]) -> None:
         """Measure the tie guard's tolerance on real text before the first rollout, by responses that are thrown away.
@@ -315,7 +329,7 @@ class RolloutEngine:
 
         Random tokens would not do: far from what a model was trained on its activations, and the error, are larger.
         """
-        assert not self.has_work and self._longest is None
+        assert not self.has_work and not self._longest and requests
         if not self.settings.tie_guard:
             return
         uses_ngram, self._uses_ngram, self._guard.active = self._uses_ngram, False, False
@@ -327,9 +341,8 @@ class RolloutEngine:
                 self._retire(self._rounds.run(OFF).ended)
         self._finished = []
         self._uses_ngram, self._guard.active = uses_ngram, True
-        self._rounds.seconds = PhaseSeconds()
-        assert self._longest is not None, "calibrate needs requests"
         self._guard.probe(self._longest)
+        self._forget_counts()
 
     def profile(self, requests: Sequence[Request], max_seconds: float) -> CostProfile:
         """Measure what rounds cost here, or read what was measured before, and choose by it from now on.
@@ -342,20 +355,28 @@ class RolloutEngine:
         key = ProfileKey(
             processor=processor_name(),
             num_cores=os.cpu_count() or 1,
-            device=str(self.decoder.device),
+            device=device_name(self.decoder.device),
             num_threads=torch.get_num_threads(),
             torch_version=str(torch.__version__),
-            model=f"{shape.family}-{shape.num_layers}x{shape.hidden_size}x{shape.intermediate_size}-v{shape.vocab_size}"
-            f"-{drafter}",
+            model=f"{shape.family}-{shape.num_layers}x{shape.hidden_size}x{shape.intermediate_size}-h{shape.num_heads}"
+            f"-g{shape.num_kv_heads}-d{shape.head_dim}-v{shape.vocab_size}-{drafter}{len(s.draft_token_ids or ())}"
+            f"-{s.attention}{s.page_size}-guard{s.tie_guard:d}-tlt{__version__}",
             dtype=str(self.decoder.dtype),
         )
         measures = RoundMeasures(self._residents, self._rounds, [self._response(r, s.params) for r in requests])
-        costs = load_or_measure(key, s.strategies, s.max_live, measures, max_seconds)
+        # rows that the pool holds with the longest draft each: more would be preempted, not measured
+        each = max(self._residents.pages_for(s.max_prompt_tokens + max(map(slots_needed, s.strategies))), 1)
+        most = max(1, min(s.max_live, self._num_pages // each))
+        costs = load_or_measure(key, s.strategies, most, measures, max_seconds)
         measures.close()
-        self._rounds.seconds = PhaseSeconds()
         self.chooser = self._make_chooser(costs)
-        self._totals_taken = self.chooser.totals()
+        self._forget_counts()
         return costs
+
+    def _forget_counts(self) -> None:
+        """What was done before the first rollout is none of its figures."""
+        self._totals_taken = self.chooser.totals()
+        self.take_counts()
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -379,7 +400,8 @@ class RolloutEngine:
         emitted = self._rounds.run(strategy)
         self._cut_at_stops(emitted.tokens, emitted.ended)
         num_tokens = sum(map(len, emitted.tokens))
-        if strategy in self.chooser.strategies:
+        # a drafter that failed left a plain round: nothing is learned from it
+        if self._rounds.drafter_is_sound or not strategy.has_drafter:
             self.chooser.observe(strategy, num_live, num_tokens, time.perf_counter() - start, emitted.accepted)
         self._counts.num_tokens += num_tokens
         self._counts.num_row_passes += num_live
@@ -390,14 +412,12 @@ class RolloutEngine:
         drafts = self.drafter_ready and self._rounds.drafter_is_sound
         usable = [
             strategy
-            for strategy in self.chooser.strategies
+            for strategy in self.settings.strategies
             if (drafts or not strategy.has_drafter)
-            and (strategy is OFF or self._residents.has_room(slots_needed(strategy)))
+            and (strategy == OFF or self._residents.has_room(slots_needed(strategy)))
         ]
-        if not usable:
-            return OFF
         backlog = self._learned.backlog(self._rows.sequences) if self._learned is not None else 0
-        return self.chooser.choose(self._rows.num_live, usable, backlog)
+        return self.chooser.choose(self._rows.num_live, usable or [OFF], backlog)
 
     def _cut_at_stops(self, tokens: list[list[int]], ended: list[bool]) -> None:
         """End responses at the token that completes a stop string; what came after it in the same round is dropped."""
@@ -434,8 +454,7 @@ class RolloutEngine:
             while self._num_unlearned > self.settings.ngram_history_tokens:
                 oldest = self._unlearned.popleft()
                 self._num_unlearned -= len(oldest.text) - oldest.num_learned
-        if self._longest is None or end > len(self._longest):
-            self._longest = self._rows.tokens[row, :end].clone()
+        self._longest = sorted([*self._longest, response.text], key=len)[-_NUM_PROBED:]
         if self.feature_sink is not None and self._cache.features is not None:
             positions = torch.arange(end - 1, device=self._rows.tokens.device).unsqueeze(0)
             slots = self._cache.slots(positions, self._cache.tables[row : row + 1])[0]
@@ -474,6 +493,30 @@ class RolloutEngine:
         if response.num_learned < len(response.text):
             self._table.learn(response.prompt, response.text, response.num_learned)
             response.num_learned = len(response.text)
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is, not which of several alike."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _check_settings(settings: EngineSettings, has_drafter: bool) -> None:
+    """Refuse what would fail in the middle of a rollout.
+
+    Raises:
+        ValueError: end tokens or draft tokens that are no tokens, or strategies that need a drafter without one.
+    """
+    for name in ("eos_token_ids", "draft_token_ids"):
+        ids = vars(settings)[name] or ()
+        wrong = [i for i in ids if not 0 <= i < settings.num_tokens]
+        if wrong:
+            raise ValueError(f"{name} has {wrong[0]}; the vocabulary has ids 0 to {settings.num_tokens - 1}")
+    widest = max(strategy.branching for strategy in settings.strategies)
+    if settings.draft_token_ids is not None and len(set(settings.draft_token_ids)) < widest:
+        raise ValueError(f"draft_token_ids has fewer ids than a strategy's branching of {widest}; give more")
+    needing = [strategy.name for strategy in settings.strategies if strategy.has_drafter]
+    if needing and not has_drafter:
+        raise ValueError(f"strategy {needing[0]} needs a drafter; give the engine one or leave the strategy out")
 
 
 def _wrong_parameter(params: SamplingParams, num_tokens: int) -> str | None:

@@ -7,6 +7,8 @@ flip. Where the best two perturbed scores lie closer than ``tolerance``, both pa
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from itertools import chain, cycle
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 SAFETY = 20.0
 """How far the tolerance stands above the measured error between paths."""
 _LEAST_ERROR = 1e-6
+_PIECE = 128
+"""Positions whose logits are held at once: those of a long text over a wide vocabulary would fill the memory."""
 
 
 class TieGuard:
@@ -39,10 +43,9 @@ class TieGuard:
             return 0.0
         return self.logit_tolerance / rule.temperature if rule.temperature > 0 else self.logit_tolerance
 
-    def probe(self, tokens: Tensor) -> None:
-        """Measure the error of the fast path on one sequence [T] of the longest length in use; sets the tolerance."""
-        fast = _cached_logits(self._decoder, tokens, self._attention)
-        error = float((fast.double() - self._decoder.reference_logits(tokens, len(fast))).abs().max())
+    def probe(self, texts: Sequence[list[int]]) -> None:
+        """Measure the error of the fast path on sequences of the longest lengths in use; sets the tolerance."""
+        error = max(_error(self._decoder, text, self._attention) for text in texts)
         self.logit_tolerance = SAFETY * max(error, _LEAST_ERROR)
 
     def decide(
@@ -70,19 +73,30 @@ class TieGuard:
         self.logit_tolerance = raised
 
 
-def _cached_logits(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -> Tensor:
-    """Logits [T, V] of one sequence by the rollout's own path: a cached first half, then the rest in one pass."""
+def _error(decoder: Decoder, text: list[int], attention: AttentionKind) -> float:
+    """Largest difference of logits over one sequence, between the rollout's own path and float64."""
+    tokens = torch.tensor(text, device=decoder.device)
+    fast, exact = _cached_hidden(decoder, tokens, attention), decoder.reference_hidden(tokens)
+    pieces = zip(torch.split(fast, _PIECE), torch.split(exact, _PIECE), strict=True)
+    return max(float((decoder.logits(a).double() - decoder.reference_head(b)).abs().max()) for a, b in pieces)
+
+
+def _cached_hidden(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -> Tensor:
+    """Hidden states [T, H] of one sequence by the rollout's path: a prefilled half, then the rest by few tokens a pass,
+    some more, some fewer, as rounds feed them.
+    """
     size = 64
     pages = list(range(-(-len(tokens) // size)))
-    shape, dtype, device = decoder.shape, decoder.dtype, decoder.device
-    cache = make_cache(shape, len(pages), size, 1, len(tokens), dtype, device, attention=attention)
+    sizes = len(pages), size, 1, len(tokens)
+    cache = make_cache(decoder.shape, *sizes, decoder.dtype, decoder.device, attention=attention)
     cache.set_table(0, pages)
     layout = cache.layout([pages], len(pages))
-    half = len(tokens) // 2
-    parts = []
-    for start, end in ((0, half), (half, len(tokens))):
-        if end > start:
-            positions = torch.arange(start, end, device=decoder.device).unsqueeze(0)
-            attend = cache.attend(layout, cache.tables, positions)
-            parts.append(decoder.hidden(tokens[start:end], positions.flatten(), attend))
-    return decoder.logits(torch.cat(parts))
+    parts, start = [], 0
+    for width in chain([max(1, len(tokens) // 2)], cycle((1, 5, 9, 64, 1, 3))):
+        positions = torch.arange(start, min(start + width, len(tokens)), device=decoder.device).unsqueeze(0)
+        attend = cache.attend(layout, cache.tables, positions)
+        parts.append(decoder.hidden(tokens[start : start + width], positions.flatten(), attend))
+        start += width
+        if start >= len(tokens):
+            return torch.cat(parts)
+    raise AssertionError("the widths never end")

@@ -248,6 +248,8 @@ class HostPagedCache(PagedCache):
 
     def clear(self, *, drafter_only: bool = False) -> None:
         (self._pool[-1] if drafter_only else self._pool).zero_()
+        if self.features is not None and not drafter_only:
+            self.features.zero_()
 
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         self._pool[:, target] = self._pool[:, source]
@@ -385,7 +387,9 @@ class Seen:
 
 def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where ``seen``, else what no softmax lets through."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, _NEVER)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
+        ~seen, max(_NEVER, torch.finfo(dtype).min)
+    )
 
 
 def _by_query(added: Tensor, r: int) -> Tensor:

@@ -29,7 +29,7 @@ class RoundMeasures:
     @torch.inference_mode()
     def measure_verify(self, batch: int, width: int) -> float:
         """Seconds of a target pass over ``width`` tokens of each of ``batch`` rows, sampling and walk included."""
-        self._occupy(batch, width + 1)
+        self._occupy(batch, width)
         rows = self._residents.rows
         last = rows.last_tokens()
         drafts = chain(last, last.unsqueeze(1).expand(-1, width - 1))
@@ -40,7 +40,7 @@ class RoundMeasures:
     @torch.inference_mode()
     def measure_draft(self, batch: int, depth: int, strategy: Strategy) -> float:
         """Seconds of the strategy's drafts for ``batch`` rows, were it ``depth`` deep."""
-        self._occupy(batch, slots_needed(strategy) + depth)
+        self._occupy(batch, slots_needed(replace(strategy, depth=depth)))
         noise = self._rounds.noise.at(self._residents.rows.response_lengths, depth + 1)
         return self._seconds(lambda: self._rounds.propose(replace(strategy, depth=depth), noise))
 

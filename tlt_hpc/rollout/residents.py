@@ -166,16 +166,16 @@ class Residents:
         return max(0, self.pages_for(len(sequence.text) - 1 + num_slots) - len(sequence.pages))
 
     def _make_room(self) -> None:
-        """Preempt one: a prefilling sequence if there is any, else the live row that comes last in rank."""
+        """Preempt the sequence that comes last in rank, whether it is being prefilled or has a row."""
+        residents = [*self.prefilling, *self.rows.sequences]
+        assert len(residents) > 1, "a lone sequence always fits: submit has refused those that do not"
         self.num_preempted += 1
-        if self.prefilling:
-            victim = max(self.prefilling, key=lambda sequence: sequence.rank)
+        victim = max(residents, key=lambda sequence: sequence.rank)
+        if victim in self.prefilling:
             self.prefilling.remove(victim)
             self.release(victim)
         else:
-            assert self.rows.num_live > 1, "a lone sequence always fits: submit has refused those that do not"
-            row = max(range(self.rows.num_live), key=lambda i: self.rows.sequences[i].rank)
-            victim = self.rows.sequences[row]
+            row = self.rows.sequences.index(victim)
             victim.log_probs = self.rows.response_log_probs(row).cpu().numpy().copy()
             self.remove(row)
         self.waiting.push(victim)

@@ -142,5 +142,5 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float | Tensor)
 
     ``temperature`` 0 stands for 1; as a tensor it broadcasts against the logits and holds no 0.
     """
-    scaled = logits if isinstance(temperature, float) and temperature in (0.0, 1.0) else logits / temperature
+    scaled = logits if not isinstance(temperature, Tensor) and temperature in (0, 1) else logits / temperature
     return scaled.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

@@ -56,7 +56,7 @@ class Sequence:
     @property
     def prompt(self) -> bytes:
         """What two sequences must share to share keys and values."""
-        return self.request.prompt_tokens.tobytes()
+        return self.request.prompt_tokens.astype(np.int64, copy=False).tobytes()
 
     @property
     def rank(self) -> tuple[int, int]:

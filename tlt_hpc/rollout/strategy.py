@@ -30,6 +30,11 @@ class Strategy:
         return self.num_verify or self.depth
 
     @property
+    def widest_pass(self) -> int:
+        """Most tokens of one sequence that its verifying pass may hold: the last one, and all drafts."""
+        return 1 + self.num_drafts + (self.depth if self.source == "hybrid" else 0)
+
+    @property
     def reach(self) -> int:
         """Most drafts that one pass can accept for one sequence."""
         return min(self.depth, self.num_drafts)
@@ -59,8 +64,11 @@ class Strategy:
 
 
 OFF = Strategy("off")
+MOST_DEPTH, MOST_BRANCHES = 32, 16
 _SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter", "hybrid")}
-_NAME = re.compile(r"(?P<source>[a-z]+)-(?P<depth>\d+)(x(?P<branching>\d+)v(?P<num_verify>\d+))?(a(?P<sharpness>.+))?")
+_NAME = re.compile(
+    r"(?P<source>[a-z]+)-(?P<depth>\d+)(x(?P<branching>\d+)v(?P<num_verify>\d+))?(a(?P<sharpness>\d+(\.\d+)?))?"
+)
 
 
 def strategies_of(mode: str, names: Sequence[str]) -> tuple[Strategy, ...]:
@@ -85,4 +93,13 @@ def strategy_named(name: str) -> Strategy:
         )
     depth, num_verify = int(match["depth"]), int(match["num_verify"] or 0)
     branching, sharpness = int(match["branching"] or 1), float(match["sharpness"] or 1)
-    return Strategy(sources[match["source"]], depth, branching, 0 if num_verify == depth else num_verify, sharpness)
+    if not 1 <= depth <= MOST_DEPTH or sharpness <= 0:
+        raise ValueError(f"strategy {name!r}: use a depth of 1 to {MOST_DEPTH} and a sharpness above 0")
+    if match["branching"] is not None:
+        candidates = branching * (1 + (depth - 1) * branching)
+        if match["source"] == "ngram" or not (2 <= branching <= MOST_BRANCHES and depth <= num_verify <= candidates):
+            raise ValueError(
+                f"strategy {name!r}: a tree is of drafter or hybrid, with 2 to {MOST_BRANCHES} children a node and "
+                f"{depth} to {candidates} drafts to verify at this depth and branching"
+            )
+    return Strategy(sources[match["source"]], depth, branching, num_verify, sharpness)
