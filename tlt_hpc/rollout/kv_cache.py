@@ -105,6 +105,14 @@ class PagedCache(ABC):
             paged = self.features.view(self.num_pages + 1, self.page_size, -1)
             paged[target] = paged[source]
 
+    def copy_start(self, source: int, target: int, count: int) -> None:
+        """Copy the target model's keys and values, and the features, of a page's first ``count`` positions."""
+        offsets = torch.arange(count, device=self.tables.device)
+        of, to = source * self.page_size + offsets, target * self.page_size + offsets
+        self.move_slots(of, to)
+        if self.features is not None:
+            self.features[to] = self.features[of]
+
     @abstractmethod
     def _copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copy keys and values of all layers from pages [m] to pages [m]."""

@@ -90,8 +90,9 @@ class Residents:
             self.pool.share(shared)
             sequence.pages = shared + own
             sequence.num_cached = sequence.prompt_length - 1
-            if sequence.num_cached > num_shared * self.cache.page_size:
-                self.cache.copy_pages({sibling.pages[num_shared]: own[0]})
+            left = sequence.num_cached - num_shared * self.cache.page_size
+            if left:
+                self.cache.copy_start(sibling.pages[num_shared], own[0], left)
         else:
             sequence.pages = own
         if sequence.num_cached >= len(sequence.text) - 1:
