@@ -58,7 +58,13 @@ HOME_OF = {
 }
 WITHOUT_TORCH = {"mpi", "storage", "config", "records", "timing", "data", "launch", "plan", "cli", "display", "compare"}
 WITHOUT_TORCH_OUTSIDE = {
-    "tools": {"make_tiny_model.py", "make_tiny_drafter.py", "prove_exactness.py", "record_workload.py", "check_kernels.py"},
+    "tools": {
+        "make_tiny_model.py",
+        "make_tiny_drafter.py",
+        "prove_exactness.py",
+        "record_workload.py",
+        "check_kernels.py",
+    },
     "jobs": set[str](),
 }
 
