@@ -255,6 +255,18 @@ def test_a_drafter_with_much_to_read_is_not_tried_until_that_is_paid_for():
         assert chooser.choose(8, chooser.strategies, backlog).source == expected
 
 
+def test_a_first_trial_is_free_once():
+    """A rollout of a second could never save up for reading its prompts out of a fiftieth of its time."""
+    costs = Table(COSTS.by_strategy, catch_up=1e-4)
+    chooser = make("goodput", chains((2,))[::2], costs)
+    drafter = chooser.strategies[1]
+    seconds = COSTS.by_strategy[drafter]
+    backlog = int(3 * seconds / 1e-4)
+    assert chooser.choose(8, chooser.strategies, backlog) == drafter
+    chooser.observe(drafter, 8, 8, seconds, [0] * 8)
+    assert chooser.choose(8, chooser.strategies, backlog) == OFF
+
+
 def test_slow_rounds_of_a_busy_machine_turn_nothing():
     chooser = make("goodput", epsilon=0.0)
     play(chooser, 300, only_drafter(0.8))

@@ -105,7 +105,7 @@ def assemble(config: Config, world: World) -> Job:
     claim_folder(folder, config, world)  # last of what may find a mistake of the user's: nothing is written before
     if drafting:
         drafting.cache.recover()
-    engine = RolloutEngine(decoder, engine_settings(config, assets, world), drafting.served if drafting else None)
+    engine = make_engine(decoder, engine_settings(config, assets, world), drafting.served if drafting else None)
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     model = load_policy_model(assets.folder, config.model.dtype)
     if device.type == "cuda":
@@ -183,6 +183,18 @@ def choose_device(config: Config, world: World) -> torch.device:
     torch.cuda.set_device(device)
     logger.info("rank %d on %s uses %s", world.rank, world.hostname, device)
     return device
+
+
+def make_engine(decoder: Decoder, settings: EngineSettings, drafter: Drafter | None) -> RolloutEngine:
+    """The rollout engine.
+
+    Raises:
+        ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
+    """
+    try:
+        return RolloutEngine(decoder, settings, drafter)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def engine_settings(config: Config, assets: Assets, world: World) -> EngineSettings:

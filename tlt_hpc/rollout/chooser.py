@@ -19,6 +19,9 @@ from tlt_hpc.rollout.decisions import Chooser, RandomChooser, Recorder
 from tlt_hpc.rollout.estimates import Acceptance, CostPrior, Costs, TrialBudget
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
+_FREE_CATCH_UP = 4.0
+"""Rounds of a strategy that its drafter may need to read what it missed, for a first trial without budget."""
+
 ChooserKind = Literal["goodput", "bandit", "random"]
 
 
@@ -100,9 +103,18 @@ class _Learner(Recorder):
         if len(now) == 1 or not self._costs.ready:
             return self.strategies[best]
         trial = self._trial(num_live, best, rates, known, draw)
+        if trial is not None and not known[trial] and self._is_free(num_live, trial, backlog):
+            return self.strategies[trial]
         if trial is None or not self._budget.allows(self._expected_loss(num_live, trial, best, rates, backlog)):
             return self.strategies[best]
         return self.strategies[trial]
+
+    def _is_free(self, num_live: int, trial: int, backlog: int) -> bool:
+        """Whether a first trial needs no budget: once each, and cheap. A short rollout could never save up for it."""
+        if self._rounds[trial]:
+            return False
+        seconds = self._costs.seconds(num_live)[trial]
+        return self._costs.catch_up_seconds(trial, backlog) <= _FREE_CATCH_UP * seconds
 
     def _best(self, rates: list[float], known: list[bool]) -> int:
         indices = [index for index in self._usable_index if known[index]] or self._usable_index[:1]

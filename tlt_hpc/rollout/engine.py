@@ -164,7 +164,7 @@ class RolloutEngine:
         size = page_bytes(shape, s.page_size, self.decoder.dtype, self.drafter is not None)
         each = -(-positions // s.page_size)
         # one page more than those handed out takes what must be written nowhere
-        pages = s.kv_bytes // size - 1 if s.kv_bytes else s.max_live * each
+        pages = max(0, s.kv_bytes // size - 1) if s.kv_bytes else s.max_live * each
         if pages < each:
             raise ValueError(
                 f"rollout.kv_bytes = {s.kv_bytes} holds {pages} pages of {s.page_size} tokens, one sequence of full "
