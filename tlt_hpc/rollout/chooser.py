@@ -3,8 +3,8 @@
 Two choosers behind one protocol. ``GoodputChooser`` divides expected tokens (counts of accepted drafts, learned
 whatever the batch) by expected seconds (a cost profile, corrected by what rounds of this batch size took).
 ``BanditChooser`` is BEG-MAB (arXiv 2511.16665): medians of tokens per second by bucket of batch sizes. Both bound what
-trials may cost: the seconds lost to them stay under a share of the seconds spent. A choice is a pure function of the
-seed and of what was observed, so ranks that are fed the same observations agree.
+trials may cost: but for one cheap first round each, the seconds lost to them stay under a share of the seconds spent.
+A choice is a pure function of the seed and of what was observed, so ranks that are fed the same observations agree.
 """
 
 from __future__ import annotations

@@ -106,11 +106,11 @@ class Residents:
         if not self.prefilling:
             return
         chosen = self.prefilling[: self._prefill_tokens]
-        todo = [len(sequence.text) - 1 - sequence.num_cached for sequence in chosen]
-        width = min(max(todo), max(1, self._prefill_tokens // len(chosen)))
+        unread = [len(sequence.text) - 1 - sequence.num_cached for sequence in chosen]
+        width = min(max(unread), max(1, self._prefill_tokens // len(chosen)))
         device = self._decoder.device
         # a sequence with less to do repeats its last position: the same values to the same place
-        ends = [sequence.num_cached + min(left, width) for sequence, left in zip(chosen, todo, strict=True)]
+        ends = [sequence.num_cached + min(left, width) for sequence, left in zip(chosen, unread, strict=True)]
         columns = [
             [min(sequence.num_cached + i, end - 1) for i in range(width)]
             for sequence, end in zip(chosen, ends, strict=True)
