@@ -1,6 +1,7 @@
 """The benches: chances of acceptance against the engine's own rounds, lengths, loads, options, and both commands."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from tiny import CPU, embedded_tokenizer
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tlt_hpc.bench.accept import summarise
 from tlt_hpc.bench.chances import Grid, measure
 from tlt_hpc.bench.coupling import draw_gumbel, hits, noise_given_winner, ranks
 from tlt_hpc.bench.lengths import Tree, accept_lengths, reached, visits
 from tlt_hpc.bench.options import read_options
 from tlt_hpc.bench.rejection import overlap, reject_rounds
+from tlt_hpc.bench.report import accept_table
 from tlt_hpc.bench.rollout import Plan, bytes_per_round, load_of, milliseconds_of, num_mismatched, rotated
 from tlt_hpc.bench.strategies import chosen_strategies
 from tlt_hpc.bench.subject import Limits, Subject, make_engine, open_subject, roll_out
@@ -21,7 +25,8 @@ from tlt_hpc.bench.unroll import TokenLogits, unroll
 from tlt_hpc.bench.workload import Workload, built_in_prompts, read_prompts
 from tlt_hpc.cli import main, make_parser
 from tlt_hpc.config import EMBEDDED_MODEL
-from tlt_hpc.models.generate import pad_left
+from tlt_hpc.models.folder import embedded
+from tlt_hpc.models.generate import WAYS, Generate, pad_left
 from tlt_hpc.models.layers import attend_documents
 from tlt_hpc.records import Stream
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
@@ -148,6 +153,17 @@ def test_temperature_zero_makes_one_rule_of_three():
     assert np.array_equal(chances.first["top_k"][1, 0], wanted)
 
 
+def test_a_drafter_that_never_hits_has_no_gain_in_the_table():
+    target = torch.nn.functional.one_hot(torch.arange(6), 9) * 5.0
+    logits = TokenLogits(target.argmax(-1), target, tuple(-target[level:] for level in range(6)))
+    grid = Grid((1, 2, 4), (1.0,), 4)
+    report = summarise(0.0, [measure(logits, 0.0, grid, torch.Generator().manual_seed(0))], grid)
+    assert report.everywhere.first_level["4"]["rejection"].value == 0
+    rows = [line for line in accept_table(report).splitlines() if "first of" in line]
+    assert rows
+    assert all(row.endswith("0.000       -") for row in rows)
+
+
 # -- lengths ------------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +235,38 @@ def test_prompts_are_padded_on_the_left():
     assert mask.tolist() == [[1, 1], [0, 1]]
 
 
+@pytest.fixture(scope="module")
+def assistant_folder(tmp_path_factory) -> Path:
+    """The embedded model in a folder of its own, to assist itself."""
+    return Path(shutil.copytree(embedded("tiny"), tmp_path_factory.mktemp("assistant") / "tiny"))
+
+
+def test_every_way_of_generate_gives_the_greedy_text_at_its_length(assistant_folder):
+    generate = Generate(embedded("tiny"), "float32", CPU, assistant_folder)
+    prompts = [np.array(embedded_tokenizer().encode(text).ids, np.int32) for text in ("gcd(12,8)=", "gcd(9,6)=")]
+    assert all(generate.why_not(way, 1) is None for way in WAYS)
+    assert generate.run("assisted", prompts, [5, 40], 1, 1.0) > 0
+    for prompt in prompts:
+        plain, *others = (generate._batch(way, [prompt], 40, 0.0) for way in WAYS)
+        assert plain.shape == (1, len(prompt) + 40)
+        assert all(torch.equal(other, plain) for other in others)
+
+
+def test_an_assistant_of_another_vocabulary_is_an_error(assistant_folder, tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=25, num_key_value_heads=1, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--assistant .* has 25 tokens, the model 24"):
+        Generate(assistant_folder, "float32", CPU, tmp_path)
+    assert "--assistant" in str(Generate(assistant_folder, "float32", CPU).why_not("assisted", 1))
+
+
+def test_an_assistant_without_weights_is_one_line(assistant_folder, tmp_path):
+    shutil.copy(assistant_folder / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"^--assistant .*safetensors") as found:
+        Generate(assistant_folder, "float32", CPU, tmp_path)
+    assert "\n" not in str(found.value)
+
+
 def test_mismatches_are_counted(subject):
     plain, drafted = run(subject, OFF, 4), run(subject, Strategy("drafter", 3), 4)
     assert plain.num_tokens == drafted.num_tokens > 50
@@ -280,6 +328,8 @@ MISTAKES = [
     ("rollout nowhere", "nowhere"),
     ("accept embedded:tiny --responses 0", "--responses 0"),
     ("accept embedded:tiny --temperatures 1,-1", "--temperatures -1"),
+    ("accept somewhere", "add --drafter FOLDER"),
+    ("accept embedded:tiny --drafter tests", "--drafter tests"),
 ]
 
 
@@ -321,12 +371,12 @@ def test_strategies_are_read_by_their_names(subject):
 # -- the commands -------------------------------------------------------------------------------------------------
 
 
-def test_bench_rollout_leaves_its_figures_and_pictures(tmp_path: Path, capsys, monkeypatch):
+def test_bench_rollout_leaves_its_figures_and_pictures(assistant_folder: Path, tmp_path: Path, capsys, monkeypatch):
     """Small, but all of it: three ways of decoding, two batch sizes, a rollout, JSON and plots."""
     monkeypatch.setenv("TLT_CACHE", str(tmp_path / "cache"))
     line = "embedded:tiny --batches 1,2 --sequences 3 --max-live 3 --max-new-tokens 24 --repeats 2"
     line += " --strategies off,ngram-4,drafter-3 --profile-seconds 0.2"
-    line += f" --json {tmp_path / 'out.json'} --plots {tmp_path / 'p'}"
+    line += f" --assistant {assistant_folder} --json {tmp_path / 'out.json'} --plots {tmp_path / 'p'}"
     assert main(["bench", "rollout", *line.split()]) == 0
     tree = json.loads((tmp_path / "out.json").read_text())
     assert list(tree["batch"]) == ["1", "2"]
@@ -340,8 +390,10 @@ def test_bench_rollout_leaves_its_figures_and_pictures(tmp_path: Path, capsys, m
         assert batch["strategies"]["off"]["accept_length"] == 1
         assert batch["strategies"]["drafter-3"]["accept_length"] > 1.5
         assert len(batch["seconds"]["generate"]) == 2
-    assert "prompt_lookup_tokens_per_second" in tree["batch"]["1"]
-    assert "one sequence at a time" in tree["batch"]["2"]["skipped"]["prompt_lookup"]
+    for way in ("prompt_lookup", "assisted"):
+        assert tree["batch"]["1"][f"{way}_tokens_per_second"] > 0
+        assert "one sequence at a time" in tree["batch"]["2"]["skipped"][way]
+    assert tree["settings"]["assistant"] == str(assistant_folder)
     assert {"plain_seconds", "adaptive_seconds", "generate_seconds"} <= set(tree["rollout"])
     assert {"date", "machine", "versions", "model", "settings", "memory"} <= set(tree)
     names = {path.name for path in (tmp_path / "p").iterdir()}

@@ -25,7 +25,7 @@ from tlt_hpc.models.layers import attend_documents
 from tlt_hpc.records import FinishReason, SamplingParams
 from tlt_hpc.rollout.decisions import ReplayChooser
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.rollout.guard import TieGuard
+from tlt_hpc.rollout.guard import SAFETY
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule, choose
@@ -144,24 +144,24 @@ def test_the_guard_decides_every_token_when_its_zone_is_all():
 
 
 def test_the_guard_corrects_a_wrong_fast_path(monkeypatch):
-    """Logits shaken within the zone flip near-ties without the guard, and none with it."""
+    """Shaken logits flip near-ties without the guard, and none with the tolerance that its probe finds for them."""
     plain = texts(generate(make_engine(), REQUESTS))
     logits = Decoder.logits
 
     def shaken(tie_guard):
-        engine = make_engine(tie_guard=tie_guard)
-        engine._guard.logit_tolerance = 1.5
         generator = torch.Generator().manual_seed(0)
         monkeypatch.setattr(
             Decoder,
             "logits",
             lambda self, hidden: logits(self, hidden) + torch.rand(len(hidden), 24, generator=generator) * 0.5,
         )
-        monkeypatch.setattr(TieGuard, "_check", lambda self, error: None)
-        return texts(generate(engine, REQUESTS))
+        engine = make_engine(tie_guard=tie_guard)
+        assert engine._guard.logit_tolerance == pytest.approx(SAFETY * 0.5 * tie_guard, rel=0.01)
+        got = texts(generate(engine, REQUESTS))
+        assert engine._guard.num_raised == 0
+        return got
 
     assert shaken(tie_guard=False) != plain
-    monkeypatch.undo()
     assert shaken(tie_guard=True) == plain
 
 
@@ -173,9 +173,12 @@ def test_a_canonical_pass_that_finds_the_error_too_large_raises_the_tolerance():
     guard.decide(prefix, torch.zeros(NUM_TOKENS), exact.float(), rule, None)
     assert (guard.logit_tolerance, guard.num_raised) == (before, 0)
     guard.decide(prefix, torch.zeros(NUM_TOKENS), exact.float() + before, rule, None)
-    assert guard.logit_tolerance == pytest.approx(20 * before, rel=1e-2)
+    assert guard.logit_tolerance == pytest.approx(SAFETY * before, rel=1e-2)
     assert guard.num_raised == 1
     assert guard.tolerance(SamplingRule(0.5, NUM_TOKENS)) == 2 * guard.tolerance(rule)
+    assert guard.tolerance(SamplingRule(0.0, NUM_TOKENS)) == guard.logit_tolerance
+    hot = guard.tolerance(SamplingRule(1e4, NUM_TOKENS))
+    assert hot >= 4 * torch.finfo(torch.float32).eps * 16, "scores around 16 are themselves rounded"
 
 
 def test_what_a_rollout_records():

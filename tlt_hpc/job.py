@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import EMBEDDED_MODEL, Config, ConfigError, load_config, to_toml
+from tlt_hpc.config import Config, ConfigError, load_config, to_toml
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.folder import DTYPES, embedded, load_policy_model, num_used_tokens
+from tlt_hpc.models.folder import DTYPES, load_policy_model, num_used_tokens
+from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import Assets, read_assets
@@ -30,7 +30,7 @@ from tlt_hpc.storage.folder import RunFolder, writing_beside
 
 logger = logging.getLogger(__name__)
 
-DRAFTER_FILE = "drafter.safetensors"
+DRAFTER_FILE = drafter_file.DRAFTER_FILE
 # What may differ when a run is resumed: how long it goes on, where it runs, how often it saves, what it may occupy.
 # None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
 _FREE_ON_RESUME = {
@@ -98,7 +98,7 @@ def assemble(config: Config, world: World) -> Job:
     """Build all parts; collective."""
     assets = read_assets(config, world.size)
     device = choose_device(config, world)
-    warm = read_drafter(config.drafter.init) if config.speculation.mode == "full" else None
+    warm = read_drafter(config.drafter.init, assets.shape) if config.speculation.mode == "full" else None
     folder = RunFolder(config.folder)
     decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device)
     drafting = make_drafting(config, world, folder, decoder, warm) if config.speculation.mode == "full" else None
@@ -242,15 +242,15 @@ def make_drafting(
     return Drafting(cache, spot, served)
 
 
-def read_drafter(init: str) -> dict[str, torch.Tensor] | None:
+def read_drafter(init: str, shape: ModelShape) -> dict[str, torch.Tensor] | None:
     """The tensors that ``drafter.init`` names; None for a random start.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are none, or they are of another model.
     """
     if init == "random":
         return None
-    path = (embedded("tiny_drafter") if init == EMBEDDED_MODEL else Path(init)) / DRAFTER_FILE
-    if not path.is_file():
-        raise ConfigError(f"drafter.init = {init!r}: no {DRAFTER_FILE} there; give a run's drafter folder or 'random'")
-    return load_file(path)
+    try:
+        return drafter_file.read_drafter(init, shape, f"drafter.init = {init!r}")
+    except ValueError as error:
+        raise ConfigError(f"{error} or 'random'") from None

@@ -5,6 +5,11 @@ preemption, chunked prefill, a draft vocabulary. With the tie guard on none may 
 difference of a response is reported with the distance between the two best scores there.
 
     python tools/prove_exactness.py --tokens 1000000 --json exactness.json
+
+With --errors it measures instead what the tie guard's SAFETY rests on: by how much an engine's logits, and the gaps
+between its two best scores, are off from float64, in units of what the guard's probe of four texts finds.
+
+    python tools/prove_exactness.py --errors embedded:tiny --responses 1500
 """
 
 from __future__ import annotations
@@ -21,22 +26,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from numpy.typing import NDArray
+from torch import Tensor
 
+from tlt_hpc.bench.subject import Limits, Subject, open_subject, roll_out
+from tlt_hpc.bench.subject import make_engine as make_subjects_engine
+from tlt_hpc.bench.workload import Workload, built_in_prompts
+from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.chooser import ChooserKind
 from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.guard import SAFETY, TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
+from tlt_hpc.rollout.sampling import SamplingRule, choose
 from tlt_hpc.rollout.strategy import OFF, strategy_named
 
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
 CPU = torch.device("cpu")
+Floats = NDArray[np.float64]
 SHAPE = read_shape(embedded("tiny"))
 
 
@@ -103,16 +117,8 @@ def make_engine(way: Way, tie_guard: bool) -> RolloutEngine:
     )
     engine = RolloutEngine(decoder, settings, drafter)
     engine.load_policy(folder_weights(embedded("tiny")), 0)
-    engine.load_drafter(drafter_weights())
+    engine.load_drafter(load_drafter(EMBEDDED_MODEL, decoder, "the embedded drafter").state_dict())
     return engine
-
-
-def drafter_weights() -> dict[str, torch.Tensor]:
-    """The embedded drafter's."""
-    return {
-        name.removesuffix(".weight"): tensor.float()
-        for name, tensor in load_file(embedded("tiny_drafter") / "drafter.safetensors").items()
-    }
 
 
 def generate(way: Way, tie_guard: bool, wanted: list[Request]) -> tuple[dict[SampleKey, Rollout], dict[str, Any]]:
@@ -183,12 +189,99 @@ def compare(wanted: list[Request], ways: tuple[Way, ...], tie_guard: bool) -> di
     return report
 
 
+class Recorder(TieGuard):
+    """Calls every token doubtful, keeps what it was chosen from, and chooses as the engine without a guard does."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder, active=True)
+        self.logit_tolerance = float("inf")
+        self.seen: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        """By prefix: noise [V] and the engine's logits [V], one pair for every response that has it."""
+
+    def decide(
+        self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule, banned: Tensor | None
+    ) -> int:
+        self.seen.setdefault(tuple(prefix.tolist()), []).append((noise.clone(), fast_logits.clone()))
+        allowed = fast_logits if banned is None else fast_logits.index_fill(0, banned, -torch.inf)
+        return int(choose(allowed, noise, rule, 0.0).token)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one response's tokens [T]: largest error of a logit, error of the gap of the two best, that gap itself."""
+
+    logit: Floats
+    gap: Floats
+    gaps: Floats
+
+
+def errors_of(rollout: Rollout, guard: Recorder, subject: Subject) -> Errors:
+    """What the engine's logits along a response were off by, at temperature 1."""
+    start = len(rollout.prompt_tokens)
+    text = np.concatenate([rollout.prompt_tokens, rollout.response_tokens]).tolist()
+    hidden = subject.decoder.reference_hidden(torch.tensor(text))
+    found = []
+    for place in range(start, len(text)):
+        noise, fast = guard.seen[tuple(text[:place])].pop()
+        exact = subject.decoder.reference_head(hidden[place - 1 : place])[0]
+        off = fast.double() - exact
+        best = (exact[: subject.num_tokens] + noise[: subject.num_tokens].double()).topk(2)
+        first, second = best.indices.tolist()
+        gap = float(best.values[0] - best.values[1])
+        found.append((float(off.abs().max()), abs(float(off[first] - off[second])), gap))
+    return Errors(*np.array(found).T)
+
+
+def measure_errors(model: str, num_responses: int) -> None:
+    """Print how far the errors of later texts exceed probes of four, and what SAFETY makes of that."""
+    subject = open_subject(model, None, "float32", CPU)
+    prompts = None if model == EMBEDDED_MODEL else built_in_prompts(subject.tokenizer)
+    longest = 512 if prompts is None else 96
+    work = Workload(prompts, subject.tokenizer, "own" if prompts is None else "long-tail", longest, 1.0, 0)
+    names = ("off", "ngram-4") if subject.drafter is None else ("drafter-6", "drafter-4x2v8", "off")
+    strategies = tuple(OFF if name == "off" else strategy_named(name) for name in names)
+    limits = Limits(32, work.max_prompt_tokens, longest)
+    engine = make_subjects_engine(subject, limits, 1.0, strategies, work.requests(4, 0, Stream.CALIBRATION))
+    engine._rounds.guard = guard = Recorder(subject.decoder)
+    rollouts = roll_out(engine, work.requests(num_responses, 0)).rollouts
+    errors = [errors_of(rollout, guard, subject) for rollout in rollouts]
+    probes = probes_of_four(rollouts, subject.decoder)
+    gap = np.concatenate([each.gap for each in errors])
+    gaps = np.concatenate([each.gaps for each in errors])
+    density = float((gaps < 0.05).mean()) / 0.05
+    print(f"{len(gap)} tokens of {model}, of which {density:.3f} to a logit have a gap near 0")
+    for name, probe in (("middling", np.median(probes)), ("lowest", probes.min())):
+        largest = max(each.logit.max() for each in errors) / probe
+        wrong = density * np.maximum(gap - SAFETY * probe, 0).mean()
+        print(
+            f"after the {name} of {len(probes)} probes, {probe:.1e}: logits off by up to {largest:.1f} of it, gaps by "
+            f"{gap.max() / probe:.1f}; wrong tokens expected at SAFETY {SAFETY:g}: {wrong:.1e} a token"
+        )
+
+
+def probes_of_four(rollouts: list[Rollout], decoder: Decoder) -> Floats:
+    """Errors that the guard's probe finds on the four longest of 32 random texts, in each of 400 draws."""
+    found = []
+    for rollout in rollouts:
+        guard = TieGuard(decoder, active=True)
+        guard.probe([np.concatenate([rollout.prompt_tokens, rollout.response_tokens]).tolist()])
+        found.append((len(rollout.response_tokens), guard.logit_tolerance / SAFETY))
+    source = random.Random(0)
+    draws = (sorted(source.sample(found, min(32, len(found))))[-4:] for _ in range(400))
+    return np.array([max(error for _, error in draw) for draw in draws])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare with the guard on")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--errors", metavar="MODEL", help="measure errors of a model's engine instead")
+    parser.add_argument("--responses", type=int, default=96, help="responses to measure errors on")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.errors is not None:
+        measure_errors(arguments.errors, arguments.responses)
+        return 0
     # a response has about 42 tokens
     wanted = requests(max(8, arguments.tokens // len(WAYS) // 42))
     report = {}

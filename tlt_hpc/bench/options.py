@@ -174,6 +174,11 @@ def _check_rollout(options: RolloutOptions) -> None:
 
 def _check_accept(options: AcceptOptions) -> None:
     _check_common(options)
+    _check(
+        options.drafter is not None or options.is_embedded,
+        f"bench accept compares samplings of a drafter's proposals, and model {options.model} comes without a drafter; "
+        "add --drafter FOLDER, the drafter folder of a run with this model",
+    )
     _at_least_one("--responses", options.responses)
     for temperature in options.temperatures:
         _check_temperature("--temperatures", temperature)

@@ -153,8 +153,8 @@ def _subset_lines(subset: Subset) -> list[str]:
     for name, best in rows.items():
         shared, rejection, top_k = (best[rule] for rule in RULES)
         cells = [f"{each.value:.3f} (a={each.sharpness:g})" for each in (shared, rejection)]
-        gain = shared.value / rejection.value
-        lines.append(f"  {name:14s}{cells[0]:>18s}{cells[1]:>18s}{top_k.value:>14.3f}{gain:>8.3f}")
+        gain = f"{shared.value / rejection.value:.3f}" if rejection.value else "-"
+        lines.append(f"  {name:14s}{cells[0]:>18s}{cells[1]:>18s}{top_k.value:>14.3f}{gain:>8s}")
     return lines
 
 

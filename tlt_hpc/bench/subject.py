@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.folder import (
     DTYPES,
-    embedded,
     end_token_ids,
     find_model,
     folder_weights,
@@ -93,34 +92,10 @@ def open_subject(model: str, drafter: str | None, dtype: str, device: torch.devi
         folder=folder,
         tokenizer=tokenizer,
         decoder=decoder,
-        drafter=None if place is None else load_drafter(place, decoder),
+        drafter=None if place is None else load_drafter(place, decoder, f"--drafter {place}"),
         num_tokens=num_used_tokens(tokenizer, shape),
         eos_token_ids=end_token_ids(folder, shape),
     )
-
-
-def load_drafter(place: str, decoder: Decoder) -> Drafter:
-    """The drafter of a run's ``drafter`` folder, or the embedded model's, in the decoder's precision.
-
-    Raises:
-        ValueError: no drafter there, or one of another model.
-    """
-    path = (embedded("tiny_drafter") if place == EMBEDDED_MODEL else Path(place)) / "drafter.safetensors"
-    if not path.is_file():
-        raise ValueError(f"--drafter {place}: no {path.name} there; give the drafter folder of a run")
-    state = load_file(path)
-    drafter = Drafter(decoder.shape, 0, decoder.dtype, decoder.device).requires_grad_(False)
-    for name, parameter in drafter.named_parameters():
-        found = state.get(f"{name}.weight")
-        if found is None or found.shape != parameter.shape:
-            what = "missing" if found is None else list(found.shape)
-            raise ValueError(
-                f"--drafter {place}: {name!r} is {what}, this model needs {list(parameter.shape)}; "
-                "give a drafter trained for this model"
-            )
-        parameter.copy_(found)
-    drafter.pack()
-    return drafter
 
 
 def make_engine(

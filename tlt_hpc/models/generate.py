@@ -7,7 +7,8 @@ Knows nothing of the engine; besides folder.py the one place that imports transf
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,10 @@ class Generate:
         """Load the model, and a smaller one that assists it where there is one.
 
         Raises:
-            ValueError: the assistant's vocabulary is another.
+            ValueError: the assistant cannot be read, or its vocabulary is another.
         """
         self._model = _load(folder, dtype, device)
-        self._assistant = None if assistant is None else _load(assistant, dtype, device)
+        self._assistant = None if assistant is None else _load_assistant(assistant, dtype, device)
         self._device = device
         if self._assistant is not None and self._assistant.config.vocab_size != self._model.config.vocab_size:
             raise ValueError(
@@ -75,12 +76,13 @@ class Generate:
     @torch.inference_mode()
     def _batch(self, way: str, prompts: Sequence[NDArray[np.int32]], length: int, temperature: float) -> Tensor:
         tokens, mask = pad_left(prompts, self._device)
-        out = self._model.generate(
-            tokens,
-            attention_mask=mask,
-            generation_config=self._settings(way, length, temperature),
-            assistant_model=self._assistant if way == "assisted" else None,
-        )
+        with _only_errors():
+            out = self._model.generate(
+                tokens,
+                attention_mask=mask,
+                generation_config=self._settings(way, length, temperature),
+                assistant_model=self._assistant if way == "assisted" else None,
+            )
         assert out.shape[1] == tokens.shape[1] + length, f"{way} gave {out.shape[1] - tokens.shape[1]} of {length}"
         result: Tensor = out
         return result
@@ -113,6 +115,27 @@ def pad_left(prompts: Sequence[NDArray[np.int32]], device: torch.device) -> tupl
         tokens[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
         mask[row, width - len(prompt) :] = 1
     return tokens.to(device), mask.to(device)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Assisted generate warns of calls that transformers itself makes; nobody else can mend them."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _load_assistant(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    try:
+        return _load(folder, dtype, device)
+    except (OSError, ValueError) as error:  # transformers raises either, with pages of advice
+        what = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"--assistant {folder}: {what}; give a whole model folder") from None
 
 
 def _load(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
