@@ -20,8 +20,9 @@ from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.device_cache import make_cache
-from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 CPU = torch.device("cpu")

@@ -30,9 +30,10 @@ from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.chooser import ChooserKind
-from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named
 
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16

@@ -44,6 +44,12 @@ class Sequence:
     """A stop string has ended it."""
     log_probs: NDArray[np.float32] | None = None
     """Of the response so far, while no row holds them."""
+    row: int = -1
+    """The row that it has; -1: none."""
+    stay: int = 0
+    """Counts the rows that it was given: what a round of an earlier one still brings is not its own."""
+    num_read: int = 0
+    """Positions whose true features the drafter has surely seen."""
 
     @property
     def prompt_length(self) -> int:
