@@ -1,9 +1,12 @@
 """The decoder against transformers: logits, features, the cache, families, and what it refuses."""
 
 import json
+from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from tiny import CPU, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, paged_attention
 from transformers import (
@@ -22,7 +25,9 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import DTYPES, find_model, folder_weights
 from tlt_hpc.models.layers import attend_documents
+from tlt_hpc.models.rotary import HalvesRows
 from tlt_hpc.models.shape import read_shape, shape_from
+from tlt_hpc.rollout.device_cache import make_cache
 
 SIZES = {
     "vocab_size": 61,
@@ -80,7 +85,7 @@ def decode_in_pieces(decoder, tokens, pieces):
 
 
 def saved(name, folder, **options):
-    model = MODELS[name]
+    model = deepcopy(MODELS[name])
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # norms and biases off their defaults, so that each is seen to be used
@@ -119,6 +124,20 @@ def test_heads_in_halves_as_on_a_gpu_agree_too(name, tmp_path, monkeypatch):
     monkeypatch.setattr(decoder_module, "in_pairs", lambda dtype, device: False)
     model = saved(name, tmp_path)
     check_against_transformers(loaded(tmp_path), model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_fused_layers_of_a_gpu_agree_too(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoder_module, "in_pairs", lambda dtype, device: False)
+    monkeypatch.setattr(tiny, "make_cache", partial(make_cache, attention="paged-kernel"))
+    model = saved(name, tmp_path)
+    tokens = torch.randint(61, (3, 120))
+    logits, features = reference(model, tokens)
+    decoder = loaded(tmp_path)
+    monkeypatch.setattr(HalvesRows, "rotate", None)  # only the kernel rotates
+    hidden = decode_in_pieces(decoder, tokens, [50, 1, 1, 4, 64])
+    torch.testing.assert_close(hidden, features, atol=1e-4, rtol=0)
+    torch.testing.assert_close(decoder.logits(hidden), logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

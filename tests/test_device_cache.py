@@ -1,16 +1,25 @@
 """The cache for CUDA devices on a CPU: against the CPU's own, through Triton's interpreter, and by whole engines."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import tiny
 import torch
 from test_engine import full_engine
 from test_kv_cache import CPU, SHAPE, D, G, R
-from tiny import embedded_decoder, gcd_requests, generate, make_engine, texts
+from tiny import embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.kernels import dispatch
+from tlt_hpc.models import decoder as decoder_module
+from tlt_hpc.models import drafter as drafter_module
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.layers import transformer_layer
 from tlt_hpc.models.linear import Norm
+from tlt_hpc.models.rotary import HalvesRows
+from tlt_hpc.models.shape import shape_from
 from tlt_hpc.records import SampleKey
 from tlt_hpc.rollout import device_cache, noise
 from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width, chain_blocks, make_cache
@@ -223,6 +232,182 @@ def test_no_pass_waits_for_the_device(monkeypatch):
     cache.move_slots(places(2).flatten(), places(2).flatten())
 
 
+# -- fused layers -----------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    "qwen3-biased": {"model_type": "qwen3", "attention_bias": True},
+    "llama": {"model_type": "llama"},
+    "llama-biased": {"model_type": "llama", "attention_bias": True},
+}
+families = pytest.mark.parametrize("family", FAMILIES)
+PAGES_OF_16 = [[3, 0, 9, 1], [8, 2, 6, 4], [12, 7, 5, 11]]
+NUM_PASSES = {"target": 2, "drafter": 5}
+
+
+def lay_out_in_halves(monkeypatch):
+    """As on a GPU, from now on."""
+    for module in (decoder_module, drafter_module):
+        monkeypatch.setattr(module, "in_pairs", lambda dtype, device: False)
+
+
+def empty_models(family, dtype, device):
+    shape = shape_from({**SIZES, **FAMILIES[family]}, "test")
+    return Decoder(shape, dtype, device), Drafter(shape, 3, dtype, device)
+
+
+def random_models(family, dtype):
+    """A target and a drafter whose weights are numbers of half precision, so that they are the same in any."""
+    target, drafter = empty_models(family, dtype, CPU)
+    shape = target.shape
+    slots = enumerate(target._slots())
+    target.load(((name, (0.3 * draw(*slot.sizes, seed=i)).bfloat16()) for i, (name, slot) in slots), 0)
+    half = {name: weight.bfloat16() for name, weight in Drafter(shape, 3, torch.float32, CPU).state_dict().items()}
+    half["post_norm"] = (0.3 * draw(shape.hidden_size)).bfloat16()
+    drafter.load_state_dict(half)
+    return target, drafter
+
+
+def plainly(attend):
+    """The same attention, which nobody can tell to be able to do more."""
+    return partial(attend)
+
+
+@torch.inference_mode()
+def all_passes(models, through=lambda attend: attend, length=40):
+    """What each kind of pass says, target's and drafter's, and what they leave in the pages.
+
+    A prefill in which a row repeats its last position, a tree; the drafter's reading, three steps, and nodes of a tree.
+    """
+    target, drafter = models
+    device = target.device
+    cache = DevicePagedCache(target.shape, 13, 16, 3, 64, target.dtype, device, with_drafter=True)
+    for row, table in enumerate(PAGES_OF_16):
+        cache.set_table(row, table)
+    layout, own = cache.layout(PAGES_OF_16, 13), cache.drafter_layer
+    rows = torch.arange(3).unsqueeze(1)
+    text = torch.randint(31, (3, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    inputs = draw(2, 3, 64, SIZES["hidden_size"], seed=1).to(device, target.dtype)
+    first, out = torch.arange(length).repeat(3, 1), []
+    first[2, -1] = length - 2
+    committed = torch.tensor([length, length, length - 1], device=device)
+    parents = torch.tensor([[0, 0, 0, 1, 2, 3, 3]] * 3, device=device)
+    drafts = tree(torch.zeros_like(parents), parents, 3)
+
+    def decode(places, positions, *of_tree):
+        attend = through(cache.attend(layout, cache.tables, places, *of_tree))
+        out.append(target.hidden(text[rows, places].flatten(), positions.flatten(), attend))
+
+    def propose(attend, places, positions):
+        embedded, features = inputs[:, rows, places].flatten(1, 2)
+        out.append(drafter(embedded, features, positions.flatten(), through(attend)))
+
+    first = first.to(device)
+    places = committed.unsqueeze(1) + torch.arange(7, device=device)
+    decode(first, first)
+    decode(places, committed.unsqueeze(1) + drafts.depths, committed, drafts.ancestors)
+    propose(cache.attend(layout, cache.tables, first, only_layer=own), first, first)
+    for d, attend in enumerate(cache.attend_steps(layout, cache.tables, places[:, :3], own)):
+        propose(attend, places[:, d : d + 1], places[:, d : d + 1])
+    newest = cache.attend(layout, cache.tables, places[:, 5:], committed, drafts.ancestors[:, 5:], own)
+    propose(newest, places[:, 5:], committed.unsqueeze(1) + drafts.depths[:, 5:])
+    return [*out, cache._keys[:, :-1], cache._values[:, :-1]]
+
+
+@pytest.fixture
+def fused_calls(monkeypatch):
+    """Counts rotations by the kernel."""
+    calls, real = [], device_cache.rotate_and_store
+    monkeypatch.setattr(device_cache, "rotate_and_store", lambda *arguments: (calls.append(1), real(*arguments))[1])
+    return calls
+
+
+def fused_count(models):
+    return NUM_PASSES["target"] * len(models[0].layers) + NUM_PASSES["drafter"]
+
+
+@families
+def test_fused_layers_say_what_plain_ones_say(family, monkeypatch, fused_calls):
+    in_pairs = all_passes(random_models(family, torch.float32))
+    assert not fused_calls, "heads in pairs are not the kernel's"
+    lay_out_in_halves(monkeypatch)
+    models = random_models(family, torch.float32)
+    plain = all_passes(models, plainly)
+    assert not fused_calls
+    monkeypatch.setattr(HalvesRows, "rotate", None)  # the fused path gathers nothing
+    fused = all_passes(models)
+    assert len(fused_calls) == fused_count(models)
+    for got, wanted in zip(fused, plain, strict=True):
+        assert wanted.std() > 0.1
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
+    for got, wanted in zip(fused[:-2], in_pairs[:-2], strict=True):
+        torch.testing.assert_close(got, wanted, atol=5e-5, rtol=5e-5)
+
+
+@families
+def test_fused_layers_in_half_precision_are_as_close_as_plain_ones(family, monkeypatch, fused_calls):
+    models = random_models(family, torch.bfloat16)
+    fused, plain = all_passes(models), all_passes(models, plainly)
+    assert len(fused_calls) == fused_count(models), "half precision has halves on any device"
+    lay_out_in_halves(monkeypatch)
+    exact = all_passes(random_models(family, torch.float32), plainly)
+    for got, other, wanted in zip(fused, plain, exact, strict=True):
+        error, allowed = ((x.float() - wanted).square().mean().sqrt() for x in (got, other))
+        assert error < 1.3 * allowed + 1e-6 and error < 0.05 * wanted.square().mean().sqrt()
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_fused_layers_by_the_triton_programs(monkeypatch, fused_calls):
+    lay_out_in_halves(monkeypatch)
+    models = random_models("qwen3-biased", torch.float32)
+    wanted = all_passes(models, plainly, 9)
+    with dispatch.interpreted():
+        fused = all_passes(models, length=9)
+    assert len(fused_calls) == fused_count(models)
+    for got, plain in zip(fused, wanted, strict=True):
+        torch.testing.assert_close(got, plain, atol=2e-5, rtol=2e-5)
+
+
+def test_a_drafter_that_learns_is_not_fused(monkeypatch, fused_calls):
+    lay_out_in_halves(monkeypatch)
+    _, drafter = random_models("qwen2", torch.float32)
+    cache = DevicePagedCache(drafter.shape, 13, 16, 3, 64, torch.float32, CPU, with_drafter=True)
+    positions = torch.arange(4)
+    attend = cache.attend(cache.layout([[0]], 1), torch.tensor([[0]]), positions.unsqueeze(0))
+    inputs = draw(2, 4, drafter.shape.hidden_size)
+    with torch.no_grad():
+        wanted = drafter(*inputs, positions, attend)
+        assert len(fused_calls) == 1
+        torch.testing.assert_close(drafter(*inputs, positions, plainly(attend)), wanted, atol=1e-5, rtol=1e-5)
+    assert drafter(*inputs, positions, attend).requires_grad
+    assert len(fused_calls) == 1
+
+
+def test_no_fused_layer_waits_for_the_device(monkeypatch, fused_calls):
+    meta = torch.device("meta")
+    monkeypatch.setattr(
+        device_cache,
+        "paged_tree_attention",
+        lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
+    )
+    models = empty_models("qwen3-biased", torch.bfloat16, meta)
+    for out in all_passes(models):
+        assert out.device == meta
+    assert len(fused_calls) == fused_count(models)
+
+
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 REQUESTS = gcd_requests(4, 4)
@@ -256,6 +441,18 @@ def test_an_engine_on_the_kernel_says_the_same(name, plain):
         torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
     assert (engine.take_counts().num_preempted > 0) == (name == "preempted")
     assert engine._residents.pool.num_used == 0
+
+
+def test_an_engine_of_fused_layers_says_the_same(plain, monkeypatch, fused_calls):
+    lay_out_in_halves(monkeypatch)
+    decoder = Decoder(embedded_decoder().shape, torch.float32, CPU)
+    decoder.load(folder_weights(embedded_folder()), 0)
+    monkeypatch.setattr(tiny, "embedded_decoder", lambda: decoder)
+    strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 2, 5), Strategy("hybrid", 3), OFF]
+    options = {"max_live": 9, "page_size": 8, "prefill_tokens": 5}
+    engine = full_engine(strategies, max_new_tokens=60, chooser="random", attention="paged-kernel", **options)
+    assert texts(generate(engine, list(reversed(REQUESTS)))) == texts(plain.values())
+    assert fused_calls
 
 
 def test_prompts_of_one_token():

@@ -163,6 +163,55 @@ def test_pages_may_be_a_slice_of_a_larger_cache(triton: None) -> None:
     assert (cache[:, [0, 2]] == 7.0).all()
 
 
+def test_positions_and_slots_may_be_columns(triton: None) -> None:
+    """A drafter's steps take columns of what was computed for all of them."""
+    case = rotary_case(5, 4, 2, 32, 16, torch.float32)
+    there = clone(case)
+    wanted = rotary.rotate_and_store_reference(**there)
+    for name in ("positions", "slots"):
+        case[name] = torch.stack([case[name], case[name] + 1, case[name] + 2], 1)[:, 0]
+        assert not case[name].is_contiguous()
+    assert_close(rotary.rotate_and_store(**case), wanted)
+    assert_close(case["key_pages"], there["key_pages"])
+
+
+EITHER = pytest.mark.parametrize("run", [rotary.rotate_and_store, rotary.rotate_and_store_reference])
+
+
+@EITHER
+def test_tokens_may_share_a_slot(triton: None, run) -> None:
+    """A row that repeats its last position writes it again; what nobody reads gets one or the other."""
+    case, spare = rotary_case(6, 4, 2, 32, 16, torch.float32), 79
+    assert spare not in case["slots"]
+    once = clone(case)
+    rotary.rotate_and_store_reference(**once)
+    for name in ("qkv", "positions", "slots"):
+        case[name] = torch.cat([case[name], case[name][[1, 1, 3, 5, 0, 2]]])
+    case["slots"][-2:] = spare
+    run(**case)
+    for name in ("key_pages", "value_pages"):
+        assert_close(case[name].flatten(0, 1)[:spare], once[name].flatten(0, 1)[:spare])
+    found, (first, second) = case["value_pages"].flatten(0, 1)[spare], case["qkv"][[0, 2], 6:]
+    assert ((found == first) | (found == second)).all()
+
+
+@EITHER
+def test_without_a_slot_nothing_is_stored(triton: None, run) -> None:
+    case = rotary_case(3, 4, 2, 32, 16, torch.float32)
+    case["slots"].fill_(-1)
+    run(**case)
+    assert (case["key_pages"] == 7.0).all() and (case["value_pages"] == 9.0).all()
+    nothing = {name: case[name][:0] for name in ("qkv", "positions", "slots")}
+    assert run(**{**case, **nothing}).shape == (0, 4, 32)
+
+
+def test_the_reference_of_storing_waits_for_nothing() -> None:
+    """Tensors of the meta device have no values: whoever asks for one fails."""
+    case = {name: tensor.to("meta") for name, tensor in rotary_case(3, 4, 2, 32, 16, torch.float32).items()}
+    norms = torch.empty(32, device="meta"), torch.empty(32, device="meta"), 1e-6
+    assert rotary.rotate_and_store_reference(**case, norms=norms).shape == (3, 4, 32)
+
+
 WORDS = torch.tensor([noise.noise_key(SampleKey(1, 0, 0, 0, i)) for i in range(7)], device=DEVICE)
 
 

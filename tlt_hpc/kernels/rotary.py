@@ -6,6 +6,7 @@ A slot numbers one token's place in the pages: slot = page * page_size + offset.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tlt_hpc.kernels.dispatch import runs_triton
@@ -29,8 +30,9 @@ def rotate_and_store(
 
     qkv [T, h + 2g, d], cosine and sine [P, d] with the sine's first half negated, positions [T],
     key_pages and value_pages [num_pages, page_size, g, d] (written in place), slots [T] int64 where -1 stores nothing
-    -> query [T, h, d]. Slots other than -1 must be distinct. With ``norms`` each head of the queries and keys is
-    RMS-normed first (Qwen3).
+    -> query [T, h, d]. Where tokens share a slot, each number that stands there is one of theirs: good for tokens that
+    agree, and for a slot that nobody reads. With ``norms`` each head of the queries and keys is RMS-normed first
+    (Qwen3). Nothing waits for the device.
     """
     T, heads, d = qkv.shape
     assert cosine.shape == sine.shape and cosine.shape[1] == d and d % 2 == 0
@@ -55,18 +57,29 @@ def rotate_and_store_reference(
     slots: Tensor,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """``rotate_and_store`` in plain PyTorch; waits for the device, to count the slots of -1."""
-    page_size, g = key_pages.shape[1], key_pages.shape[2]
+    """``rotate_and_store`` in plain PyTorch."""
+    g = key_pages.shape[2]
     query, key, value = qkv[:, : -2 * g], qkv[:, -2 * g : -g], qkv[:, -g:]
     if norms is not None:
         query = rms_norm_reference(query, norms[0], norms[2])
         key = rms_norm_reference(key, norms[1], norms[2])
-    stored = slots >= 0
-    page, offset = slots[stored] // page_size, slots[stored] % page_size
     angles = cosine[positions].unsqueeze(1), sine[positions].unsqueeze(1)
-    key_pages[page, offset] = _rotate(key, *angles)[stored].to(key_pages.dtype)
-    value_pages[page, offset] = value[stored].to(value_pages.dtype)
+    if len(slots):
+        _store(key_pages, slots, _rotate(key, *angles))
+        _store(value_pages, slots, value)
     return _rotate(query, *angles)
+
+
+def _store(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows [T, g, d] to their slots, without a choice of rows, whose number would have to be waited for.
+
+    A row of slot -1 repeats what the row of the highest slot does; if that is -1 too, slot 0 is given what it holds.
+    """
+    stored, highest = slots >= 0, slots.argmax(0, keepdim=True)
+    slot = torch.where(stored, slots, slots[highest].clamp(min=0))
+    at = slot // pages.shape[1], slot % pages.shape[1]
+    held = torch.where(stored[highest], rows[highest].to(pages.dtype), pages[at])
+    pages[at] = torch.where(stored.view(-1, 1, 1), rows.to(pages.dtype), held)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

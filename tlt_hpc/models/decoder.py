@@ -6,16 +6,19 @@ Shapes: ``T`` tokens flat over sequences, ``H`` hidden, ``V`` vocabulary (paddin
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_hpc.models.layers import Attend, LayerWeights, attend_documents, transformer_layer
+from tlt_hpc.models.layers import Attend, LayerWeights, attend_documents, run_layers, transformer_layer
 from tlt_hpc.models.linear import Linear, Norm
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
+
+_HEAD_ROWS = 2048
+"""Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,7 @@ class Decoder:
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm: tokens [T], positions [T] -> [T, H]."""
         x = F.embedding(tokens, self.embedding)
-        rotary = self.rotary.at(positions)
-        for i, layer in enumerate(self.layers):
-            x = transformer_layer(x, layer, self.shape, rotary, i, attend)
-        return self.final_norm(x)
+        return run_layers(x, self.layers, self.final_norm, self.shape, self.rotary.at(positions), attend)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -109,7 +109,9 @@ class Decoder:
     @torch.inference_mode()
     def reference_head(self, hidden: Tensor) -> Tensor:
         """Float64 logits of float64 hidden states [T, H] -> [T, V]."""
-        return F.linear(hidden, self.head.double())
+        scratch = torch.empty(_HEAD_ROWS, self.head.shape[1], dtype=torch.float64, device=self.device)
+        parts = torch.split(self.head, _HEAD_ROWS)
+        return torch.cat([F.linear(hidden, scratch[: len(part)].copy_(part)) for part in parts], 1)
 
     @torch.inference_mode()
     def reference_hidden(self, tokens: Tensor) -> Tensor:
@@ -118,9 +120,17 @@ class Decoder:
         rotary = rotary_table(self.shape, len(tokens), torch.float64, self.device, self._pairs).at(positions)
         attend = attend_documents(self.shape, None)
         x = F.embedding(tokens, self.embedding).double()
-        for i, layer in enumerate(self.layers):
-            x = transformer_layer(x, layer.to(torch.float64), self.shape, rotary, i, attend)
+        for i, layer in enumerate(self._reference_layers()):
+            x = transformer_layer(x, layer, self.shape, rotary, i, attend)
         return self.final_norm.to(torch.float64)(x)
+
+    def _reference_layers(self) -> Iterator[LayerWeights]:
+        """Float64 copies of the layers, each in the memory of the one before: fresh pages cost more than the cast."""
+        assert self.dtype != torch.float64, "a cast would be no copy"
+        wide = self.layers[0].to(torch.float64)
+        for layer in self.layers:
+            _refill(wide, layer)
+            yield wide
 
     @torch.inference_mode()
     def linear_only(self, num_rows: int) -> None:
@@ -198,6 +208,18 @@ class Decoder:
         if rotated and self._pairs:
             heads = heads.view(heads.shape[0], -1, 2, *heads.shape[2:]).transpose(1, 2)
         return _Slot(sizes, heads, (-1, *heads.shape[1:]))
+
+
+def _refill(target: LayerWeights, source: LayerWeights) -> None:
+    """Copy a layer's weights into another one's memory and precision."""
+    for field in fields(LayerWeights):
+        part, given = vars(target)[field.name], vars(source)[field.name]
+        if part is None:
+            continue
+        part.weight.copy_(given.weight)
+        if isinstance(part, Linear) and part.bias is not None:
+            part.bias.copy_(given.bias)
+        part.pack()
 
 
 def _whole(tensor: Tensor) -> _Slot:

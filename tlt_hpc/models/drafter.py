@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tlt_hpc.models.layers import Attend, LayerWeights, transformer_layer
+from tlt_hpc.models.layers import Attend, LayerWeights, run_layers
 from tlt_hpc.models.linear import Linear, Norm
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, pairs_order, rotary_table
 from tlt_hpc.models.shape import ModelShape
@@ -49,7 +49,7 @@ class Drafter(nn.Module):
         packed = None if torch.is_grad_enabled() else self._packed
         fc, layer = packed or (Linear(self.fc), self._layer())
         x = fc(torch.cat([embedded, features], -1))
-        return transformer_layer(x, layer, self.shape, self.rotary.at(positions), 0, attend)
+        return run_layers(x, (layer,), None, self.shape, self.rotary.at(positions), attend)
 
     @torch.no_grad()
     def pack(self) -> None:

@@ -6,7 +6,8 @@ The same function serves cached decoding, the float64 reference pass and the dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -15,13 +16,26 @@ from torch import Tensor
 
 from tlt_hpc.kernels.dispatch import runs_triton
 from tlt_hpc.kernels.pointwise import silu_mul
+from tlt_hpc.kernels.rotary import HeadNorms
 from tlt_hpc.models.linear import Linear, Norm
-from tlt_hpc.models.rotary import RotaryRows
+from tlt_hpc.models.rotary import HalvesRows, RotaryRows
 from tlt_hpc.models.shape import ModelShape
 
 # attend(layer, query [T, h, d], key_value [T, 2g, d]: rotated keys, then values) -> [T, h * d]. Both are slices of
 # one contiguous [T, h + 2g, d].
 Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+
+class FusedAttend(ABC):
+    """An ``Attend`` that can norm heads, rotate and store by itself, where heads are in halves and nothing learns."""
+
+    @abstractmethod
+    def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        """As ``Attend``."""
+
+    @abstractmethod
+    def fused(self, layer: int, qkv: Tensor, rotary: HalvesRows, norms: HeadNorms | None) -> Tensor:
+        """qkv [T, h + 2g, d] as projected -> [T, h * d]; ``norms``, where given, come before the rotation."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,22 @@ class LayerWeights:
         return (part for part in parts if part is not None)
 
 
+def run_layers(
+    x: Tensor,
+    layers: Sequence[LayerWeights],
+    final_norm: Norm | None,
+    shape: ModelShape,
+    rotary: RotaryRows,
+    attend: Attend,
+) -> Tensor:
+    """All layers, then the final norm if there is one: x [T, H] -> [T, H]; fused where ``attend`` can and may."""
+    if isinstance(rotary, HalvesRows) and isinstance(attend, FusedAttend) and not torch.is_grad_enabled():
+        return _run_fused(x, layers, final_norm, shape, rotary, attend)
+    for i, weights in enumerate(layers):
+        x = transformer_layer(x, weights, shape, rotary, i, attend)
+    return x if final_norm is None else final_norm(x)
+
+
 def transformer_layer(
     x: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, layer: int, attend: Attend
 ) -> Tensor:
@@ -81,6 +111,51 @@ def transformer_layer(
     query, key_value = rotary.rotate(qkv).split_with_sizes((h, 2 * g), 1)
     x = weights.output.add_to(x, attend(layer, query, key_value))
     return weights.down.add_to(x, _gated(weights.gate_up(weights.post_norm(x)), shape.intermediate_size))
+
+
+def _run_fused(
+    x: Tensor,
+    layers: Sequence[LayerWeights],
+    final_norm: Norm | None,
+    shape: ModelShape,
+    rotary: HalvesRows,
+    attend: FusedAttend,
+) -> Tensor:
+    """``run_layers`` in fewer passes over memory: what a layer adds to x is added by the norm that comes next."""
+    delta = None
+    for i, weights in enumerate(layers):
+        x, delta = _fused_layer(x, delta, weights, shape, rotary, i, attend)
+    return _norm_of_sum(final_norm, x, delta)[0]
+
+
+def _fused_layer(
+    x: Tensor,
+    delta: Tensor | None,
+    weights: LayerWeights,
+    shape: ModelShape,
+    rotary: HalvesRows,
+    layer: int,
+    attend: FusedAttend,
+) -> tuple[Tensor, Tensor]:
+    """``transformer_layer`` of x + delta [T, H], given and returned as these two terms."""
+    normed, x = _norm_of_sum(weights.input_norm, x, delta)
+    qkv = weights.qkv(normed).view(x.shape[0], -1, shape.head_dim)
+    mixed = attend.fused(layer, qkv, rotary, _head_norms(weights.head_norm, shape.num_heads))
+    normed, x = weights.post_norm.of_sum(weights.output(mixed), x)
+    return x, weights.down(_gated(weights.gate_up(normed), shape.intermediate_size))
+
+
+def _norm_of_sum(norm: Norm | None, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The norm (none: the identity) of x + delta, and that sum; no delta is zero."""
+    if norm is not None and delta is not None:
+        return norm.of_sum(delta, x)
+    total = x if delta is None else x + delta
+    return total if norm is None else norm(total), total
+
+
+def _head_norms(norm: Norm | None, num_heads: int) -> HeadNorms | None:
+    """As the kernel takes them: loading gave every query head one and the same weight, and every key head another."""
+    return None if norm is None else (norm.weight[0], norm.weight[num_heads], norm.epsilon)
 
 
 def _gated(gate_up: Tensor, size: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_hpc.kernels.dispatch import runs_triton
-from tlt_hpc.kernels.pointwise import rms_norm
+from tlt_hpc.kernels.pointwise import add_rms_norm, rms_norm
 
 _LEAST_PACKED = 2**18
 """Elements from which a blocked copy pays: below, its dearer call (13 us against 3) costs more than it saves."""
@@ -108,6 +108,10 @@ class Norm:
             return rms_norm(x, self.weight, self.epsilon)
         normed = F.rms_norm(x, (x.shape[-1],), self.weight if self.weight.dim() == 1 else None, self.epsilon)
         return normed if self.weight.dim() == 1 else normed * self.weight
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum, in one pass over memory: [T, H] each; without a gradient."""
+        return add_rms_norm(x, residual, self.weight, self.epsilon)
 
     def to(self, dtype: torch.dtype) -> Norm:
         """A copy in another precision."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,15 +28,21 @@ def in_pairs(dtype: torch.dtype, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class HalvesRows:
-    """Cosines and signed sines [T, h + 2g, d] of a pass; 1 and 0 at the values, which pass through."""
+    """The table and the positions [T] of a pass: a fused kernel reads these; rows are gathered only to ``rotate``."""
 
-    cosine: Tensor
-    sine: Tensor
+    table: RotaryTable
+    positions: Tensor
+
+    @cached_property
+    def _turns(self) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [T, h + 2g, d]; 1 and 0 at the values, which pass through."""
+        return self.table.rows(self.positions)
 
     def rotate(self, qkv: Tensor) -> Tensor:
         """qkv [T, (h + 2g) d] -> [T, h + 2g, d] with queries and keys rotated."""
-        x = qkv.view(self.cosine.shape)
-        return torch.addcmul(x * self.cosine, x.roll(x.shape[-1] // 2, -1), self.sine)
+        cosine, sine = self._turns
+        x = qkv.view(cosine.shape)
+        return torch.addcmul(x * cosine, x.roll(x.shape[-1] // 2, -1), sine)
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,13 @@ class RotaryTable:
 
     def at(self, positions: Tensor) -> RotaryRows:
         """What a pass over ``positions`` [T] multiplies by."""
-        return HalvesRows(self._rows(self.cosine[positions], 1.0), self._rows(self.sine[positions], 0.0))
+        return HalvesRows(self, positions)
 
-    def _rows(self, angles: Tensor, at_values: float) -> Tensor:
+    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines of all heads at ``positions`` [T] -> both [T, h + 2g, d]."""
+        return self._all_heads(self.cosine[positions], 1.0), self._all_heads(self.sine[positions], 0.0)
+
+    def _all_heads(self, angles: Tensor, at_values: float) -> Tensor:
         rotated = angles.unsqueeze(1).expand(-1, self.num_rotated, -1)
         return torch.nn.functional.pad(rotated, (0, 0, 0, self.num_values), value=at_values)
 

@@ -1,8 +1,9 @@
 """The paged cache for CUDA devices, in the layout that the attention kernels read, and the choice of a cache.
 
-Nothing in a pass waits for the device. Passes of any width go through one kernel in blocks of at most 64 queries, so
-that a prefill gathers no pages and needs no mask over all positions. Knows no sampling and no request. On a CPU it
-runs by the kernels' references in PyTorch, for tests; it has not run on a GPU yet.
+Nothing in a pass waits for the device. Heads in halves are normed, rotated and stored by one kernel. Passes of any
+width go through one kernel in blocks of at most 64 queries, so that a prefill gathers no pages and needs no mask over
+all positions. Knows no sampling and no request. On a CPU it runs by the kernels' references in PyTorch, for tests; it
+has not run on a GPU yet.
 Shapes: as in ``kv_cache``, and ``N`` queries of a block, ``h`` query heads, ``M`` pages of a table.
 """
 
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_hpc.kernels.attention import MAX_NODES, flash_can_run, flash_tree_attention, paged_tree_attention
-from tlt_hpc.models.layers import Attend
+from tlt_hpc.kernels.rotary import HeadNorms, rotate_and_store
+from tlt_hpc.models.layers import Attend, FusedAttend
+from tlt_hpc.models.rotary import HalvesRows
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, Seen
 
@@ -119,17 +122,37 @@ class DevicePagedCache(PagedCache):
         ]
 
     def _attend(self, write: Tensor, reading: Blocks | _Dense, only_layer: int | None) -> Attend:
-        """The closure over one pass: the slots [T] that it writes, and how it reads."""
+        return _PassAttend(self._keys, self._values, write, reading, only_layer)
 
-        def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-            at = layer if only_layer is None else only_layer
-            keys, values = self._keys[at], self._values[at]
-            key, value = key_value.chunk(2, 1)
-            keys.flatten(0, 1).index_copy_(0, write, key)
-            values.flatten(0, 1).index_copy_(0, write, value)
-            return reading.read(query, keys, values)
 
-        return attend
+@dataclass(frozen=True)
+class _PassAttend(FusedAttend):
+    """Attention of one pass."""
+
+    keys: Tensor
+    """Of all layers [layers, num_pages + 1, S, g, d], as are the values."""
+    values: Tensor
+    write: Tensor
+    """Slots [T] that the pass writes: a row's repeated position twice, what belongs nowhere to the page beyond."""
+    reading: Blocks | _Dense
+    only_layer: int | None
+
+    def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        keys, values = self._pages(layer)
+        key, value = key_value.chunk(2, 1)
+        keys.flatten(0, 1).index_copy_(0, self.write, key)
+        values.flatten(0, 1).index_copy_(0, self.write, value)
+        return self.reading.read(query, keys, values)
+
+    def fused(self, layer: int, qkv: Tensor, rotary: HalvesRows, norms: HeadNorms | None) -> Tensor:
+        keys, values = self._pages(layer)
+        table = rotary.table
+        query = rotate_and_store(qkv, table.cosine, table.sine, rotary.positions, keys, values, self.write, norms)
+        return self.reading.read(query, keys, values)
+
+    def _pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        at = layer if self.only_layer is None else self.only_layer
+        return self.keys[at], self.values[at]
 
 
 @dataclass(frozen=True)

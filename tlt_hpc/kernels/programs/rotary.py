@@ -17,7 +17,8 @@ _HEADS = 4
 @triton.jit
 def _rotate_and_store(
     qkv, cosine, sine, positions, query, key_pages, value_pages, slots, query_norm, key_norm, epsilon,
-    token_stride, table_stride, key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, page_size,
+    token_stride, position_stride, slot_stride, table_stride,
+    key_page_stride, key_slot_stride, value_page_stride, value_slot_stride, page_size,
     h: tl.constexpr, g: tl.constexpr, d: tl.constexpr, NORMED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -39,7 +40,7 @@ def _rotate_and_store(
         # rounded as the norm of its own would leave it
         first = tl.where(is_value, first, (first * scale * low).to(qkv.dtype.element_ty).to(tl.float32))
         second = tl.where(is_value, second, (second * scale * high).to(qkv.dtype.element_ty).to(tl.float32))
-    angle = tl.load(positions + token).to(tl.int64) * table_stride + column
+    angle = tl.load(positions + token * position_stride).to(tl.int64) * table_stride + column
     cosine_low = tl.load(cosine + angle, mask=column < half, other=0.0).to(tl.float32)
     cosine_high = tl.load(cosine + angle + half, mask=column < half, other=0.0).to(tl.float32)
     sine_low = tl.load(sine + angle, mask=column < half, other=0.0).to(tl.float32)
@@ -50,7 +51,7 @@ def _rotate_and_store(
     out = query + token * h * d + head * d + column
     tl.store(out, low.to(query.dtype.element_ty), mask=inside & is_query)
     tl.store(out + half, high.to(query.dtype.element_ty), mask=inside & is_query)
-    slot = tl.load(slots + token).to(tl.int64)
+    slot = tl.load(slots + token * slot_stride).to(tl.int64)
     page = slot // page_size
     offset = slot % page_size
     is_key = (head >= h) & (head < h + g) & inside & (slot >= 0)
@@ -82,8 +83,8 @@ def rotate_and_store(
     if T:
         _rotate_and_store[(T, triton.cdiv(heads, _HEADS))](
             qkv, cosine, sine, positions, query, key_pages, value_pages, slots, query_norm, key_norm, epsilon,
-            qkv.stride(0), cosine.stride(0), key_pages.stride(0), key_pages.stride(1), value_pages.stride(0),
-            value_pages.stride(1), key_pages.shape[1],
+            qkv.stride(0), positions.stride(0), slots.stride(0), cosine.stride(0), key_pages.stride(0),
+            key_pages.stride(1), value_pages.stride(0), value_pages.stride(1), key_pages.shape[1],
             h, g, d, norms is not None, _HEADS, triton.next_power_of_2(d // 2), num_warps=2,
         )  # fmt: skip
     return query
