@@ -14,12 +14,14 @@ from tests.tiny import EOS, embedded_decoder, embedded_tokenizer, gcd_requests, 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.records import FinishReason
-from tlt_hpc.rollout import device_cache, device_rounds
-from tlt_hpc.rollout.decisions import ReplayChooser
-from tlt_hpc.rollout.device_rounds import DeviceRounds, batch_buckets
+from tlt_hpc.rollout import device_cache, graph_round
+from tlt_hpc.rollout.decisions import Recorder, ReplayChooser
+from tlt_hpc.rollout.device_rounds import DeviceRounds
+from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_number, gumbel_rows, noise_key
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.target_pass import TargetPass
 
 REQUESTS = gcd_requests(4, 4)
 PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
@@ -89,6 +91,37 @@ def test_speculation_saves_passes_there_too():
     on_host = full_engine([CHAIN], max_new_tokens=60, chooser="random")
     on_host.load_drafter(tiny_drafter_state())
     assert [r.num_target_passes for r in rollouts] == [r.num_target_passes for r in generate(on_host, REQUESTS)]
+
+
+class Late(Recorder):
+    """Plain rounds first, then always the other strategy."""
+
+    def _pick(self, num_live, usable, backlog):
+        return OFF if self.num_rounds < 25 else self.strategies[0]
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, TREE])
+def test_a_drafter_that_rested_reads_all_it_has_missed(strategy):
+    """What it has not read costs accept length, so passes tell. Alone in its row a response has the same rounds."""
+    request = max(REQUESTS, key=lambda r: len(texts(generate(make_engine(max_new_tokens=60), [r]))[r.key]))
+    passes = []
+    for attention in ("paged-kernel", "pages"):
+        engine = (
+            device_engine([strategy, OFF])
+            if attention == "paged-kernel"
+            else full_engine([strategy, OFF], max_new_tokens=60)
+        )
+        engine.load_drafter(tiny_drafter_state())
+        engine.chooser = Late([strategy, OFF])
+        engine.submit([request])
+        while engine.has_work:
+            engine.step()
+            for row, sequence in enumerate(engine._rows.sequences):
+                assert sequence.num_read <= int(engine._learned.known[row])
+        (rollout,) = engine.collect()
+        passes.append((len(rollout.response_tokens), rollout.num_target_passes))
+    assert passes[0] == passes[1]
+    assert passes[0][0] > 45
 
 
 def tiny_drafter_state():
@@ -182,12 +215,12 @@ def test_the_guard_undoes_a_round_with_a_near_tie(strategies, plain):
 
 def test_the_guard_corrects_a_wrong_choice(plain, monkeypatch):
     """Noise that is off by a little in the graphs alone: with the guard nobody can tell."""
-    choose = device_rounds.gumbel_argmax
+    choose = graph_round.gumbel_argmax
 
     def off_by_a_little(logits, *rest):
         return choose(logits + 0.5 * torch.sin(1e4 * logits), *rest)
 
-    monkeypatch.setattr(device_rounds, "gumbel_argmax", off_by_a_little)
+    monkeypatch.setattr(graph_round, "gumbel_argmax", off_by_a_little)
     engine = device_engine([CHAIN])
     assert texts(generate(engine, REQUESTS)) != texts(plain.values())
     guarded = device_engine([CHAIN], tie_guard=True)
@@ -215,7 +248,7 @@ def test_graphs_are_few_and_shared(plain, caplog):
     assert batch_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
     with caplog.at_level(logging.INFO):
         rounds.capture()
-    assert "graphs in" in caplog.text
+    assert "graphs captured in" in caplog.text
     num_graphs = len(rounds._graphs)
     # drafts of four strategies; targets of widths 1 and 5 as chains, of 10 and 9 as trees
     assert num_graphs == 6 * (4 + 4)
@@ -237,30 +270,31 @@ def test_sequences_that_end_hold_no_row_and_no_page():
 def test_no_wait_and_no_shape_from_data(monkeypatch):
     """On the meta device a value cannot be read, so whatever would wait for the device fails."""
     meta, host = torch.device("meta"), device_engine([CHAIN, TREE, OFF])
+    rows = host._rows
     monkeypatch.setattr(
         device_cache,
         "paged_tree_attention",
         lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
     )
-    rounds, rows = host._rounds, host._rows
-    decoder = Decoder(embedded_decoder().shape, torch.float32, meta)
-    for holder in (rows, host._noise, host._cache, host._learned, host._learned.chances, host._learned.drafter, rounds):
+    graphs, learned = host._rounds._graphs, host._learned
+    for holder in (host._rows, host._noise, host._cache, learned, learned.chances, graphs):
         for name, value in list(vars(holder).items()):
             if isinstance(value, torch.Tensor):
                 setattr(holder, name, value.to(meta))
-    host._learned._decoder = rounds.decoder = decoder
-    host._learned.drafter.to(meta).pack()
-    host._learned.drafter.rotary = decoder.rotary
+    decoder = Decoder(embedded_decoder().shape, torch.float32, meta)
+    learned._decoder, graphs._target = decoder, TargetPass(decoder, rows, host._cache)
+    learned.drafter.to(meta).pack()
+    learned.drafter.rotary = decoder.rotary
     with torch.inference_mode():
         for count in (1, 8):
             for strategy in (CHAIN, TREE):
-                tokens, faults, *more = rounds._draft(count, strategy)
+                tokens, scores, *more = graphs._draft(count, strategy)
                 assert tokens.shape == (count, strategy.widest_pass)
-                assert faults.shape == (count,)
-                told, log_probs, on_path = rounds._verify_and_commit(tokens, *more[:1])
-                assert told.shape == (count, strategy.widest_pass + 4)
+                assert scores.shape == (count,)
+                told, log_probs, on_path = graphs._verify(tokens, *more[:1])
+                assert told.shape == (count, strategy.widest_pass + NUM_TOLD)
                 assert log_probs.shape == on_path.shape == (count, strategy.widest_pass)
-            assert rounds._verify_and_commit(rows.last_tokens(count).unsqueeze(1))[0].device == meta
+            assert graphs._verify(rows.last_tokens(count).unsqueeze(1))[0].device == meta
 
 
 def test_ranks_of_a_replica_decide_as_the_first(plain):

@@ -20,13 +20,13 @@ from torch import Tensor
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts, NgramDrafts, Perturbation, hybrid, noise_of
 from tlt_hpc.rollout.guard import TieGuard
-from tlt_hpc.rollout.kv_cache import Layout
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
 from tlt_hpc.rollout.sequences import Sequence
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.tree import DraftTree, chain, emitted_counts, from_lists, path_of, walk
+from tlt_hpc.rollout.target_pass import TargetPass, Verdict, along_path, by_node
+from tlt_hpc.rollout.tree import DraftTree, chain, from_lists
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,15 @@ class Rounds:
     """Rounds in which the drafter gave no numbers."""
     drafter_is_sound: bool = True
 
+    def __post_init__(self) -> None:
+        self.target = TargetPass(self.decoder, self.residents.rows, self.residents.cache)
+
     def overlaps(self, strategy: Strategy) -> bool:
         """Whether the next round may be launched before this one is read."""
         return False
+
+    def capture(self) -> None:
+        """Record ahead what can be replayed: nothing here."""
 
     @property
     def graph_bytes(self) -> int:
@@ -116,7 +122,7 @@ class Rounds:
         self.seconds.sample += clock.lap()
         drafts, cells, is_sound = self.propose(strategy, noise)
         self.seconds.draft += clock.lap()
-        hidden, logits = self._verify(drafts, self.residents.layout)
+        hidden, logits = self.target.forward(drafts, self.residents.layout)
         self.seconds.verify += clock.lap()
         verdict = self._accept(drafts, logits, by_node(noise, drafts))
         self._commit(drafts, verdict, hidden, logits)
@@ -137,7 +143,7 @@ class Rounds:
         noise = self.noise.at(rows.response_lengths, min(width, self.noise.width))
         noise = torch.cat([noise, noise[:, -1:].expand(-1, width - noise.shape[1], -1)], 1)
         layout = self.residents.layout
-        return self._time(lambda: self._accept(drafts, self._verify(drafts, layout)[1], noise))
+        return self._time(lambda: self._accept(drafts, self.target.forward(drafts, layout)[1], noise))
 
     def time_draft(self, strategy: Strategy) -> float:
         """Seconds of a strategy's drafts for the rows."""
@@ -194,26 +200,6 @@ class Rounds:
         nodes = [[(token, 0), *((t, i) for i, t in enumerate(more))] for token, more in zip(last, chains, strict=True)]
         return from_lists(nodes, noise.device)
 
-    # -- verify -------------------------------------------------------------------------------------------------
-
-    def _verify(self, drafts: DraftTree, layout: Layout) -> tuple[Tensor, Tensor]:
-        """The target's hidden states [B, N, H] and logits [B, N, V] at every node."""
-        rows, cache = self.residents.rows, self.residents.cache
-        count, n = drafts.tokens.shape
-        first = (rows.lengths[:count] - 1).unsqueeze(1)
-        places = first + torch.arange(n, device=first.device)
-        positions = places if drafts.depths is None else first + drafts.depths
-        attend = cache.attend(
-            layout,
-            cache.tables[:count],
-            places,
-            None if drafts.ancestors is None else first.squeeze(1),
-            drafts.ancestors,
-        )
-        fed = drafts.tokens.clamp(min=0)
-        hidden = self.decoder.hidden(fed.flatten(), positions.flatten(), attend)
-        return hidden.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
-
     # -- accept -------------------------------------------------------------------------------------------------
 
     def _accept(self, drafts: DraftTree, logits: Tensor, noise: Tensor) -> Verdict:
@@ -228,7 +214,7 @@ class Rounds:
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
-            verdict = self._walk(drafts, chosen)
+            verdict = self.target.walk(drafts, chosen)
             if not self.guard.active or not bool(doubtful.any()):
                 return verdict
             reached = torch.arange(verdict.path.shape[1], device=chosen.device) < verdict.counts.unsqueeze(1)
@@ -249,59 +235,15 @@ class Rounds:
                 tolerated = self.guard.logit_tolerance
                 doubtful = choose_rows(scored, noise, rules, self.guard.tolerance).doubtful
 
-    def _walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> Verdict:
-        """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
-        rows, count = self.residents.rows, len(chosen)
-        on_path = walk(chosen, drafts)
-        if drafts.depths is None:
-            path = torch.arange(drafts.num_nodes, device=chosen.device).expand(count, -1)
-            along = chosen.clone()
-        else:
-            path = path_of(on_path, int(on_path.sum(1).max()) if longest is None else longest)
-            along = chosen.gather(1, path)
-        room = rows.caps[:count] - rows.lengths[:count]
-        counts, ended = emitted_counts(along, on_path.sum(1) - 1, room, rows.ends[:count])
-        return Verdict(on_path, path, along, counts, ended)
-
     # -- commit -------------------------------------------------------------------------------------------------
 
     def _commit(self, drafts: DraftTree, verdict: Verdict, hidden: Tensor, logits: Tensor) -> None:
         """Commit what the rows accepted, with its log-probs."""
         rows = self.residents.rows
-        at_path = logits if drafts.depths is None else _along(logits, verdict.path)
+        at_path = logits if drafts.depths is None else along_path(logits, verdict.path)
         log_probs = token_log_probs(at_path, verdict.chosen, _temperatures(rows.sequences, logits.device))
-        columns = self._commit_path(drafts, verdict, hidden)
+        columns = self.target.commit(drafts, verdict, hidden)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
-
-    def _commit_path(self, drafts: DraftTree, verdict: Verdict, hidden: Tensor) -> Tensor:
-        """Put the path's keys and values where a chain would have them; keep features and tokens.
-
-        Returns the columns [B, m] of the rows' texts at which the path's tokens stand.
-        """
-        rows, cache = self.residents.rows, self.residents.cache
-        count, width = verdict.path.shape
-        tables = cache.tables[:count]
-        first = (rows.lengths[:count] - 1).unsqueeze(1)
-        along = first + torch.arange(width, device=first.device)
-        straight = drafts.depths is None
-        if not straight and width > 1:
-            source = cache.slots(first + verdict.path, tables)
-            cache.move_slots(source[:, 1:].flatten(), cache.slots(along, tables)[:, 1:].flatten())
-        if cache.features is not None:
-            kept = hidden if straight else _along(hidden, verdict.path)
-            cache.features[cache.slots(along, tables).flatten()] = kept.flatten(0, 1)
-        return rows.extend(verdict.chosen, verdict.counts)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a round accepted: nodes on the realised path [B, N], the path [B, m], choices on it [B, m], counts [B]."""
-
-    on_path: Tensor
-    path: Tensor
-    chosen: Tensor
-    counts: Tensor
-    ended: Tensor
 
 
 @dataclass(frozen=True)
@@ -354,19 +296,6 @@ class _Clock:
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         return passed
-
-
-def by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
-    """Noise [B, N, V] of each node's own position, from that of each depth [B, D + 1, V]."""
-    if drafts.depths is None:
-        return noise[:, : drafts.num_nodes]
-    rows = torch.arange(len(noise), device=noise.device).unsqueeze(1)
-    return noise[rows, drafts.depths]
-
-
-def _along(values: Tensor, path: Tensor) -> Tensor:
-    """Of values [B, N, X] of the nodes those on the path [B, m]."""
-    return values.gather(1, path.unsqueeze(2).expand(-1, -1, values.shape[2]))
 
 
 def _temperatures(sequences: list[Sequence], device: torch.device) -> float | Tensor:

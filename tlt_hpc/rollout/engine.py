@@ -285,13 +285,15 @@ class RolloutEngine:
             self._learned.set_vocabulary(torch.tensor(sorted(set(ids)), device=self.decoder.device))
 
     def calibrate(self, requests: Sequence[Request]) -> None:
-        """Measure the tie guard's tolerance on real text before the first rollout, by responses that are thrown away.
+        """Make ready for the first rollout: capture graphs on a GPU, measure the tie guard's tolerance on real text.
 
-        The requests' keys must be none of a rollout's; nothing is learned from their responses.
-
-        Random tokens would not do: far from what a model was trained on its activations, and the error, are larger.
+        The text is of responses that are thrown away: the requests' keys must be none of a rollout's, and nothing is
+        learned from them. Random tokens would not do: far from what a model was trained on its activations, and the
+        error, are larger.
         """
         assert not self.has_work and not self._longest and requests
+        if self.decoder.device.type == "cuda":
+            self._rounds.capture()
         if not self.settings.tie_guard:
             return
         uses_ngram, self._uses_ngram, self._guard.active = self._uses_ngram, False, False

@@ -65,7 +65,6 @@ class LiveRows:
             sequence.log_probs = None
         self.sequences.append(sequence)
         sequence.row = row
-        sequence.stay += 1
         return row
 
     def _set_ends(self, row: int, ids: tuple[int, ...]) -> None:

@@ -46,8 +46,6 @@ class Sequence:
     """Of the response so far, while no row holds them."""
     row: int = -1
     """The row that it has; -1: none."""
-    stay: int = 0
-    """Counts the rows that it was given: what a round of an earlier one still brings is not its own."""
     num_read: int = 0
     """Positions whose true features the drafter has surely seen."""
 
