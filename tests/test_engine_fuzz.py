@@ -62,6 +62,8 @@ def random_engine(source):
         max_new_tokens=LONGEST,
         drafter=drafter,
         chooser="random",
+        attention=source.choice(["pages", "pages", "paged-kernel"]),
+        tie_guard=source.random() < 0.5,
         seed=source.randrange(99),
         page_size=size,
         kv_bytes=(pages + 1) * page_bytes(embedded_decoder().shape, size, torch.float32, True),

@@ -16,7 +16,8 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.records import Request, SampleKey, SamplingParams
-from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named
 
 V, NUM_SAMPLES, PROMPT = 8, 4000, [3, 1, 5]

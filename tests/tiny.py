@@ -19,9 +19,11 @@ from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
+from tlt_hpc.rollout.decisions import Agree
 from tlt_hpc.rollout.device_cache import make_cache
-from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 CPU = torch.device("cpu")
@@ -68,6 +70,7 @@ def make_engine(
     seed: int = 0,
     page_size: int = 128,
     kv_bytes: int = 0,
+    agree: Agree | None = None,
     **options,
 ) -> RolloutEngine:
     rule = rule or SamplingRule(1.0, NUM_TOKENS)
@@ -85,7 +88,7 @@ def make_engine(
         kv_bytes=kv_bytes,
         **options,
     )
-    engine = RolloutEngine(embedded_decoder(), settings, drafter)
+    engine = RolloutEngine(embedded_decoder(), settings, drafter, agree)
     engine.load_policy(folder_weights(embedded_folder()), 0)
     engine.calibrate(gcd_requests(4, 1, seed=99))
     return engine

@@ -23,7 +23,8 @@ from tlt_hpc.plan import Assets, read_assets
 from tlt_hpc.records import SamplingParams
 from tlt_hpc.rl.distributed import join_process_group
 from tlt_hpc.rl.policy import Policy
-from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, writing_beside

@@ -26,7 +26,8 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder

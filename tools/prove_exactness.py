@@ -41,11 +41,13 @@ from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.chooser import ChooserKind
-from tlt_hpc.rollout.engine import EngineSettings, RolloutEngine
+from tlt_hpc.rollout.device_cache import AttentionKind
+from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.guard import SAFETY, TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule, choose
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named
 
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
@@ -67,6 +69,7 @@ class Way:
     prefill_tokens: int = 4096
     chooser: ChooserKind = "goodput"
     draft_token_ids: tuple[int, ...] | None = None
+    attention: AttentionKind = "auto"
 
 
 MIXED = ("off", "ngram-3", "drafter-2", "drafter-6", "drafter-4x2v8", "drafter-3x5v12a1.5", "hybrid-4x2v6")
@@ -84,6 +87,7 @@ WAYS = (
         chooser="random",
         draft_token_ids=(1, 2, 3, 5, 8, 13, 19),
     ),
+    Way("a GPU's rounds, run on the CPU", MIXED, 64, "shuffled", 32, chooser="random", attention="paged-kernel"),
 )
 
 
@@ -114,6 +118,7 @@ def make_engine(way: Way, tie_guard: bool) -> RolloutEngine:
         strategies=tuple(OFF if name == "off" else strategy_named(name) for name in way.strategies),
         chooser=way.chooser,
         draft_token_ids=way.draft_token_ids,
+        attention=way.attention,
     )
     engine = RolloutEngine(decoder, settings, drafter)
     engine.load_policy(folder_weights(embedded("tiny")), 0)

@@ -27,7 +27,8 @@ from tlt_hpc.models.folder import (
 )
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SamplingParams
-from tlt_hpc.rollout.engine import EngineCounts, EngineSettings, RolloutEngine
+from tlt_hpc.rollout.engine import EngineCounts, RolloutEngine
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import Strategy
 
 

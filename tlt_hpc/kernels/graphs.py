@@ -57,20 +57,32 @@ class GraphPool:
     def __len__(self) -> int:
         return len(self._captured)
 
-    def capture(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> None:
-        """Record ``function`` under ``key`` for inputs of these shapes; the inputs themselves are copied."""
+    def capture(
+        self, key: Hashable, function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor] = ()
+    ) -> None:
+        """Record ``function`` under ``key`` for inputs of these shapes; the inputs themselves are copied.
+
+        ``state`` are the tensors that the function counts on in its next run: the warm-ups leave them as they were.
+        """
         assert key not in self._captured, f"{key!r} is captured already"
         before = _used_bytes(self.device)
+        kept = [x.clone() for x in state]
         with torch.inference_mode(False):  # so that a caller may fill them in any mode
             static = tuple(x.detach().clone(memory_format=torch.contiguous_format) for x in inputs)
         if self._side is None:
             graph, outputs = None, self._settle(function, static)
         else:
             graph, outputs = self._record(function, static, self._side)
+        with torch.inference_mode():
+            for x, value in zip(state, kept, strict=True):
+                x.copy_(value)
         self._captured[key] = _Captured(function, static, outputs, graph, _used_bytes(self.device) - before)
 
     def replay(self, key: Hashable, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the function of ``key`` on copies of ``inputs``; the outputs are overwritten by the key's next replay."""
+        """Run the function of ``key`` on copies of ``inputs``.
+
+        The outputs hold until the next replay of any key: another graph's intermediates may share their memory.
+        """
         captured = self._captured[key]
         for static, given in zip(captured.inputs, inputs, strict=True):
             assert static.shape == given.shape and static.dtype == given.dtype, (
@@ -81,10 +93,12 @@ class GraphPool:
         captured.replay()
         return captured.outputs
 
-    def run(self, key: Hashable, function: Function, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def run(
+        self, key: Hashable, function: Function, inputs: Sequence[Tensor], state: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, ...]:
         """Replay ``key``, captured on its first use."""
         if key not in self._captured:
-            self.capture(key, function, inputs)
+            self.capture(key, function, inputs, state)
         return self.replay(key, inputs)
 
     def inputs(self, key: Hashable) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,8 +46,15 @@ class Decisions:
             yield Decision(self.first_round + i, live, index)
 
 
+Agree = Callable[[int], int]
+"""From this rank's choice, an index among the strategies, to that of the replica's first rank: a broadcast."""
+
+
 class Chooser(Protocol):
     """Decides how each round is decoded, and is told what came of it (a round or more later, if need be)."""
+
+    agree: Agree
+    """Ranks that decode one response together time their rounds apart, so they must be told what the first chose."""
 
     @property
     def strategies(self) -> tuple[Strategy, ...]: ...
@@ -85,6 +92,10 @@ class Chooser(Protocol):
         """The decisions since the last call."""
 
 
+def _own(index: int) -> int:
+    return index
+
+
 class Recorder:
     """What all choosers keep alike: the log of decisions, and rounds and tokens by strategy."""
 
@@ -98,6 +109,7 @@ class Recorder:
         self._rounds, self._tokens = [0] * len(names), [0] * len(names)
         self._first_round = 0
         self._live, self._chosen = array("i"), array("h")
+        self.agree: Agree = _own
 
     @property
     def num_rounds(self) -> int:
@@ -106,10 +118,10 @@ class Recorder:
 
     def choose(self, num_live: int, usable: Sequence[Strategy], backlog: int = 0) -> Strategy:
         assert num_live > 0
-        strategy = self._pick(num_live, usable, backlog)
+        index = self.agree(self._index[self._pick(num_live, usable, backlog)])
         self._live.append(num_live)
-        self._chosen.append(self._index[strategy])
-        return strategy
+        self._chosen.append(index)
+        return self.strategies[index]
 
     def observe(
         self,

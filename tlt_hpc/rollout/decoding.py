@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts, NgramDrafts, Perturbation, hybrid
+from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts, NgramDrafts, Perturbation, hybrid, noise_of
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
 from tlt_hpc.rollout.sequences import Sequence
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.tree import DraftTree, chain, emitted_counts, from_lists, path_of, walk
+from tlt_hpc.rollout.target_pass import TargetPass, Verdict, along_path, by_node
+from tlt_hpc.rollout.tree import DraftTree, chain, from_lists
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +43,44 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class Emitted:
-    """What a round gave each live row: its new tokens, whether the last ends it, and drafts accepted before any cut."""
+    """What a round gave each sequence that had a row in it when it began.
 
+    One that has left its row since is given nothing: what it would have said it says again.
+    """
+
+    strategy: Strategy
+    sequences: list[Sequence]
     tokens: list[list[int]]
+    """New tokens, cut at an end token and at the cap."""
     ended: list[bool]
+    """Whether the last of them is an end token."""
     accepted: list[int]
+    """Drafts accepted before any cut, of each sequence that was still going on."""
+    seconds: float
+    is_faulty: bool = False
+    """The drafter gave no numbers."""
+
+
+class Pending(Protocol):
+    """A round under way."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that it can give one sequence at most."""
+
+    def read(self) -> Emitted:
+        """Wait for the round, and append its tokens to the texts."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A round that was carried out where it was launched."""
+
+    emitted: Emitted
+    most_tokens: int = 0
+
+    def read(self) -> Emitted:
+        return self.emitted
 
 
 @dataclass
@@ -61,43 +98,85 @@ class Rounds:
     """Rounds in which the drafter gave no numbers."""
     drafter_is_sound: bool = True
 
+    def __post_init__(self) -> None:
+        self.target = TargetPass(self.decoder, self.residents.rows, self.residents.cache)
+
+    def overlaps(self, strategy: Strategy) -> bool:
+        """Whether the next round may be launched before this one is read."""
+        return False
+
+    def capture(self) -> None:
+        """Record ahead what can be replayed: nothing here."""
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory of captured graphs."""
+        return 0
+
     @torch.inference_mode()
-    def run(self, strategy: Strategy) -> Emitted:
+    def launch(self, strategy: Strategy) -> Pending:
         """Draft, verify, accept, commit."""
         rows, clock = self.residents.rows, _Clock()
-        sequences = rows.sequences
+        sequences = list(rows.sequences)
         noise = self.noise.at(rows.response_lengths, strategy.depth + 1)
         self.seconds.sample += clock.lap()
-        drafts, cells = self.propose(strategy, noise)
+        drafts, cells, is_sound = self.propose(strategy, noise)
         self.seconds.draft += clock.lap()
-        hidden, logits = self._verify(drafts)
+        hidden, logits = self.target.forward(drafts, self.residents.layout)
         self.seconds.verify += clock.lap()
-        verdict = self._accept(drafts, logits, _by_node(noise, drafts))
+        verdict = self._accept(drafts, logits, by_node(noise, drafts))
         self._commit(drafts, verdict, hidden, logits)
-        if cells is not None and self.learned is not None and drafts.parents is not None:
-            _learn_chances(self.learned, drafts, cells, verdict.on_path)
+        if cells is not None and self.learned is not None:
+            learn_chances(self.learned, drafts, cells, verdict.on_path)
         self.seconds.sample += clock.lap()
-        tokens = [row[:count] for row, count in zip(verdict.chosen.tolist(), verdict.counts.tolist(), strict=True)]
-        for sequence, more in zip(sequences, tokens, strict=True):
-            sequence.text.extend(more)
-            sequence.num_passes += 1
-        accepted = [int(count) - 1 for count in verdict.on_path.sum(1).tolist()]
+        emitted = append(sequences, verdict)
         self.seconds.other += clock.lap()
-        return Emitted(tokens, verdict.ended.tolist(), accepted)
+        return Done(Emitted(strategy, sequences, *emitted, clock.total, not is_sound))
+
+    # -- what a cost profile times ------------------------------------------------------------------------------
+
+    def time_verify(self, width: int) -> float:
+        """Seconds of a target pass over ``width`` tokens of each row, sampling and walk included; commits nothing."""
+        rows = self.residents.rows
+        last = rows.last_tokens()
+        drafts = chain(last, last.unsqueeze(1).expand(-1, width - 1))
+        noise = self.noise.at(rows.response_lengths, min(width, self.noise.width))
+        noise = torch.cat([noise, noise[:, -1:].expand(-1, width - noise.shape[1], -1)], 1)
+        layout = self.residents.layout
+        return self._time(lambda: self._accept(drafts, self.target.forward(drafts, layout)[1], noise))
+
+    def time_draft(self, strategy: Strategy) -> float:
+        """Seconds of a strategy's drafts for the rows."""
+        noise = self.noise.at(self.residents.rows.response_lengths, strategy.depth + 1)
+        return self._time(lambda: self.propose(strategy, noise))
+
+    @torch.inference_mode()
+    def _time(self, run: Callable[[], object]) -> float:
+        device, start = self.decoder.device, time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
 
     # -- draft --------------------------------------------------------------------------------------------------
 
-    def propose(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
-        """Drafts of a round, and the cells of their chances where they form trees; none where the drafter fails."""
+    def propose(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None, bool]:
+        """Drafts of a round, the cells of their chances where they form trees, and whether the drafter is sound; where
+        it is not there are no drafts.
+        """
         rows = self.residents.rows
         try:
-            return self._proposals(strategy, noise)
+            return *self._proposals(strategy, noise), True
         except DrafterFault as fault:
-            self.num_faults += 1
-            if self.drafter_is_sound:
-                logger.warning("%s; it rests until a new one is loaded, the text is not affected", fault)
-            self.drafter_is_sound = False
-            return chain(rows.last_tokens(), rows.tokens[: rows.num_live, :0]), None
+            self.report_fault(str(fault))
+            return chain(rows.last_tokens(), rows.tokens[: rows.num_live, :0]), None, False
+
+    def report_fault(self, what: str) -> None:
+        """Count a round without numbers from the drafter, which rests from now on."""
+        self.num_faults += 1
+        if self.drafter_is_sound:
+            logger.warning("%s; it rests until a new one is loaded, the text is not affected", what)
+        self.drafter_is_sound = False
 
     def _proposals(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
         rows = self.residents.rows
@@ -107,42 +186,19 @@ class Rounds:
             return self._ngram_chains(strategy, noise), None
         assert self.learned is not None, f"strategy {strategy.name} without a drafter"
         how = Perturbation.of(rows.sequences, noise.device)
-        drafts, cells = self.learned.propose(rows, self.residents.layout, noise, strategy, how)
+        proposal = self.learned.propose(rows, self.residents.layout, noise, strategy, how)
+        drafts = proposal.drafts
         if strategy.source == "hybrid":
             # grafted nodes stand behind the drafted ones, and the drafter's counts are of its own alone
-            return hybrid(drafts, self.ngram.chains(rows.sequences, noise, strategy)), cells
-        return drafts, cells
+            drafts = hybrid(drafts, self.ngram.chains(rows.sequences, noise_of(noise), strategy))
+        return drafts, proposal.cells
 
     def _ngram_chains(self, strategy: Strategy, noise: Tensor) -> DraftTree:
         rows = self.residents.rows
         last = [sequence.text[-1] for sequence in rows.sequences]
-        chains = self.ngram.chains(rows.sequences, noise, strategy)
+        chains = self.ngram.chains(rows.sequences, noise_of(noise), strategy)
         nodes = [[(token, 0), *((t, i) for i, t in enumerate(more))] for token, more in zip(last, chains, strict=True)]
         return from_lists(nodes, noise.device)
-
-    # -- verify -------------------------------------------------------------------------------------------------
-
-    def _verify(self, drafts: DraftTree) -> tuple[Tensor, Tensor]:
-        """The target's hidden states [B, N, H] and logits [B, N, V] at every node."""
-        rows, cache = self.residents.rows, self.residents.cache
-        count, n = drafts.tokens.shape
-        first = (rows.lengths[:count] - 1).unsqueeze(1)
-        places = first + torch.arange(n, device=first.device)
-        positions = places if drafts.depths is None else first + drafts.depths
-        attend = cache.attend(
-            self.residents.layout,
-            cache.tables[:count],
-            places,
-            None if drafts.ancestors is None else first.squeeze(1),
-            drafts.ancestors,
-        )
-        fed = drafts.tokens.clamp(min=0)
-        hidden = self.decoder.hidden(fed.flatten(), positions.flatten(), attend)
-        return hidden.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
-
-    def decide(self, drafts: DraftTree, noise: Tensor) -> Verdict:
-        """Verify and walk, without a commitment."""
-        return self._accept(drafts, self._verify(drafts)[1], _by_node(noise, drafts))
 
     # -- accept -------------------------------------------------------------------------------------------------
 
@@ -158,7 +214,7 @@ class Rounds:
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
-            verdict = self._walk(drafts, chosen)
+            verdict = self.target.walk(drafts, chosen)
             if not self.guard.active or not bool(doubtful.any()):
                 return verdict
             reached = torch.arange(verdict.path.shape[1], device=chosen.device) < verdict.counts.unsqueeze(1)
@@ -179,50 +235,15 @@ class Rounds:
                 tolerated = self.guard.logit_tolerance
                 doubtful = choose_rows(scored, noise, rules, self.guard.tolerance).doubtful
 
-    def _walk(self, drafts: DraftTree, chosen: Tensor) -> Verdict:
-        rows = self.residents.rows
-        count = rows.num_live
-        on_path = walk(chosen, drafts)
-        if drafts.depths is None:
-            path = torch.arange(drafts.num_nodes, device=chosen.device).expand(count, -1)
-            along = chosen.clone()
-        else:
-            path = path_of(on_path, int(on_path.sum(1).max()))
-            along = chosen.gather(1, path)
-        room = rows.caps[:count] - rows.lengths[:count]
-        counts, ended = emitted_counts(along, on_path.sum(1) - 1, room, rows.ends[:count])
-        return Verdict(on_path, path, along, counts, ended)
-
     # -- commit -------------------------------------------------------------------------------------------------
 
     def _commit(self, drafts: DraftTree, verdict: Verdict, hidden: Tensor, logits: Tensor) -> None:
-        """Put the path's keys and values where a chain would have them; keep tokens, log-probs and features."""
-        rows, cache = self.residents.rows, self.residents.cache
-        count, width = verdict.path.shape
-        tables = cache.tables[:count]
-        first = (rows.lengths[:count] - 1).unsqueeze(1)
-        along = first + torch.arange(width, device=first.device)
-        straight = drafts.depths is None
-        if not straight and width > 1:
-            source = cache.slots(first + verdict.path, tables)
-            cache.move_slots(source[:, 1:].flatten(), cache.slots(along, tables)[:, 1:].flatten())
-        if cache.features is not None:
-            kept = hidden if straight else hidden.gather(1, verdict.path.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
-            cache.features[cache.slots(along, tables).flatten()] = kept.flatten(0, 1)
-        at_path = logits if straight else logits.gather(1, verdict.path.unsqueeze(2).expand(-1, -1, logits.shape[2]))
+        """Commit what the rows accepted, with its log-probs."""
+        rows = self.residents.rows
+        at_path = logits if drafts.depths is None else along_path(logits, verdict.path)
         log_probs = token_log_probs(at_path, verdict.chosen, _temperatures(rows.sequences, logits.device))
-        rows.commit(verdict.chosen, verdict.counts, log_probs)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a round accepted: nodes on the realised path [B, N], the path [B, m], choices on it [B, m], counts [B]."""
-
-    on_path: Tensor
-    path: Tensor
-    chosen: Tensor
-    counts: Tensor
-    ended: Tensor
+        columns = self.target.commit(drafts, verdict, hidden)
+        rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
 
 
 @dataclass(frozen=True)
@@ -254,22 +275,27 @@ class _Banned:
         return ends[ends >= 0] if bool(self.where[row, node]) else None
 
 
+def append(sequences: List[Sequence], verdict: Verdict) -> tuple[list[list[int]], list[bool], list[int]]:
+    """Append a verdict's tokens to the texts; returns tokens, whether an end token came, and drafts accepted."""
+    tokens = [row[:count] for row, count in zip(verdict.chosen.tolist(), verdict.counts.tolist(), strict=True)]
+    for sequence, more in zip(sequences, tokens, strict=True):
+        sequence.text.extend(more)
+        sequence.num_passes += 1
+    return tokens, verdict.ended.tolist(), [int(count) - 1 for count in verdict.on_path.sum(1).tolist()]
+
+
 class _Clock:
     def __init__(self) -> None:
-        self._last = time.perf_counter()
+        self._start = self._last = time.perf_counter()
+
+    @property
+    def total(self) -> float:
+        return self._last - self._start
 
     def lap(self) -> float:
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         return passed
-
-
-def _by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
-    """Noise [B, N, V] of each node's own position, from that of each depth [B, D + 1, V]."""
-    if drafts.depths is None:
-        return noise[:, : drafts.num_nodes]
-    rows = torch.arange(len(noise), device=noise.device).unsqueeze(1)
-    return noise[rows, drafts.depths]
 
 
 def _temperatures(sequences: list[Sequence], device: torch.device) -> float | Tensor:
@@ -280,9 +306,10 @@ def _temperatures(sequences: list[Sequence], device: torch.device) -> float | Te
     return torch.tensor([value or 1.0 for value in values], device=device).view(-1, 1, 1)
 
 
-def _learn_chances(learned: LearnedDrafts, drafts: DraftTree, cells: Tensor, on_path: Tensor) -> None:
+def learn_chances(learned: LearnedDrafts, drafts: DraftTree, cells: Tensor, on_path: Tensor) -> None:
     """Tell the drafter's table which of its nodes were on the path, of those whose parents were."""
-    assert drafts.parents is not None
+    if drafts.parents is None:
+        return
     own = cells.shape[1]
     visited = on_path.gather(1, drafts.parents)[:, 1:own]
     learned.chances.observe(cells[:, 1:], visited, on_path[:, 1:own])

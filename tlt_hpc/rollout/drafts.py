@@ -8,6 +8,7 @@ Shapes: ``B`` rows, ``F`` nodes that grow, ``K`` branching, ``D`` depth, ``H`` h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_hpc.kernels.gumbel import gumbel_noise
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.ngram import SuffixDrafter
@@ -51,6 +53,12 @@ class Perturbation:
         noisy = torch.tensor([float(t > 0) for t in temperatures], device=device)
         return cls(scale.view(-1, 1, 1), noisy.view(-1, 1, 1))
 
+    @classmethod
+    def at(cls, temperatures: Tensor) -> Perturbation:
+        """By temperatures [B] on the device."""
+        noisy = temperatures > 0
+        return cls(torch.where(noisy, 1.0 / temperatures, 1.0).view(-1, 1, 1), noisy.float().view(-1, 1, 1))
+
     def scores(self, logits: Tensor, noise: Tensor, sharpness: float) -> Tensor:
         """Perturbed scores of logits [B, F, V] with the noise [B, 1, V] of their position."""
         if self.noisy is False:
@@ -60,42 +68,63 @@ class Perturbation:
         return scaled + noise if self.noisy is True else scaled + noise * self.noisy
 
 
+NoiseOf = Callable[[int], Tensor]
+"""Noise [B, 1, V] of the d-th drafted position, over the draft vocabulary."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts, where they form trees the cells of their chances, and scores [B, ...] in which any NaN would show."""
+
+    drafts: DraftTree
+    cells: Tensor | None
+    scores: Tensor
+
+
 class LearnedDrafts:
     """Chains and trees from the learned drafter, whose own layer of the cache follows the committed features."""
 
     def __init__(self, drafter: Drafter, decoder: Decoder, cache: PagedCache, num_rows: int, num_tokens: int) -> None:
         self.drafter, self._decoder, self._cache, self._num_tokens = drafter, decoder, cache, num_tokens
-        self._known = [0] * num_rows
+        self.known = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
         """Positions of each row whose true features the drafter has seen."""
         self.chances = ChanceTable(MOST_BRANCHES, decoder.device)
         self._vocabulary: Tensor | None = None
         self._head: Tensor | None = None
 
-    def set_row(self, row: int) -> None:
-        """Give a row to a new sequence, of which nothing is known yet."""
-        self._known[row] = 0
+    def set_row(self, row: int, sequence: Sequence) -> None:
+        """Give a row to a sequence of which nothing is known yet."""
+        self.known[row] = 0
+        sequence.num_read = 0
 
     def move_row(self, source: int, target: int) -> None:
-        self._known[target] = self._known[source]
+        self.known[target] = self.known[source]
 
-    def forget(self) -> None:
+    def forget(self, sequences: List[Sequence]) -> None:
         """The drafter changed: what its layer of the cache holds is another's."""
-        self._known = [0] * len(self._known)
+        self.known.zero_()
+        for sequence in sequences:
+            sequence.num_read = 0
 
     def backlog(self, sequences: List[Sequence]) -> int:
         """Committed positions of the live rows that the drafter has not read yet."""
-        return sum(len(sequence.text) - 1 - known for sequence, known in zip(sequences, self._known, strict=False))
+        return sum(len(sequence.text) - 1 - sequence.num_read for sequence in sequences)
 
     def set_vocabulary(self, ids: Tensor | None) -> None:
         """Draft among these token ids [V] alone (ascending); None for all. Call again after the head changes."""
         self._vocabulary = ids
-        self._head = None if ids is None else self._decoder.head.index_select(0, ids)
+        if ids is None:
+            self._head = None
+        elif self._head is None or len(self._head) != len(ids):
+            self._head = self._decoder.head.index_select(0, ids)
+        else:  # in place: graphs read it
+            self._head.copy_(self._decoder.head.index_select(0, ids))
 
     @torch.inference_mode()
     def propose(
         self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, perturbation: Perturbation
-    ) -> tuple[DraftTree, Tensor | None]:
-        """Drafts after the rows' committed tokens, and the cells of their chances where they form trees.
+    ) -> Proposal:
+        """Drafts after the rows' committed tokens.
 
         ``noise`` [B, D.., V] starts at the position of the first draft. Catches up with all positions that the drafter
         has not seen, however long it was not asked.
@@ -104,42 +133,68 @@ class LearnedDrafts:
             DrafterFault: a score is NaN.
         """
         noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
-        feature = self._catch_up(rows, layout)
-        if strategy.branching == 1:
-            return self._chain(rows, layout, noise, strategy, perturbation, feature), None
-        return self._tree(rows, layout, noise, strategy, perturbation, feature)
+        feature = self.catch_up(rows, layout)
+        proposal = self.draft(rows, layout, lambda d: noise[:, d : d + 1], strategy, perturbation, feature)
+        if bool(torch.isnan(proposal.scores).any()):
+            raise DrafterFault("the drafter's scores are not numbers")
+        return proposal
 
-    def _catch_up(self, rows: LiveRows, layout: Layout) -> Tensor:
-        """The drafter's own feature [B, H] at each row's newest position with a true one."""
-        count = rows.num_live
-        lengths = rows.lengths[:count]
-        newest = [len(sequence.text) - 2 for sequence in rows.sequences]
-        unread = [end - known for end, known in zip(newest, self._known, strict=False)]
-        tables = self._cache.tables[:count]
+    def catch_up(self, rows: LiveRows, layout: Layout) -> Tensor:
+        """Read whatever the drafter has not; returns its own feature [B, H] at each row's newest true position."""
+        unread = [len(sequence.text) - 1 - sequence.num_read for sequence in rows.sequences]
+        feature = self.read(rows, rows.num_live, layout, max(1, *unread))
+        for sequence in rows.sequences:
+            sequence.num_read = len(sequence.text) - 1
+        return feature
+
+    def read(self, rows: LiveRows, count: int, layout: Layout, width: int) -> Tensor:
+        """As ``catch_up``, for the first ``count`` rows, none of which has more than ``width`` positions to read."""
+        lengths, known = rows.lengths[:count], self.known[:count]
         last = lengths - 2
-        known = torch.tensor(self._known[:count], device=lengths.device)
         start = torch.minimum(known, last.clamp(min=0))
-        width = max(1, max(unread) + 1)
         assert self._cache.features is not None
         feature = self._cache.features[:count]
-        index = rows.index[:count]
         for begin in range(0, width, _CATCH_UP_WIDTH):
             columns = torch.arange(begin, min(width, begin + _CATCH_UP_WIDTH), device=lengths.device)
             # a row with less to read repeats its newest position: the same values to the same place
             at = torch.minimum(start.unsqueeze(1) + columns, last.clamp(min=0).unsqueeze(1))
-            tokens = rows.tokens[index.unsqueeze(1), at + 1]
-            features = self._cache.features[self._cache.slots(at, tables)]
-            attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
-            out = self._pass(tokens, features, at, attend)
-            if width <= _CATCH_UP_WIDTH:
-                feature = out[index, (last - start).clamp(min=0)]
-                break
+            out = self._read_at(rows, layout, at)
             column = (last - start - begin).clamp(0, len(columns) - 1)
-            fresh = ((last - start) >= begin).unsqueeze(1)
-            feature = torch.where(fresh, out[index, column], feature)
-        self._known[:count] = [end + 1 for end in newest]
+            newest = out[rows.index[:count], column]
+            feature = newest if begin == 0 else torch.where((last - start >= begin).unsqueeze(1), newest, feature)
+        known.copy_(lengths - 1)
         # a sequence of one token has no feature to draft from yet: what is proposed for it is a guess
         return feature
+
+    def _read_at(self, rows: LiveRows, layout: Layout, at: Tensor) -> Tensor:
+        """The drafter's features [B, n, H] at committed positions [B, n], whose keys and values it keeps."""
+        assert self._cache.features is not None
+        tables = self._cache.tables[: len(at)]
+        tokens = rows.tokens[rows.index[: len(at)].unsqueeze(1), at + 1]
+        features = self._cache.features[self._cache.slots(at, tables)]
+        attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
+        return self._pass(tokens, features, at, attend)
+
+    def noise_of(self, words: Tensor, positions: Tensor) -> NoiseOf:
+        """The noise that ``draft`` asks for, made when it is: words [B, 4], response positions [B] of the drafts."""
+        columns = self._num_tokens if self._vocabulary is None else self._vocabulary
+        return lambda d: gumbel_noise(words, positions + d, columns).unsqueeze(1)
+
+    def draft(
+        self,
+        rows: LiveRows,
+        layout: Layout,
+        noise_of: NoiseOf,
+        strategy: Strategy,
+        perturbation: Perturbation,
+        feature: Tensor,
+    ) -> Proposal:
+        """Drafts of as many rows as ``feature`` [B, H] has, which belongs to their newest positions.
+
+        Reads and writes nothing on the host, and no shape depends on data.
+        """
+        grow = self._chain if strategy.branching == 1 else self._tree
+        return grow(rows, layout, noise_of, strategy, perturbation, feature)
 
     def _pass(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: object) -> Tensor:
         embedded = F.embedding(tokens.flatten(), self._decoder.embedding)
@@ -158,31 +213,30 @@ class LearnedDrafts:
         return index if self._vocabulary is None else self._vocabulary[index]
 
     def _chain(
-        self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, how: Perturbation, feature: Tensor
-    ) -> DraftTree:
-        count = rows.num_live
+        self, rows: LiveRows, layout: Layout, noise_of: NoiseOf, strategy: Strategy, how: Perturbation, feature: Tensor
+    ) -> Proposal:
+        count = len(feature)
         at = (rows.lengths[:count] - 1).unsqueeze(1) + torch.arange(strategy.depth - 1, device=feature.device)
         feature = feature.unsqueeze(1)
         attends = []
         if strategy.depth > 1:
             tables, layer = self._cache.tables[:count], self._cache.drafter_layer
             attends = self._cache.attend_steps(layout, tables, at, only_layer=layer)
-        drafts, sound = [], []
+        drafts, best = [], []
         for d in range(strategy.depth):
-            scores = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness)
+            scores = how.scores(self._logits(feature), noise_of(d), strategy.sharpness)
             values, indices = top_scores(scores, 1)
-            sound.append(values.flatten(1))
+            best.append(values.flatten(1))
             drafts.append(self._ids(indices.flatten(1)))
             if d + 1 < strategy.depth:
                 feature = self._pass(drafts[-1], feature, at[:, d : d + 1], attends[d])
-        _check(torch.cat(sound, 1))
-        return chain(rows.last_tokens(), torch.cat(drafts, 1))
+        return Proposal(chain(rows.last_tokens(count), torch.cat(drafts, 1)), None, torch.cat(best, 1))
 
     def _tree(
-        self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, how: Perturbation, feature: Tensor
-    ) -> tuple[DraftTree, Tensor]:
+        self, rows: LiveRows, layout: Layout, noise_of: NoiseOf, strategy: Strategy, how: Perturbation, feature: Tensor
+    ) -> Proposal:
         """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
-        count, branching = rows.num_live, min(strategy.branching, MOST_BRANCHES)
+        count, branching = len(feature), min(strategy.branching, MOST_BRANCHES)
         device = feature.device
         last = (rows.lengths[:count] - 2).unsqueeze(1)
         tables = self._cache.tables[:count]
@@ -191,15 +245,15 @@ class LearnedDrafts:
         # index of the growing nodes among all candidates; 0 is the root
         node = torch.zeros(count, 1, dtype=torch.int64, device=device)
         chance = torch.ones(count, 1, device=device)
-        reach = torch.zeros(count, 1, num_slots, dtype=torch.bool, device=device)
-        reach[:, :, 0] = True
-        tokens, parents = [rows.last_tokens().unsqueeze(1)], [node]
+        slots = torch.arange(num_slots, device=device)
+        reach = (slots == 0).expand(count, 1, -1)
+        tokens, parents = [rows.last_tokens(count).unsqueeze(1)], [node]
         chances, cells = [torch.full((count, 1), 2.0, device=device)], [node]
-        sound, num_candidates = [], 1
+        best, num_candidates = [], 1
         for d in range(strategy.depth):
-            scores = how.scores(self._logits(feature), noise[:, d : d + 1], strategy.sharpness)
+            scores = how.scores(self._logits(feature), noise_of(d), strategy.sharpness)
             values, indices = top_scores(scores, branching)
-            sound.append(values.flatten(1))
+            best.append(values.flatten(1))
             cell = self.chances.cells(values)
             each = (chance.unsqueeze(2) * self.chances.chances(cell)).flatten(1)
             tokens.append(self._ids(indices).flatten(1))
@@ -210,8 +264,7 @@ class LearnedDrafts:
                 chance, grown = each.topk(branching, 1)
                 parent = (grown // branching).unsqueeze(2)
                 slot = 1 + d * branching + torch.arange(branching, device=device)
-                reach = reach.gather(1, parent.expand(-1, -1, num_slots)).clone()
-                reach[:, torch.arange(branching, device=device), slot] = True
+                reach = reach.gather(1, parent.expand(-1, -1, num_slots)) | (slots == slot.unsqueeze(1))
                 node = num_candidates + grown
                 attend = self._cache.attend(
                     layout, tables, last + slot, last.squeeze(1), reach, only_layer=self._cache.drafter_layer
@@ -220,8 +273,8 @@ class LearnedDrafts:
                 position = (last + 1 + d).expand(-1, branching)
                 feature = self._pass(tokens[-1].gather(1, grown), before, position, attend)
             num_candidates += each.shape[1]
-        _check(torch.cat(sound, 1))
-        return _likeliest(strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells)))
+        drafts, kept = _likeliest(strategy, *(torch.cat(part, 1) for part in (tokens, parents, chances, cells)))
+        return Proposal(drafts, kept, torch.cat(best, 1))
 
 
 def _likeliest(
@@ -239,10 +292,14 @@ def _likeliest(
     return tree(tokens.gather(1, kept), parent, strategy.depth), cells.gather(1, kept)
 
 
-def _check(scores: Tensor) -> None:
-    """A NaN anywhere in a row shows in its best score."""
-    if bool(torch.isnan(scores).any()):
-        raise DrafterFault("the drafter's scores are not numbers")
+NoiseAt = Callable[[int, int, int], float]
+"""Noise of one number: row, d-th drafted position, token."""
+
+
+def noise_of(noise: Tensor) -> NoiseAt:
+    """That of noise [B, D, V] on the host; narrow vocabularies are read faster from lists."""
+    rows = noise.tolist() if noise.shape[-1] <= 256 else noise
+    return lambda row, d, token: float(rows[row][d][token])
 
 
 class NgramDrafts:
@@ -251,19 +308,18 @@ class NgramDrafts:
     def __init__(self, table: SuffixDrafter) -> None:
         self._table = table
 
-    def chains(self, sequences: List[Sequence], noise: Tensor, strategy: Strategy) -> list[list[int]]:
+    def chains(self, sequences: List[Sequence], noise: NoiseAt, strategy: Strategy) -> list[list[int]]:
         """At most ``depth`` drafts for each row's tokens so far, fewer where no context is known."""
-        rows = noise.tolist() if noise.shape[-1] <= 256 else noise
-        return [self._chain(sequence, rows[b], strategy) for b, sequence in enumerate(sequences)]
+        return [self._chain(sequence, b, noise, strategy) for b, sequence in enumerate(sequences)]
 
-    def _chain(self, sequence: Sequence, noise: Tensor | list[list[float]], strategy: Strategy) -> list[int]:
+    def _chain(self, sequence: Sequence, row: int, noise: NoiseAt, strategy: Strategy) -> list[int]:
         cursor, drafts = self._table.cursor(sequence.prompt, sequence.text), list[int]()
         known = sequence.rule.num_tokens  # a prompt may hold ids that are never sampled
         while len(drafts) < strategy.depth and (found := [c for c in cursor.continuations() if c[0] < known]):
             token = found[0][0]
             if len(found) > 1 and sequence.rule.temperature > 0:
-                row = noise[len(drafts)]
-                token = max(found, key=lambda one: strategy.sharpness * math.log(one[1]) + float(row[one[0]]))[0]
+                d = len(drafts)
+                token = max(found, key=lambda one: strategy.sharpness * math.log(one[1]) + noise(row, d, one[0]))[0]
             drafts.append(token)
             cursor.advance(token)
         return drafts

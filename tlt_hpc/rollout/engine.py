@@ -20,13 +20,14 @@ from torch import Tensor
 from tlt_hpc import __version__
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.ngram import ORDERS, SuffixDrafter
+from tlt_hpc.models.ngram import SuffixDrafter
 from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingParams
-from tlt_hpc.rollout.chooser import ChooserKind, make_chooser
+from tlt_hpc.rollout.chooser import make_chooser
 from tlt_hpc.rollout.cost_profile import CostProfile, ProfileKey, load_or_measure, processor_name
-from tlt_hpc.rollout.decisions import Chooser, Decisions
-from tlt_hpc.rollout.decoding import PhaseSeconds, Rounds
-from tlt_hpc.rollout.device_cache import AttentionKind, make_cache
+from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions
+from tlt_hpc.rollout.decoding import Emitted, Pending, PhaseSeconds, Rounds
+from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
+from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts, slots_needed
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
@@ -37,6 +38,7 @@ from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.sequences import Sequence as Response
 from tlt_hpc.rollout.sequences import group_of
+from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
@@ -44,39 +46,6 @@ from tlt_hpc.rollout.strategy import OFF, Strategy
 _NUM_PROBED = 4
 
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
-Detokenizer = Callable[[list[int]], str]
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an engine is built for. ``params`` are those of a request without its own; its ``max_tokens`` is the cap of
-    all. ``num_tokens`` is the vocabulary without padding rows, which are never sampled.
-    """
-
-    params: SamplingParams
-    num_tokens: int
-    eos_token_ids: tuple[int, ...]
-    max_live: int
-    max_prompt_tokens: int
-    tie_guard: bool
-    kv_bytes: int = 0
-    """Budget of the paged cache, keys, values and features; 0: room for ``max_live`` responses of full length."""
-    page_size: int = 128
-    prefill_tokens: int = 4096
-    """Tokens of one prefill chunk."""
-    attention: AttentionKind = "auto"
-    """How keys and values are kept and read; the text does not depend on it."""
-    ngram_orders: tuple[int, ...] = ORDERS
-    ngram_history_tokens: int = 200_000
-    strategies: tuple[Strategy, ...] = (OFF,)
-    chooser: ChooserKind = "goodput"
-    epsilon: float = 0.05
-    window: int = 128
-    seed: int = 0
-    draft_token_ids: tuple[int, ...] | None = None
-    """Ids that the drafter proposes among; None: all."""
-    detokenize: Detokenizer | None = None
-    """Needed for stop strings alone."""
 
 
 @dataclass
@@ -98,9 +67,16 @@ class EngineCounts:
 class RolloutEngine:
     """Continuous batching over paged memory, with speculation that cannot change the text."""
 
-    def __init__(self, decoder: Decoder, settings: EngineSettings, drafter: Drafter | None = None) -> None:
-        _check_settings(settings, drafter is not None)
-        self.decoder, self.settings, self.drafter = decoder, settings, drafter
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: EngineSettings,
+        drafter: Drafter | None = None,
+        agree: Agree | None = None,
+    ) -> None:
+        """``agree`` is for ranks that decode one response together: see ``Chooser.agree``."""
+        check_settings(settings, drafter is not None)
+        self.decoder, self.settings, self.drafter, self._agree = decoder, settings, drafter, agree
         device = decoder.device
         depth = max(strategy.depth for strategy in settings.strategies)
         reach = max(map(slots_needed, settings.strategies))
@@ -129,9 +105,11 @@ class RolloutEngine:
         self._residents = Residents(
             decoder, self._rows, self._cache, self._noise, self._learned, settings.prefill_tokens
         )
-        self._rounds = Rounds(
-            decoder, self._residents, self._noise, self._guard, self._learned, NgramDrafts(self._table)
-        )
+        parts = decoder, self._residents, self._noise, self._guard, self._learned, NgramDrafts(self._table)
+        on_device = isinstance(self._cache, DevicePagedCache)
+        self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else Rounds(*parts)
+        self._under_way: deque[tuple[Pending, float]] = deque()
+        """Launched rounds, and the host's seconds before each."""
         self._uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
         self.chooser = self._make_chooser(None)
         self._stops: dict[tuple[str, ...], StopStrings] = {}
@@ -152,7 +130,10 @@ class RolloutEngine:
     def _make_chooser(self, costs: CostProfile | None) -> Chooser:
         s = self.settings
         arms = s.strategies if OFF in s.strategies else (*s.strategies, OFF)
-        return make_chooser(s.chooser, arms, epsilon=s.epsilon, window=s.window, seed=s.seed, costs=costs)
+        chooser = make_chooser(s.chooser, arms, epsilon=s.epsilon, window=s.window, seed=s.seed, costs=costs)
+        if self._agree is not None:
+            chooser.agree = self._agree
+        return chooser
 
     def _size_pool(self, positions: int) -> tuple[int, int]:
         """Pages of the pool and bytes of one.
@@ -183,7 +164,7 @@ class RolloutEngine:
         assert not self._guard.active or self._guard.logit_tolerance > 0, "calibrate the tie guard first"
         checked = [(request, request.params or self.settings.params) for request in requests]
         for request, params in checked:
-            self._check(request, params)
+            check_request(request, params, self.settings, self.decoder.shape.vocab_size, self._num_pages)
         for request, params in checked:
             if params.max_tokens == 0:
                 self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH, 0))
@@ -208,28 +189,6 @@ class RolloutEngine:
             stops=stops,
             text=request.prompt_tokens.tolist(),
         )
-
-    def _check(self, request: Request, params: SamplingParams) -> None:
-        s, length = self.settings, len(request.prompt_tokens)
-        name = f"draw {request.key.draw}, sample {request.key.sample}"
-        if not 0 < length <= s.max_prompt_tokens:
-            raise ValueError(
-                f"prompt of draw {request.key.draw} has {length} tokens; the engine takes 1 to "
-                f"{s.max_prompt_tokens}: raise data.max_prompt_tokens or drop the prompt"
-            )
-        if request.prompt_tokens.min() < 0 or request.prompt_tokens.max() >= self.decoder.shape.vocab_size:
-            raise ValueError(f"prompt of {name} has a token outside 0 to {self.decoder.shape.vocab_size - 1}")
-        if not 0 <= params.max_tokens <= s.params.max_tokens:
-            raise ValueError(
-                f"{name}: prompt of {length} tokens and max_tokens = {params.max_tokens} do not fit a pool of "
-                f"{self._num_pages} pages of {s.page_size} tokens that was made for responses of 0 to "
-                f"{s.params.max_tokens}; raise rollout.max_new_tokens"
-            )
-        wrong = _wrong_parameter(params, s.num_tokens)
-        if wrong:
-            raise ValueError(f"{name}: {wrong}")
-        if params.stop_strings and s.detokenize is None:
-            raise ValueError(f"{name}: stop_strings = {params.stop_strings!r} need an engine with a detokenizer")
 
     @property
     def has_work(self) -> bool:
@@ -288,6 +247,7 @@ class RolloutEngine:
             "packed drafter": 0 if self.drafter is None else self.drafter.packed_bytes,
             "keys, values, features": (self._num_pages + 1) * self._page_bytes,
             "noise and rows": self._noise.num_bytes + self._rows.num_bytes,
+            "graphs": self._rounds.graph_bytes,
         }
 
     # -- weights ------------------------------------------------------------------------------------------------
@@ -298,6 +258,7 @@ class RolloutEngine:
         Only between rollouts: keys and values of live sequences would belong to the old weights.
         """
         assert not self.has_work, "weights change only between rollouts"
+        self._settle()
         self.decoder.load(weights, version)
         self._cache.clear()
         self._refresh_draft_head()
@@ -310,8 +271,9 @@ class RolloutEngine:
         What earlier rounds told of the drafter's accept lengths counts less from now on.
         """
         assert self.drafter is not None and self._learned is not None
+        self._settle()
         self.drafter.load_state_dict(weights)
-        self._learned.forget()
+        self._learned.forget(self._rows.sequences)
         self._cache.clear(drafter_only=True)
         self._rounds.drafter_is_sound = True
         self.drafter_ready = trained
@@ -323,13 +285,15 @@ class RolloutEngine:
             self._learned.set_vocabulary(torch.tensor(sorted(set(ids)), device=self.decoder.device))
 
     def calibrate(self, requests: Sequence[Request]) -> None:
-        """Measure the tie guard's tolerance on real text before the first rollout, by responses that are thrown away.
+        """Make ready for the first rollout: capture graphs on a GPU, measure the tie guard's tolerance on real text.
 
-        The requests' keys must be none of a rollout's; nothing is learned from their responses.
-
-        Random tokens would not do: far from what a model was trained on its activations, and the error, are larger.
+        The text is of responses that are thrown away: the requests' keys must be none of a rollout's, and nothing is
+        learned from them. Random tokens would not do: far from what a model was trained on its activations, and the
+        error, are larger.
         """
         assert not self.has_work and not self._longest and requests
+        if self.decoder.device.type == "cuda":
+            self._rounds.capture()
         if not self.settings.tie_guard:
             return
         uses_ngram, self._uses_ngram, self._guard.active = self._uses_ngram, False, False
@@ -338,7 +302,7 @@ class RolloutEngine:
             self._fill()
             if self._rows.num_live:
                 self._residents.reserve(1)
-                self._retire(self._rounds.run(OFF).ended)
+                self._retire(self._rounds.launch(OFF).read())
         self._finished = []
         self._uses_ngram, self._guard.active = uses_ngram, True
         self._guard.probe(self._longest)
@@ -381,10 +345,15 @@ class RolloutEngine:
     # -- rounds -------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Admit what fits, prefill a chunk, decode one round, retire what finished."""
+        """Admit what fits, prefill a chunk, decode one round, retire what finished.
+
+        On a device the round is launched and the one before it is read, so what finishes is known a step later.
+        """
         self._fill()
         if self._rows.num_live:
             self._decode()
+        else:
+            self._settle()
 
     def _fill(self) -> None:
         self._residents.admit()
@@ -393,19 +362,41 @@ class RolloutEngine:
     def _decode(self) -> None:
         start = time.perf_counter()
         strategy = self._choose()
-        self._residents.reserve(slots_needed(strategy))
-        num_live = self._rows.num_live
+        overlaps = self._rounds.overlaps(strategy)
+        if not overlaps:
+            self._settle()
+            if not self._rows.num_live:
+                return
+        self._residents.reserve(slots_needed(strategy), self._ahead)
         if self._uses_ngram and strategy.source in ("ngram", "hybrid"):
             self._learn_texts()
-        emitted = self._rounds.run(strategy)
-        self._cut_at_stops(emitted.tokens, emitted.ended)
+        prepared = time.perf_counter() - start
+        self._under_way.append((self._rounds.launch(strategy), prepared))
+        self._settle(int(overlaps))
+
+    @property
+    def _ahead(self) -> int:
+        """Tokens that a row may have got in rounds that are under way."""
+        return sum(pending.most_tokens for pending, _ in self._under_way)
+
+    def _settle(self, still: int = 0) -> None:
+        """Read the rounds under way until ``still`` are left."""
+        while len(self._under_way) > still:
+            pending, prepared = self._under_way.popleft()
+            self._take_in(pending.read(), prepared)
+
+    def _take_in(self, emitted: Emitted, prepared: float) -> None:
+        start = time.perf_counter()
+        self._cut_at_stops(emitted)
+        num_live = sum(map(bool, emitted.tokens))
         num_tokens = sum(map(len, emitted.tokens))
-        # a drafter that failed left a plain round: nothing is learned from it
-        if self._rounds.drafter_is_sound or not strategy.has_drafter:
-            self.chooser.observe(strategy, num_live, num_tokens, time.perf_counter() - start, emitted.accepted)
         self._counts.num_tokens += num_tokens
         self._counts.num_row_passes += num_live
-        self._retire(emitted.ended)
+        # a drafter that failed left a plain round: nothing is learned from it
+        if num_live and not emitted.is_faulty:
+            seconds = emitted.seconds + prepared + time.perf_counter() - start
+            self.chooser.observe(emitted.strategy, num_live, num_tokens, seconds, emitted.accepted)
+        self._retire(emitted)
 
     def _choose(self) -> Strategy:
         """The round's strategy, among those that have a sound drafter and need no preemption."""
@@ -414,15 +405,15 @@ class RolloutEngine:
             strategy
             for strategy in self.settings.strategies
             if (drafts or not strategy.has_drafter)
-            and (strategy == OFF or self._residents.has_room(slots_needed(strategy)))
+            and (strategy == OFF or self._residents.has_room(slots_needed(strategy), self._ahead))
         ]
         backlog = self._learned.backlog(self._rows.sequences) if self._learned is not None else 0
         return self.chooser.choose(self._rows.num_live, usable or [OFF], backlog)
 
-    def _cut_at_stops(self, tokens: list[list[int]], ended: list[bool]) -> None:
+    def _cut_at_stops(self, emitted: Emitted) -> None:
         """End responses at the token that completes a stop string; what came after it in the same round is dropped."""
-        for row, response in enumerate(self._rows.sequences):
-            if response.stops is None:
+        for i, response in enumerate(emitted.sequences):
+            if response.stops is None or not emitted.tokens[i]:
                 continue
             start = response.prompt_length
             index = response.stops.first_stop(response.text[start:], response.num_checked)
@@ -431,22 +422,22 @@ class RolloutEngine:
                 dropped = response.num_response - (index + 1)
                 if dropped:
                     del response.text[start + index + 1 :]
-                    del tokens[row][-dropped:]
-                response.is_stopped = not (ended[row] and dropped == 0)
-                ended[row] = True
+                    del emitted.tokens[i][-dropped:]
+                response.is_stopped = not (emitted.ended[i] and dropped == 0)
+                emitted.ended[i] = True
 
-    def _retire(self, ended: list[bool]) -> None:
-        for row in reversed(range(self._rows.num_live)):
-            response = self._rows.sequences[row]
-            if ended[row]:
-                self._finish(row, FinishReason.STOP if response.is_stopped else FinishReason.EOS)
-            elif response.num_response >= response.params.max_tokens:
-                self._finish(row, FinishReason.LENGTH)
+    def _retire(self, emitted: Emitted) -> None:
+        """Finish what has ended; the others keep the order of their rows as far as they can."""
+        ended = sorted(zip(emitted.sequences, emitted.ended, strict=True), key=lambda pair: -pair[0].row)
+        for response, has_ended in ended:
+            if has_ended:
+                self._finish(response, FinishReason.STOP if response.is_stopped else FinishReason.EOS)
+            elif response.row >= 0 and response.num_response >= response.params.max_tokens:
+                self._finish(response, FinishReason.LENGTH)
 
-    def _finish(self, row: int, reason: FinishReason) -> None:
-        response = self._rows.sequences[row]
-        request, start, end = response.request, response.prompt_length, len(response.text)
-        log_probs = self._rows.response_log_probs(row).cpu().numpy().copy()
+    def _finish(self, response: Response, reason: FinishReason) -> None:
+        row, request, start, end = response.row, response.request, response.prompt_length, len(response.text)
+        log_probs = self._rows.response_log_probs(row).numpy().copy()
         self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
         if self._uses_ngram:
             self._unlearned.append(response)
@@ -498,38 +489,3 @@ class RolloutEngine:
 def device_name(device: torch.device) -> str:
     """What a device is, not which of several alike."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _check_settings(settings: EngineSettings, has_drafter: bool) -> None:
-    """Refuse what would fail in the middle of a rollout.
-
-    Raises:
-        ValueError: end tokens or draft tokens that are no tokens, or strategies that need a drafter without one.
-    """
-    for name in ("eos_token_ids", "draft_token_ids"):
-        ids = vars(settings)[name] or ()
-        wrong = [i for i in ids if not 0 <= i < settings.num_tokens]
-        if wrong:
-            raise ValueError(f"{name} has {wrong[0]}; the vocabulary has ids 0 to {settings.num_tokens - 1}")
-    widest = max(strategy.branching for strategy in settings.strategies)
-    if settings.draft_token_ids is not None and len(set(settings.draft_token_ids)) < widest:
-        raise ValueError(f"draft_token_ids has fewer ids than a strategy's branching of {widest}; give more")
-    needing = [strategy.name for strategy in settings.strategies if strategy.has_drafter]
-    if needing and not has_drafter:
-        raise ValueError(f"strategy {needing[0]} needs a drafter; give the engine one or leave the strategy out")
-
-
-def _wrong_parameter(params: SamplingParams, num_tokens: int) -> str | None:
-    """What is wrong with a request's parameters, with the remedy."""
-    checks = (
-        (params.temperature >= 0 and np.isfinite(params.temperature), "temperature", "0 or more"),
-        (params.top_k >= 0, "top_k", "0 (off) or more"),
-        (0 < params.top_p <= 1, "top_p", "above 0, up to 1 (off)"),
-        (0 <= params.min_p < 1, "min_p", "0 (off) or more, below 1"),
-        (0 <= params.min_tokens <= params.max_tokens, "min_tokens", f"0 to max_tokens = {params.max_tokens}"),
-        (all(0 <= i < num_tokens for i in params.stop_token_ids), "stop_token_ids", f"ids 0 to {num_tokens - 1}"),
-    )
-    for good, name, remedy in checks:
-        if not good:
-            return f"{name} = {vars(params)[name]!r}; use {remedy}"
-    return None

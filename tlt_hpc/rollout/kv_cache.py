@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.rollout.transfer import upload
 
 _NEVER = -1e30
 """Score of what a query must not see; finite, so that a page without anything to see merges with weight zero."""
@@ -86,8 +87,8 @@ class PagedCache(ABC):
 
     def set_table(self, row: int, pages: Sequence[int]) -> None:
         """Give a row its pages."""
-        self.tables[row] = self.num_pages
-        self.tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int64, device=self.tables.device)
+        filled = [*pages, *([self.num_pages] * (self.tables.shape[1] - len(pages)))]
+        self.tables[row] = upload(filled, self.tables.device)
 
     def slots(self, positions: Tensor, tables: Tensor) -> Tensor:
         """Where positions [B, n] of rows with ``tables`` [B, P] stand in the pool: page * page_size + offset."""

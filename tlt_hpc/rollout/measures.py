@@ -5,19 +5,15 @@ A pass costs the same whatever its tokens are, so repeated tokens stand for draf
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-
-import torch
 
 from tlt_hpc.rollout.decoding import Rounds
 from tlt_hpc.rollout.drafts import slots_needed
 from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.sequences import Sequence as Response
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.tree import chain
 
 
 class RoundMeasures:
@@ -26,23 +22,15 @@ class RoundMeasures:
     def __init__(self, residents: Residents, rounds: Rounds, responses: Sequence[Response]) -> None:
         self._residents, self._rounds, self._responses = residents, rounds, responses
 
-    @torch.inference_mode()
     def measure_verify(self, batch: int, width: int) -> float:
         """Seconds of a target pass over ``width`` tokens of each of ``batch`` rows, sampling and walk included."""
         self._occupy(batch, width)
-        rows = self._residents.rows
-        last = rows.last_tokens()
-        drafts = chain(last, last.unsqueeze(1).expand(-1, width - 1))
-        noise = self._rounds.noise.at(rows.response_lengths, min(width, self._rounds.noise.width))
-        noise = torch.cat([noise, noise[:, -1:].expand(-1, width - noise.shape[1], -1)], 1)
-        return self._seconds(lambda: self._rounds.decide(drafts, noise))
+        return self._rounds.time_verify(width)
 
-    @torch.inference_mode()
     def measure_draft(self, batch: int, depth: int, strategy: Strategy) -> float:
         """Seconds of the strategy's drafts for ``batch`` rows, were it ``depth`` deep."""
         self._occupy(batch, slots_needed(replace(strategy, depth=depth)))
-        noise = self._rounds.noise.at(self._residents.rows.response_lengths, depth + 1)
-        return self._seconds(lambda: self._rounds.propose(replace(strategy, depth=depth), noise))
+        return self._rounds.time_draft(replace(strategy, depth=depth))
 
     def close(self) -> None:
         """Empty the rows."""
@@ -60,11 +48,3 @@ class RoundMeasures:
                 self._residents.admit()
                 self._residents.prefill()
         self._residents.reserve(num_slots)
-
-    def _seconds(self, run: Callable[[], object]) -> float:
-        device = self._rounds.decoder.device
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start

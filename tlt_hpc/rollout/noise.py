@@ -8,6 +8,7 @@ Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11).
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 import struct
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from tlt_hpc.kernels.gumbel import gumbel_noise
 from tlt_hpc.records import SampleKey
+from tlt_hpc.rollout.transfer import upload
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -66,6 +68,18 @@ def gumbel_rows(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     shape = (*positions.shape, len(columns))
     bits = torch.stack([lane.expand(shape) for lane in lanes], -1)
     return gumbel(bits.flatten(-2)[..., :vocab_size])
+
+
+def gumbel_number(words: Sequence[int], position: int, token: int) -> float:
+    """One number of the noise, on the host: for the few that a lookup among n-grams asks for."""
+    (k0, k1), counter = words[:2], (token // 4, position, words[2], words[3])
+    c0, c1, c2, c3 = counter
+    for _ in range(_ROUNDS):
+        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right & _LOW, (left >> 32) ^ c3 ^ k1, left & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    w = ((c0, c1, c2, c3)[token % 4] + 0.5) * 2.0**-32
+    return -math.log(-math.log1p(-w))
 
 
 _COMPILED_FROM = 16_384
@@ -116,25 +130,36 @@ class NoiseWindow:
     def __init__(self, num_rows: int, vocab_size: int, least_width: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.width = max(least_width, min(self._AHEAD, self._BLOCK_NUMBERS // vocab_size))
-        self._words = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
-        self._noise = torch.zeros(num_rows * self.width, vocab_size, device=device)
+        self.words = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
+        """``noise_key`` of each row's sample."""
+        self._ring: Tensor | None = None
         self._rows_of = _rows_function(vocab_size, device)
         self._made = [0] * num_rows
         """Each row's first position without noise yet."""
 
     @property
     def num_bytes(self) -> int:
-        return self._noise.nbytes
+        return 0 if self._ring is None else self._ring.nbytes
+
+    @property
+    def _noise(self) -> Tensor:
+        """[R * width, V], made when it is first asked for: where kernels make the noise themselves nobody does."""
+        if self._ring is None:
+            with torch.inference_mode(False):  # rows are moved outside of it
+                self._ring = torch.zeros(len(self.words) * self.width, self.vocab_size, device=self.words.device)
+        return self._ring
 
     def set_row(self, row: int, key: SampleKey, position: int) -> None:
         """Give a row to a sample whose next response position is ``position``."""
-        self._words[row] = torch.tensor(noise_key(key), device=self._words.device)
+        self.words[row] = upload(noise_key(key), self.words.device)
         self._made[row] = position
 
     def move_row(self, source: int, target: int) -> None:
         """Copy one row's place in its stream to another row."""
-        ring = self._noise.view(-1, self.width, self.vocab_size)
-        ring[target], self._words[target] = ring[source], self._words[source]
+        self.words[target] = self.words[source]
+        if self._ring is not None:
+            ring = self._ring.view(-1, self.width, self.vocab_size)
+            ring[target] = ring[source]
         self._made[target] = self._made[source]
 
     def at(self, positions: Sequence[int], width: int) -> Tensor:
@@ -164,7 +189,7 @@ class NoiseWindow:
 
     def _fill(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> None:
         device = self._noise.device
-        words = self._words[torch.from_numpy(row).to(device)]
+        words = self.words[torch.from_numpy(row).to(device)]
         noise = self._rows_of(words, torch.from_numpy(position).to(device).unsqueeze(1), self.vocab_size)
         target = torch.from_numpy(row * self.width + position % self.width).to(device)
         self._noise.index_copy_(0, target, noise[:, 0])

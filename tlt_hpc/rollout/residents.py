@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
@@ -17,6 +15,7 @@ from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.pages import PagePool
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sequences import Sequence, WaitingQueue
+from tlt_hpc.rollout.transfer import upload
 
 
 class Residents:
@@ -116,14 +115,13 @@ class Residents:
             for sequence, end in zip(chosen, ends, strict=True)
         ]
         tokens = [[s.text[i] for i in row] for s, row in zip(chosen, columns, strict=True)]
-        positions = torch.tensor(columns, device=device)
-        tables = torch.full((len(chosen), self.cache.tables.shape[1]), self.cache.num_pages, device=device)
-        for i, sequence in enumerate(chosen):
-            tables[i, : len(sequence.pages)] = torch.tensor(sequence.pages, device=device)
+        positions = upload(columns, device)
+        width_of_table = self.cache.tables.shape[1]
+        tables = upload([s.pages + [self.cache.num_pages] * (width_of_table - len(s.pages)) for s in chosen], device)
         readable = [s.pages[: self.pages_for(end)] for s, end in zip(chosen, ends, strict=True)]
         layout = self.cache.layout(readable, self.pool.high_water)
         attend = self.cache.attend(layout, tables, positions)
-        hidden = self._decoder.hidden(torch.tensor(tokens, device=device).flatten(), positions.flatten(), attend)
+        hidden = self._decoder.hidden(upload(tokens, device).flatten(), positions.flatten(), attend)
         if self.cache.features is not None:
             self.cache.features[self.cache.slots(positions, tables).flatten()] = hidden
         for sequence, end in zip(chosen, ends, strict=True):
@@ -138,21 +136,24 @@ class Residents:
         self.cache.set_table(row, sequence.pages)
         self._noise.set_row(row, sequence.request.key, sequence.num_response)
         if self._learned is not None:
-            self._learned.set_row(row)
+            self._learned.set_row(row, sequence)
         self._layout = None
 
     # -- growth -------------------------------------------------------------------------------------------------
 
-    def has_room(self, num_slots: int) -> bool:
-        """Whether every live row can write ``num_slots`` positions from its last token on without a preemption."""
-        return sum(self._lacking(sequence, num_slots) for sequence in self.rows.sequences) <= self.pool.num_free
+    def has_room(self, num_slots: int, ahead: int = 0) -> bool:
+        """Whether every live row can write ``num_slots`` positions from its last token on without a preemption.
 
-    def reserve(self, num_slots: int) -> None:
+        ``ahead``: tokens that a row may have got in rounds that have not been read yet.
+        """
+        return sum(self._lacking(sequence, num_slots, ahead) for sequence in self.rows.sequences) <= self.pool.num_free
+
+    def reserve(self, num_slots: int, ahead: int = 0) -> None:
         """Give every live row the pages for that many positions; whoever came last makes room where they run out."""
         row = 0
         while row < self.rows.num_live:
             sequence = self.rows.sequences[row]
-            lacking = self._lacking(sequence, num_slots)
+            lacking = self._lacking(sequence, num_slots, ahead)
             if lacking > self.pool.num_free:
                 self._make_room()
                 row = 0  # rows have moved; those that have their pages take none again
@@ -163,8 +164,9 @@ class Residents:
                 self._layout = None
             row += 1
 
-    def _lacking(self, sequence: Sequence, num_slots: int) -> int:
-        return max(0, self.pages_for(len(sequence.text) - 1 + num_slots) - len(sequence.pages))
+    def _lacking(self, sequence: Sequence, num_slots: int, ahead: int) -> int:
+        longest = min(len(sequence.text) + ahead, sequence.prompt_length + sequence.params.max_tokens)
+        return max(0, self.pages_for(longest - 1 + num_slots) - len(sequence.pages))
 
     def _make_room(self) -> None:
         """Preempt the sequence that comes last in rank, whether it is being prefilled or has a row."""
@@ -177,7 +179,7 @@ class Residents:
             self.release(victim)
         else:
             row = self.rows.sequences.index(victim)
-            victim.log_probs = self.rows.response_log_probs(row).cpu().numpy().copy()
+            victim.log_probs = self.rows.response_log_probs(row).numpy().copy()
             self.remove(row)
         self.waiting.push(victim)
 
@@ -192,6 +194,7 @@ class Residents:
             self.cache.tables[row] = self.cache.tables[moved]
             if self._learned is not None:
                 self._learned.move_row(moved, row)
+        self.cache.tables[self.rows.num_live] = self.cache.num_pages
         self._layout = None
 
     def release(self, sequence: Sequence) -> None:

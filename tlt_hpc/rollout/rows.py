@@ -1,4 +1,8 @@
-"""The live sequences' state on the device, rows 0..B-1. Knows how rows move, not how tokens are chosen."""
+"""What the device knows of the live rows: their tokens and the numbers that a round reads. Knows no cache.
+
+Rows are dense: live ones are 0 to ``num_live - 1``. Those behind them are padding that may take part in a pass: a text
+of one token that has reached its cap, so that it emits nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,26 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.sequences import Sequence
+from tlt_hpc.rollout.transfer import upload
 
 
 class LiveRows:
-    """Tokens, lengths, log-probs and end tokens of the rows, beside the sequences that they belong to."""
+    """Tokens, lengths and rules of the rows on the device, beside the sequences that they belong to.
+
+    Addresses never change, so that graphs may read them; ``ends`` alone is replaced when a row has more end tokens.
+    """
 
     def __init__(self, num_rows: int, num_positions: int, device: torch.device) -> None:
         self.num_positions = num_positions
         self.tokens = torch.zeros(num_rows, num_positions, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(num_rows, num_positions, device=device)
-        self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.caps = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.lengths = torch.ones(num_rows, dtype=torch.int64, device=device)
+        self.caps = torch.ones(num_rows, dtype=torch.int64, device=device)
         """Length at which each row's response has its last token."""
+        self.starts = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        """Length of each row's prompt."""
+        self.temperatures = torch.ones(num_rows, device=device)
+        self.log_probs = torch.zeros(num_rows, num_positions)
+        """On the host, where they are wanted."""
         self.ends = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
         """End tokens of each row, filled with -1."""
         self.index = torch.arange(num_rows, device=device)
@@ -41,41 +53,43 @@ class LiveRows:
 
     def add(self, sequence: Sequence) -> int:
         """Make a row for a sequence; returns it."""
-        row, text = self.num_live, sequence.text
-        device = self.tokens.device
-        self.tokens[row, : len(text)] = torch.tensor(text, device=device)
+        row, text, device = self.num_live, sequence.text, self.tokens.device
+        self.tokens[row, : len(text)] = upload(text, device)
         self.lengths[row] = len(text)
         self.caps[row] = sequence.prompt_length + sequence.params.max_tokens
+        self.starts[row] = sequence.prompt_length
+        self.temperatures[row] = float(sequence.rule.temperature)
         self._set_ends(row, sequence.end_token_ids)
         if sequence.log_probs is not None:
-            self.log_probs[row, sequence.prompt_length : len(text)] = torch.from_numpy(sequence.log_probs).to(device)
+            self.log_probs[row, sequence.prompt_length : len(text)] = torch.from_numpy(sequence.log_probs)
             sequence.log_probs = None
         self.sequences.append(sequence)
+        sequence.row = row
         return row
 
     def _set_ends(self, row: int, ids: tuple[int, ...]) -> None:
-        if len(ids) > self.ends.shape[1]:
-            more = torch.full((self.capacity, len(ids) - self.ends.shape[1]), -1, device=self.ends.device)
+        device, width = self.ends.device, self.ends.shape[1]
+        if len(ids) > width:
+            more = torch.full((self.capacity, max(len(ids), 2 * width) - width), -1, device=device)
             self.ends = torch.cat([self.ends, more], 1)
         self.ends[row] = -1
-        self.ends[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64, device=self.ends.device)
+        self.ends[row, : len(ids)] = upload(ids, device)
 
-    def last_tokens(self) -> Tensor:
-        """The newest token [B] of each row."""
-        count = self.num_live
+    def last_tokens(self, count: int | None = None) -> Tensor:
+        """The newest token [B] of each row, or of the first ``count``, padding included."""
+        count = self.num_live if count is None else count
         return self.tokens[self.index[:count], self.lengths[:count] - 1]
 
-    def commit(self, chosen: Tensor, counts: Tensor, log_probs: Tensor) -> None:
-        """Append the first ``counts`` [B] of ``chosen`` [B, n].
+    def extend(self, chosen: Tensor, counts: Tensor) -> Tensor:
+        """Append the first ``counts`` [B] of ``chosen`` [B, n]; returns the columns [B, n] that were written.
 
         Columns beyond a row's count are written too: nothing reads past ``lengths``, and the next round overwrites.
         """
         num_rows, width = chosen.shape
-        rows = self.index[:num_rows].unsqueeze(1)
         columns = self.lengths[:num_rows].unsqueeze(1) + torch.arange(width, device=chosen.device)
-        self.tokens[rows, columns] = chosen
-        self.log_probs[rows, columns] = log_probs
+        self.tokens[self.index[:num_rows].unsqueeze(1), columns] = chosen
         self.lengths[:num_rows] += counts
+        return columns
 
     def response_log_probs(self, row: int) -> Tensor:
         """Log-probs [R] of a row's response."""
@@ -85,13 +99,13 @@ class LiveRows:
     def remove(self, row: int) -> int | None:
         """Drop a row; the last one takes its place. Returns the row that moved, if any."""
         last = self.num_live - 1
-        self.sequences[row] = self.sequences[last]
-        self.sequences.pop()
-        if row == last:
-            return None
-        length = int(self.lengths[last])
-        for tensor in (self.lengths, self.caps, self.ends):
-            tensor[row] = tensor[last]
-        self.tokens[row, :length] = self.tokens[last, :length]
-        self.log_probs[row, :length] = self.log_probs[last, :length]
-        return last
+        self.sequences[row].row = -1
+        moved = self.sequences.pop()
+        if row != last:
+            self.sequences[row] = moved
+            moved.row = row
+            for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.ends, self.tokens):
+                tensor[row] = tensor[last]
+            self.log_probs[row, : len(moved.text)] = self.log_probs[last, : len(moved.text)]
+        self.lengths[last] = self.caps[last] = 1
+        return None if row == last else last

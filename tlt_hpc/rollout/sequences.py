@@ -44,6 +44,10 @@ class Sequence:
     """A stop string has ended it."""
     log_probs: NDArray[np.float32] | None = None
     """Of the response so far, while no row holds them."""
+    row: int = -1
+    """The row that it has; -1: none."""
+    num_read: int = 0
+    """Positions whose true features the drafter has surely seen."""
 
     @property
     def prompt_length(self) -> int:

@@ -1,0 +1,326 @@
+"""Rounds that are launched before the one before is read: the same texts, no waits, graphs that are shared."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.test_engine import full_engine, untrained_drafter
+from tests.tiny import EOS, embedded_decoder, embedded_tokenizer, gcd_requests, generate, make_engine, texts
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.folder import embedded
+from tlt_hpc.records import FinishReason
+from tlt_hpc.rollout import device_cache, graph_round
+from tlt_hpc.rollout.decisions import Recorder, ReplayChooser
+from tlt_hpc.rollout.device_rounds import DeviceRounds
+from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
+from tlt_hpc.rollout.kv_cache import page_bytes
+from tlt_hpc.rollout.noise import gumbel_number, gumbel_rows, noise_key
+from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.target_pass import TargetPass
+
+REQUESTS = gcd_requests(4, 4)
+PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
+CHAIN, TREE = Strategy("drafter", 4), Strategy("drafter", 4, 2, 9)
+NGRAM, HYBRID = Strategy("ngram", 3), Strategy("hybrid", 3, 2, 5)
+
+
+def device_engine(strategies, **options):
+    options = {"max_new_tokens": 60, "chooser": "random", "tie_guard": False} | options
+    return full_engine(strategies, attention="paged-kernel", **options)
+
+
+def spy_on_overlaps(engine):
+    """How many rounds were under way after each step."""
+    seen, step = [], engine.step
+
+    def spied():
+        step()
+        seen.append(len(engine._under_way))
+
+    engine.step = spied
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {rollout.key: rollout for rollout in generate(make_engine(max_new_tokens=60), REQUESTS)}
+
+
+ENGINES = {
+    "plain": ([OFF], {}),
+    "chains": ([CHAIN], {"max_live": 6}),
+    "trees": ([TREE, Strategy("drafter", 3, 4, 7, 1.5)], {"max_live": 6}),
+    "one of all kinds": ([CHAIN, TREE, NGRAM, HYBRID, OFF], {"max_live": 5}),
+    "a drafter that rests for long": ([CHAIN, OFF, OFF], {"max_live": 3, "seed": 5}),
+    "shared prompts": ([TREE, OFF], {"max_live": 12, "page_size": 4}),
+    "preempted": ([TREE, OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 25}),
+    "a draft vocabulary": ([CHAIN, TREE], {"draft_token_ids": tuple(range(3, 15))}),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_round_read_late_changes_nothing(name, plain):
+    strategies, options = ENGINES[name]
+    engine = device_engine(list(dict.fromkeys(strategies)), **options)
+    overlaps = spy_on_overlaps(engine)
+    rollouts = generate(engine, list(reversed(REQUESTS)))
+    assert texts(rollouts) == texts(plain.values())
+    for rollout in rollouts:
+        wanted = torch.from_numpy(plain[rollout.key].log_probs)
+        torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
+        assert rollout.finish_reason == plain[rollout.key].finish_reason
+    assert max(overlaps) == 1, "no round was launched before the one before was read"
+    counts = engine.take_counts()
+    assert counts.num_tokens == sum(len(rollout.response_tokens) for rollout in rollouts)
+    assert counts.num_row_passes == sum(rollout.num_target_passes for rollout in rollouts)
+    assert (counts.num_preempted > 0) == (name == "preempted")
+    assert engine._residents.pool.num_used == 0
+
+
+def test_speculation_saves_passes_there_too():
+    engine = device_engine([CHAIN])
+    engine.load_drafter(tiny_drafter_state())
+    rollouts = generate(engine, REQUESTS)
+    counts = engine.take_counts()
+    assert counts.num_tokens / counts.num_row_passes > 2.5
+    on_host = full_engine([CHAIN], max_new_tokens=60, chooser="random")
+    on_host.load_drafter(tiny_drafter_state())
+    assert [r.num_target_passes for r in rollouts] == [r.num_target_passes for r in generate(on_host, REQUESTS)]
+
+
+class Late(Recorder):
+    """Plain rounds first, then always the other strategy."""
+
+    def _pick(self, num_live, usable, backlog):
+        return OFF if self.num_rounds < 25 else self.strategies[0]
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, TREE])
+def test_a_drafter_that_rested_reads_all_it_has_missed(strategy):
+    """What it has not read costs accept length, so passes tell. Alone in its row a response has the same rounds."""
+    request = max(REQUESTS, key=lambda r: len(texts(generate(make_engine(max_new_tokens=60), [r]))[r.key]))
+    passes = []
+    for attention in ("paged-kernel", "pages"):
+        engine = (
+            device_engine([strategy, OFF])
+            if attention == "paged-kernel"
+            else full_engine([strategy, OFF], max_new_tokens=60)
+        )
+        engine.load_drafter(tiny_drafter_state())
+        engine.chooser = Late([strategy, OFF])
+        engine.submit([request])
+        while engine.has_work:
+            engine.step()
+            for row, sequence in enumerate(engine._rows.sequences):
+                assert sequence.num_read <= int(engine._learned.known[row])
+        (rollout,) = engine.collect()
+        passes.append((len(rollout.response_tokens), rollout.num_target_passes))
+    assert passes[0] == passes[1]
+    assert passes[0][0] > 45
+
+
+def tiny_drafter_state():
+    state = load_file(embedded("tiny_drafter") / "drafter.safetensors")
+    return {name: state[f"{name}.weight"] for name, _ in untrained_drafter().named_parameters()}
+
+
+def test_requests_of_all_kinds_in_one_batch():
+    """Truncated rules and least lengths leave the graphs, stop strings cut what came too late."""
+    decode = embedded_tokenizer().decode
+    base = make_engine(max_new_tokens=60, detokenize=decode)
+    shown = decode(texts(generate(base, REQUESTS[3:4]))[REQUESTS[3].key][4:7])
+    kinds = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 3},
+        {"stop_strings": (shown,)},
+        {"min_tokens": 20},
+        {"stop_token_ids": (5, 6, 7)},
+        {"max_tokens": 1},
+        {"max_tokens": 0},
+    ]
+    mixed = [
+        replace(request, params=replace(base.settings.params, **kinds[i % len(kinds)]))
+        for i, request in enumerate(REQUESTS)
+    ]
+    wanted = generate(base, mixed)
+    assert {rollout.finish_reason for rollout in wanted} == set(FinishReason)
+    for strategies in ([OFF], [CHAIN, TREE, NGRAM, HYBRID, OFF]):
+        engine = device_engine(strategies, max_live=4, detokenize=decode)
+        overlaps = spy_on_overlaps(engine)
+        got = generate(engine, mixed)
+        assert texts(got) == texts(wanted)
+        assert [r.finish_reason for r in got] == [r.finish_reason for r in wanted]
+        assert [len(r.log_probs) for r in got] == [len(r.response_tokens) for r in wanted]
+        assert {0, 1} == set(overlaps)
+
+
+def test_aborts_and_swaps_between_a_launch_and_its_reading(plain):
+    engine = device_engine([CHAIN, TREE, OFF], max_live=6)
+    engine.submit(REQUESTS)
+    gone = set()
+    for turn in range(1, 4):
+        for _ in range(4):
+            engine.step()
+        assert engine._under_way, "nothing to be disturbed"
+        response = engine._rows.sequences[turn % engine._rows.num_live]
+        gone.add(response.request.key)
+        assert engine.abort([response.request.key]) == 1
+        engine.load_drafter(untrained_drafter(turn).state_dict())
+    assert texts(generate(engine, [])) == {key: text for key, text in texts(plain.values()).items() if key not in gone}
+
+
+def test_an_abort_of_all_leaves_a_usable_engine(plain):
+    engine = device_engine([CHAIN])
+    engine.submit(REQUESTS)
+    engine.step()
+    engine.step()
+    assert engine.abort() == len(REQUESTS)
+    assert not engine.has_work
+    assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+
+
+def test_a_drafter_of_nan_is_rested_counted_and_harmless(plain):
+    for strategy in (CHAIN, TREE, HYBRID):
+        engine = device_engine([strategy, OFF])
+        good = {name: tensor.clone() for name, tensor in engine.drafter.state_dict().items()}
+        engine.load_drafter({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()})
+        assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+        assert 1 <= engine.take_counts().num_drafter_faults <= 2, "a round may be under way when the first is read"
+        engine.load_drafter(good)
+        assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+        counts = engine.take_counts()
+        assert (counts.num_drafter_faults, counts.strategies[strategy.name][0] > 0) == (0, True)
+
+
+@pytest.mark.parametrize("strategies", [[OFF], [CHAIN], [TREE, HYBRID], [NGRAM]])
+def test_the_guard_undoes_a_round_with_a_near_tie(strategies, plain):
+    """A zone of doubt so wide that many tokens are in it: each must be what the canonical pass says."""
+    engine = device_engine(strategies, tie_guard=True, max_live=6)
+    engine._guard.logit_tolerance = 3.0
+    overlaps = spy_on_overlaps(engine)
+    rollouts = generate(engine, REQUESTS)
+    assert texts(rollouts) == texts(plain.values())
+    assert engine.take_counts().num_guarded > 50
+    assert max(overlaps) == 0, "the guard must look at a round before the next one"
+    for rollout in rollouts:
+        wanted = torch.from_numpy(plain[rollout.key].log_probs)
+        torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_the_guard_corrects_a_wrong_choice(plain, monkeypatch):
+    """Noise that is off by a little in the graphs alone: with the guard nobody can tell."""
+    choose = graph_round.gumbel_argmax
+
+    def off_by_a_little(logits, *rest):
+        return choose(logits + 0.5 * torch.sin(1e4 * logits), *rest)
+
+    monkeypatch.setattr(graph_round, "gumbel_argmax", off_by_a_little)
+    engine = device_engine([CHAIN])
+    assert texts(generate(engine, REQUESTS)) != texts(plain.values())
+    guarded = device_engine([CHAIN], tie_guard=True)
+    guarded._guard.logit_tolerance = 3.0
+    assert texts(generate(guarded, REQUESTS)) == texts(plain.values())
+
+
+def test_a_recorded_rollout_can_be_played_again():
+    strategies = [CHAIN, TREE, NGRAM, OFF]
+    engine = device_engine(strategies, max_live=5)
+    generate(engine, REQUESTS)
+    recorded = engine.take_counts()
+    again = device_engine(strategies, max_live=5)
+    again.chooser = ReplayChooser(recorded.decisions, strategies)
+    generate(again, REQUESTS)
+    assert again.take_counts().strategies == recorded.strategies
+
+
+def test_graphs_are_few_and_shared(plain, caplog):
+    engine = device_engine([CHAIN, replace(CHAIN, sharpness=2.0), TREE, HYBRID, OFF], max_live=20)
+    rounds = engine._rounds
+    assert isinstance(rounds, DeviceRounds)
+    assert batch_buckets(20) == [1, 2, 4, 8, 16, 20]
+    assert batch_buckets(8) == [1, 2, 4, 8]
+    assert batch_buckets(40) == [1, 2, 4, 8, 16, 32, 40]
+    with caplog.at_level(logging.INFO):
+        rounds.capture()
+    assert "graphs captured in" in caplog.text
+    num_graphs = len(rounds._graphs)
+    # drafts of four strategies; targets of widths 1 and 5 as chains, of 10 and 9 as trees
+    assert num_graphs == 6 * (4 + 4)
+    assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+    assert len(rounds._graphs) == num_graphs, "a graph was missing"
+    more = replace(REQUESTS[0], params=replace(engine.settings.params, stop_token_ids=(9, 10, 11, EOS)))
+    generate(engine, [more])
+    assert len(rounds._graphs) < num_graphs, "the old graphs read the end tokens of before"
+
+
+def test_sequences_that_end_hold_no_row_and_no_page():
+    engine = device_engine([CHAIN], max_live=3)
+    generate(engine, REQUESTS)
+    assert engine._rows.lengths.tolist() == [1, 1, 1]
+    assert engine._rows.caps.tolist() == [1, 1, 1]
+    assert bool((engine._cache.tables == engine._cache.num_pages).all())
+
+
+def test_no_wait_and_no_shape_from_data(monkeypatch):
+    """On the meta device a value cannot be read, so whatever would wait for the device fails."""
+    meta, host = torch.device("meta"), device_engine([CHAIN, TREE, OFF])
+    rows = host._rows
+    monkeypatch.setattr(
+        device_cache,
+        "paged_tree_attention",
+        lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
+    )
+    graphs, learned = host._rounds._graphs, host._learned
+    for holder in (host._rows, host._noise, host._cache, learned, learned.chances, graphs):
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(holder, name, value.to(meta))
+    decoder = Decoder(embedded_decoder().shape, torch.float32, meta)
+    learned._decoder, graphs._target = decoder, TargetPass(decoder, rows, host._cache)
+    learned.drafter.to(meta).pack()
+    learned.drafter.rotary = decoder.rotary
+    with torch.inference_mode():
+        for count in (1, 8):
+            for strategy in (CHAIN, TREE):
+                tokens, scores, *more = graphs._draft(count, strategy)
+                assert tokens.shape == (count, strategy.widest_pass)
+                assert scores.shape == (count,)
+                told, log_probs, on_path = graphs._verify(tokens, *more[:1])
+                assert told.shape == (count, strategy.widest_pass + NUM_TOLD)
+                assert log_probs.shape == on_path.shape == (count, strategy.widest_pass)
+            assert graphs._verify(rows.last_tokens(count).unsqueeze(1))[0].device == meta
+
+
+def test_ranks_of_a_replica_decide_as_the_first(plain):
+    """Their clocks differ, so their own choices would."""
+    told = []
+
+    def tell(index):
+        told.append(index)
+        return index
+
+    strategies = [CHAIN, NGRAM, OFF]
+    first = full_engine(strategies, max_new_tokens=60, chooser="random", seed=1, max_live=5, agree=tell)
+    second = full_engine(
+        strategies, max_new_tokens=60, chooser="random", seed=2, max_live=5, agree=lambda _: told.pop(0)
+    )
+    assert texts(generate(first, REQUESTS)) == texts(plain.values())
+    own = list(told)
+    assert len(set(own)) == 3
+    assert texts(generate(second, REQUESTS)) == texts(plain.values())
+    assert (
+        second.take_counts().decisions.strategy_index.tolist() == own == [*first.take_counts().decisions.strategy_index]
+    )
+
+
+@pytest.mark.parametrize("token", [0, 1, 2, 3, 777, 151_000])
+def test_single_numbers_of_the_noise(token):
+    words = noise_key(REQUESTS[3].key)
+    row = gumbel_rows(torch.tensor([words]), torch.tensor([[29]]), 151_643)[0, 0]
+    assert gumbel_number(words, 29, token) == pytest.approx(float(row[token]), rel=1e-6)

@@ -1,0 +1,283 @@
+"""Rounds on a device without a wait: queued as graphs, and read while the next one runs.
+
+What the host learns a round late is what a row said and that it has ended: the round launched meanwhile gave such a row
+tokens that nobody takes. Near-ties and n-grams need the texts, so with them a round is read before the next one starts.
+On a CPU the same functions run eagerly, for tests; they have not run on a GPU yet.
+Shapes: as in ``graph_round``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tlt_hpc.kernels.attention import MAX_NODES
+from tlt_hpc.rollout.decoding import Emitted, Pending, Rounds, append, learn_chances
+from tlt_hpc.rollout.drafts import NoiseAt, hybrid
+from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound, fits_graphs
+from tlt_hpc.rollout.noise import gumbel_number, noise_key
+from tlt_hpc.rollout.sequences import Sequence as Response
+from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.target_pass import by_node
+from tlt_hpc.rollout.transfer import upload
+from tlt_hpc.rollout.tree import EMPTY, DraftTree, tree
+
+
+@dataclass
+class DeviceRounds(Rounds):
+    """Rounds whose tensors stay on the device; those that graphs cannot hold are carried out as on the host.
+
+    These are rounds with a truncated rule (top-k, top-p, min-p) or a least length still to reach in any row, and trees
+    of more than 64 nodes. With the tie guard on, and with n-grams, a round is read before the next one starts.
+    """
+
+    strategies: tuple[Strategy, ...] = (OFF,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._graphs = GraphRound(self.target, self.noise, self.learned, self.strategies)
+        self._ahead: list[_Round] = []
+
+    def capture(self) -> None:
+        self._graphs.capture()
+
+    @property
+    def graph_bytes(self) -> int:
+        return self._graphs.num_bytes
+
+    # -- which rounds -------------------------------------------------------------------------------------------
+
+    def overlaps(self, strategy: Strategy) -> bool:
+        return not self.guard.active and strategy.source in ("off", "drafter") and self._is_static(strategy)
+
+    def _is_static(self, strategy: Strategy) -> bool:
+        return fits_graphs(strategy) and not any(map(_is_special, self.residents.rows.sequences))
+
+    # -- a round ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, strategy: Strategy) -> Pending:
+        """Draft, verify, accept, commit, all of it queued on the device."""
+        if not self._is_static(strategy):
+            assert not self._ahead, "a round on the host needs the texts"
+            return super().launch(strategy)
+        rows = self.residents.rows
+        self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.guard.active else 0.0)
+        watch = _Stopwatch(self.decoder.device)
+        drafts, cells, scores = self._drafts(strategy)
+        watch.mark()
+        before = rows.lengths.clone() if self.guard.active else None
+        told, log_probs, on_path = self._graphs.verify(drafts)
+        live = slice(rows.num_live)
+        brought = _to_host(told[live]), _to_host(log_probs[live]), None if scores is None else _to_host(scores[live])
+        drafts = _rows_of(drafts, live)
+        if cells is not None and self.learned is not None:
+            learn_chances(self.learned, drafts, cells[live], on_path[live])
+        watch.mark()
+        started = _Round(self, strategy, list(rows.sequences), watch, drafts, before, *brought)
+        self._ahead.append(started)
+        return started
+
+    def _drafts(self, strategy: Strategy) -> tuple[DraftTree, Tensor | None, Tensor | None]:
+        """The bucket's drafts; of a drafter's, the cells of their chances, and scores [B] that are NaN if it failed."""
+        rows = self.residents.rows
+        count = self._graphs.bucket(rows.num_live)
+        if strategy == OFF:
+            return DraftTree(rows.last_tokens(count).unsqueeze(1)), None, None
+        if strategy.source == "ngram":
+            return self._ngram_drafts(count, strategy), None, None
+        self._read_backlog()
+        found = self._graphs.draft(count, strategy)
+        drafts = self._grafted(found.drafts, strategy) if strategy.source == "hybrid" else found.drafts
+        return drafts, found.cells, found.scores
+
+    def _read_backlog(self) -> None:
+        """Let the drafter read what its graph has no room for."""
+        assert self.learned is not None
+        rows = self.residents.rows
+        ahead = sum(one.most_tokens for one in self._ahead)
+        unread = max(len(sequence.text) + ahead - 1 - sequence.num_read for sequence in rows.sequences)
+        if unread > self._graphs.read_width:
+            self.learned.read(rows, rows.num_live, self._graphs.layout, unread)
+        for sequence in rows.sequences:  # at least; what is ahead is told when it is read
+            sequence.num_read = len(sequence.text) - 1
+
+    def _ngram_drafts(self, count: int, strategy: Strategy) -> DraftTree:
+        sequences, device = self.residents.rows.sequences, self.decoder.device
+        chains = self.ngram.chains(sequences, _noise_on_host(sequences), strategy)
+        nodes = [[s.text[-1], *chain] for s, chain in zip(sequences, chains, strict=True)]
+        nodes = [row + [EMPTY] * (strategy.widest_pass - len(row)) for row in nodes]
+        return DraftTree(upload(nodes + nodes[:1] * (count - len(nodes)), device))
+
+    def _grafted(self, drafts: DraftTree, strategy: Strategy) -> DraftTree:
+        """Trees with the branches that n-grams know, filled up with empty nodes."""
+        sequences, count = self.residents.rows.sequences, len(drafts.tokens)
+        live = _rows_of(drafts, slice(len(sequences)))
+        grown = hybrid(live, self.ngram.chains(sequences, _noise_on_host(sequences), strategy))
+        n = grown.num_nodes
+        parents = grown.parents
+        if parents is None:
+            parents = (torch.arange(n, device=grown.tokens.device) - 1).clamp(min=0).expand(len(sequences), -1)
+        tokens = torch.full((count, strategy.widest_pass), EMPTY, device=grown.tokens.device)
+        above = torch.zeros_like(tokens)
+        tokens[: len(sequences), :n], above[: len(sequences), :n] = grown.tokens, parents
+        return DraftTree(tokens, above)
+
+    # -- read ---------------------------------------------------------------------------------------------------
+
+    def read(self, started: _Round) -> Emitted:
+        """Take in what a launched round gave, the oldest first."""
+        assert self._ahead[0] is started, "rounds are read in the order of their launch"
+        self._ahead.pop(0)
+        seconds = started.watch.wait()
+        self.seconds.draft += seconds[0]
+        self.seconds.verify += seconds[1]
+        is_faulty = started.scores is not None and bool(torch.isnan(started.scores).any())
+        if is_faulty:
+            self.report_fault("the drafter's scores are not numbers")
+        told = started.told.tolist()
+        if started.before is not None and any(row[-1] >= 2 for row in told):
+            tokens, ended, accepted = self._decide_again(started)
+        else:
+            tokens, ended, accepted = self._take(started, told)
+        for later in self._ahead:
+            if later.strategy.has_drafter:  # it began where this one ended
+                for sequence in started.sequences:
+                    sequence.num_read = len(sequence.text) - 1
+        return Emitted(started.strategy, started.sequences, tokens, ended, accepted, sum(seconds), is_faulty)
+
+    def _take(self, started: _Round, told: list[list[int]]) -> tuple[list[list[int]], list[bool], list[int]]:
+        rows, log_probs = self.residents.rows, started.log_probs
+        tokens, ended, accepted = list[list[int]](), list[bool](), list[int]()
+        for i, (sequence, row) in enumerate(zip(started.sequences, told, strict=True)):
+            count, num_accepted, flags = row[-NUM_TOLD:]
+            # one that was preempted since waits at least until this round has been read
+            here = sequence.row >= 0 and count > 0
+            tokens.append(row[:count] if here else [])
+            ended.append(here and bool(flags & 1))
+            if here:
+                start = len(sequence.text)
+                rows.log_probs[sequence.row, start : start + count] = log_probs[i, :count]
+                sequence.text.extend(row[:count])
+                sequence.num_passes += 1
+                accepted.append(num_accepted)
+        return tokens, ended, accepted
+
+    @torch.inference_mode()
+    def _decide_again(self, started: _Round) -> tuple[list[list[int]], list[bool], list[int]]:
+        """A near-tie was reached: undo the commitment and accept the same drafts as on the host, by the guard."""
+        assert started.before is not None and not self._ahead
+        rows = self.residents.rows
+        rows.lengths.copy_(started.before)
+        drafts = started.drafts
+        if drafts.parents is not None:
+            drafts = tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
+        noise = self.noise.at(rows.response_lengths, started.strategy.depth + 1)
+        hidden, logits = self.target.forward(drafts, self._graphs.layout)
+        verdict = self._accept(drafts, logits, by_node(noise, drafts))
+        self._commit(drafts, verdict, hidden, logits)
+        return append(started.sequences, verdict)
+
+    # -- what a cost profile times ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def time_verify(self, width: int) -> float:
+        if width > MAX_NODES:
+            return super().time_verify(width)
+        rows = self.residents.rows
+        last = rows.last_tokens(self._graphs.bucket(rows.num_live))
+        drafts, before = DraftTree(last.unsqueeze(1).expand(-1, width).contiguous()), rows.lengths.clone()
+
+        def verify() -> None:
+            self._graphs.verify(drafts)
+
+        verify()  # captured before it is timed
+        seconds = self._time(verify)
+        rows.lengths.copy_(before)
+        return seconds
+
+    @torch.inference_mode()
+    def time_draft(self, strategy: Strategy) -> float:
+        if not fits_graphs(strategy):
+            return super().time_draft(strategy)
+
+        def draft() -> None:
+            self._drafts(strategy)
+
+        draft()
+        return self._time(draft)
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """A launched round: what it was given, and where it tells the host what came of it."""
+
+    rounds: DeviceRounds
+    strategy: Strategy
+    sequences: list[Response]
+    watch: _Stopwatch
+    drafts: DraftTree
+    before: Tensor | None
+    """Lengths before it, kept for the tie guard."""
+    told: Tensor
+    log_probs: Tensor
+    scores: Tensor | None
+
+    @property
+    def most_tokens(self) -> int:
+        return self.log_probs.shape[1]
+
+    def read(self) -> Emitted:
+        return self.rounds.read(self)
+
+
+class _Stopwatch:
+    """The times at marks in the device's work, by events on CUDA; the first mark is set at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._device.type != "cuda":
+            self._times.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._events.append(event)
+
+    def wait(self) -> list[float]:
+        """Wait for the last mark without a busy loop; the seconds from each mark to the next."""
+        if self._device.type != "cuda":
+            return [after - before for before, after in pairwise(self._times)]
+        self._events[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+
+
+def _is_special(sequence: Response) -> bool:
+    """Whether its next token may be chosen by more than temperature and noise."""
+    return sequence.rule.truncates or sequence.num_response < sequence.params.min_tokens
+
+
+def _noise_on_host(sequences: Sequence[Response]) -> NoiseAt:
+    words = [noise_key(sequence.request.key) for sequence in sequences]
+    first = [sequence.num_response for sequence in sequences]
+    return lambda row, d, token: gumbel_number(words[row], first[row] + d, token)
+
+
+def _rows_of(drafts: DraftTree, rows: slice) -> DraftTree:
+    return DraftTree(drafts.tokens[rows], None if drafts.parents is None else drafts.parents[rows])
+
+
+def _to_host(x: Tensor) -> Tensor:
+    """A copy on the host, complete once the device has passed what is queued before it."""
+    if not x.is_cuda:
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

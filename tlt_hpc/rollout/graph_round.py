@@ -1,0 +1,204 @@
+"""The two halves of a round as static functions of device buffers, recorded as graphs: drafts, and the target's pass.
+
+A graph of the drafter belongs to a batch bucket and a strategy; one of the target, with sampling, walk and commitment,
+to a bucket and a width, so strategies of one width share it. Nothing here is read back, no shape depends on data.
+Knows neither sequences nor what the host makes of the outcome.
+Shapes: ``B`` rows of a bucket, those beyond the live ones padding; ``N`` nodes of a draft tree, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tlt_hpc.kernels.attention import MAX_NODES
+from tlt_hpc.kernels.graphs import GraphPool
+from tlt_hpc.kernels.gumbel import GumbelChoice, gumbel_argmax
+from tlt_hpc.rollout.drafts import LearnedDrafts, Perturbation, Proposal, slots_needed
+from tlt_hpc.rollout.kv_cache import Layout
+from tlt_hpc.rollout.noise import NoiseWindow
+from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.rollout.target_pass import TargetPass
+from tlt_hpc.rollout.tree import DraftTree, tree
+
+logger = logging.getLogger(__name__)
+
+_BUCKETS = (1, 2, 4, 8)
+_BUCKET_STEP = 16
+NUM_TOLD = 3
+"""Numbers that the host is told of a row beside its tokens: their count, drafts accepted, end or near-tie."""
+
+
+def batch_buckets(most: int) -> list[int]:
+    """Batch sizes that graphs are made for: powers of two, from 16 on multiples of it, and ``most`` itself."""
+    sizes = [size for size in (*_BUCKETS, *range(_BUCKET_STEP, most, _BUCKET_STEP)) if size < most]
+    return [*sizes, most]
+
+
+def fits_graphs(strategy: Strategy) -> bool:
+    """Whether the attention kernels hold a strategy's trees."""
+    return slots_needed(strategy) <= MAX_NODES
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a graph of the target depends on beside the batch."""
+
+    width: int
+    is_tree: bool
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> _Form:
+        return cls(strategy.widest_pass, strategy.branching > 1 or strategy.source == "hybrid")
+
+
+class GraphRound:
+    """The graphs of an engine's strategies, captured on first use or ahead."""
+
+    def __init__(
+        self, target: TargetPass, noise: NoiseWindow, learned: LearnedDrafts | None, strategies: Sequence[Strategy]
+    ) -> None:
+        self._target, self._noise, self._learned = target, noise, learned
+        self._rows, device = target.rows, target.decoder.device
+        self._strategies = [strategy for strategy in strategies if fits_graphs(strategy)]
+        self._buckets = batch_buckets(self._rows.capacity)
+        self.read_width = 1 + max(strategy.depth for strategy in strategies)
+        """Positions that the drafter reads in its graph; whatever else it has missed must have been read before."""
+        self.layout = Layout(target.cache.tables.shape[1])
+        self.tolerance = torch.zeros(1, device=device)
+        """The tie guard's zone of doubt in logits; 0: off."""
+        self._graphs, self._ends = GraphPool(device), self._rows.ends
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def bucket(self, num_live: int) -> int:
+        """The rows that take part where so many are live."""
+        return next(size for size in self._buckets if size >= num_live)
+
+    # -- graphs -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture all graphs now, the largest first, instead of each on its first use."""
+        assert not self._rows.num_live, "a row would get what the capture runs through"
+        start = time.perf_counter()
+        for count in reversed(self._buckets):
+            for strategy in sorted(self._strategies, key=lambda one: -one.widest_pass):
+                if strategy.has_drafter:
+                    self.draft(count, strategy)
+                form = _Form.of(strategy)
+                tokens = torch.zeros(count, form.width, dtype=torch.int64, device=self.tolerance.device)
+                self.verify(DraftTree(tokens, torch.zeros_like(tokens) if form.is_tree else None))
+        logger.info(
+            "%d graphs captured in %.1f s: %d MiB of device memory; with a target graph for each strategy %d MiB",
+            len(self), time.perf_counter() - start, self.num_bytes >> 20, self._bytes_apart() >> 20,
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the graphs take."""
+        return sum(size for _, size in self._graphs.memory_table())
+
+    def _bytes_apart(self) -> int:
+        """What they would take if strategies of one width did not share the target's."""
+        size = dict(self._graphs.memory_table())
+        forms = [_Form.of(strategy) for strategy in self._strategies]
+        targets = sum(size.get(("verify", count, form), 0) for count in self._buckets for form in forms)
+        return targets + sum(held for key, held in size.items() if isinstance(key, tuple) and key[0] == "draft")
+
+    def _pool(self) -> GraphPool:
+        if self._ends is not self._rows.ends:  # more end tokens than ever before: the graphs read the old ones
+            self._graphs, self._ends = GraphPool(self.tolerance.device), self._rows.ends
+        return self._graphs
+
+    # -- drafts -------------------------------------------------------------------------------------------------
+
+    def draft(self, count: int, strategy: Strategy) -> Proposal:
+        """The learned drafter's drafts for the first ``count`` rows, by one graph; ``scores`` [B] is NaN or not."""
+        learned = self._learned
+        assert learned is not None, f"strategy {strategy.name} without a drafter"
+        key = "draft", count, replace(strategy, source="drafter")
+        out = self._pool().run(key, lambda: self._draft(count, strategy), (), (learned.known,))
+        # the target's graph may use the memory of these outputs
+        tokens, scores, *more = (x.clone() for x in out)
+        if not more:
+            return Proposal(DraftTree(tokens), None, scores)
+        return Proposal(DraftTree(tokens, more[0]), more[1], scores)
+
+    def _draft(self, count: int, strategy: Strategy) -> tuple[Tensor, ...]:
+        """Tokens [B, N], scores [B], and of trees parents and cells [B, N]."""
+        learned, rows = self._learned, self._rows
+        assert learned is not None
+        feature = learned.read(rows, count, self.layout, self.read_width)
+        noise = learned.noise_of(self._noise.words[:count], rows.lengths[:count] - rows.starts[:count])
+        how = Perturbation.at(rows.temperatures[:count])
+        found = learned.draft(rows, self.layout, noise, strategy, how, feature)
+        scores = found.scores.sum(1)
+        if found.drafts.parents is None or found.cells is None:
+            return found.drafts.tokens, scores
+        return found.drafts.tokens, scores, found.drafts.parents, found.cells
+
+    # -- the target ---------------------------------------------------------------------------------------------
+
+    def verify(self, drafts: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
+        """Verify drafts of a bucket and commit what the rows accept.
+
+        Returns what the host is told [B, N + NUM_TOLD] (choices along the path, how many of them count, drafts
+        accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path [B, N]
+        and which nodes are on it [B, N]; they hold until the next graph runs.
+        """
+        count, width = drafts.tokens.shape
+        inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
+        key = "verify", count, _Form(width, drafts.parents is not None)
+        told, log_probs, on_path = self._pool().run(key, self._verify, inputs, (self._rows.lengths,))
+        return told, log_probs, on_path
+
+    def _verify(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        count, n = tokens.shape
+        drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
+        hidden, logits = self._target.forward(drafts, self.layout)
+        choice = self._choose(drafts, logits)
+        verdict = self._target.walk(drafts, choice.token.view(count, n), n)
+        log_probs = self._log_probs(choice, logits).view(count, n).gather(1, verdict.path)
+        near = self._near_ties(choice, count, n).view(count, n).gather(1, verdict.path)
+        reached = torch.arange(n, device=tokens.device) < verdict.counts.unsqueeze(1)
+        self._target.commit(drafts, verdict, hidden)
+        flags = verdict.ended.long() + 2 * (near & reached).any(1).long()
+        told = torch.stack((verdict.counts, verdict.on_path.sum(1) - 1, flags), 1)
+        return torch.cat([verdict.chosen, told], 1), log_probs, verdict.on_path
+
+    def _choose(self, drafts: DraftTree, logits: Tensor) -> GumbelChoice:
+        """The target's choice at each node, flat [B * N]."""
+        rows, (count, n) = self._rows, drafts.tokens.shape
+        depths = torch.arange(n, device=logits.device) if drafts.depths is None else drafts.depths
+        position = (rows.lengths[:count] - rows.starts[:count]).unsqueeze(1) + depths
+        return gumbel_argmax(
+            logits.flatten(0, 1),
+            rows.temperatures[:count].unsqueeze(1).expand(-1, n).flatten().contiguous(),
+            self._noise.words[:count].unsqueeze(1).expand(-1, n, -1).flatten(0, 1).contiguous(),
+            position.flatten(),
+            self._noise.vocab_size,
+        )
+
+    def _log_probs(self, choice: GumbelChoice, logits: Tensor) -> Tensor:
+        """Log-probabilities [B * N] of the choices, over all columns of the logits, as ``token_log_probs`` has them."""
+        padding = logits.flatten(0, 1)[:, self._noise.vocab_size :]
+        if padding.shape[1] == 0:
+            return choice.scaled_logit - choice.log_normaliser
+        scaled = padding / self._divisors(*logits.shape[:2]).unsqueeze(1)
+        return choice.scaled_logit - torch.logaddexp(choice.log_normaliser, scaled.logsumexp(1))
+
+    def _near_ties(self, choice: GumbelChoice, count: int, n: int) -> Tensor:
+        """Which choices [B * N] the tie guard must decide; the tolerance is in logits, the gap over the temperature."""
+        return (choice.best - choice.second) * self._divisors(count, n) < self.tolerance
+
+    def _divisors(self, count: int, n: int) -> Tensor:
+        """Temperatures [B * N] of the nodes' rows; 1 for greedy ones."""
+        temperatures = self._rows.temperatures[:count]
+        return torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1).expand(-1, n).flatten()

@@ -1,0 +1,111 @@
+"""What an engine is built for, and which requests it takes. Knows no tensor and no round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tlt_hpc.models.ngram import ORDERS
+from tlt_hpc.records import Request, SamplingParams
+from tlt_hpc.rollout.chooser import ChooserKind
+from tlt_hpc.rollout.device_cache import AttentionKind
+from tlt_hpc.rollout.strategy import OFF, Strategy
+
+Detokenizer = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is built for. ``params`` are those of a request without its own; its ``max_tokens`` is the cap of
+    all. ``num_tokens`` is the vocabulary without padding rows, which are never sampled.
+    """
+
+    params: SamplingParams
+    num_tokens: int
+    eos_token_ids: tuple[int, ...]
+    max_live: int
+    max_prompt_tokens: int
+    tie_guard: bool
+    kv_bytes: int = 0
+    """Budget of the paged cache, keys, values and features; 0: room for ``max_live`` responses of full length."""
+    page_size: int = 128
+    prefill_tokens: int = 4096
+    """Tokens of one prefill chunk."""
+    attention: AttentionKind = "auto"
+    """How keys and values are kept and read; the text does not depend on it."""
+    ngram_orders: tuple[int, ...] = ORDERS
+    ngram_history_tokens: int = 200_000
+    strategies: tuple[Strategy, ...] = (OFF,)
+    chooser: ChooserKind = "goodput"
+    epsilon: float = 0.05
+    window: int = 128
+    seed: int = 0
+    draft_token_ids: tuple[int, ...] | None = None
+    """Ids that the drafter proposes among; None: all."""
+    detokenize: Detokenizer | None = None
+    """Needed for stop strings alone."""
+
+
+def check_request(request: Request, params: SamplingParams, settings: EngineSettings, num_ids: int, pages: int) -> None:
+    """Refuse a request that an engine with these settings, ``num_ids`` token ids and ``pages`` cannot carry out.
+
+    Raises:
+        ValueError: its prompt, its length or a parameter is not what the engine was built for.
+    """
+    length = len(request.prompt_tokens)
+    name = f"draw {request.key.draw}, sample {request.key.sample}"
+    if not 0 < length <= settings.max_prompt_tokens:
+        raise ValueError(
+            f"prompt of draw {request.key.draw} has {length} tokens; the engine takes 1 to "
+            f"{settings.max_prompt_tokens}: raise data.max_prompt_tokens or drop the prompt"
+        )
+    if request.prompt_tokens.min() < 0 or request.prompt_tokens.max() >= num_ids:
+        raise ValueError(f"prompt of {name} has a token outside 0 to {num_ids - 1}")
+    if not 0 <= params.max_tokens <= settings.params.max_tokens:
+        raise ValueError(
+            f"{name}: prompt of {length} tokens and max_tokens = {params.max_tokens} do not fit a pool of "
+            f"{pages} pages of {settings.page_size} tokens that was made for responses of 0 to "
+            f"{settings.params.max_tokens}; raise rollout.max_new_tokens"
+        )
+    wrong = _wrong_parameter(params, settings.num_tokens)
+    if wrong:
+        raise ValueError(f"{name}: {wrong}")
+    if params.stop_strings and settings.detokenize is None:
+        raise ValueError(f"{name}: stop_strings = {params.stop_strings!r} need an engine with a detokenizer")
+
+
+def check_settings(settings: EngineSettings, has_drafter: bool) -> None:
+    """Refuse what would fail in the middle of a rollout.
+
+    Raises:
+        ValueError: end tokens or draft tokens that are no tokens, or strategies that need a drafter without one.
+    """
+    for name in ("eos_token_ids", "draft_token_ids"):
+        ids = vars(settings)[name] or ()
+        wrong = [i for i in ids if not 0 <= i < settings.num_tokens]
+        if wrong:
+            raise ValueError(f"{name} has {wrong[0]}; the vocabulary has ids 0 to {settings.num_tokens - 1}")
+    widest = max(strategy.branching for strategy in settings.strategies)
+    if settings.draft_token_ids is not None and len(set(settings.draft_token_ids)) < widest:
+        raise ValueError(f"draft_token_ids has fewer ids than a strategy's branching of {widest}; give more")
+    needing = [strategy.name for strategy in settings.strategies if strategy.has_drafter]
+    if needing and not has_drafter:
+        raise ValueError(f"strategy {needing[0]} needs a drafter; give the engine one or leave the strategy out")
+
+
+def _wrong_parameter(params: SamplingParams, num_tokens: int) -> str | None:
+    """What is wrong with a request's parameters, with the remedy."""
+    checks = (
+        (params.temperature >= 0 and np.isfinite(params.temperature), "temperature", "0 or more"),
+        (params.top_k >= 0, "top_k", "0 (off) or more"),
+        (0 < params.top_p <= 1, "top_p", "above 0, up to 1 (off)"),
+        (0 <= params.min_p < 1, "min_p", "0 (off) or more, below 1"),
+        (0 <= params.min_tokens <= params.max_tokens, "min_tokens", f"0 to max_tokens = {params.max_tokens}"),
+        (all(0 <= i < num_tokens for i in params.stop_token_ids), "stop_token_ids", f"ids 0 to {num_tokens - 1}"),
+    )
+    for good, name, remedy in checks:
+        if not good:
+            return f"{name} = {vars(params)[name]!r}; use {remedy}"
+    return None

@@ -1,0 +1,102 @@
+"""One pass of the target over the drafts of the rows: forward, the walk along its choices, and what is kept of it.
+
+Tensors alone, and where a path's length is bounded ahead no look at them: what graphs capture is made of these parts.
+Knows neither how drafts come about nor how a token is chosen.
+Shapes: ``B`` rows, ``N`` nodes of a draft tree, ``m`` columns of the longest path, ``V`` vocabulary, ``H`` hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.rollout.kv_cache import Layout, PagedCache
+from tlt_hpc.rollout.rows import LiveRows
+from tlt_hpc.rollout.tree import DraftTree, emitted_counts, path_of, walk
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round accepted: nodes on the realised path [B, N], the path [B, m], choices on it [B, m], counts [B]."""
+
+    on_path: Tensor
+    path: Tensor
+    chosen: Tensor
+    counts: Tensor
+    ended: Tensor
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """The target over rows whose keys and values are in a cache."""
+
+    decoder: Decoder
+    rows: LiveRows
+    cache: PagedCache
+
+    def forward(self, drafts: DraftTree, layout: Layout) -> tuple[Tensor, Tensor]:
+        """The target's hidden states [B, N, H] and logits [B, N, V] at every node."""
+        rows, cache = self.rows, self.cache
+        count, n = drafts.tokens.shape
+        first = (rows.lengths[:count] - 1).unsqueeze(1)
+        places = first + torch.arange(n, device=first.device)
+        positions = places if drafts.depths is None else first + drafts.depths
+        attend = cache.attend(
+            layout,
+            cache.tables[:count],
+            places,
+            None if drafts.ancestors is None else first.squeeze(1),
+            drafts.ancestors,
+        )
+        fed = drafts.tokens.clamp(min=0)
+        hidden = self.decoder.hidden(fed.flatten(), positions.flatten(), attend)
+        return hidden.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
+
+    def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> Verdict:
+        """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
+        rows, count = self.rows, len(chosen)
+        on_path = walk(chosen, drafts)
+        if drafts.depths is None:
+            path = torch.arange(drafts.num_nodes, device=chosen.device).expand(count, -1)
+            along = chosen.clone()
+        else:
+            path = path_of(on_path, int(on_path.sum(1).max()) if longest is None else longest)
+            along = chosen.gather(1, path)
+        room = rows.caps[:count] - rows.lengths[:count]
+        counts, ended = emitted_counts(along, on_path.sum(1) - 1, room, rows.ends[:count])
+        return Verdict(on_path, path, along, counts, ended)
+
+    def commit(self, drafts: DraftTree, verdict: Verdict, hidden: Tensor) -> Tensor:
+        """Put the path's keys and values where a chain would have them; keep features and tokens.
+
+        Returns the columns [B, m] of the rows' texts at which the path's tokens stand.
+        """
+        rows, cache = self.rows, self.cache
+        count, width = verdict.path.shape
+        tables = cache.tables[:count]
+        first = (rows.lengths[:count] - 1).unsqueeze(1)
+        along = first + torch.arange(width, device=first.device)
+        straight = drafts.depths is None
+        if not straight and width > 1:
+            source = cache.slots(first + verdict.path, tables)
+            cache.move_slots(source[:, 1:].flatten(), cache.slots(along, tables)[:, 1:].flatten())
+        if cache.features is not None:
+            kept = hidden if straight else along_path(hidden, verdict.path)
+            cache.features[cache.slots(along, tables).flatten()] = kept.flatten(0, 1)
+        return rows.extend(verdict.chosen, verdict.counts)
+
+
+def by_node(noise: Tensor, drafts: DraftTree) -> Tensor:
+    """Noise [B, N, V] of each node's own position, from that of each depth [B, D + 1, V]."""
+    if drafts.depths is None:
+        return noise[:, : drafts.num_nodes]
+    rows = torch.arange(len(noise), device=noise.device).unsqueeze(1)
+    return noise[rows, drafts.depths]
+
+
+def along_path(values: Tensor, path: Tensor) -> Tensor:
+    """Of values [B, N, X] of the nodes those on the path [B, m]."""
+    return values.gather(1, path.unsqueeze(2).expand(-1, -1, values.shape[2]))
