@@ -61,6 +61,8 @@ class Linear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [T, N] + the product of x [T, K] -> [T, N]."""
+        if self._blocked is None and self.weight.numel() >= _LEAST_PACKED:
+            return self(x).add_(residual)  # one rounding more, but summed apart from the residual it is nearer to exact
         if self._blocked is None:
             return torch.addmm(residual if self.bias is None else residual + self.bias, x, self._transposed)
         if x.shape[0] <= _FULL_ROWS // 2:
