@@ -12,6 +12,7 @@ from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_tokenizer, gcd
 
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.records import FinishReason, SampleKey, SamplingParams
+from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
@@ -74,6 +75,11 @@ def random_engine(source):
     return engine, pages
 
 
+def num_pages_held(engine):
+    cache = engine._cache
+    return (cache._keys if isinstance(cache, DevicePagedCache) else cache._pool).shape[1]
+
+
 def check(rollout, request, text):
     params, tokens = request.params, rollout.response_tokens.tolist()
     ends = {EOS, *params.stop_token_ids}
@@ -109,7 +115,7 @@ def throw(num_requests, seed):
             engine.submit(batch)
         engine.step()
         assert pool.num_used <= pages
-        assert engine._cache._pool.shape[1] == pages + 1, "the pool never grows"
+        assert num_pages_held(engine) == pages + 1, "the pool never grows"
         if waiting and source.random() < 0.02:
             key = source.choice(list(waiting))
             if engine.abort([key]):

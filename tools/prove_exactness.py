@@ -5,6 +5,7 @@ preemption, chunked prefill, a draft vocabulary. With the tie guard on none may 
 difference of a response is reported with the distance between the two best scores there.
 
     python tools/prove_exactness.py --tokens 1000000 --json exactness.json
+    python tools/prove_exactness.py --tokens 200000 --device cuda   # a GPU's ways against the CPU's plain decoding
 
 With --errors it measures instead what the tie guard's SAFETY rests on: by how much an engine's logits, and the gaps
 between its two best scores, are off from float64, in units of what the guard's probe of four texts finds.
@@ -101,10 +102,10 @@ def requests(num_responses: int) -> list[Request]:
     return made
 
 
-def make_engine(way: Way, tie_guard: bool) -> RolloutEngine:
+def make_engine(way: Way, tie_guard: bool, device: torch.device) -> RolloutEngine:
     """An engine of the embedded model and drafter."""
-    decoder = Decoder(SHAPE, torch.float32, CPU)
-    drafter = Drafter(SHAPE, 0, torch.float32, CPU)
+    decoder = Decoder(SHAPE, torch.float32, device)
+    drafter = Drafter(SHAPE, 0, torch.float32, device)
     settings = EngineSettings(
         params=SamplingParams(MOST_TOKENS),
         num_tokens=NUM_TOKENS,
@@ -126,9 +127,11 @@ def make_engine(way: Way, tie_guard: bool) -> RolloutEngine:
     return engine
 
 
-def generate(way: Way, tie_guard: bool, wanted: list[Request]) -> tuple[dict[SampleKey, Rollout], dict[str, Any]]:
+def generate(
+    way: Way, tie_guard: bool, wanted: list[Request], device: torch.device
+) -> tuple[dict[SampleKey, Rollout], dict[str, Any]]:
     """All responses, and what the engine counted."""
-    engine = make_engine(way, tie_guard)
+    engine = make_engine(way, tie_guard, device)
     calibration = [
         Request(SampleKey(1, Stream.CALIBRATION, 0, i, 0), r.prompt_tokens) for i, r in enumerate(wanted[:8])
     ]
@@ -171,14 +174,14 @@ def gap(decoder: Decoder, rollout: Rollout, position: int) -> float:
     return float(best[0] - best[1])
 
 
-def compare(wanted: list[Request], ways: tuple[Way, ...], tie_guard: bool) -> dict[str, Any]:
-    """Every way against plain decoding of 32 rows."""
-    plain, figures = generate(Way("plain, 32 rows"), tie_guard, wanted)
+def compare(wanted: list[Request], ways: tuple[Way, ...], tie_guard: bool, device: torch.device) -> dict[str, Any]:
+    """Every way, on a device, against plain decoding of 32 rows on the CPU."""
+    plain, figures = generate(Way("plain, 32 rows"), tie_guard, wanted, CPU)
     decoder = Decoder(SHAPE, torch.float32, CPU)
     decoder.load(folder_weights(embedded("tiny")), 0)
     report: dict[str, Any] = {"plain": figures, "ways": {}, "tokens_compared": 0, "responses_that_differ": 0}
     for way in ways:
-        got, figures = generate(way, tie_guard, wanted)
+        got, figures = generate(way, tie_guard, wanted, device)
         parted = list(differences(plain, got))
         figures["responses_that_differ"] = len(parted)
         figures["gaps_where_they_part"] = [gap(decoder, rollout, at) for rollout, at in parted]
@@ -280,6 +283,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare with the guard on")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the ways run; plain is the CPU's"
+    )
     parser.add_argument("--errors", metavar="MODEL", help="measure errors of a model's engine instead")
     parser.add_argument("--responses", type=int, default=96, help="responses to measure errors on")
     arguments = parser.parse_args()
@@ -292,7 +298,9 @@ def main() -> int:
     report = {}
     for guard in (True, False):
         print(f"tie guard {'on' if guard else 'off'}, {len(wanted)} responses", flush=True)
-        report["guard on" if guard else "guard off"] = part = compare(wanted, WAYS, guard)
+        report["guard on" if guard else "guard off"] = part = compare(
+            wanted, WAYS, guard, torch.device(arguments.device)
+        )
         print(f"{part['tokens_compared']} tokens compared, {part['responses_that_differ']} responses differ\n")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
