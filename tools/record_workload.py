@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from prove_exactness import Way, make_engine, requests
+from prove_exactness import CPU, Way, make_engine, requests
 
 from tlt_hpc.records import Request, SampleKey, Stream
 from tlt_hpc.rollout.cost_profile import write_profile
@@ -39,7 +39,7 @@ class Listener(RandomChooser):
 
 def engine_for(names: tuple[str, ...], max_live: int, wanted: list[Request]) -> RolloutEngine:
     """A calibrated engine of the embedded model."""
-    engine = make_engine(Way("recorded", names, max_live), tie_guard=True)
+    engine = make_engine(Way("recorded", names, max_live), tie_guard=True, device=CPU)
     engine.calibrate([Request(SampleKey(1, Stream.CALIBRATION, 0, 0, 0), wanted[0].prompt_tokens)])
     return engine
 
