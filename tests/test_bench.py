@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -416,3 +418,23 @@ def test_bench_accept_leaves_its_figures(tmp_path: Path, capsys):
     assert 1 < warm["accept_length"]["chain-1"]["shared_noise"]["value"] <= 2
     assert warm["accept_length"]["tree-4x3"]["shared_noise"]["value"] <= 4
     assert "gain" in capsys.readouterr().out
+
+
+def test_a_shape_is_benched_without_weights(tmp_path):
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "tools" / "bench_shape.py"),
+        "--config",
+        str(embedded("tiny") / "config.json"),
+    ]
+    sizes = ["--batches", "1,3", "--new-tokens", "12", "--prompt-tokens", "5", "--repeats", "1", "--dtype", "float32"]
+    done = subprocess.run(
+        [*command, *sizes, "--json", str(tmp_path / "out.json")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert set(report["batch"]) == {"1", "3"}
+    for batch, found in report["batch"].items():
+        share = found["rounds_per_second"] * report["bytes_per_round"] / report["bandwidth"]
+        assert found["bandwidth_fraction"] == pytest.approx(share)
+        assert found["tokens_per_second"] == pytest.approx(found["rounds_per_second"] * int(batch))

@@ -62,6 +62,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "make_tiny_model.py",
         "make_tiny_drafter.py",
         "prove_exactness.py",
+        "bench_shape.py",
         "record_workload.py",
         "check_kernels.py",
     },

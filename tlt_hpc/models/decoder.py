@@ -56,6 +56,10 @@ class Decoder:
         """Bytes of the copies that the fast linear layers read, beside the weights; 0 before the first load."""
         return self._head.packed_bytes + sum(layer.packed_bytes for layer in self.layers)
 
+    def weight_sizes(self) -> dict[str, tuple[int, ...]]:
+        """The Hugging Face names that ``load`` wants, with their sizes."""
+        return {name: slot.sizes for name, slot in self._slots()}
+
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy weights under their Hugging Face names into place; addresses do not change.
 
