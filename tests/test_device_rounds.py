@@ -5,21 +5,34 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.test_engine import full_engine, untrained_drafter
-from tests.tiny import EOS, embedded_decoder, embedded_tokenizer, gcd_requests, generate, make_engine, texts
+from tests.tiny import (
+    EOS,
+    NUM_TOKENS,
+    embedded_decoder,
+    embedded_folder,
+    embedded_tokenizer,
+    gcd_requests,
+    generate,
+    make_engine,
+    texts,
+)
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.folder import embedded
+from tlt_hpc.models.folder import embedded, folder_weights
 from tlt_hpc.records import FinishReason
 from tlt_hpc.rollout import device_cache, graph_round
 from tlt_hpc.rollout.decisions import Recorder, ReplayChooser
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
+from tlt_hpc.rollout.guard import TieGuard, doubt
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_number, gumbel_rows, noise_key
+from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
 
@@ -40,7 +53,7 @@ def spy_on_overlaps(engine):
 
     def spied():
         step()
-        seen.append(len(engine._under_way))
+        seen.append(engine._rounds.num_under_way)
 
     engine.step = spied
     return seen
@@ -58,15 +71,19 @@ ENGINES = {
     "one of all kinds": ([CHAIN, TREE, NGRAM, HYBRID, OFF], {"max_live": 5}),
     "a drafter that rests for long": ([CHAIN, OFF, OFF], {"max_live": 3, "seed": 5}),
     "shared prompts": ([TREE, OFF], {"max_live": 12, "page_size": 4}),
+    "pages of four": ([CHAIN, Strategy("drafter", 8)], {"max_live": 6, "page_size": 4}),
     "preempted": ([TREE, OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 25}),
     "a draft vocabulary": ([CHAIN, TREE], {"draft_token_ids": tuple(range(3, 15))}),
 }
 
 
+@pytest.mark.parametrize("is_trained", [False, True], ids=["untrained", "trained"])
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_round_read_late_changes_nothing(name, plain):
+def test_a_round_read_late_changes_nothing(name, is_trained, plain):
     strategies, options = ENGINES[name]
     engine = device_engine(list(dict.fromkeys(strategies)), **options)
+    if is_trained:
+        engine.load_drafter(tiny_drafter_state())
     overlaps = spy_on_overlaps(engine)
     rollouts = generate(engine, list(reversed(REQUESTS)))
     assert texts(rollouts) == texts(plain.values())
@@ -167,7 +184,7 @@ def test_aborts_and_swaps_between_a_launch_and_its_reading(plain):
     for turn in range(1, 4):
         for _ in range(4):
             engine.step()
-        assert engine._under_way, "nothing to be disturbed"
+        assert engine._rounds.num_under_way, "nothing to be disturbed"
         response = engine._rows.sequences[turn % engine._rows.num_live]
         gone.add(response.request.key)
         assert engine.abort([response.request.key]) == 1
@@ -254,9 +271,138 @@ def test_graphs_are_few_and_shared(plain, caplog):
     assert num_graphs == 6 * (4 + 4)
     assert texts(generate(engine, REQUESTS)) == texts(plain.values())
     assert len(rounds._graphs) == num_graphs, "a graph was missing"
-    more = replace(REQUESTS[0], params=replace(engine.settings.params, stop_token_ids=(9, 10, 11, EOS)))
+    more = replace(REQUESTS[0], params=replace(engine.settings.params, stop_token_ids=(9, 10, 11, 12, EOS)))
     generate(engine, [more])
     assert len(rounds._graphs) < num_graphs, "the old graphs read the end tokens of before"
+
+
+def test_graphs_captured_ahead_serve_models_of_two_end_tokens(plain):
+    ends = {"eos_token_ids": (EOS, 18)}
+    engine = device_engine([CHAIN, OFF], **ends)
+    engine._rounds.capture()
+    graphs, num_captured = engine._rounds._graphs._graphs, engine._rounds._graphs.num_captured
+    got = texts(generate(engine, REQUESTS))
+    assert got == texts(generate(make_engine(max_new_tokens=60, **ends), REQUESTS))
+    assert got != texts(plain.values()), "the second end token never came"
+    assert engine._rounds._graphs._graphs is graphs
+    assert engine._rounds._graphs.num_captured == num_captured
+
+
+def addresses(holder, seen):
+    """The addresses of all tensors that an object holds, however deep, by path."""
+    found = {}
+    if id(holder) in seen:
+        return found
+    seen.add(id(holder))
+    if isinstance(holder, torch.Tensor):
+        return {"": holder.data_ptr()}
+    if isinstance(holder, (list, tuple)):
+        parts = list(enumerate(holder))
+    elif type(holder).__module__.startswith("tlt_hpc"):
+        slots = [name for name in getattr(type(holder), "__slots__", ()) if hasattr(holder, name)]
+        parts = [*getattr(holder, "__dict__", {}).items(), *((name, getattr(holder, name)) for name in slots)]
+    else:
+        return found
+    for name, part in parts:
+        found |= {f"{name}.{rest}": at for rest, at in addresses(part, seen).items()}
+    return found
+
+
+def test_nothing_that_graphs_read_moves():
+    """Weights, drafters, draft vocabularies, rows and pages come and go; graphs have recorded where they stood."""
+    engine = device_engine([CHAIN, TREE, OFF], draft_token_ids=tuple(range(3, 15)), max_live=5, page_size=8)
+
+    def places():
+        parts = (engine._rows, engine._noise, engine._cache, engine._learned, engine._rounds._graphs._target.decoder)
+        graphs = engine._rounds._graphs
+        held = addresses((*parts, graphs.tolerance), set())
+        # what is derived for CPUs is made anew at each load; on a GPU nothing is
+        derived = ("_blocked", "_packed", "_scaled", "_floor")
+        return {path: at for path, at in held.items() if not any(name in path for name in derived)}
+
+    before = places()
+    assert len(before) > 40
+    generate(engine, REQUESTS)
+    for seed in range(2):
+        engine.load_policy(folder_weights(embedded_folder()), seed + 1)
+        engine.load_drafter(untrained_drafter(seed).state_dict())
+        generate(engine, REQUESTS)
+        after = places()
+        assert {path for path in before if after.get(path) != before[path]} == set()
+
+
+def test_features_are_those_of_the_host():
+    taken = []
+    for make in (device_engine, full_engine):
+        engine, found = make([CHAIN, TREE, OFF], max_new_tokens=60, max_live=5, page_size=8), {}
+
+        def sink(tokens, start, features, found=found):
+            found[tuple(tokens.tolist())] = torch.from_numpy(features.view(np.int16).copy()).view(torch.bfloat16)
+
+        engine.load_drafter(tiny_drafter_state())
+        engine.feature_sink = sink
+        generate(engine, REQUESTS)
+        assert not engine._leaving
+        taken.append(found)
+    assert taken[0].keys() == taken[1].keys()
+    for text, features in taken[0].items():
+        torch.testing.assert_close(features.float(), taken[1][text].float(), atol=0.03, rtol=0.02)
+
+
+def test_trees_learn_their_chances_and_broken_drafters_teach_nothing():
+    engine = device_engine([TREE])
+    visits = engine._learned.chances._visits
+    engine.load_drafter({name: torch.full_like(t, torch.nan) for name, t in engine.drafter.state_dict().items()})
+    generate(engine, REQUESTS)
+    assert float(visits.sum()) == 0
+    engine.load_drafter(tiny_drafter_state())
+    generate(engine, REQUESTS)
+    assert float(visits.sum()) > 50
+
+
+def test_a_cost_profile_times_the_graphs_and_leaves_no_trace(plain, tmp_path, monkeypatch):
+    monkeypatch.setenv("TLT_CACHE", str(tmp_path))
+    engine = device_engine([OFF, CHAIN, TREE, NGRAM], max_live=6, chooser="goodput")
+    captured = engine._rounds._graphs.num_captured
+    engine.profile(REQUESTS[:2], 0.5)
+    assert engine._rounds._graphs.num_captured > captured
+    assert engine._residents.pool.num_used == 0
+    assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+    truncated = device_engine([OFF, CHAIN], rule=SamplingRule(1.0, NUM_TOKENS, top_p=0.9), max_live=6)
+    truncated.profile(REQUESTS[:2], 0.3)
+    assert truncated._rounds._graphs.num_captured == 0, "graphs that such an engine never replays"
+
+
+def test_choosers_are_told_of_the_rows_that_took_part(monkeypatch):
+    engine, told = device_engine([CHAIN, OFF], max_live=5), []
+    observe = engine.chooser.observe
+    monkeypatch.setattr(engine.chooser, "observe", lambda *told_now: (told.append(told_now), observe(*told_now)))
+    launched, launch = [], engine._rounds.launch
+
+    def spied(strategy, prepared, follows):
+        before = engine._rounds._graphs.num_captured
+        launched.append((strategy, engine._rows.num_live))
+        launch(strategy, prepared, follows)
+        launched[-1] += (engine._rounds._graphs.num_captured > before,)
+
+    monkeypatch.setattr(engine._rounds, "launch", spied)
+    generate(engine, REQUESTS)
+    observed = [(strategy, num_rows) for strategy, num_rows, *_ in told]
+    quiet = [(strategy, rows) for strategy, rows, captured in launched if not captured]
+    assert len(quiet) < len(launched), "the first round of a kind captures its graphs"
+    missing = len(quiet) - len(observed)
+    assert 0 <= missing <= 1, "but for a last round of rows that had all ended"
+    assert observed == quiet[: len(observed)]
+    assert all(len(accepted) <= num_rows for _, num_rows, _, _, accepted in told)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1.5, 20.0])
+def test_the_zone_of_doubt_is_the_same_on_host_and_device(temperature):
+    guard = TieGuard(embedded_decoder(), active=True)
+    for guard.logit_tolerance in (8e-6, 1e-4, 3e-3):
+        zone = doubt(torch.tensor([guard.logit_tolerance]), torch.tensor([temperature]))
+        assert float(zone) == pytest.approx(guard.tolerance(SamplingRule(temperature, NUM_TOKENS)), rel=1e-6)
+    assert float(doubt(torch.zeros(1), torch.tensor([temperature]))) == 0
 
 
 def test_sequences_that_end_hold_no_row_and_no_page():
@@ -292,8 +438,9 @@ def test_no_wait_and_no_shape_from_data(monkeypatch):
                 assert tokens.shape == (count, strategy.widest_pass)
                 assert scores.shape == (count,)
                 told, log_probs, on_path = graphs._verify(tokens, *more[:1])
-                assert told.shape == (count, strategy.widest_pass + NUM_TOLD)
-                assert log_probs.shape == on_path.shape == (count, strategy.widest_pass)
+                assert told.shape == (count, strategy.reach + 1 + NUM_TOLD)
+                assert log_probs.shape == (count, strategy.reach + 1)
+                assert on_path.shape == (count, strategy.widest_pass)
             assert graphs._verify(rows.last_tokens(count).unsqueeze(1))[0].device == meta
 
 

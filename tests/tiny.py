@@ -71,13 +71,14 @@ def make_engine(
     page_size: int = 128,
     kv_bytes: int = 0,
     agree: Agree | None = None,
+    eos_token_ids: tuple[int, ...] = (EOS,),
     **options,
 ) -> RolloutEngine:
     rule = rule or SamplingRule(1.0, NUM_TOKENS)
     settings = EngineSettings(
         params=SamplingParams(max_new_tokens, rule.temperature, rule.top_k, rule.top_p, rule.min_p),
         num_tokens=NUM_TOKENS,
-        eos_token_ids=(EOS,),
+        eos_token_ids=eos_token_ids,
         max_live=max_live,
         max_prompt_tokens=16,
         tie_guard=tie_guard,

@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``tlt compare`` and ``tlt bench``.
+"""The commands: ``tlt train``, ``tlt compare``, ``tlt bench`` and ``tlt export-drafter``.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -10,12 +10,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tlt_hpc import __version__
-from tlt_hpc.bench.options import add_bench_parsers, read_options
+from tlt_hpc.bench import options as bench_options
 from tlt_hpc.config import Config, UserError, load_config
+from tlt_hpc.export import options as export_options
 from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
 
 USER_ERROR = 2
@@ -33,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(given)
     rank = launched_rank(os.environ)
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
-    if options.command == "bench":
-        return run_bench(options)
+    if options.command in ALONE:
+        return run_alone(ALONE[options.command], options)
     try:
         config = load_config(options.config, options.overrides)
         num_ranks = launched_count(os.environ) or config.run.ranks
@@ -69,9 +70,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "bench":
+    if options.command in ALONE:
         if rest:
-            parser.error(f"unknown argument {rest[0]}; see tlt bench {options.bench} --help")
+            named = f"bench {options.bench}" if options.command == "bench" else options.command
+            parser.error(f"unknown argument {rest[0]}; see tlt {named} --help")
         return options
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
@@ -104,17 +106,36 @@ def make_parser() -> argparse.ArgumentParser:
         )
     compare.add_argument("--steps", type=int, default=6, help="steps of each mode (default 6)")
     compare.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
-    add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
+    bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
+    export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
+    export_options.add_export_options(export)
     return parser
 
 
-def run_bench(options: argparse.Namespace) -> int:
-    """``tlt bench``, in this process alone."""
-    try:
-        checked = read_options(options)
-        from tlt_hpc.bench.command import run
+def run_bench(options: argparse.Namespace) -> None:
+    """``tlt bench``."""
+    checked = bench_options.read_options(options)
+    from tlt_hpc.bench.command import run
 
-        run(checked)
+    run(checked)
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """``tlt export-drafter``."""
+    checked = export_options.read_options(options)
+    from tlt_hpc.export.command import run
+
+    run(checked)
+
+
+ALONE: dict[str, Callable[[argparse.Namespace], None]] = {"bench": run_bench, "export-drafter": run_export}
+"""Commands that run in this process alone, without a configuration."""
+
+
+def run_alone(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Run such a command; its user's mistakes end as one line."""
+    try:
+        command(options)
     except ValueError as error:
         print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR

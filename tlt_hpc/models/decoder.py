@@ -96,9 +96,10 @@ class Decoder:
         return run_layers(x, self.layers, self.final_norm, self.shape, self.rotary.at(positions), attend)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits in at least fp32: hidden [..., H] -> [..., V]."""
-        flat = self._head(hidden.reshape(-1, hidden.shape[-1])).float()
+    def logits(self, hidden: Tensor, widen: bool = True) -> Tensor:
+        """Logits in at least fp32, or without ``widen`` in the decoder's precision: hidden [..., H] -> [..., V]."""
+        flat = self._head(hidden.reshape(-1, hidden.shape[-1]))
+        flat = flat.float() if widen else flat
         return flat if hidden.dim() == 2 else flat.view(*hidden.shape[:-1], -1)
 
     @torch.inference_mode()

@@ -187,7 +187,7 @@ class ReplayChooser(Recorder):
         if num_live != recorded.num_live[at]:
             raise ValueError(
                 f"round {recorded.first_round + at}: recorded with {recorded.num_live[at]} live sequences, now "
-                f"{num_live}; replay the same requests on the same weights and rollout.max_live"
+                f"{num_live}; replay the same requests on the same weights, rollout.max_live and kind of device"
             )
         strategy = self.strategies[int(recorded.strategy_index[at])]
         if strategy not in usable:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PhaseSeconds:
-    """Where rounds spend their time; on a device, where the host waits for it. ``sample`` includes making the noise."""
+    """Where rounds spend their time; ``sample`` includes making the noise.
+
+    Rounds that run as graphs know drafts from the target's pass alone, and sampling is part of that.
+    """
 
     draft: float = 0.0
     verify: float = 0.0
@@ -57,30 +60,11 @@ class Emitted:
     accepted: list[int]
     """Drafts accepted before any cut, of each sequence that was still going on."""
     seconds: float
-    is_faulty: bool = False
-    """The drafter gave no numbers."""
-
-
-class Pending(Protocol):
-    """A round under way."""
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens that it can give one sequence at most."""
-
-    def read(self) -> Emitted:
-        """Wait for the round, and append its tokens to the texts."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """A round that was carried out where it was launched."""
-
-    emitted: Emitted
-    most_tokens: int = 0
-
-    def read(self) -> Emitted:
-        return self.emitted
+    """By which the round made the rollout longer."""
+    tells: bool = True
+    """Whether its seconds and tokens tell of its strategy: the drafter gave numbers, and nothing was captured in it."""
+    is_hidden: bool = False
+    """Whether the host's work on it is hidden behind the device's."""
 
 
 @dataclass
@@ -100,6 +84,9 @@ class Rounds:
 
     def __post_init__(self) -> None:
         self.target = TargetPass(self.decoder, self.residents.rows, self.residents.cache)
+        self._done: deque[Emitted] = deque()
+
+    # -- what a device adds -------------------------------------------------------------------------------------
 
     def overlaps(self, strategy: Strategy) -> bool:
         """Whether the next round may be launched before this one is read."""
@@ -113,9 +100,29 @@ class Rounds:
         """Device memory of captured graphs."""
         return 0
 
+    @property
+    def num_under_way(self) -> int:
+        """Rounds that were launched and have not been read."""
+        return len(self._done)
+
+    @property
+    def ahead(self) -> int:
+        """Tokens that a row may have got in rounds that have not been read."""
+        return 0
+
+    def read(self) -> Emitted:
+        """Wait for the oldest round under way, and append its tokens to the texts."""
+        return self._done.popleft()
+
+    # -- a round ------------------------------------------------------------------------------------------------
+
     @torch.inference_mode()
-    def launch(self, strategy: Strategy) -> Pending:
-        """Draft, verify, accept, commit."""
+    def launch(self, strategy: Strategy, prepared: float = 0.0, follows: bool = False) -> None:
+        """Draft, verify, accept, commit.
+
+        ``prepared`` are the host's seconds for this round so far. ``follows``: nothing else was given to the device
+        since the round before.
+        """
         rows, clock = self.residents.rows, _Clock()
         sequences = list(rows.sequences)
         noise = self.noise.at(rows.response_lengths, strategy.depth + 1)
@@ -131,7 +138,7 @@ class Rounds:
         self.seconds.sample += clock.lap()
         emitted = append(sequences, verdict)
         self.seconds.other += clock.lap()
-        return Done(Emitted(strategy, sequences, *emitted, clock.total, not is_sound))
+        self._done.append(Emitted(strategy, sequences, *emitted, prepared + clock.total, is_sound))
 
     # -- what a cost profile times ------------------------------------------------------------------------------
 
@@ -152,7 +159,10 @@ class Rounds:
 
     @torch.inference_mode()
     def _time(self, run: Callable[[], object]) -> float:
-        device, start = self.decoder.device, time.perf_counter()
+        device = self.decoder.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -306,10 +316,17 @@ def _temperatures(sequences: list[Sequence], device: torch.device) -> float | Te
     return torch.tensor([value or 1.0 for value in values], device=device).view(-1, 1, 1)
 
 
-def learn_chances(learned: LearnedDrafts, drafts: DraftTree, cells: Tensor, on_path: Tensor) -> None:
-    """Tell the drafter's table which of its nodes were on the path, of those whose parents were."""
+def learn_chances(
+    learned: LearnedDrafts, drafts: DraftTree, cells: Tensor, on_path: Tensor, is_sound: Tensor | None = None
+) -> None:
+    """Tell the drafter's table which of its nodes were on the path, of those whose parents were.
+
+    ``is_sound`` [B]: rows that tell something; None: all.
+    """
     if drafts.parents is None:
         return
+    if is_sound is not None:
+        on_path = on_path & is_sound.unsqueeze(1)
     own = cells.shape[1]
     visited = on_path.gather(1, drafts.parents)[:, 1:own]
     learned.chances.observe(cells[:, 1:], visited, on_path[:, 1:own])

@@ -9,7 +9,8 @@ Shapes: as in ``graph_round``.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.kernels.attention import MAX_NODES
-from tlt_hpc.rollout.decoding import Emitted, Pending, Rounds, append, learn_chances
+from tlt_hpc.rollout.decoding import Emitted, Rounds, append, learn_chances
 from tlt_hpc.rollout.drafts import NoiseAt, hybrid
 from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound, fits_graphs
 from tlt_hpc.rollout.noise import gumbel_number, noise_key
 from tlt_hpc.rollout.sequences import Sequence as Response
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import by_node
-from tlt_hpc.rollout.transfer import upload
+from tlt_hpc.rollout.transfer import HostCopy, upload
 from tlt_hpc.rollout.tree import EMPTY, DraftTree, tree
 
 
@@ -41,7 +42,7 @@ class DeviceRounds(Rounds):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._graphs = GraphRound(self.target, self.noise, self.learned, self.strategies)
-        self._ahead: list[_Round] = []
+        self._ahead: deque[_Round] = deque()
 
     def capture(self) -> None:
         self._graphs.capture()
@@ -50,38 +51,62 @@ class DeviceRounds(Rounds):
     def graph_bytes(self) -> int:
         return self._graphs.num_bytes
 
+    @property
+    def num_under_way(self) -> int:
+        return len(self._ahead) + super().num_under_way
+
+    @property
+    def ahead(self) -> int:
+        return sum(started.strategy.reach + 1 for started in self._ahead)
+
     # -- which rounds -------------------------------------------------------------------------------------------
 
     def overlaps(self, strategy: Strategy) -> bool:
         return not self.guard.active and strategy.source in ("off", "drafter") and self._is_static(strategy)
 
     def _is_static(self, strategy: Strategy) -> bool:
-        return fits_graphs(strategy) and not any(map(_is_special, self.residents.rows.sequences))
+        return fits_graphs(strategy) and not self._has_special_rows()
+
+    def _has_special_rows(self) -> bool:
+        return any(map(_is_special, self.residents.rows.sequences))
 
     # -- a round ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, strategy: Strategy) -> Pending:
+    def launch(self, strategy: Strategy, prepared: float = 0.0, follows: bool = False) -> None:
         """Draft, verify, accept, commit, all of it queued on the device."""
         if not self._is_static(strategy):
             assert not self._ahead, "a round on the host needs the texts"
-            return super().launch(strategy)
+            super().launch(strategy, prepared, follows)
+            return
         rows = self.residents.rows
+        since = self._ahead[-1].watch if follows and self._ahead else None
         self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.guard.active else 0.0)
+        num_captured = self._graphs.num_captured
         watch = _Stopwatch(self.decoder.device)
         drafts, cells, scores = self._drafts(strategy)
         watch.mark()
         before = rows.lengths.clone() if self.guard.active else None
         told, log_probs, on_path = self._graphs.verify(drafts)
         live = slice(rows.num_live)
-        brought = _to_host(told[live]), _to_host(log_probs[live]), None if scores is None else _to_host(scores[live])
+        brought = HostCopy(told[live]), HostCopy(log_probs[live]), None if scores is None else HostCopy(scores[live])
         drafts = _rows_of(drafts, live)
-        if cells is not None and self.learned is not None:
-            learn_chances(self.learned, drafts, cells[live], on_path[live])
+        if cells is not None and scores is not None and self.learned is not None:
+            learn_chances(self.learned, drafts, cells[live], on_path[live], ~torch.isnan(scores[live]))
         watch.mark()
-        started = _Round(self, strategy, list(rows.sequences), watch, drafts, before, *brought)
-        self._ahead.append(started)
-        return started
+        self._ahead.append(
+            _Round(
+                strategy=strategy,
+                sequences=list(rows.sequences),
+                drafts=drafts,
+                before=before,
+                brought=brought,
+                watch=watch,
+                since=since,
+                prepared=prepared,
+                has_captured=self._graphs.num_captured > num_captured,
+            )
+        )
 
     def _drafts(self, strategy: Strategy) -> tuple[DraftTree, Tensor | None, Tensor | None]:
         """The bucket's drafts; of a drafter's, the cells of their chances, and scores [B] that are NaN if it failed."""
@@ -100,8 +125,7 @@ class DeviceRounds(Rounds):
         """Let the drafter read what its graph has no room for."""
         assert self.learned is not None
         rows = self.residents.rows
-        ahead = sum(one.most_tokens for one in self._ahead)
-        unread = max(len(sequence.text) + ahead - 1 - sequence.num_read for sequence in rows.sequences)
+        unread = max(len(sequence.text) + self.ahead - 1 - sequence.num_read for sequence in rows.sequences)
         if unread > self._graphs.read_width:
             self.learned.read(rows, rows.num_live, self._graphs.layout, unread)
         for sequence in rows.sequences:  # at least; what is ahead is told when it is read
@@ -130,31 +154,44 @@ class DeviceRounds(Rounds):
 
     # -- read ---------------------------------------------------------------------------------------------------
 
-    def read(self, started: _Round) -> Emitted:
-        """Take in what a launched round gave, the oldest first."""
-        assert self._ahead[0] is started, "rounds are read in the order of their launch"
-        self._ahead.pop(0)
+    def read(self) -> Emitted:
+        if not self._ahead:
+            return super().read()
+        started = self._ahead.popleft()
         seconds = started.watch.wait()
         self.seconds.draft += seconds[0]
         self.seconds.verify += seconds[1]
-        is_faulty = started.scores is not None and bool(torch.isnan(started.scores).any())
-        if is_faulty:
+        told, log_probs, scores = (None if copy is None else copy.wait() for copy in started.brought)
+        assert told is not None and log_probs is not None
+        is_sound = scores is None or not bool(torch.isnan(scores).any())
+        if not is_sound:
             self.report_fault("the drafter's scores are not numbers")
-        told = started.told.tolist()
-        if started.before is not None and any(row[-1] >= 2 for row in told):
+        start = time.perf_counter()
+        if started.before is not None and bool((told[:, -1] >= 2).any()):
             tokens, ended, accepted = self._decide_again(started)
         else:
-            tokens, ended, accepted = self._take(started, told)
+            tokens, ended, accepted = self._take(started.sequences, told.tolist(), log_probs)
         for later in self._ahead:
             if later.strategy.has_drafter:  # it began where this one ended
-                for sequence in started.sequences:
+                for sequence in later.sequences:
                     sequence.num_read = len(sequence.text) - 1
-        return Emitted(started.strategy, started.sequences, tokens, ended, accepted, sum(seconds), is_faulty)
+        return Emitted(
+            started.strategy,
+            started.sequences,
+            tokens,
+            ended,
+            accepted,
+            seconds=started.seconds + (0.0 if started.since else time.perf_counter() - start),
+            tells=is_sound and not started.has_captured,
+            is_hidden=started.since is not None,
+        )
 
-    def _take(self, started: _Round, told: list[list[int]]) -> tuple[list[list[int]], list[bool], list[int]]:
-        rows, log_probs = self.residents.rows, started.log_probs
+    def _take(
+        self, sequences: List[Response], told: list[list[int]], log_probs: Tensor
+    ) -> tuple[list[list[int]], list[bool], list[int]]:
+        rows = self.residents.rows
         tokens, ended, accepted = list[list[int]](), list[bool](), list[int]()
-        for i, (sequence, row) in enumerate(zip(started.sequences, told, strict=True)):
+        for i, (sequence, row) in enumerate(zip(sequences, told, strict=True)):
             count, num_accepted, flags = row[-NUM_TOLD:]
             # one that was preempted since waits at least until this round has been read
             here = sequence.row >= 0 and count > 0
@@ -187,7 +224,7 @@ class DeviceRounds(Rounds):
 
     @torch.inference_mode()
     def time_verify(self, width: int) -> float:
-        if width > MAX_NODES:
+        if width > MAX_NODES or self._has_special_rows():
             return super().time_verify(width)
         rows = self.residents.rows
         last = rows.last_tokens(self._graphs.bucket(rows.num_live))
@@ -203,7 +240,7 @@ class DeviceRounds(Rounds):
 
     @torch.inference_mode()
     def time_draft(self, strategy: Strategy) -> float:
-        if not fits_graphs(strategy):
+        if not self._is_static(strategy):
             return super().time_draft(strategy)
 
         def draft() -> None:
@@ -213,27 +250,29 @@ class DeviceRounds(Rounds):
         return self._time(draft)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Round:
     """A launched round: what it was given, and where it tells the host what came of it."""
 
-    rounds: DeviceRounds
     strategy: Strategy
     sequences: list[Response]
-    watch: _Stopwatch
     drafts: DraftTree
     before: Tensor | None
     """Lengths before it, kept for the tie guard."""
-    told: Tensor
-    log_probs: Tensor
-    scores: Tensor | None
+    brought: tuple[HostCopy, HostCopy, HostCopy | None]
+    """What ``GraphRound.verify`` tells, log-probs, and the drafter's scores."""
+    watch: _Stopwatch
+    since: _Stopwatch | None
+    """Of the round before, if the device had nothing else to do between them."""
+    prepared: float
+    has_captured: bool
 
     @property
-    def most_tokens(self) -> int:
-        return self.log_probs.shape[1]
-
-    def read(self) -> Emitted:
-        return self.rounds.read(self)
+    def seconds(self) -> float:
+        """From the end of the round before to its own; else its own, and the host's before it."""
+        if self.since is not None:
+            return self.watch.since(self.since)
+        return sum(self.watch.wait()) + self.prepared
 
 
 class _Stopwatch:
@@ -260,13 +299,19 @@ class _Stopwatch:
         self._events[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
 
+    def since(self, other: _Stopwatch) -> float:
+        """Seconds from another's last mark to this one's, both of which have passed."""
+        if self._device.type != "cuda":
+            return self._times[-1] - other._times[-1]
+        return float(other._events[-1].elapsed_time(self._events[-1])) / 1000
+
 
 def _is_special(sequence: Response) -> bool:
     """Whether its next token may be chosen by more than temperature and noise."""
     return sequence.rule.truncates or sequence.num_response < sequence.params.min_tokens
 
 
-def _noise_on_host(sequences: Sequence[Response]) -> NoiseAt:
+def _noise_on_host(sequences: List[Response]) -> NoiseAt:
     words = [noise_key(sequence.request.key) for sequence in sequences]
     first = [sequence.num_response for sequence in sequences]
     return lambda row, d, token: gumbel_number(words[row], first[row] + d, token)
@@ -274,10 +319,3 @@ def _noise_on_host(sequences: Sequence[Response]) -> NoiseAt:
 
 def _rows_of(drafts: DraftTree, rows: slice) -> DraftTree:
     return DraftTree(drafts.tokens[rows], None if drafts.parents is None else drafts.parents[rows])
-
-
-def _to_host(x: Tensor) -> Tensor:
-    """A copy on the host, complete once the device has passed what is queued before it."""
-    if not x.is_cuda:
-        return x.clone()
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_hpc.kernels.gumbel import gumbel_noise
+from tlt_hpc.kernels.gumbel import gumbel_argmax, gumbel_noise
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.ngram import SuffixDrafter
@@ -68,8 +68,8 @@ class Perturbation:
         return scaled + noise if self.noisy is True else scaled + noise * self.noisy
 
 
-NoiseOf = Callable[[int], Tensor]
-"""Noise [B, 1, V] of the d-th drafted position, over the draft vocabulary."""
+Pick = Callable[[int, Tensor, int], tuple[Tensor, Tensor]]
+"""From the d-th drafted position, logits [B, F, V] and a count: the best scores and their indices [B, F, count]."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class LearnedDrafts:
 
     def set_vocabulary(self, ids: Tensor | None) -> None:
         """Draft among these token ids [V] alone (ascending); None for all. Call again after the head changes."""
-        self._vocabulary = ids
         if ids is None:
-            self._head = None
-        elif self._head is None or len(self._head) != len(ids):
-            self._head = self._decoder.head.index_select(0, ids)
-        else:  # in place: graphs read it
+            self._vocabulary = self._head = None
+        elif self._vocabulary is None or self._head is None or len(self._vocabulary) != len(ids):
+            self._vocabulary, self._head = ids, self._decoder.head.index_select(0, ids)
+        else:  # in place: graphs read them
+            self._vocabulary.copy_(ids)
             self._head.copy_(self._decoder.head.index_select(0, ids))
 
     @torch.inference_mode()
@@ -134,7 +134,11 @@ class LearnedDrafts:
         """
         noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
         feature = self.catch_up(rows, layout)
-        proposal = self.draft(rows, layout, lambda d: noise[:, d : d + 1], strategy, perturbation, feature)
+
+        def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            return top_scores(perturbation.scores(logits, noise[:, d : d + 1], strategy.sharpness), count)
+
+        proposal = self.draft(rows, layout, pick, strategy, feature)
         if bool(torch.isnan(proposal.scores).any()):
             raise DrafterFault("the drafter's scores are not numbers")
         return proposal
@@ -175,26 +179,28 @@ class LearnedDrafts:
         attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
         return self._pass(tokens, features, at, attend)
 
-    def noise_of(self, words: Tensor, positions: Tensor) -> NoiseOf:
-        """The noise that ``draft`` asks for, made when it is: words [B, 4], response positions [B] of the drafts."""
+    def picker(self, words: Tensor, positions: Tensor, temperatures: Tensor, sharpness: float) -> Pick:
+        """How ``draft`` picks on a device: words [B, 4], response positions [B] of the first draft, temperatures."""
         columns = self._num_tokens if self._vocabulary is None else self._vocabulary
-        return lambda d: gumbel_noise(words, positions + d, columns).unsqueeze(1)
+        how = Perturbation.at(temperatures)
 
-    def draft(
-        self,
-        rows: LiveRows,
-        layout: Layout,
-        noise_of: NoiseOf,
-        strategy: Strategy,
-        perturbation: Perturbation,
-        feature: Tensor,
-    ) -> Proposal:
+        def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+            if count == 1 and logits.shape[1] == 1 and self._vocabulary is None:
+                # over all tokens the best one comes from one pass, noise and all; a NaN shows in the normaliser
+                choice = gumbel_argmax(logits[:, 0], temperatures / sharpness, words, positions + d, self._num_tokens)
+                return choice.log_normaliser.view(-1, 1, 1), choice.token.view(-1, 1, 1)
+            noise = gumbel_noise(words, positions + d, columns).unsqueeze(1)
+            return top_scores(how.scores(logits, noise, sharpness), count)
+
+        return pick
+
+    def draft(self, rows: LiveRows, layout: Layout, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
         """Drafts of as many rows as ``feature`` [B, H] has, which belongs to their newest positions.
 
         Reads and writes nothing on the host, and no shape depends on data.
         """
         grow = self._chain if strategy.branching == 1 else self._tree
-        return grow(rows, layout, noise_of, strategy, perturbation, feature)
+        return grow(rows, layout, pick, strategy, feature)
 
     def _pass(self, tokens: Tensor, features: Tensor, positions: Tensor, attend: object) -> Tensor:
         embedded = F.embedding(tokens.flatten(), self._decoder.embedding)
@@ -212,9 +218,7 @@ class LearnedDrafts:
     def _ids(self, index: Tensor) -> Tensor:
         return index if self._vocabulary is None else self._vocabulary[index]
 
-    def _chain(
-        self, rows: LiveRows, layout: Layout, noise_of: NoiseOf, strategy: Strategy, how: Perturbation, feature: Tensor
-    ) -> Proposal:
+    def _chain(self, rows: LiveRows, layout: Layout, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
         count = len(feature)
         at = (rows.lengths[:count] - 1).unsqueeze(1) + torch.arange(strategy.depth - 1, device=feature.device)
         feature = feature.unsqueeze(1)
@@ -224,17 +228,14 @@ class LearnedDrafts:
             attends = self._cache.attend_steps(layout, tables, at, only_layer=layer)
         drafts, best = [], []
         for d in range(strategy.depth):
-            scores = how.scores(self._logits(feature), noise_of(d), strategy.sharpness)
-            values, indices = top_scores(scores, 1)
+            values, indices = pick(d, self._logits(feature), 1)
             best.append(values.flatten(1))
             drafts.append(self._ids(indices.flatten(1)))
             if d + 1 < strategy.depth:
                 feature = self._pass(drafts[-1], feature, at[:, d : d + 1], attends[d])
         return Proposal(chain(rows.last_tokens(count), torch.cat(drafts, 1)), None, torch.cat(best, 1))
 
-    def _tree(
-        self, rows: LiveRows, layout: Layout, noise_of: NoiseOf, strategy: Strategy, how: Perturbation, feature: Tensor
-    ) -> Proposal:
+    def _tree(self, rows: LiveRows, layout: Layout, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
         """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
         count, branching = len(feature), min(strategy.branching, MOST_BRANCHES)
         device = feature.device
@@ -251,8 +252,7 @@ class LearnedDrafts:
         chances, cells = [torch.full((count, 1), 2.0, device=device)], [node]
         best, num_candidates = [], 1
         for d in range(strategy.depth):
-            scores = how.scores(self._logits(feature), noise_of(d), strategy.sharpness)
-            values, indices = top_scores(scores, branching)
+            values, indices = pick(d, self._logits(feature), branching)
             best.append(values.flatten(1))
             cell = self.chances.cells(values)
             each = (chance.unsqueeze(2) * self.chances.chances(cell)).flatten(1)

@@ -25,7 +25,7 @@ from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingP
 from tlt_hpc.rollout.chooser import make_chooser
 from tlt_hpc.rollout.cost_profile import CostProfile, ProfileKey, load_or_measure, processor_name
 from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions
-from tlt_hpc.rollout.decoding import Emitted, Pending, PhaseSeconds, Rounds
+from tlt_hpc.rollout.decoding import Emitted, PhaseSeconds, Rounds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts, slots_needed
@@ -41,10 +41,11 @@ from tlt_hpc.rollout.sequences import group_of
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.transfer import HostCopy
 
-# sink(tokens [T] int32, prompt length, features [T - 1, 1, H] as bf16 bits): what a finished response leaves
 _NUM_PROBED = 4
 
+# sink(tokens [T] int32, prompt length, features [T - 1, 1, H] as bf16 bits): what a finished response leaves
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
 
 
@@ -81,7 +82,7 @@ class RolloutEngine:
         depth = max(strategy.depth for strategy in settings.strategies)
         reach = max(map(slots_needed, settings.strategies))
         positions = settings.max_prompt_tokens + settings.params.max_tokens + reach + 1
-        self._rows = LiveRows(settings.max_live, positions, device)
+        self._rows = LiveRows(settings.max_live, positions, device, len(settings.eos_token_ids))
         self._num_pages, self._page_bytes = self._size_pool(positions)
         self._cache = make_cache(
             decoder.shape,
@@ -108,8 +109,6 @@ class RolloutEngine:
         parts = decoder, self._residents, self._noise, self._guard, self._learned, NgramDrafts(self._table)
         on_device = isinstance(self._cache, DevicePagedCache)
         self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else Rounds(*parts)
-        self._under_way: deque[tuple[Pending, float]] = deque()
-        """Launched rounds, and the host's seconds before each."""
         self._uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
         self.chooser = self._make_chooser(None)
         self._stops: dict[tuple[str, ...], StopStrings] = {}
@@ -117,6 +116,8 @@ class RolloutEngine:
         """Finished responses that the n-gram table has not seen to their ends, and their tokens that it lacks."""
         self._num_unlearned = 0
         self._finished: list[Rollout] = []
+        self._leaving: deque[tuple[NDArray[np.int32], int, HostCopy]] = deque()
+        """Tokens, prompt length and features of finished responses, on their way to the sink."""
         self._longest: list[list[int]] = []
         """The longest texts so far, on which the tie guard is set at every load of weights."""
         self._num_submitted = 0
@@ -183,11 +184,16 @@ class RolloutEngine:
         return Response(
             request=request,
             params=params,
-            rule=SamplingRule(float(params.temperature), s.num_tokens, params.top_k, params.top_p, params.min_p),
+            rule=self._rule(params),
             end_token_ids=tuple(dict.fromkeys((*s.eos_token_ids, *params.stop_token_ids))),
             order=self._num_submitted,
             stops=stops,
             text=request.prompt_tokens.tolist(),
+        )
+
+    def _rule(self, params: SamplingParams) -> SamplingRule:
+        return SamplingRule(
+            float(params.temperature), self.settings.num_tokens, params.top_k, params.top_p, params.min_p
         )
 
     @property
@@ -216,13 +222,18 @@ class RolloutEngine:
     def abort(self, keys: Iterable[SampleKey] | None = None) -> int:
         """Drop requests that have not finished, all of them without ``keys``; returns how many."""
         if keys is None:
-            return self._residents.abort(lambda response: True)
+            return self._abort(lambda response: True)
         wanted = set(keys)
-        return self._residents.abort(lambda response: response.request.key in wanted)
+        return self._abort(lambda response: response.request.key in wanted)
 
     def abort_group(self, key: SampleKey) -> int:
         """Drop the unfinished requests of the group that ``key`` belongs to; returns how many."""
-        return self._residents.abort(lambda response: group_of(response.request.key) == group_of(key))
+        return self._abort(lambda response: group_of(response.request.key) == group_of(key))
+
+    def _abort(self, is_aborted: Callable[[Response], bool]) -> int:
+        count = self._residents.abort(is_aborted)
+        self._settle_at_end()
+        return count
 
     def take_counts(self) -> EngineCounts:
         """The counts since the last call; starts new ones."""
@@ -292,7 +303,7 @@ class RolloutEngine:
         error, are larger.
         """
         assert not self.has_work and not self._longest and requests
-        if self.decoder.device.type == "cuda":
+        if self.decoder.device.type == "cuda" and not self._rule(self.settings.params).truncates:
             self._rounds.capture()
         if not self.settings.tie_guard:
             return
@@ -302,7 +313,8 @@ class RolloutEngine:
             self._fill()
             if self._rows.num_live:
                 self._residents.reserve(1)
-                self._retire(self._rounds.launch(OFF).read())
+                self._rounds.launch(OFF)
+                self._retire(self._rounds.read())
         self._finished = []
         self._uses_ngram, self._guard.active = uses_ngram, True
         self._guard.probe(self._longest)
@@ -349,53 +361,58 @@ class RolloutEngine:
 
         On a device the round is launched and the one before it is read, so what finishes is known a step later.
         """
-        self._fill()
+        has_prefilled = self._fill()
         if self._rows.num_live:
-            self._decode()
-        else:
+            self._decode(has_prefilled)
+        self._settle_at_end()
+
+    def _settle_at_end(self) -> None:
+        """Leave no round and no features under way when there is nothing more to do."""
+        if not self.has_work:
             self._settle()
+            self._deliver(wait=True)
 
-    def _fill(self) -> None:
+    def _fill(self) -> bool:
+        """Admit and prefill; whether the device was given anything."""
         self._residents.admit()
+        has_prompts = bool(self._residents.prefilling)
         self._residents.prefill()
+        return has_prompts
 
-    def _decode(self) -> None:
+    def _decode(self, has_prefilled: bool) -> None:
         start = time.perf_counter()
         strategy = self._choose()
         overlaps = self._rounds.overlaps(strategy)
+        prepared = time.perf_counter() - start
         if not overlaps:
             self._settle()
             if not self._rows.num_live:
                 return
-        self._residents.reserve(slots_needed(strategy), self._ahead)
+        start = time.perf_counter()
+        self._residents.reserve(slots_needed(strategy), self._rounds.ahead)
         if self._uses_ngram and strategy.source in ("ngram", "hybrid"):
             self._learn_texts()
-        prepared = time.perf_counter() - start
-        self._under_way.append((self._rounds.launch(strategy), prepared))
+        prepared += time.perf_counter() - start
+        self._rounds.launch(strategy, prepared, follows=not has_prefilled)
         self._settle(int(overlaps))
-
-    @property
-    def _ahead(self) -> int:
-        """Tokens that a row may have got in rounds that are under way."""
-        return sum(pending.most_tokens for pending, _ in self._under_way)
 
     def _settle(self, still: int = 0) -> None:
         """Read the rounds under way until ``still`` are left."""
-        while len(self._under_way) > still:
-            pending, prepared = self._under_way.popleft()
-            self._take_in(pending.read(), prepared)
+        while self._rounds.num_under_way > still:
+            self._take_in(self._rounds.read())
+        self._deliver(wait=False)
 
-    def _take_in(self, emitted: Emitted, prepared: float) -> None:
+    def _take_in(self, emitted: Emitted) -> None:
         start = time.perf_counter()
         self._cut_at_stops(emitted)
-        num_live = sum(map(bool, emitted.tokens))
-        num_tokens = sum(map(len, emitted.tokens))
+        num_tokens, num_emitting = sum(map(len, emitted.tokens)), sum(map(bool, emitted.tokens))
         self._counts.num_tokens += num_tokens
-        self._counts.num_row_passes += num_live
+        self._counts.num_row_passes += num_emitting
         # a drafter that failed left a plain round: nothing is learned from it
-        if num_live and not emitted.is_faulty:
-            seconds = emitted.seconds + prepared + time.perf_counter() - start
-            self.chooser.observe(emitted.strategy, num_live, num_tokens, seconds, emitted.accepted)
+        if num_emitting and emitted.tells:
+            seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
+            num_rows = len(emitted.sequences)
+            self.chooser.observe(emitted.strategy, num_rows, num_tokens, seconds, emitted.accepted)
         self._retire(emitted)
 
     def _choose(self) -> Strategy:
@@ -405,7 +422,7 @@ class RolloutEngine:
             strategy
             for strategy in self.settings.strategies
             if (drafts or not strategy.has_drafter)
-            and (strategy == OFF or self._residents.has_room(slots_needed(strategy), self._ahead))
+            and (strategy == OFF or self._residents.has_room(slots_needed(strategy), self._rounds.ahead))
         ]
         backlog = self._learned.backlog(self._rows.sequences) if self._learned is not None else 0
         return self.chooser.choose(self._rows.num_live, usable or [OFF], backlog)
@@ -449,9 +466,16 @@ class RolloutEngine:
         if self.feature_sink is not None and self._cache.features is not None:
             positions = torch.arange(end - 1, device=self._rows.tokens.device).unsqueeze(0)
             slots = self._cache.slots(positions, self._cache.tables[row : row + 1])[0]
-            features = self._cache.features[slots].to(torch.bfloat16).view(torch.uint16).cpu().numpy()
-            self.feature_sink(np.array(response.text, dtype=np.int32), start, features[:, None])
+            features = HostCopy(self._cache.features[slots].to(torch.bfloat16).view(torch.uint16))
+            self._leaving.append((np.array(response.text, dtype=np.int32), start, features))
         self._residents.remove(row)
+
+    def _deliver(self, wait: bool) -> None:
+        """Hand the features of finished responses to the sink, as far as they have come to the host, or all."""
+        while self._leaving and (wait or self._leaving[0][2].is_ready):
+            tokens, start, features = self._leaving.popleft()
+            if self.feature_sink is not None:
+                self.feature_sink(tokens, start, features.wait().numpy()[:, None])
 
     def _rollout(
         self,

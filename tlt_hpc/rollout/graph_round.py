@@ -19,7 +19,8 @@ from torch import Tensor
 from tlt_hpc.kernels.attention import MAX_NODES
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.kernels.gumbel import GumbelChoice, gumbel_argmax
-from tlt_hpc.rollout.drafts import LearnedDrafts, Perturbation, Proposal, slots_needed
+from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal, slots_needed
+from tlt_hpc.rollout.guard import doubt
 from tlt_hpc.rollout.kv_cache import Layout
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.strategy import Strategy
@@ -73,9 +74,15 @@ class GraphRound:
         self.tolerance = torch.zeros(1, device=device)
         """The tie guard's zone of doubt in logits; 0: off."""
         self._graphs, self._ends = GraphPool(device), self._rows.ends
+        self._num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def num_captured(self) -> int:
+        """Captures so far, of graphs that have been dropped as well."""
+        return self._num_dropped + len(self._graphs)
 
     def bucket(self, num_live: int) -> int:
         """The rows that take part where so many are live."""
@@ -114,6 +121,7 @@ class GraphRound:
 
     def _pool(self) -> GraphPool:
         if self._ends is not self._rows.ends:  # more end tokens than ever before: the graphs read the old ones
+            self._num_dropped += len(self._graphs)
             self._graphs, self._ends = GraphPool(self.tolerance.device), self._rows.ends
         return self._graphs
 
@@ -136,9 +144,9 @@ class GraphRound:
         learned, rows = self._learned, self._rows
         assert learned is not None
         feature = learned.read(rows, count, self.layout, self.read_width)
-        noise = learned.noise_of(self._noise.words[:count], rows.lengths[:count] - rows.starts[:count])
-        how = Perturbation.at(rows.temperatures[:count])
-        found = learned.draft(rows, self.layout, noise, strategy, how, feature)
+        first = rows.lengths[:count] - rows.starts[:count]
+        pick = learned.picker(self._noise.words[:count], first, rows.temperatures[:count], strategy.sharpness)
+        found = learned.draft(rows, self.layout, pick, strategy, feature)
         scores = found.scores.sum(1)
         if found.drafts.parents is None or found.cells is None:
             return found.drafts.tokens, scores
@@ -149,9 +157,9 @@ class GraphRound:
     def verify(self, drafts: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
         """Verify drafts of a bucket and commit what the rows accept.
 
-        Returns what the host is told [B, N + NUM_TOLD] (choices along the path, how many of them count, drafts
-        accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path [B, N]
-        and which nodes are on it [B, N]; they hold until the next graph runs.
+        Returns what the host is told [B, m + NUM_TOLD] (choices along the longest path, how many of them count,
+        drafts accepted, and 1 for an end token, 2 for a near-tie among them, 3 for both), log-probs along the path
+        [B, m] and which nodes are on it [B, N]; they hold until the next graph runs.
         """
         count, width = drafts.tokens.shape
         inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
@@ -162,12 +170,13 @@ class GraphRound:
     def _verify(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         count, n = tokens.shape
         drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
-        hidden, logits = self._target.forward(drafts, self.layout)
+        hidden, logits = self._target.forward(drafts, self.layout, widen=False)
         choice = self._choose(drafts, logits)
-        verdict = self._target.walk(drafts, choice.token.view(count, n), n)
+        longest = min(n, self.read_width)  # no path is deeper than the deepest strategy
+        verdict = self._target.walk(drafts, choice.token.view(count, n), longest)
         log_probs = self._log_probs(choice, logits).view(count, n).gather(1, verdict.path)
         near = self._near_ties(choice, count, n).view(count, n).gather(1, verdict.path)
-        reached = torch.arange(n, device=tokens.device) < verdict.counts.unsqueeze(1)
+        reached = torch.arange(near.shape[1], device=tokens.device) < verdict.counts.unsqueeze(1)
         self._target.commit(drafts, verdict, hidden)
         flags = verdict.ended.long() + 2 * (near & reached).any(1).long()
         told = torch.stack((verdict.counts, verdict.on_path.sum(1) - 1, flags), 1)
@@ -191,12 +200,13 @@ class GraphRound:
         padding = logits.flatten(0, 1)[:, self._noise.vocab_size :]
         if padding.shape[1] == 0:
             return choice.scaled_logit - choice.log_normaliser
-        scaled = padding / self._divisors(*logits.shape[:2]).unsqueeze(1)
+        scaled = padding.float() / self._divisors(*logits.shape[:2]).unsqueeze(1)
         return choice.scaled_logit - torch.logaddexp(choice.log_normaliser, scaled.logsumexp(1))
 
     def _near_ties(self, choice: GumbelChoice, count: int, n: int) -> Tensor:
-        """Which choices [B * N] the tie guard must decide; the tolerance is in logits, the gap over the temperature."""
-        return (choice.best - choice.second) * self._divisors(count, n) < self.tolerance
+        """Which choices [B * N] the tie guard must decide."""
+        zone = doubt(self.tolerance, self._rows.temperatures[:count]).unsqueeze(1).expand(-1, n).flatten()
+        return choice.best - choice.second < zone
 
     def _divisors(self, count: int, n: int) -> Tensor:
         """Temperatures [B * N] of the nodes' rows; 1 for greedy ones."""

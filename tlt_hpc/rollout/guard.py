@@ -34,6 +34,12 @@ _PIECE = 128
 """Positions whose logits are held at once: those of a long text over a wide vocabulary would fill the memory."""
 
 
+def doubt(logit_tolerance: Tensor, temperatures: Tensor) -> Tensor:
+    """The zone of doubt in perturbed scores at temperatures [...], as ``TieGuard.tolerance`` has it; 0: no guard."""
+    zone = torch.where(temperatures > 0, (logit_tolerance / temperatures).clamp(min=_SCORE_ROUNDING), logit_tolerance)
+    return torch.where(logit_tolerance > 0, zone, 0.0)
+
+
 class TieGuard:
     """Decides doubtful tokens canonically, and watches that its tolerance stays wide enough."""
 

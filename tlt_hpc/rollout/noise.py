@@ -168,12 +168,19 @@ class NoiseWindow:
         Positions of a row never go back.
         """
         assert width <= self.width
+        if self.words.is_cuda:  # there a call is cheap, and a ring over a wide vocabulary would take a gigabyte
+            return self._at_once(positions, width)
         start = np.asarray(positions, dtype=np.int64)
         if any(made < position + width for made, position in zip(self._made, positions, strict=False)):
             self._make(start)
         index = np.arange(len(start))[:, None] * self.width + (start[:, None] + np.arange(width)) % self.width
         rows = torch.from_numpy(index).to(self._noise.device)
         return self._noise[rows]
+
+    def _at_once(self, positions: Sequence[int], width: int) -> Tensor:
+        at = upload(positions, self.words.device).unsqueeze(1) + torch.arange(width, device=self.words.device)
+        words = self.words[: len(at)].repeat_interleave(width, 0)
+        return gumbel_noise(words, at.flatten(), self.vocab_size).view(*at.shape, -1)
 
     def _make(self, start: NDArray[np.int64]) -> None:
         """Make what the rows' next ``width`` positions still lack."""

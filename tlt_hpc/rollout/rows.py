@@ -12,6 +12,9 @@ from torch import Tensor
 from tlt_hpc.rollout.sequences import Sequence
 from tlt_hpc.rollout.transfer import upload
 
+_NUM_ENDS = 4
+"""End tokens of a row that there is room for in any case; more need new buffers, and graphs to be captured anew."""
+
 
 class LiveRows:
     """Tokens, lengths and rules of the rows on the device, beside the sequences that they belong to.
@@ -19,7 +22,7 @@ class LiveRows:
     Addresses never change, so that graphs may read them; ``ends`` alone is replaced when a row has more end tokens.
     """
 
-    def __init__(self, num_rows: int, num_positions: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, num_positions: int, device: torch.device, num_ends: int = 0) -> None:
         self.num_positions = num_positions
         self.tokens = torch.zeros(num_rows, num_positions, dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_rows, dtype=torch.int64, device=device)
@@ -30,7 +33,7 @@ class LiveRows:
         self.temperatures = torch.ones(num_rows, device=device)
         self.log_probs = torch.zeros(num_rows, num_positions)
         """On the host, where they are wanted."""
-        self.ends = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
+        self.ends = torch.full((num_rows, max(num_ends, _NUM_ENDS)), -1, dtype=torch.int64, device=device)
         """End tokens of each row, filled with -1."""
         self.index = torch.arange(num_rows, device=device)
         self.sequences: list[Sequence] = []

@@ -37,8 +37,8 @@ class TargetPass:
     rows: LiveRows
     cache: PagedCache
 
-    def forward(self, drafts: DraftTree, layout: Layout) -> tuple[Tensor, Tensor]:
-        """The target's hidden states [B, N, H] and logits [B, N, V] at every node."""
+    def forward(self, drafts: DraftTree, layout: Layout, widen: bool = True) -> tuple[Tensor, Tensor]:
+        """The target's hidden states [B, N, H] and logits [B, N, V] at every node; ``widen``: as ``Decoder.logits``."""
         rows, cache = self.rows, self.cache
         count, n = drafts.tokens.shape
         first = (rows.lengths[:count] - 1).unsqueeze(1)
@@ -53,7 +53,7 @@ class TargetPass:
         )
         fed = drafts.tokens.clamp(min=0)
         hidden = self.decoder.hidden(fed.flatten(), positions.flatten(), attend)
-        return hidden.view(count, n, -1), self.decoder.logits(hidden).view(count, n, -1)
+        return hidden.view(count, n, -1), self.decoder.logits(hidden, widen).view(count, n, -1)
 
     def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> Verdict:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""

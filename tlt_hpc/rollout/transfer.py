@@ -1,4 +1,4 @@
-"""Host values to a device without waiting for what the device does. Knows neither side's meaning."""
+"""Values to a device and back without waiting for what the device does. Knows neither side's meaning."""
 
 from __future__ import annotations
 
@@ -12,3 +12,27 @@ def upload(values: Sequence[object], device: torch.device, dtype: torch.dtype = 
     """A tensor of (nested) ``values``: through pinned memory on CUDA, since a copy from other memory waits."""
     held = torch.tensor(values, dtype=dtype)
     return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)
+
+
+class HostCopy:
+    """A tensor on its way to the host."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if not x.is_cuda:
+            self._held = x.clone()
+            return
+        self._held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self._held.copy_(x, non_blocking=True)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        """The copy, once it is complete; sleeps until then."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._held

@@ -1,0 +1,743 @@
+"""Exported drafters: the exact files of each format, what reads them back, and that they draft as the engine does.
+
+The readers here are written from the layouts' description alone: they import none of the drafter's code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tiny import NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.cli import main
+from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
+from tlt_hpc.export import formats
+from tlt_hpc.export.forms import Eagle3Drafter, EagleDrafter, drafter_from, eagle3_sizes, feature_layers
+from tlt_hpc.export.target import read_target
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, load_drafter
+from tlt_hpc.models.folder import embedded
+from tlt_hpc.rollout.drafts import LearnedDrafts
+from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.storage.folder import RunFolder
+
+H, INNER, V, W, QUERIES, KEYS = 128, 256, 24, 7, 128, 64
+IDS = [2, 3, 5, 8, 13, 17, 19]
+THREE = ["config.json", "README.md", "model.safetensors"]
+
+LAYER = {
+    "self_attn.q_proj.weight": (QUERIES, H),
+    "self_attn.k_proj.weight": (KEYS, H),
+    "self_attn.v_proj.weight": (KEYS, H),
+    "self_attn.o_proj.weight": (H, QUERIES),
+    "mlp.gate_proj.weight": (INNER, H),
+    "mlp.up_proj.weight": (INNER, H),
+    "mlp.down_proj.weight": (H, INNER),
+    "post_attention_layernorm.weight": (H,),
+}
+WIDE = {f"self_attn.{part}_proj.weight": (rows, 2 * H) for part, rows in zip("qkv", (QUERIES, KEYS, KEYS), strict=True)}
+NORMS = {"hidden_norm.weight": (H,), "input_layernorm.weight": (H,)}
+BIASES = {f"layers.0.self_attn.{p}_proj.bias": (n,) for p, n in zip("qkv", (QUERIES, KEYS, KEYS), strict=True)}
+EAGLE = {"fc.weight": (H, 2 * H), **{f"layers.0.{name}": sizes for name, sizes in LAYER.items()}}
+EAGLE3 = {
+    "fc.weight": (H, 3 * H),
+    **{f"midlayer.{name}": sizes for name, sizes in (LAYER | WIDE | NORMS).items()},
+    "norm.weight": (H,),
+    "lm_head.weight": (W, H),
+    "d2t": (W,),
+    "t2d": (V,),
+}
+SPECULATORS = {n.replace("midlayer", "layers.0"): s for n, s in EAGLE3.items()} | {"embed_tokens.weight": (V, H)}
+SIZES = {
+    ("sglang", "eagle"): EAGLE | {"fc.bias": (H,)} | BIASES,
+    ("vllm", "eagle"): EAGLE,
+    ("eagle", "eagle"): EAGLE | {"fc.bias": (H,)},
+    ("sglang", "eagle3"): EAGLE3,
+    ("vllm", "eagle3"): EAGLE3,
+    ("eagle", "eagle3"): EAGLE3,
+    ("speculators", "eagle3"): SPECULATORS,
+}
+CASES = list(SIZES)
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": H,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": V,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "torch_dtype": "float16",
+}
+QWEN2 = {key: value for key, value in CONFIG.items() if key != "attention_bias"}
+LLAMA_EAGLE3 = {**CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": W}
+CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
+    ("sglang", "eagle"): {
+        **QWEN2,
+        "architectures": ["Qwen2ForCausalLMEagle"],
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+    },
+    ("vllm", "eagle"): {**CONFIG, "architectures": ["LlamaForCausalLM"]},
+    ("eagle", "eagle"): {**CONFIG, "architectures": ["LlamaForCausalLM"]},
+    ("sglang", "eagle3"): LLAMA_EAGLE3,
+    ("vllm", "eagle3"): LLAMA_EAGLE3,
+    ("eagle", "eagle3"): LLAMA_EAGLE3,
+    ("speculators", "eagle3"): {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 5,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"name_or_path": str(embedded("tiny")), "architectures": ["Qwen2ForCausalLM"]},
+        },
+        "draft_vocab_size": W,
+        "norm_before_residual": False,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformer_layer_config": CONFIG,
+    },
+}
+
+
+# --- the world that is exported from ---
+
+
+@pytest.fixture(scope="module")
+def target():
+    return read_target(EMBEDDED_MODEL, "test")
+
+
+def random_eagle3(shape, seed: int = 0, ids: list[int] | None = None) -> dict[str, Tensor]:
+    """A file's tensors, of values that float16 holds exactly; norms differ from one another and from ones."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = eagle3_sizes(shape, len(ids or IDS))
+    stored = {}
+    for name, size in sizes.items():
+        scale = size[1] ** -0.5 if len(size) > 1 else 0.3
+        values = torch.randn(size, generator=generator) * scale + (len(size) == 1)
+        stored[f"{name}.weight"] = values.half().float()
+    del stored["token_ids.weight"]
+    return stored | {"token_ids": torch.tensor(ids or IDS)}
+
+
+def embedded_eagle() -> dict[str, Tensor]:
+    return load_file(embedded("tiny_drafter") / DRAFTER_FILE)
+
+
+def stored_of(form: str, shape) -> dict[str, Tensor]:
+    return embedded_eagle() if form == "eagle" else random_eagle3(shape)
+
+
+def drafter_folder(folder: Path, stored: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(stored | {"num_steps": torch.tensor(11), "fc.exp_avg": torch.zeros(3)}, folder / DRAFTER_FILE)
+    return folder
+
+
+def tlt(*arguments: object) -> int:
+    return main(["export-drafter", *map(str, arguments)])
+
+
+def exported(kind: str, form: str, folder: Path, shape) -> Path:
+    place = drafter_folder(folder / "drafter", stored_of(form, shape))
+    assert tlt(place, "--format", kind, "--model", EMBEDDED_MODEL, "--output", folder / "out") == 0
+    return folder / "out"
+
+
+class OneRank:
+    """The part of a world that the checkpoint store needs, of one rank."""
+
+    rank, size, hostname = 0, 1, "here"
+
+    def allgather(self, item):
+        return [item]
+
+
+def scaled(stored: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    return {name: tensor.float() * factor for name, tensor in stored.items() if name.endswith(".weight")}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with checkpoints of steps 10 and 20, whose drafters and embeddings differ."""
+    config = load_config(Path(__file__).parent.parent / "jobs" / "tiny.toml", [f"run.folder={tmp_path}"])
+    folder = RunFolder(config.folder)
+    folder.create()
+    folder.config.write_text(to_toml(config))
+    store = CheckpointStore(folder.checkpoints, keep=2)
+    for step, factor in ((10, 1.0), (20, 2.0)):
+        drafter = scaled(embedded_eagle(), factor) | {"num_steps": torch.tensor(step * 7), "fc.exp_avg": torch.ones(2)}
+        policy = {"model.embed_tokens.weight.master": torch.full((V, H), factor)}
+        store.save(step, OneRank(), {"policy": policy, "drafter": drafter}, {})  # type: ignore[arg-type]
+    rows = [
+        {"training/global_step": float(i), "drafter/spec_decode/mean_acceptance_length": 2 + i / 100} for i in range(20)
+    ]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder.path
+
+
+# --- the exact files ---
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_names_sizes_types_and_config_are_exactly_those_of_the_format(kind, form, tmp_path, target):
+    out = exported(kind, form, tmp_path, target.shape)
+    assert sorted(path.name for path in out.iterdir()) == sorted(THREE)
+    tensors = load_file(out / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == SIZES[kind, form]
+    types = {name: tensor.dtype for name, tensor in tensors.items()}
+    others = {"d2t": torch.int64, "t2d": torch.bool} if form == "eagle3" else {}
+    assert types == dict.fromkeys(tensors, torch.float16) | others
+    assert json.loads((out / "config.json").read_text()) == CONFIGS[kind, form]
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_transformers_reads_the_config(kind, form, tmp_path, target):
+    out = exported(kind, form, tmp_path, target.shape)
+    if kind == "speculators":
+        read = LlamaConfig(**json.loads((out / "config.json").read_text())["transformer_layer_config"])
+    else:
+        read = AutoConfig.from_pretrained(out)
+    assert isinstance(read, Qwen2Config if (kind, form) == ("sglang", "eagle") else LlamaConfig)
+    assert read.rope_parameters["rope_theta"] == 10000.0
+    assert read.rope_parameters["rope_type"] == "default"
+    assert (read.hidden_size, read.num_hidden_layers, read.head_dim) == (H, 1, 32)
+    assert read.max_position_embeddings == 2 * target.shape.max_positions
+    assert not read.tie_word_embeddings
+    assert read.dtype == torch.float16
+
+
+def test_biases_that_we_have_not_are_zeros(tmp_path, target):
+    tensors = load_file(exported("sglang", "eagle", tmp_path, target.shape) / "model.safetensors")
+    biases = [tensor for name, tensor in tensors.items() if name.endswith(".bias")]
+    assert len(biases) == 4
+    assert not torch.cat(biases).any()
+
+
+def test_only_a_qwen2_target_gets_sglangs_qwen2_layer(target):
+    llama = replace(target, shape=replace(target.shape, family="llama", qkv_bias=False))
+    files = formats.sglang(drafter_from(embedded_eagle(), target.shape, "x"), llama)
+    assert files.config == {**CONFIG, "architectures": ["LlamaForCausalLMEagle"]}
+    assert set(files.tensors) == set(EAGLE) | {"fc.bias"}
+
+
+def test_ids_go_out_as_offsets_and_a_mask(tmp_path, target):
+    tensors = load_file(exported("vllm", "eagle3", tmp_path, target.shape) / "model.safetensors")
+    assert (torch.arange(W) + tensors["d2t"]).tolist() == IDS
+    assert (tensors["d2t"].diff() >= 0).all()
+    assert tensors["t2d"].nonzero().flatten().tolist() == IDS
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_a_scaled_rotary_embedding_is_written_where_both_readers_look(kind, target):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
+    old = replace(target, shape=replace(target.shape, family="llama", rope_scaling=scaling, rope_theta=5e5))
+    new = replace(target, shape=replace(old.shape, rope_scaling={**scaling, "rope_theta": 5e5}))
+    for scaled_target in (old, new):
+        drafter = drafter_from(random_eagle3(target.shape), target.shape, "x")
+        config = formats.PORTABLE[kind](drafter, scaled_target).config
+        assert config["rope_scaling"] == scaling
+        assert config["rope_theta"] == 5e5
+        assert config["rope_parameters"] == {**scaling, "rope_theta": 5e5}
+
+
+def test_floats_are_bfloat16_unless_the_target_is_float16(tmp_path, target):
+    raw = json.loads((embedded_folder() / "config.json").read_text())
+    for key, value, wanted in (
+        ("torch_dtype", "float16", torch.float16),
+        ("dtype", "float32", torch.bfloat16),
+        ("dtype", "bfloat16", torch.bfloat16),
+    ):
+        changed = {name: kept for name, kept in raw.items() if name != "dtype"} | {key: value}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        other = read_target(str(tmp_path), "test")
+        files = formats.vllm(drafter_from(embedded_eagle(), target.shape, "x"), other)
+        assert {tensor.dtype for tensor in files.tensors.values()} == {wanted}
+        assert files.config["torch_dtype"] == str(wanted).removeprefix("torch.")
+
+
+# --- read back ---
+
+
+def read_back(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """An export's tensors as we store them."""
+    layer = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
+    part = {name.removeprefix(layer): tensor for name, tensor in tensors.items() if name.startswith(layer)}
+    stored = {
+        "fc": tensors["fc.weight"],
+        "qkv": torch.cat([part[f"self_attn.{letter}_proj.weight"] for letter in "qkv"]),
+        "output": part["self_attn.o_proj.weight"],
+        "gate_up": torch.cat([part["mlp.gate_proj.weight"], part["mlp.up_proj.weight"]]),
+        "down": part["mlp.down_proj.weight"],
+        "post_norm": part["post_attention_layernorm.weight"],
+    }
+    if "d2t" not in tensors:
+        return stored
+    more = {
+        "input_norm": part["input_layernorm.weight"],
+        "hidden_norm": part["hidden_norm.weight"],
+        "final_norm": tensors["norm.weight"],
+        "head": tensors["lm_head.weight"],
+        "token_ids": torch.arange(len(tensors["d2t"])) + tensors["d2t"],
+    }
+    return stored | more
+
+
+@pytest.mark.parametrize(("kind", "form"), CASES)
+def test_what_is_read_back_is_what_was_stored(kind, form, tmp_path, target):
+    """Bit for bit: both drafters hold values of the export's own type."""
+    out = exported(kind, form, tmp_path, target.shape)
+    back, stored = read_back(load_file(out / "model.safetensors")), stored_of(form, target.shape)
+    assert {name if name == "token_ids" else f"{name}.weight" for name in back} == set(stored)
+    for name, tensor in back.items():
+        assert torch.equal(tensor, stored.get(f"{name}.weight", stored.get(name)).to(tensor.dtype)), name
+
+
+# --- plain readers ---
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon))
+
+
+def rotated(x: Tensor, config: dict[str, Any]) -> Tensor:
+    """Heads [n, heads, d] at positions 0..n-1: number j turns with number j + d/2."""
+    size = config["head_dim"]
+    frequencies = config["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(len(x)).float(), frequencies).unsqueeze(1)
+    first, second = x[..., : size // 2], x[..., size // 2 :]
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+
+
+def layer_of(tensors: dict[str, Tensor], prefix: str, config: dict[str, Any], x: Tensor, read: Tensor) -> Tensor:
+    """x [n, H] after a Llama layer whose attention reads ``read``, from an export's tensors."""
+
+    def linear(name: str, value: Tensor) -> Tensor:
+        bias = tensors.get(f"{prefix}{name}.bias")
+        return F.linear(value, tensors[f"{prefix}{name}.weight"].float(), None if bias is None else bias.float())
+
+    size, heads, groups = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+    q = rotated(linear("self_attn.q_proj", read).view(len(x), heads, size), config)
+    k = rotated(linear("self_attn.k_proj", read).view(len(x), groups, size), config)
+    v = linear("self_attn.v_proj", read).view(len(x), groups, size)
+    k, v = (part.repeat_interleave(heads // groups, 1) for part in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(size)
+    scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(x), -1)
+    x = x + linear("self_attn.o_proj", mixed)
+    y = norm(x, tensors[f"{prefix}post_attention_layernorm.weight"].float(), config["rms_norm_eps"])
+    return x + linear("mlp.down_proj", F.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y))
+
+
+class EagleFiles:
+    """An EAGLE export read plainly, beside the target's embedding and head [V, H]."""
+
+    def __init__(self, folder: Path, embedding: Tensor, head: Tensor) -> None:
+        self.tensors, self.config = (
+            load_file(folder / "model.safetensors"),
+            json.loads((folder / "config.json").read_text()),
+        )
+        self.embedding, self.head = embedding, head
+
+    def chain(self, tokens: list[int], hidden: Tensor, depth: int) -> tuple[list[int], float]:
+        """Greedy drafts after ``tokens`` [n], with features ``hidden`` [n - 1, H]; the least margin of a choice."""
+        tokens, drafts, margin = list(tokens), [], math.inf
+        for _ in range(depth):
+            joined = torch.cat([self.embedding[tokens[1:]], hidden], -1)
+            bias = self.tensors.get("fc.bias")
+            x = F.linear(joined, self.tensors["fc.weight"].float(), None if bias is None else bias.float())
+            feature = layer_of(self.tensors, "layers.0.", self.config, x, x)[-1:]
+            best = (feature @ self.head.T)[0, :NUM_TOKENS].topk(2)
+            drafts.append(int(best.indices[0]))
+            margin = min(margin, float(best.values[0] - best.values[1]))
+            tokens, hidden = [*tokens, drafts[-1]], torch.cat([hidden, feature])
+        return drafts, margin
+
+
+class Eagle3Files:
+    """An EAGLE-3 export read plainly, in either layout."""
+
+    def __init__(self, folder: Path, embedding: Tensor) -> None:
+        self.tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+        self.config = config.get("transformer_layer_config", config)
+        self.prefix = "midlayer." if "midlayer.hidden_norm.weight" in self.tensors else "layers.0."
+        held = self.tensors.get("embed_tokens.weight")
+        self.embedding = embedding if held is None else held.float()
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        return norm(x, self.tensors[f"{name}.weight"].float(), self.config["rms_norm_eps"])
+
+    def chain(self, tokens: list[int], streams: Tensor, depth: int) -> list[int]:
+        """Greedy drafts after ``tokens`` [n], with three layers' streams [n - 1, 3H] of the target."""
+        tokens, drafts = list(tokens), []
+        x = F.linear(streams, self.tensors["fc.weight"].float())
+        for _ in range(depth):
+            embedded = self.norm(f"{self.prefix}input_layernorm", self.embedding[tokens[1:]])
+            read = torch.cat([embedded, self.norm(f"{self.prefix}hidden_norm", x)], -1)
+            out = layer_of(self.tensors, self.prefix, self.config, x, read)[-1:]
+            row = int((self.norm("norm", out) @ self.tensors["lm_head.weight"].float().T).argmax())
+            drafts.append(row + int(self.tensors["d2t"][row]))
+            tokens, x = [*tokens, drafts[-1]], torch.cat([x, out])
+        return drafts
+
+
+def stored_chain(stored: dict[str, Tensor], shape, embedding: Tensor, tokens: list[int], streams: Tensor) -> list[int]:
+    """What an EAGLE-3 drafter is by its stored form: fused weights, rotation by complex numbers, torch's attention."""
+    w = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}
+    tokens, x, drafts = list(tokens), F.linear(streams, w["fc"]), []
+
+    def normed(value: Tensor, name: str) -> Tensor:
+        return F.rms_norm(value, (shape.hidden_size,), w[name], shape.norm_epsilon)
+
+    def turned(heads: Tensor) -> Tensor:
+        half = shape.head_dim // 2
+        pairs = torch.complex(heads[..., :half], heads[..., half:])
+        speed = shape.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(heads.shape[1], dtype=torch.float64)[:, None] * speed
+        out = pairs * torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        return torch.cat([out.real, out.imag], -1)
+
+    for _ in range(4):
+        read = torch.cat([normed(embedding[tokens[1:]], "input_norm"), normed(x, "hidden_norm")], -1)
+        heads = F.linear(read, w["qkv"]).view(len(x), -1, shape.head_dim).transpose(0, 1)
+        q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads])
+        mixed = F.scaled_dot_product_attention(
+            turned(q).unsqueeze(0), turned(k).unsqueeze(0), v.unsqueeze(0), is_causal=True, enable_gqa=True
+        )
+        y = x + F.linear(mixed[0].transpose(0, 1).flatten(1), w["output"])
+        gate, up = F.linear(normed(y, "post_norm"), w["gate_up"]).chunk(2, -1)
+        out = (y + F.linear(F.silu(gate) * up, w["down"]))[-1:]
+        drafts.append(int(w["token_ids"][int(F.linear(normed(out, "final_norm"), w["head"]).argmax())]))
+        tokens, x = [*tokens, drafts[-1]], torch.cat([x, out])
+    return drafts
+
+
+# --- the same tokens ---
+
+
+@pytest.fixture(scope="module")
+def model():
+    """The embedded model as transformers runs it: neither its decoder's code nor its drafter's is ours."""
+    return AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32, local_files_only=True).eval()
+
+
+@pytest.fixture(scope="module")
+def proposals() -> list[tuple[list[int], list[int]]]:
+    """Committed tokens and the chain of four that the engine drafted after them, greedily, round by round."""
+    seen = []
+    propose = LearnedDrafts.propose
+
+    def spy(self, rows, *others):
+        proposal = propose(self, rows, *others)
+        drafts = proposal.drafts.tokens[:, 1:].tolist()
+        seen.extend(zip([list(sequence.text) for sequence in rows.sequences], drafts, strict=True))
+        return proposal
+
+    engine = make_engine(
+        [Strategy("drafter", 4)],
+        rule=SamplingRule(0.0, NUM_TOKENS),
+        drafter=load_drafter(EMBEDDED_MODEL, embedded_decoder(), "test"),
+        epsilon=0.0,
+        max_new_tokens=80,
+    )
+    engine.drafter_ready = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LearnedDrafts, "propose", spy)
+        generate(engine, gcd_requests(6, 1, seed=3))
+    return [(tokens, drafts) for tokens, drafts in seen if len(tokens) > 1]
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm", "eagle"])
+@torch.inference_mode()
+def test_an_eagle_export_drafts_what_the_engine_drafts(kind, tmp_path, target, model, proposals):
+    files = EagleFiles(
+        exported(kind, "eagle", tmp_path, target.shape), model.model.embed_tokens.weight, model.lm_head.weight
+    )
+    compared = set()
+    for tokens, drafts in proposals:
+        hidden = model.model(torch.tensor([tokens])).last_hidden_state[0, :-1]
+        mine, margin = files.chain(tokens, hidden, 4)
+        if margin > 1e-3:  # closer than that the order of a sum decides
+            assert mine == drafts
+            compared.add(tuple(drafts))
+    assert len(proposals) > 60
+    assert len(compared) > 20, "chains that differ from one another"
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm", "eagle", "speculators"])
+@torch.inference_mode()
+def test_an_eagle3_export_drafts_what_its_stored_form_does(kind, tmp_path, target, model, proposals):
+    embedding = model.model.embed_tokens.weight
+    files = Eagle3Files(exported(kind, "eagle3", tmp_path, target.shape), embedding)
+    stored, layers = random_eagle3(target.shape), feature_layers(target.shape.num_layers)
+    assert layers == (2, 4, 5)
+    compared = set()
+    for tokens, _ in proposals[::4]:
+        states = model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        streams = torch.cat([states[layer][0, :-1] for layer in layers], -1)
+        wanted = stored_chain(stored, target.shape, embedding, tokens, streams)
+        assert files.chain(tokens, streams, 4) == wanted
+        compared.add(tuple(wanted))
+    assert len(compared) > 5, "chains that differ from one another"
+
+
+# --- where a drafter is found ---
+
+
+def fc_of(out: Path) -> Tensor:
+    return load_file(out / "model.safetensors")["fc.weight"].float()
+
+
+def test_a_runs_newest_checkpoint_is_exported_beside_it(run, capsys):
+    assert tlt(run, "--format", "vllm") == 0
+    out = run / "export" / "vllm"
+    assert torch.equal(fc_of(out), 2.0 * embedded_eagle()["fc.weight"].float())
+    said = capsys.readouterr().out
+    for words in (
+        str(out),
+        "EAGLE drafter for vllm, 9 tensors",
+        "360,704 bytes",
+        "layers.0.self_attn.q_proj.weight",
+        "step-000020",
+        "the policy after 20 RL steps from embedded:tiny",
+        "140, begun from embedded:tiny",
+        "2.19 tokens per target pass",
+        "next: vllm serve ",
+        '"method": "eagle"',
+    ):
+        assert words in said, words
+
+
+def test_the_step_asked_for_is_exported_with_its_own_figures(run):
+    assert tlt(run, "--format", "sglang", "--step", 10) == 0
+    out = run / "export" / "sglang-step-000010"
+    assert torch.equal(fc_of(out), embedded_eagle()["fc.weight"].float())
+    card = (out / "README.md").read_text()
+    assert "| RL steps | 10 |" in card
+    assert "2.09 tokens per target pass and sequence at temperature 1" in card
+
+
+def test_a_finished_run_without_checkpoints_has_its_drafters_file(run):
+    for path in sorted(run.glob("checkpoints/*/*")):
+        path.unlink()
+    for path in run.glob("checkpoints/*"):
+        path.rmdir()
+    drafter_folder(run / "drafter", scaled(embedded_eagle(), 3.0))
+    assert tlt(run, "--format", "eagle") == 0
+    assert torch.equal(fc_of(run / "export" / "eagle"), (3.0 * embedded_eagle()["fc.weight"].float()).half().float())
+    assert tlt(run / "drafter", "--format", "eagle") == 0, "the run around a drafter's folder names its target"
+    card = (run / "drafter" / "export" / "eagle" / "README.md").read_text()
+    assert "| RL steps | 20 |" in card
+    assert "| drafter updates | 11, begun from embedded:tiny |" in card
+
+
+def test_the_card_says_what_is_not_recorded(tmp_path):
+    assert tlt(EMBEDDED_MODEL, "--format", "sglang", "--output", tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    for name in ("data", "RL steps", "drafter updates", "accept length"):
+        assert f"| {name} | not recorded |" in card
+    assert "python -m sglang.launch_server" in card
+    assert "--speculative-algorithm EAGLE " in card
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("sglang", "--speculative-algorithm EAGLE3 "),
+        ("vllm", '"method": "eagle3"'),
+        ("eagle", "use_eagle3=True"),
+        ("speculators", "vllm serve "),
+    ],
+)
+def test_the_next_command_names_the_form(kind, words, tmp_path, target):
+    card = (exported(kind, "eagle3", tmp_path, target.shape) / "README.md").read_text()
+    assert words in card
+    assert "# EAGLE-3 drafter for embedded:tiny" in card
+    assert "layers 2, 4 and 5, drafting 7 of 24 tokens" in card
+    assert ("| embedding | the model folder embedded:tiny" in card) == (kind == "speculators")
+
+
+def test_the_speculators_layout_holds_the_policys_embedding(run, target):
+    store = CheckpointStore(run / "checkpoints", keep=3)
+    policy = {"model.embed_tokens.weight.master": torch.full((V, H), 1.5)}
+    store.save(30, OneRank(), {"policy": policy, "drafter": random_eagle3(target.shape)}, {})  # type: ignore[arg-type]
+    assert tlt(run, "--format", "speculators") == 0
+    out = run / "export" / "speculators"
+    assert (load_file(out / "model.safetensors")["embed_tokens.weight"] == 1.5).all()
+    assert "| embedding | the policy in " in (out / "README.md").read_text()
+
+
+def test_the_speculators_layout_else_holds_the_model_folders_embedding(tmp_path, target, model):
+    tensors = load_file(exported("speculators", "eagle3", tmp_path, target.shape) / "model.safetensors")
+    assert torch.equal(tensors["embed_tokens.weight"].float(), model.model.embed_tokens.weight)
+
+
+# --- where it is written ---
+
+
+def test_an_earlier_export_is_replaced_whole_and_leaves_nothing_behind(run):
+    assert tlt(run, "--format", "vllm", "--step", 10, "--output", run / "out") == 0
+    before = fc_of(run / "out")
+    assert tlt(run, "--format", "vllm", "--output", run / "out") == 0
+    assert torch.equal(fc_of(run / "out"), 2 * before)
+    assert not list(run.glob("out.*"))
+
+
+def error_of(capsys) -> str:
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("tlt: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def test_a_folder_of_other_things_is_left_alone(tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (model / name).write_text("mine")
+    assert tlt(EMBEDDED_MODEL, "--format", "vllm", "--output", model) == 2
+    assert "is no earlier export; give a new or empty folder" in error_of(capsys)
+    assert all((model / name).read_text() == "mine" for name in THREE)
+    assert tlt(EMBEDDED_MODEL, "--format", "vllm", "--output", model / "config.json") == 2
+    assert "is a file; give a folder" in error_of(capsys)
+    assert tlt(EMBEDDED_MODEL, "--format", "vllm", "--output", model / "config.json" / "out") == 2
+    assert "choose another --output" in error_of(capsys)
+
+
+def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
+    assert tlt(run, "--format", "vllm", "--step", 10, "--output", run / "out") == 0
+    capsys.readouterr()
+    before = (run / "out" / "model.safetensors").read_bytes()
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tlt_hpc.export.writer.sync", full)
+    assert tlt(run, "--format", "vllm", "--output", run / "out") == 2
+    assert "No space left on device" in error_of(capsys)
+    assert (run / "out" / "model.safetensors").read_bytes() == before
+    assert not list(run.glob("out.*"))
+
+
+# --- what cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((EMBEDDED_MODEL, "--format", "sglang"), "add --output FOLDER"),
+        ((EMBEDDED_MODEL, "--format", "sglang", "--step", "3", "--output", "{here}/out"), "leave --step out"),
+        ((EMBEDDED_MODEL, "--format", "speculators", "--output", "{here}/out"), "use --format vllm"),
+        (("{run}", "--format", "sglang", "--step", "0"), "--step 0 is no checkpoint"),
+        (("{run}", "--format", "sglang", "--step", "15"), "has those of steps 10, 20; use one that is there"),
+        (("{here}/none", "--format", "sglang"), "no such folder"),
+        (("{here}/empty", "--format", "sglang"), "has no drafter; give a run with speculation.mode = 'full'"),
+        (("{here}/alone", "--format", "sglang"), "add --model FOLDER"),
+        (("{here}/alone", "--format", "sglang", "--model", "{here}/empty"), "no config.json there"),
+        (("{here}/cut", "--format", "sglang", "--model", EMBEDDED_MODEL), "is no whole safetensors file"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_remedy_and_writes_nothing(arguments, words, tmp_path, run, capsys):
+    (tmp_path / "empty").mkdir()
+    drafter_folder(tmp_path / "alone", embedded_eagle())
+    cut = drafter_folder(tmp_path / "cut", embedded_eagle()) / DRAFTER_FILE
+    cut.write_bytes(cut.read_bytes()[:500])
+    assert tlt(*(each.format(here=tmp_path, run=run) for each in arguments)) == 2
+    assert words in error_of(capsys)
+    assert not list(tmp_path.rglob("model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("qkv.weight", None, "drafter tensor 'qkv' is missing"),
+        ("head.weight", torch.zeros(W, H + 1), "drafter tensor 'head' is [7, 129], this model needs [7, 128]"),
+        ("down.weight", torch.full((H, INNER), torch.nan), "'down' holds values that are no numbers"),
+        ("output.weight", torch.full((H, QUERIES), 1e6), "values beyond torch.float16"),
+        ("token_ids", torch.tensor([2, 3, 5, 8, 13, 13, 19]), "each above the one before"),
+        ("token_ids", torch.tensor([2, 3, 5, 8, 13, 17, 24]), "each above the one before"),
+        ("token_ids", torch.tensor([-1, 3, 5, 8, 13, 17, 19]), "each above the one before"),
+        ("token_ids", torch.tensor(IDS, dtype=torch.int32), "must be int64 ids"),
+    ],
+)
+def test_a_drafter_of_another_model_or_broken_is_refused(name, value, words, tmp_path, target, capsys):
+    stored = random_eagle3(target.shape)
+    stored.pop(name)
+    place = drafter_folder(tmp_path / "d", stored if value is None else stored | {name: value})
+    assert tlt(place, "--format", "vllm", "--model", EMBEDDED_MODEL) == 2
+    assert words in error_of(capsys)
+    assert not (place / "export").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "changes", "words"),
+    [
+        ("eagle", "eagle", {"rope_scaling": {"rope_type": "llama3"}}, "use --format sglang or vllm"),
+        ("eagle", "eagle3", {"rope_scaling": {"rope_type": "llama3"}}, "use --format sglang or vllm"),
+        ("eagle", "eagle", {"head_dim": 64}, "--format eagle needs heads of hidden_size / num_attention_heads"),
+        ("sglang", "eagle3", {"head_dim": 64}, "an EAGLE-3 drafter needs heads of hidden_size / num_attention_heads"),
+        ("vllm", "eagle3", {"num_layers": 6}, "use a target of 7 layers or more"),
+        ("vllm", "eagle3", {"num_layers": 2}, "use a target of 7 layers or more"),
+    ],
+)
+def test_what_a_format_cannot_carry_is_refused(kind, form, changes, words, target):
+    changed = replace(target, shape=replace(target.shape, **changes))
+    sizes = drafter_sizes(changed.shape) if form == "eagle" else eagle3_sizes(changed.shape, W)
+    made = EagleDrafter if form == "eagle" else Eagle3Drafter
+    drafter = made(**{name: torch.zeros(size) for name, size in sizes.items()})
+    with pytest.raises(UserError) as found:
+        formats.PORTABLE[kind](drafter, changed)
+    assert words in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_a_target_of_seven_layers_and_heads_of_another_width_are_carried(target):
+    seven = replace(target, shape=replace(target.shape, num_layers=7))
+    drafter = drafter_from(random_eagle3(target.shape), target.shape, "x")
+    assert set(formats.vllm(drafter, seven).tensors) == set(EAGLE3)
+    wide = replace(target, shape=replace(target.shape, family="qwen3", head_dim=64, qkv_bias=False))
+    made = EagleDrafter(**{name: torch.zeros(size) for name, size in drafter_sizes(wide.shape).items()})
+    files = formats.sglang(made, wide)
+    assert files.config["head_dim"] == 64
+    assert files.tensors["layers.0.self_attn.q_proj.weight"].shape == (256, H)
+    assert files.tensors["layers.0.self_attn.o_proj.weight"].shape == (H, 256)

@@ -1,0 +1,210 @@
+"""Finds the drafter that a user names, its target, and what the run recorded of it. Reads; knows no engine's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tlt_hpc.checkpoint.store import NAME, STATE_FILE, Checkpoint, CheckpointStore
+from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
+from tlt_hpc.export.forms import TOKEN_IDS, AnyDrafter, drafter_from
+from tlt_hpc.export.options import ExportOptions
+from tlt_hpc.export.target import EMBEDDING, Target, embedding_of, read_target
+from tlt_hpc.models.drafter_file import DRAFTER_FILE
+from tlt_hpc.models.folder import embedded
+from tlt_hpc.storage.folder import RunFolder
+
+_ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"
+_DRAFTER_FOLDER = "drafter"
+_NUM_UPDATES = "num_steps"
+
+
+@dataclass(frozen=True)
+class History:
+    """What is on record of a drafter's training; None: not recorded."""
+
+    data: str | None = None
+    num_steps: int | None = None
+    """RL steps behind the weights."""
+    num_updates: int | None = None
+    """Optimiser steps behind the weights."""
+    init: str | None = None
+    """What these began from: ``random``, or another drafter, whose own steps are not counted."""
+    accept_length: float | None = None
+    """Tokens per target pass and sequence in the last rollout on record, whatever strategies the run chose from."""
+    temperature: float | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A drafter, its target, and where both are from."""
+
+    origin: Path
+    drafter: AnyDrafter
+    target: Target
+    history: History
+    embedding: Callable[[], tuple[Tensor, str]]
+    """Reads the target's embedding [V, H], and says where it is from."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A drafter's tensors by their stored names, the run beside them if there is one, and the RL steps behind them."""
+
+    origin: Path
+    stored: Mapping[str, Tensor]
+    run: RunFolder | None
+    num_steps: int | None = None
+    checkpoint: Checkpoint | None = None
+
+
+def open_source(options: ExportOptions) -> Source:
+    """The drafter that the options name.
+
+    Raises:
+        ValueError: there is none, a file is broken, or the target is unknown; one line with the remedy.
+    """
+    found = _find(options)
+    config = _config_of(found.run)
+    target = _target(options, config)
+    drafter = drafter_from(found.stored, target.shape, str(found.origin))
+    return Source(found.origin, drafter, target, _history(found, config), lambda: _embedding(found, target))
+
+
+def _find(options: ExportOptions) -> _Found:
+    folder = embedded("tiny_drafter") if options.place == EMBEDDED_MODEL else Path(options.place)
+    if (folder / DRAFTER_FILE).is_file():
+        if options.step is not None:
+            raise UserError(
+                f"--step {options.step}: {options.place} holds one drafter, not checkpoints; leave --step out"
+            )
+        return _from_file(folder / DRAFTER_FILE, _run_around(folder))
+    if not folder.is_dir():
+        raise UserError(f"{options.place}: no such folder; give a run's folder, or one that has a {DRAFTER_FILE}")
+    return _in_run(options, RunFolder(folder))
+
+
+def _in_run(options: ExportOptions, run: RunFolder) -> _Found:
+    """The newest checkpoint, or the one asked for; the file of a finished run where its checkpoints are gone."""
+    checkpoint = _checkpoint(run, options.step)
+    if checkpoint is not None and checkpoint.names("drafter"):
+        stored = {name: checkpoint.read("drafter", name) for name in checkpoint.names("drafter") if _is_read(name)}
+        return _Found(checkpoint.folder, stored, run, checkpoint.step, checkpoint)
+    path = run.path / _DRAFTER_FOLDER / DRAFTER_FILE
+    if options.step is None and path.is_file():
+        return _from_file(path, run)
+    raise UserError(
+        f"{options.place} has no drafter{'' if checkpoint is None else f' in {checkpoint.folder.name}'}; give a run "
+        f"with speculation.mode = 'full' that has saved a checkpoint, or a folder that has a {DRAFTER_FILE}"
+    )
+
+
+def _from_file(path: Path, run: RunFolder | None) -> _Found:
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if _is_read(name)]  # noqa: SIM118 (no mapping)
+            return _Found(path, {name: file.get_tensor(name) for name in names}, run)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is no whole safetensors file ({error}); give another drafter") from None
+
+
+def _is_read(name: str) -> bool:
+    """Whether a stored tensor is of use: the optimiser's moments are not, and are most of the bytes."""
+    return name.endswith(".weight") or name in (TOKEN_IDS, _NUM_UPDATES)
+
+
+def _checkpoint(run: RunFolder, step: int | None) -> Checkpoint | None:
+    if step is None:
+        return CheckpointStore(run.checkpoints, keep=1).newest()
+    paths = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
+    steps = {int(match[1]): path for path in paths if (match := NAME.fullmatch(path.name))}
+    if step not in steps:
+        there = f"those of steps {', '.join(map(str, sorted(steps)))}" if steps else "none"
+        raise UserError(
+            f"--step {step}: no such checkpoint in {run.checkpoints}, which has {there}; use one that is there"
+        )
+    return _read_checkpoint(steps[step], step)
+
+
+def _read_checkpoint(folder: Path, step: int) -> Checkpoint:
+    try:
+        tree = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        files: dict[str, dict[str, str]] = {}
+        for file in tree["files"]:
+            files.setdefault(file["part"], {}).update(dict.fromkeys(file["tensors"], file["name"]))
+        return Checkpoint(folder, step, tree["state"], files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"checkpoint {folder} cannot be read ({error}); use another --step") from None
+
+
+def _run_around(folder: Path) -> RunFolder | None:
+    """The run that a drafter's folder lies in, as a run leaves it, or is."""
+    return next(
+        (RunFolder(path) for path in (folder, folder.resolve().parent) if RunFolder(path).config.is_file()), None
+    )
+
+
+def _config_of(run: RunFolder | None) -> Config | None:
+    if run is None or not run.config.is_file():
+        return None
+    try:
+        return load_config(run.config)
+    except UserError as error:
+        raise UserError(f"{run.config}: {error}") from None
+
+
+def _target(options: ExportOptions, config: Config | None) -> Target:
+    if options.model is not None:
+        return read_target(options.model, f"--model {options.model}")
+    if options.place == EMBEDDED_MODEL:
+        return read_target(EMBEDDED_MODEL, options.place)
+    if config is None:
+        raise UserError(f"{options.place} has no config.toml that names the target model; add --model FOLDER")
+    return read_target(config.model.path, f"model.path = {config.model.path!r} of {options.place}")
+
+
+def _history(found: _Found, config: Config | None) -> History:
+    updates = found.stored.get(_NUM_UPDATES)
+    rows = _metrics(found.run)
+    num_steps = found.num_steps
+    if num_steps is None and rows:
+        num_steps = int(rows[-1]["training/global_step"]) + 1
+    behind = [row for row in rows if num_steps is not None and row["training/global_step"] < num_steps]
+    return History(
+        data=None if config is None else _describe_data(config),
+        num_steps=num_steps,
+        num_updates=None if updates is None else int(updates),
+        init=None if config is None else config.drafter.init,
+        accept_length=behind[-1].get(_ACCEPT_LENGTH) if behind else None,
+        temperature=None if config is None else config.rollout.temperature,
+    )
+
+
+def _metrics(run: RunFolder | None) -> list[dict[str, Any]]:
+    """The run's figures by step, ascending; none where it wrote none."""
+    if run is None or not run.metrics.is_file():
+        return []
+    try:
+        rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines() if line]
+        return sorted(rows, key=lambda row: float(row["training/global_step"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run.metrics} cannot be read ({error}); mend or remove it") from None
+
+
+def _describe_data(config: Config) -> str:
+    rollout = config.rollout
+    return f"{config.data.source}, {rollout.prompts_per_step} prompts x {rollout.group_size} responses a step"
+
+
+def _embedding(found: _Found, target: Target) -> tuple[Tensor, str]:
+    """The policy's where its checkpoint is at hand, since training moves it; else that of the model folder."""
+    master = f"{EMBEDDING}.master"
+    if found.checkpoint is None or master not in found.checkpoint.names("policy"):
+        return embedding_of(target), f"the model folder {target.name}, before any training"
+    return found.checkpoint.read("policy", master), f"the policy in {found.checkpoint.folder}"
