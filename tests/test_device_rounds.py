@@ -133,7 +133,7 @@ def test_a_drafter_that_rested_reads_all_it_has_missed(strategy):
         engine.submit([request])
         while engine.has_work:
             engine.step()
-            for row, sequence in enumerate(engine._rows.sequences):
+            for row, sequence in enumerate(engine._rows.responses):
                 assert sequence.num_read <= int(engine._learned.known[row])
         (rollout,) = engine.collect()
         passes.append((len(rollout.response_tokens), rollout.num_target_passes))
@@ -185,7 +185,7 @@ def test_aborts_and_swaps_between_a_launch_and_its_reading(plain):
         for _ in range(4):
             engine.step()
         assert engine._rounds.num_under_way, "nothing to be disturbed"
-        response = engine._rows.sequences[turn % engine._rows.num_live]
+        response = engine._rows.responses[turn % engine._rows.num_live]
         gone.add(response.request.key)
         assert engine.abort([response.request.key]) == 1
         engine.load_drafter(untrained_drafter(turn).state_dict())

@@ -153,7 +153,9 @@ def test_the_guard_corrects_a_wrong_fast_path(monkeypatch):
         monkeypatch.setattr(
             Decoder,
             "logits",
-            lambda self, hidden: logits(self, hidden) + torch.rand(len(hidden), 24, generator=generator) * 0.5,
+            lambda self, hidden, widen=True: (
+                logits(self, hidden, widen) + torch.rand(len(hidden), 24, generator=generator) * 0.5
+            ),
         )
         engine = make_engine(tie_guard=tie_guard)
         assert engine._guard.logit_tolerance == pytest.approx(SAFETY * 0.5 * tie_guard, rel=0.01)
@@ -290,7 +292,7 @@ def test_higher_priority_is_admitted_first_and_keeps_its_pages():
     engine.submit(order)
     engine._fill()
     engine._fill()
-    assert {s.params.priority for s in engine._rows.sequences} == {4, 5}
+    assert {s.params.priority for s in engine._rows.responses} == {4, 5}
 
 
 def test_a_groups_prompt_is_prefilled_once(monkeypatch):
@@ -529,7 +531,7 @@ def test_priority_protects_a_long_prompt_that_is_being_read():
     seen = []
     while important.key not in {rollout.key for rollout in engine._finished}:
         engine.step()
-        seen.append(important.key in {s.request.key for s in [*engine._residents.prefilling, *engine._rows.sequences]})
+        seen.append(important.key in {s.request.key for s in [*engine._residents.prefilling, *engine._rows.responses]})
     assert seen[seen.index(True) : -1] == [True] * (len(seen) - 1 - seen.index(True)), "once in, never put out"
 
 

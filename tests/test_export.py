@@ -469,7 +469,7 @@ def proposals() -> list[tuple[list[int], list[int]]]:
     def spy(self, rows, *others):
         proposal = propose(self, rows, *others)
         drafts = proposal.drafts.tokens[:, 1:].tolist()
-        seen.extend(zip([list(sequence.text) for sequence in rows.sequences], drafts, strict=True))
+        seen.extend(zip([list(sequence.text) for sequence in rows.responses], drafts, strict=True))
         return proposal
 
     engine = make_engine(

@@ -10,20 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as List
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts, NgramDrafts, Perturbation, hybrid, noise_of
+from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts, Perturbation
 from tlt_hpc.rollout.guard import TieGuard
+from tlt_hpc.rollout.ngram_drafts import NgramDrafts, hybrid, noise_of
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.residents import Residents
+from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
-from tlt_hpc.rollout.sequences import Sequence
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import TargetPass, Verdict, along_path, by_node
 from tlt_hpc.rollout.tree import DraftTree, chain, from_lists
@@ -52,7 +52,7 @@ class Emitted:
     """
 
     strategy: Strategy
-    sequences: list[Sequence]
+    responses: list[Response]
     tokens: list[list[int]]
     """New tokens, cut at an end token and at the cap."""
     ended: list[bool]
@@ -124,7 +124,7 @@ class Rounds:
         since the round before.
         """
         rows, clock = self.residents.rows, _Clock()
-        sequences = list(rows.sequences)
+        responses = list(rows.responses)
         noise = self.noise.at(rows.response_lengths, strategy.depth + 1)
         self.seconds.sample += clock.lap()
         drafts, cells, is_sound = self.propose(strategy, noise)
@@ -136,9 +136,9 @@ class Rounds:
         if cells is not None and self.learned is not None:
             learn_chances(self.learned, drafts, cells, verdict.on_path)
         self.seconds.sample += clock.lap()
-        emitted = append(sequences, verdict)
+        emitted = append(responses, verdict)
         self.seconds.other += clock.lap()
-        self._done.append(Emitted(strategy, sequences, *emitted, prepared + clock.total, is_sound))
+        self._done.append(Emitted(strategy, responses, *emitted, prepared + clock.total, is_sound))
 
     # -- what a cost profile times ------------------------------------------------------------------------------
 
@@ -195,18 +195,18 @@ class Rounds:
         if strategy.source == "ngram":
             return self._ngram_chains(strategy, noise), None
         assert self.learned is not None, f"strategy {strategy.name} without a drafter"
-        how = Perturbation.of(rows.sequences, noise.device)
+        how = Perturbation.of(rows.responses, noise.device)
         proposal = self.learned.propose(rows, self.residents.layout, noise, strategy, how)
         drafts = proposal.drafts
         if strategy.source == "hybrid":
             # grafted nodes stand behind the drafted ones, and the drafter's counts are of its own alone
-            drafts = hybrid(drafts, self.ngram.chains(rows.sequences, noise_of(noise), strategy))
+            drafts = hybrid(drafts, self.ngram.chains(rows.responses, noise_of(noise), strategy))
         return drafts, proposal.cells
 
     def _ngram_chains(self, strategy: Strategy, noise: Tensor) -> DraftTree:
         rows = self.residents.rows
-        last = [sequence.text[-1] for sequence in rows.sequences]
-        chains = self.ngram.chains(rows.sequences, noise_of(noise), strategy)
+        last = [response.text[-1] for response in rows.responses]
+        chains = self.ngram.chains(rows.responses, noise_of(noise), strategy)
         nodes = [[(token, 0), *((t, i) for i, t in enumerate(more))] for token, more in zip(last, chains, strict=True)]
         return from_lists(nodes, noise.device)
 
@@ -215,9 +215,9 @@ class Rounds:
     def _accept(self, drafts: DraftTree, logits: Tensor, noise: Tensor) -> Verdict:
         """The target's own choices along the realised path, near-ties decided canonically."""
         rows = self.residents.rows
-        sequences = rows.sequences
-        rules = [sequence.rule for sequence in sequences]
-        banned = _Banned.of(sequences, drafts, rows.ends)
+        responses = rows.responses
+        rules = [response.rule for response in responses]
+        banned = _Banned.of(responses, drafts, rows.ends)
         tolerated = self.guard.logit_tolerance
         scored = logits if banned is None else logits.masked_fill(banned.mask(logits.shape[2]), -torch.inf)
         choice = choose_rows(scored, noise, rules, self.guard.tolerance)
@@ -251,7 +251,7 @@ class Rounds:
         """Commit what the rows accepted, with its log-probs."""
         rows = self.residents.rows
         at_path = logits if drafts.depths is None else along_path(logits, verdict.path)
-        log_probs = token_log_probs(at_path, verdict.chosen, _temperatures(rows.sequences, logits.device))
+        log_probs = token_log_probs(at_path, verdict.chosen, _temperatures(rows.responses, logits.device))
         columns = self.target.commit(drafts, verdict, hidden)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
 
@@ -265,14 +265,14 @@ class _Banned:
     ends: Tensor
 
     @classmethod
-    def of(cls, sequences: list[Sequence], drafts: DraftTree, ends: Tensor) -> _Banned | None:
+    def of(cls, responses: list[Response], drafts: DraftTree, ends: Tensor) -> _Banned | None:
         """None where no row has a least length to reach."""
-        left = [sequence.params.min_tokens - sequence.num_response for sequence in sequences]
+        left = [response.params.min_tokens - response.num_response for response in responses]
         if max(left) <= 0:
             return None
         device = drafts.tokens.device
         depths = torch.arange(drafts.num_nodes, device=device) if drafts.depths is None else drafts.depths
-        return cls(depths < torch.tensor(left, device=device).unsqueeze(1), ends[: len(sequences)])
+        return cls(depths < torch.tensor(left, device=device).unsqueeze(1), ends[: len(responses)])
 
     def mask(self, num_tokens: int) -> Tensor:
         """[B, N, V]"""
@@ -285,12 +285,12 @@ class _Banned:
         return ends[ends >= 0] if bool(self.where[row, node]) else None
 
 
-def append(sequences: List[Sequence], verdict: Verdict) -> tuple[list[list[int]], list[bool], list[int]]:
+def append(responses: Sequence[Response], verdict: Verdict) -> tuple[list[list[int]], list[bool], list[int]]:
     """Append a verdict's tokens to the texts; returns tokens, whether an end token came, and drafts accepted."""
     tokens = [row[:count] for row, count in zip(verdict.chosen.tolist(), verdict.counts.tolist(), strict=True)]
-    for sequence, more in zip(sequences, tokens, strict=True):
-        sequence.text.extend(more)
-        sequence.num_passes += 1
+    for response, more in zip(responses, tokens, strict=True):
+        response.text.extend(more)
+        response.num_passes += 1
     return tokens, verdict.ended.tolist(), [int(count) - 1 for count in verdict.on_path.sum(1).tolist()]
 
 
@@ -308,9 +308,9 @@ class _Clock:
         return passed
 
 
-def _temperatures(sequences: list[Sequence], device: torch.device) -> float | Tensor:
+def _temperatures(responses: list[Response], device: torch.device) -> float | Tensor:
     """One number where all rows agree, else [B, 1, 1] with 1 for greedy rows."""
-    values = [sequence.rule.temperature for sequence in sequences]
+    values = [response.rule.temperature for response in responses]
     if len(set(values)) == 1:
         return values[0]
     return torch.tensor([value or 1.0 for value in values], device=device).view(-1, 1, 1)

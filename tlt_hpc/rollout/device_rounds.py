@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from tlt_hpc.kernels.attention import MAX_NODES
 from tlt_hpc.rollout.decoding import Emitted, Rounds, append, learn_chances
-from tlt_hpc.rollout.drafts import NoiseAt, hybrid
 from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound, fits_graphs
+from tlt_hpc.rollout.ngram_drafts import NoiseAt, hybrid
 from tlt_hpc.rollout.noise import gumbel_number, noise_key
-from tlt_hpc.rollout.sequences import Sequence as Response
+from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import by_node
 from tlt_hpc.rollout.transfer import HostCopy, upload
@@ -68,7 +68,7 @@ class DeviceRounds(Rounds):
         return fits_graphs(strategy) and not self._has_special_rows()
 
     def _has_special_rows(self) -> bool:
-        return any(map(_is_special, self.residents.rows.sequences))
+        return any(map(_is_special, self.residents.rows.responses))
 
     # -- a round ------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class DeviceRounds(Rounds):
         self._ahead.append(
             _Round(
                 strategy=strategy,
-                sequences=list(rows.sequences),
+                responses=list(rows.responses),
                 drafts=drafts,
                 before=before,
                 brought=brought,
@@ -125,31 +125,31 @@ class DeviceRounds(Rounds):
         """Let the drafter read what its graph has no room for."""
         assert self.learned is not None
         rows = self.residents.rows
-        unread = max(len(sequence.text) + self.ahead - 1 - sequence.num_read for sequence in rows.sequences)
+        unread = max(len(response.text) + self.ahead - 1 - response.num_read for response in rows.responses)
         if unread > self._graphs.read_width:
             self.learned.read(rows, rows.num_live, self._graphs.layout, unread)
-        for sequence in rows.sequences:  # at least; what is ahead is told when it is read
-            sequence.num_read = len(sequence.text) - 1
+        for response in rows.responses:  # at least; what is ahead is told when it is read
+            response.num_read = len(response.text) - 1
 
     def _ngram_drafts(self, count: int, strategy: Strategy) -> DraftTree:
-        sequences, device = self.residents.rows.sequences, self.decoder.device
-        chains = self.ngram.chains(sequences, _noise_on_host(sequences), strategy)
-        nodes = [[s.text[-1], *chain] for s, chain in zip(sequences, chains, strict=True)]
+        responses, device = self.residents.rows.responses, self.decoder.device
+        chains = self.ngram.chains(responses, _noise_on_host(responses), strategy)
+        nodes = [[s.text[-1], *chain] for s, chain in zip(responses, chains, strict=True)]
         nodes = [row + [EMPTY] * (strategy.widest_pass - len(row)) for row in nodes]
         return DraftTree(upload(nodes + nodes[:1] * (count - len(nodes)), device))
 
     def _grafted(self, drafts: DraftTree, strategy: Strategy) -> DraftTree:
         """Trees with the branches that n-grams know, filled up with empty nodes."""
-        sequences, count = self.residents.rows.sequences, len(drafts.tokens)
-        live = _rows_of(drafts, slice(len(sequences)))
-        grown = hybrid(live, self.ngram.chains(sequences, _noise_on_host(sequences), strategy))
+        responses, count = self.residents.rows.responses, len(drafts.tokens)
+        live = _rows_of(drafts, slice(len(responses)))
+        grown = hybrid(live, self.ngram.chains(responses, _noise_on_host(responses), strategy))
         n = grown.num_nodes
         parents = grown.parents
         if parents is None:
-            parents = (torch.arange(n, device=grown.tokens.device) - 1).clamp(min=0).expand(len(sequences), -1)
+            parents = (torch.arange(n, device=grown.tokens.device) - 1).clamp(min=0).expand(len(responses), -1)
         tokens = torch.full((count, strategy.widest_pass), EMPTY, device=grown.tokens.device)
         above = torch.zeros_like(tokens)
-        tokens[: len(sequences), :n], above[: len(sequences), :n] = grown.tokens, parents
+        tokens[: len(responses), :n], above[: len(responses), :n] = grown.tokens, parents
         return DraftTree(tokens, above)
 
     # -- read ---------------------------------------------------------------------------------------------------
@@ -170,14 +170,14 @@ class DeviceRounds(Rounds):
         if started.before is not None and bool((told[:, -1] >= 2).any()):
             tokens, ended, accepted = self._decide_again(started)
         else:
-            tokens, ended, accepted = self._take(started.sequences, told.tolist(), log_probs)
+            tokens, ended, accepted = self._take(started.responses, told.tolist(), log_probs)
         for later in self._ahead:
             if later.strategy.has_drafter:  # it began where this one ended
-                for sequence in later.sequences:
-                    sequence.num_read = len(sequence.text) - 1
+                for response in later.responses:
+                    response.num_read = len(response.text) - 1
         return Emitted(
             started.strategy,
-            started.sequences,
+            started.responses,
             tokens,
             ended,
             accepted,
@@ -187,21 +187,21 @@ class DeviceRounds(Rounds):
         )
 
     def _take(
-        self, sequences: List[Response], told: list[list[int]], log_probs: Tensor
+        self, responses: Sequence[Response], told: list[list[int]], log_probs: Tensor
     ) -> tuple[list[list[int]], list[bool], list[int]]:
         rows = self.residents.rows
         tokens, ended, accepted = list[list[int]](), list[bool](), list[int]()
-        for i, (sequence, row) in enumerate(zip(sequences, told, strict=True)):
+        for i, (response, row) in enumerate(zip(responses, told, strict=True)):
             count, num_accepted, flags = row[-NUM_TOLD:]
             # one that was preempted since waits at least until this round has been read
-            here = sequence.row >= 0 and count > 0
+            here = response.row >= 0 and count > 0
             tokens.append(row[:count] if here else [])
             ended.append(here and bool(flags & 1))
             if here:
-                start = len(sequence.text)
-                rows.log_probs[sequence.row, start : start + count] = log_probs[i, :count]
-                sequence.text.extend(row[:count])
-                sequence.num_passes += 1
+                start = len(response.text)
+                rows.log_probs[response.row, start : start + count] = log_probs[i, :count]
+                response.text.extend(row[:count])
+                response.num_passes += 1
                 accepted.append(num_accepted)
         return tokens, ended, accepted
 
@@ -218,7 +218,7 @@ class DeviceRounds(Rounds):
         hidden, logits = self.target.forward(drafts, self._graphs.layout)
         verdict = self._accept(drafts, logits, by_node(noise, drafts))
         self._commit(drafts, verdict, hidden, logits)
-        return append(started.sequences, verdict)
+        return append(started.responses, verdict)
 
     # -- what a cost profile times ------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class _Round:
     """A launched round: what it was given, and where it tells the host what came of it."""
 
     strategy: Strategy
-    sequences: list[Response]
+    responses: list[Response]
     drafts: DraftTree
     before: Tensor | None
     """Lengths before it, kept for the tie guard."""
@@ -306,14 +306,14 @@ class _Stopwatch:
         return float(other._events[-1].elapsed_time(self._events[-1])) / 1000
 
 
-def _is_special(sequence: Response) -> bool:
+def _is_special(response: Response) -> bool:
     """Whether its next token may be chosen by more than temperature and noise."""
-    return sequence.rule.truncates or sequence.num_response < sequence.params.min_tokens
+    return response.rule.truncates or response.num_response < response.params.min_tokens
 
 
-def _noise_on_host(sequences: List[Response]) -> NoiseAt:
-    words = [noise_key(sequence.request.key) for sequence in sequences]
-    first = [sequence.num_response for sequence in sequences]
+def _noise_on_host(responses: Sequence[Response]) -> NoiseAt:
+    words = [noise_key(response.request.key) for response in responses]
+    first = [response.num_response for response in responses]
     return lambda row, d, token: gumbel_number(words[row], first[row] + d, token)
 
 

@@ -7,9 +7,7 @@ Shapes: ``B`` rows, ``F`` nodes that grow, ``K`` branching, ``D`` depth, ``H`` h
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from collections.abc import Sequence as List
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +17,13 @@ from torch import Tensor
 from tlt_hpc.kernels.gumbel import gumbel_argmax, gumbel_noise
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.ngram import SuffixDrafter
 from tlt_hpc.rollout.chances import ChanceTable
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
+from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
-from tlt_hpc.rollout.sequences import Sequence
 from tlt_hpc.rollout.strategy import MOST_BRANCHES, Strategy
-from tlt_hpc.rollout.tree import DraftTree, chain, from_lists, tree
+from tlt_hpc.rollout.tree import DraftTree, chain, tree
 
 _CATCH_UP_WIDTH = 256
 """Positions of a row in one catch-up pass: a drafter that rested through a long response has much to read."""
@@ -44,9 +41,9 @@ class Perturbation:
     noisy: bool | Tensor
 
     @classmethod
-    def of(cls, sequences: List[Sequence], device: torch.device) -> Perturbation:
+    def of(cls, responses: Sequence[Response], device: torch.device) -> Perturbation:
         """By the rows' temperatures; without one (greedy) the logits stand alone."""
-        temperatures = [sequence.rule.temperature for sequence in sequences]
+        temperatures = [response.rule.temperature for response in responses]
         if len(set(temperatures)) == 1:
             return cls(1.0 / temperatures[0] if temperatures[0] > 0 else 1.0, temperatures[0] > 0)
         scale = torch.tensor([1.0 / t if t > 0 else 1.0 for t in temperatures], device=device)
@@ -92,23 +89,23 @@ class LearnedDrafts:
         self._vocabulary: Tensor | None = None
         self._head: Tensor | None = None
 
-    def set_row(self, row: int, sequence: Sequence) -> None:
+    def set_row(self, row: int, response: Response) -> None:
         """Give a row to a sequence of which nothing is known yet."""
         self.known[row] = 0
-        sequence.num_read = 0
+        response.num_read = 0
 
     def move_row(self, source: int, target: int) -> None:
         self.known[target] = self.known[source]
 
-    def forget(self, sequences: List[Sequence]) -> None:
+    def forget(self, responses: Sequence[Response]) -> None:
         """The drafter changed: what its layer of the cache holds is another's."""
         self.known.zero_()
-        for sequence in sequences:
-            sequence.num_read = 0
+        for response in responses:
+            response.num_read = 0
 
-    def backlog(self, sequences: List[Sequence]) -> int:
+    def backlog(self, responses: Sequence[Response]) -> int:
         """Committed positions of the live rows that the drafter has not read yet."""
-        return sum(len(sequence.text) - 1 - sequence.num_read for sequence in sequences)
+        return sum(len(response.text) - 1 - response.num_read for response in responses)
 
     def set_vocabulary(self, ids: Tensor | None) -> None:
         """Draft among these token ids [V] alone (ascending); None for all. Call again after the head changes."""
@@ -145,10 +142,10 @@ class LearnedDrafts:
 
     def catch_up(self, rows: LiveRows, layout: Layout) -> Tensor:
         """Read whatever the drafter has not; returns its own feature [B, H] at each row's newest true position."""
-        unread = [len(sequence.text) - 1 - sequence.num_read for sequence in rows.sequences]
+        unread = [len(response.text) - 1 - response.num_read for response in rows.responses]
         feature = self.read(rows, rows.num_live, layout, max(1, *unread))
-        for sequence in rows.sequences:
-            sequence.num_read = len(sequence.text) - 1
+        for response in rows.responses:
+            response.num_read = len(response.text) - 1
         return feature
 
     def read(self, rows: LiveRows, count: int, layout: Layout, width: int) -> Tensor:
@@ -290,63 +287,6 @@ def _likeliest(
     place = torch.zeros_like(tokens).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
     parent = place.gather(1, parents.gather(1, kept))
     return tree(tokens.gather(1, kept), parent, strategy.depth), cells.gather(1, kept)
-
-
-NoiseAt = Callable[[int, int, int], float]
-"""Noise of one number: row, d-th drafted position, token."""
-
-
-def noise_of(noise: Tensor) -> NoiseAt:
-    """That of noise [B, D, V] on the host; narrow vocabularies are read faster from lists."""
-    rows = noise.tolist() if noise.shape[-1] <= 256 else noise
-    return lambda row, d, token: float(rows[row][d][token])
-
-
-class NgramDrafts:
-    """What followed the same context before; several known continuations compete under the noise."""
-
-    def __init__(self, table: SuffixDrafter) -> None:
-        self._table = table
-
-    def chains(self, sequences: List[Sequence], noise: NoiseAt, strategy: Strategy) -> list[list[int]]:
-        """At most ``depth`` drafts for each row's tokens so far, fewer where no context is known."""
-        return [self._chain(sequence, b, noise, strategy) for b, sequence in enumerate(sequences)]
-
-    def _chain(self, sequence: Sequence, row: int, noise: NoiseAt, strategy: Strategy) -> list[int]:
-        cursor, drafts = self._table.cursor(sequence.prompt, sequence.text), list[int]()
-        known = sequence.rule.num_tokens  # a prompt may hold ids that are never sampled
-        while len(drafts) < strategy.depth and (found := [c for c in cursor.continuations() if c[0] < known]):
-            token = found[0][0]
-            if len(found) > 1 and sequence.rule.temperature > 0:
-                d = len(drafts)
-                token = max(found, key=lambda one: strategy.sharpness * math.log(one[1]) + noise(row, d, one[0]))[0]
-            drafts.append(token)
-            cursor.advance(token)
-        return drafts
-
-
-def hybrid(drafted: DraftTree, chains: List[List[int]]) -> DraftTree:
-    """Drafted trees with a further branch each: the chain that the n-grams know."""
-    tokens = drafted.tokens.tolist()
-    parents = (
-        drafted.parents.tolist()
-        if drafted.parents is not None
-        else [[max(0, i - 1) for i in range(drafted.num_nodes)]] * len(tokens)
-    )
-    rows = [_graft(list(zip(t, p, strict=True)), more) for t, p, more in zip(tokens, parents, chains, strict=True)]
-    return from_lists(rows, drafted.tokens.device)
-
-
-def _graft(nodes: list[tuple[int, int]], more: List[int]) -> list[tuple[int, int]]:
-    """Add a chain from the root on, along nodes that are there already as far as it goes."""
-    child = {(parent, token): i for i, (token, parent) in enumerate(nodes) if i}
-    at = 0
-    for token in more:
-        if (at, token) not in child:
-            child[at, token] = len(nodes)
-            nodes.append((token, at))
-        at = child[at, token]
-    return nodes
 
 
 def slots_needed(strategy: Strategy) -> int:

@@ -6,7 +6,6 @@ strategy changes decide how fast it comes, never what it says. Knows no MPI, no 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,27 +16,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_hpc import __version__
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.ngram import SuffixDrafter
 from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingParams
 from tlt_hpc.rollout.chooser import make_chooser
-from tlt_hpc.rollout.cost_profile import CostProfile, ProfileKey, load_or_measure, processor_name
+from tlt_hpc.rollout.cost_profile import CostProfile, load_or_measure
 from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions
 from tlt_hpc.rollout.decoding import Emitted, PhaseSeconds, Rounds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
-from tlt_hpc.rollout.drafts import LearnedDrafts, NgramDrafts, slots_needed
+from tlt_hpc.rollout.drafts import LearnedDrafts, slots_needed
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
-from tlt_hpc.rollout.measures import RoundMeasures
+from tlt_hpc.rollout.measures import RoundMeasures, profile_key
+from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.residents import Residents
+from tlt_hpc.rollout.responses import Response, group_of
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
-from tlt_hpc.rollout.sequences import Sequence as Response
-from tlt_hpc.rollout.sequences import group_of
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -99,22 +96,19 @@ class RolloutEngine:
         self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
         if drafter is not None:
             drafter.pack()
-        self._table = SuffixDrafter(settings.ngram_history_tokens, settings.ngram_orders)
+        uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
+        self._ngram = NgramDrafts(settings.ngram_history_tokens, settings.ngram_orders, uses_ngram)
         self._learned = (
             LearnedDrafts(drafter, decoder, self._cache, settings.max_live, settings.num_tokens) if drafter else None
         )
         self._residents = Residents(
             decoder, self._rows, self._cache, self._noise, self._learned, settings.prefill_tokens
         )
-        parts = decoder, self._residents, self._noise, self._guard, self._learned, NgramDrafts(self._table)
+        parts = decoder, self._residents, self._noise, self._guard, self._learned, self._ngram
         on_device = isinstance(self._cache, DevicePagedCache)
         self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else Rounds(*parts)
-        self._uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
         self.chooser = self._make_chooser(None)
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._unlearned: deque[Response] = deque()
-        """Finished responses that the n-gram table has not seen to their ends, and their tokens that it lacks."""
-        self._num_unlearned = 0
         self._finished: list[Rollout] = []
         self._leaving: deque[tuple[NDArray[np.int32], int, HostCopy]] = deque()
         """Tokens, prompt length and features of finished responses, on their way to the sink."""
@@ -284,7 +278,7 @@ class RolloutEngine:
         assert self.drafter is not None and self._learned is not None
         self._settle()
         self.drafter.load_state_dict(weights)
-        self._learned.forget(self._rows.sequences)
+        self._learned.forget(self._rows.responses)
         self._cache.clear(drafter_only=True)
         self._rounds.drafter_is_sound = True
         self.drafter_ready = trained
@@ -307,7 +301,7 @@ class RolloutEngine:
             self._rounds.capture()
         if not self.settings.tie_guard:
             return
-        uses_ngram, self._uses_ngram, self._guard.active = self._uses_ngram, False, False
+        uses_ngram, self._ngram.active, self._guard.active = self._ngram.active, False, False
         self.submit(requests)
         while self.has_work:
             self._fill()
@@ -316,7 +310,7 @@ class RolloutEngine:
                 self._rounds.launch(OFF)
                 self._retire(self._rounds.read())
         self._finished = []
-        self._uses_ngram, self._guard.active = uses_ngram, True
+        self._ngram.active, self._guard.active = uses_ngram, True
         self._guard.probe(self._longest)
         self._forget_counts()
 
@@ -326,19 +320,8 @@ class RolloutEngine:
         The requests fill the rows while it lasts; nothing is learned from them, and no response comes of them.
         """
         assert not self.has_work and requests
-        s, shape = self.settings, self.decoder.shape
-        drafter = "none" if self.drafter is None else "eagle"
-        key = ProfileKey(
-            processor=processor_name(),
-            num_cores=os.cpu_count() or 1,
-            device=device_name(self.decoder.device),
-            num_threads=torch.get_num_threads(),
-            torch_version=str(torch.__version__),
-            model=f"{shape.family}-{shape.num_layers}x{shape.hidden_size}x{shape.intermediate_size}-h{shape.num_heads}"
-            f"-g{shape.num_kv_heads}-d{shape.head_dim}-v{shape.vocab_size}-{drafter}{len(s.draft_token_ids or ())}"
-            f"-{s.attention}{s.page_size}-guard{s.tie_guard:d}-tlt{__version__}",
-            dtype=str(self.decoder.dtype),
-        )
+        s = self.settings
+        key = profile_key(self.decoder, s, self.drafter is not None)
         measures = RoundMeasures(self._residents, self._rounds, [self._response(r, s.params) for r in requests])
         # rows that the pool holds with the longest draft each: more would be preempted, not measured
         each = max(self._residents.pages_for(s.max_prompt_tokens + max(map(slots_needed, s.strategies))), 1)
@@ -390,8 +373,8 @@ class RolloutEngine:
                 return
         start = time.perf_counter()
         self._residents.reserve(slots_needed(strategy), self._rounds.ahead)
-        if self._uses_ngram and strategy.source in ("ngram", "hybrid"):
-            self._learn_texts()
+        if strategy.source in ("ngram", "hybrid"):
+            self._ngram.learn(self._rows.responses)
         prepared += time.perf_counter() - start
         self._rounds.launch(strategy, prepared, follows=not has_prefilled)
         self._settle(int(overlaps))
@@ -411,7 +394,7 @@ class RolloutEngine:
         # a drafter that failed left a plain round: nothing is learned from it
         if num_emitting and emitted.tells:
             seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
-            num_rows = len(emitted.sequences)
+            num_rows = len(emitted.responses)
             self.chooser.observe(emitted.strategy, num_rows, num_tokens, seconds, emitted.accepted)
         self._retire(emitted)
 
@@ -424,12 +407,12 @@ class RolloutEngine:
             if (drafts or not strategy.has_drafter)
             and (strategy == OFF or self._residents.has_room(slots_needed(strategy), self._rounds.ahead))
         ]
-        backlog = self._learned.backlog(self._rows.sequences) if self._learned is not None else 0
+        backlog = self._learned.backlog(self._rows.responses) if self._learned is not None else 0
         return self.chooser.choose(self._rows.num_live, usable or [OFF], backlog)
 
     def _cut_at_stops(self, emitted: Emitted) -> None:
         """End responses at the token that completes a stop string; what came after it in the same round is dropped."""
-        for i, response in enumerate(emitted.sequences):
+        for i, response in enumerate(emitted.responses):
             if response.stops is None or not emitted.tokens[i]:
                 continue
             start = response.prompt_length
@@ -445,7 +428,7 @@ class RolloutEngine:
 
     def _retire(self, emitted: Emitted) -> None:
         """Finish what has ended; the others keep the order of their rows as far as they can."""
-        ended = sorted(zip(emitted.sequences, emitted.ended, strict=True), key=lambda pair: -pair[0].row)
+        ended = sorted(zip(emitted.responses, emitted.ended, strict=True), key=lambda pair: -pair[0].row)
         for response, has_ended in ended:
             if has_ended:
                 self._finish(response, FinishReason.STOP if response.is_stopped else FinishReason.EOS)
@@ -456,12 +439,7 @@ class RolloutEngine:
         row, request, start, end = response.row, response.request, response.prompt_length, len(response.text)
         log_probs = self._rows.response_log_probs(row).numpy().copy()
         self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
-        if self._uses_ngram:
-            self._unlearned.append(response)
-            self._num_unlearned += end - response.num_learned
-            while self._num_unlearned > self.settings.ngram_history_tokens:
-                oldest = self._unlearned.popleft()
-                self._num_unlearned -= len(oldest.text) - oldest.num_learned
+        self._ngram.finish(response)
         self._longest = sorted([*self._longest, response.text], key=len)[-_NUM_PROBED:]
         if self.feature_sink is not None and self._cache.features is not None:
             positions = torch.arange(end - 1, device=self._rows.tokens.device).unsqueeze(0)
@@ -495,21 +473,3 @@ class RolloutEngine:
             num_target_passes=num_passes,
             finished_seconds=time.time(),
         )
-
-    def _learn_texts(self) -> None:
-        """Teach the n-gram table what came since it was last asked: where it is never asked, it costs nothing."""
-        while self._unlearned:
-            self._learn(self._unlearned.popleft())
-        self._num_unlearned = 0
-        for response in self._rows.sequences:
-            self._learn(response)
-
-    def _learn(self, response: Response) -> None:
-        if response.num_learned < len(response.text):
-            self._table.learn(response.prompt, response.text, response.num_learned)
-            response.num_learned = len(response.text)
-
-
-def device_name(device: torch.device) -> str:
-    """What a device is, not which of several alike."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

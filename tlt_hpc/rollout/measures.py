@@ -5,14 +5,21 @@ A pass costs the same whatever its tokens are, so repeated tokens stand for draf
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
+import torch
+
+from tlt_hpc import __version__
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.rollout.cost_profile import ProfileKey, processor_name
 from tlt_hpc.rollout.decoding import Rounds
 from tlt_hpc.rollout.drafts import slots_needed
 from tlt_hpc.rollout.residents import Residents
-from tlt_hpc.rollout.sequences import Sequence as Response
+from tlt_hpc.rollout.responses import Response
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import Strategy
 
 
@@ -48,3 +55,24 @@ class RoundMeasures:
                 self._residents.admit()
                 self._residents.prefill()
         self._residents.reserve(num_slots)
+
+
+def profile_key(decoder: Decoder, settings: EngineSettings, has_drafter: bool) -> ProfileKey:
+    """All that the cost of a round depends on beside the strategy and the batch."""
+    shape, drafter = decoder.shape, "eagle" if has_drafter else "none"
+    return ProfileKey(
+        processor=processor_name(),
+        num_cores=os.cpu_count() or 1,
+        device=_device_name(decoder.device),
+        num_threads=torch.get_num_threads(),
+        torch_version=str(torch.__version__),
+        model=f"{shape.family}-{shape.num_layers}x{shape.hidden_size}x{shape.intermediate_size}-h{shape.num_heads}"
+        f"-g{shape.num_kv_heads}-d{shape.head_dim}-v{shape.vocab_size}-{drafter}{len(settings.draft_token_ids or ())}"
+        f"-{settings.attention}{settings.page_size}-guard{settings.tie_guard:d}-tlt{__version__}",
+        dtype=str(decoder.dtype),
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    """What a device is, not which of several alike."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -13,8 +13,8 @@ from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.pages import PagePool
+from tlt_hpc.rollout.responses import Response, WaitingQueue
 from tlt_hpc.rollout.rows import LiveRows
-from tlt_hpc.rollout.sequences import Sequence, WaitingQueue
 from tlt_hpc.rollout.transfer import upload
 
 
@@ -35,7 +35,7 @@ class Residents:
         self._prefill_tokens = prefill_tokens
         self.pool = PagePool(cache.num_pages)
         self.waiting = WaitingQueue()
-        self.prefilling: list[Sequence] = []
+        self.prefilling: list[Response] = []
         self.num_preempted = 0
         self._layout: Layout | None = None
 
@@ -49,7 +49,7 @@ class Residents:
         if self._layout is None:
             if self.cache.wants_packing and self.pool.is_loose:
                 self._pack()
-            tables = [sequence.pages for sequence in self.rows.sequences]
+            tables = [response.pages for response in self.rows.responses]
             self._layout = self.cache.layout(tables, self.pool.high_water)
         return self._layout
 
@@ -60,44 +60,44 @@ class Residents:
 
     def admit(self) -> None:
         """Give pages to waiting sequences, first in line first, as long as there are rows and pages."""
-        later: list[Sequence] = []
+        later: list[Response] = []
         # one that waits for its prompt to be prefilled by a sibling keeps its place among the rows
         while len(self.waiting) and self.rows.num_live + len(self.prefilling) + len(later) < self.rows.capacity:
-            sequence = self.waiting.pop()
-            if self._prompt_is_prefilling(sequence):
-                later.append(sequence)
-            elif not self._try_admit(sequence):
-                later.append(sequence)
+            response = self.waiting.pop()
+            if self._prompt_is_prefilling(response):
+                later.append(response)
+            elif not self._try_admit(response):
+                later.append(response)
                 break
-        for sequence in later:
-            self.waiting.push(sequence)
+        for response in later:
+            self.waiting.push(response)
 
-    def _prompt_is_prefilling(self, sequence: Sequence) -> bool:
-        return any(other.prompt == sequence.prompt for other in self.prefilling)
+    def _prompt_is_prefilling(self, response: Response) -> bool:
+        return any(other.prompt == response.prompt for other in self.prefilling)
 
-    def _try_admit(self, sequence: Sequence) -> bool:
-        sibling = next((other for other in self.rows.sequences if other.prompt == sequence.prompt), None)
-        num_shared = (sequence.prompt_length - 1) // self.cache.page_size if sibling else 0
-        needed = self.pages_for(len(sequence.text)) - num_shared
+    def _try_admit(self, response: Response) -> bool:
+        sibling = next((other for other in self.rows.responses if other.prompt == response.prompt), None)
+        num_shared = (response.prompt_length - 1) // self.cache.page_size if sibling else 0
+        needed = self.pages_for(len(response.text)) - num_shared
         residents = self.rows.num_live + len(self.prefilling)
         if self.pool.num_free < needed + (1 + residents // 4 if residents else 0):
             return False
         own = self.pool.take(needed)
-        sequence.num_cached = 0
+        response.num_cached = 0
         if sibling is not None:
             shared = sibling.pages[:num_shared]
             self.pool.share(shared)
-            sequence.pages = shared + own
-            sequence.num_cached = sequence.prompt_length - 1
-            left = sequence.num_cached - num_shared * self.cache.page_size
+            response.pages = shared + own
+            response.num_cached = response.prompt_length - 1
+            left = response.num_cached - num_shared * self.cache.page_size
             if left:
                 self.cache.copy_start(sibling.pages[num_shared], own[0], left)
         else:
-            sequence.pages = own
-        if sequence.num_cached >= len(sequence.text) - 1:
-            self._give_row(sequence)
+            response.pages = own
+        if response.num_cached >= len(response.text) - 1:
+            self._give_row(response)
         else:
-            self.prefilling.append(sequence)
+            self.prefilling.append(response)
         return True
 
     def prefill(self) -> None:
@@ -105,14 +105,14 @@ class Residents:
         if not self.prefilling:
             return
         chosen = self.prefilling[: self._prefill_tokens]
-        unread = [len(sequence.text) - 1 - sequence.num_cached for sequence in chosen]
+        unread = [len(response.text) - 1 - response.num_cached for response in chosen]
         width = min(max(unread), max(1, self._prefill_tokens // len(chosen)))
         device = self._decoder.device
         # a sequence with less to do repeats its last position: the same values to the same place
-        ends = [sequence.num_cached + min(left, width) for sequence, left in zip(chosen, unread, strict=True)]
+        ends = [response.num_cached + min(left, width) for response, left in zip(chosen, unread, strict=True)]
         columns = [
-            [min(sequence.num_cached + i, end - 1) for i in range(width)]
-            for sequence, end in zip(chosen, ends, strict=True)
+            [min(response.num_cached + i, end - 1) for i in range(width)]
+            for response, end in zip(chosen, ends, strict=True)
         ]
         tokens = [[s.text[i] for i in row] for s, row in zip(chosen, columns, strict=True)]
         positions = upload(columns, device)
@@ -124,19 +124,19 @@ class Residents:
         hidden = self._decoder.hidden(upload(tokens, device).flatten(), positions.flatten(), attend)
         if self.cache.features is not None:
             self.cache.features[self.cache.slots(positions, tables).flatten()] = hidden
-        for sequence, end in zip(chosen, ends, strict=True):
-            sequence.num_cached = end
-        ready = [sequence for sequence in chosen if sequence.num_cached >= len(sequence.text) - 1]
-        self.prefilling = [sequence for sequence in self.prefilling if sequence not in ready]
-        for sequence in ready:
-            self._give_row(sequence)
+        for response, end in zip(chosen, ends, strict=True):
+            response.num_cached = end
+        ready = [response for response in chosen if response.num_cached >= len(response.text) - 1]
+        self.prefilling = [response for response in self.prefilling if response not in ready]
+        for response in ready:
+            self._give_row(response)
 
-    def _give_row(self, sequence: Sequence) -> None:
-        row = self.rows.add(sequence)
-        self.cache.set_table(row, sequence.pages)
-        self._noise.set_row(row, sequence.request.key, sequence.num_response)
+    def _give_row(self, response: Response) -> None:
+        row = self.rows.add(response)
+        self.cache.set_table(row, response.pages)
+        self._noise.set_row(row, response.request.key, response.num_response)
         if self._learned is not None:
-            self._learned.set_row(row, sequence)
+            self._learned.set_row(row, response)
         self._layout = None
 
     # -- growth -------------------------------------------------------------------------------------------------
@@ -146,39 +146,39 @@ class Residents:
 
         ``ahead``: tokens that a row may have got in rounds that have not been read yet.
         """
-        return sum(self._lacking(sequence, num_slots, ahead) for sequence in self.rows.sequences) <= self.pool.num_free
+        return sum(self._lacking(response, num_slots, ahead) for response in self.rows.responses) <= self.pool.num_free
 
     def reserve(self, num_slots: int, ahead: int = 0) -> None:
         """Give every live row the pages for that many positions; whoever came last makes room where they run out."""
         row = 0
         while row < self.rows.num_live:
-            sequence = self.rows.sequences[row]
-            lacking = self._lacking(sequence, num_slots, ahead)
+            response = self.rows.responses[row]
+            lacking = self._lacking(response, num_slots, ahead)
             if lacking > self.pool.num_free:
                 self._make_room()
                 row = 0  # rows have moved; those that have their pages take none again
                 continue
             if lacking:
-                sequence.pages += self.pool.take(lacking)
-                self.cache.set_table(row, sequence.pages)
+                response.pages += self.pool.take(lacking)
+                self.cache.set_table(row, response.pages)
                 self._layout = None
             row += 1
 
-    def _lacking(self, sequence: Sequence, num_slots: int, ahead: int) -> int:
-        longest = min(len(sequence.text) + ahead, sequence.prompt_length + sequence.params.max_tokens)
-        return max(0, self.pages_for(longest - 1 + num_slots) - len(sequence.pages))
+    def _lacking(self, response: Response, num_slots: int, ahead: int) -> int:
+        longest = min(len(response.text) + ahead, response.prompt_length + response.params.max_tokens)
+        return max(0, self.pages_for(longest - 1 + num_slots) - len(response.pages))
 
     def _make_room(self) -> None:
         """Preempt the sequence that comes last in rank, whether it is being prefilled or has a row."""
-        residents = [*self.prefilling, *self.rows.sequences]
+        residents = [*self.prefilling, *self.rows.responses]
         assert len(residents) > 1, "a lone sequence always fits: submit has refused those that do not"
         self.num_preempted += 1
-        victim = max(residents, key=lambda sequence: sequence.rank)
+        victim = max(residents, key=lambda response: response.rank)
         if victim in self.prefilling:
             self.prefilling.remove(victim)
             self.release(victim)
         else:
-            row = self.rows.sequences.index(victim)
+            row = self.rows.responses.index(victim)
             victim.log_probs = self.rows.response_log_probs(row).numpy().copy()
             self.remove(row)
         self.waiting.push(victim)
@@ -187,7 +187,7 @@ class Residents:
 
     def remove(self, row: int) -> None:
         """Take a sequence's row and pages away."""
-        self.release(self.rows.sequences[row])
+        self.release(self.rows.responses[row])
         moved = self.rows.remove(row)
         if moved is not None:
             self._noise.move_row(moved, row)
@@ -197,21 +197,21 @@ class Residents:
         self.cache.tables[self.rows.num_live] = self.cache.num_pages
         self._layout = None
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, response: Response) -> None:
         """Free a sequence's pages."""
-        self.pool.release(sequence.pages)
-        sequence.pages = []
+        self.pool.release(response.pages)
+        response.pages = []
         self._layout = None
 
-    def abort(self, is_aborted: Callable[[Sequence], bool]) -> int:
+    def abort(self, is_aborted: Callable[[Response], bool]) -> int:
         """Drop sequences wherever they are; returns how many."""
         count = self.waiting.drop(is_aborted)
-        for sequence in [sequence for sequence in self.prefilling if is_aborted(sequence)]:
-            self.prefilling.remove(sequence)
-            self.release(sequence)
+        for response in [response for response in self.prefilling if is_aborted(response)]:
+            self.prefilling.remove(response)
+            self.release(response)
             count += 1
         for row in reversed(range(self.rows.num_live)):
-            if is_aborted(self.rows.sequences[row]):
+            if is_aborted(self.rows.responses[row]):
                 self.remove(row)
                 count += 1
         return count
@@ -220,8 +220,8 @@ class Residents:
         """Move pages together, so that a pass reads few that are nobody's."""
         moves = self.pool.pack()
         self.cache.copy_pages(moves)
-        for sequence in self.prefilling:
-            sequence.pages = [moves.get(page, page) for page in sequence.pages]
-        for row, sequence in enumerate(self.rows.sequences):
-            sequence.pages = [moves.get(page, page) for page in sequence.pages]
-            self.cache.set_table(row, sequence.pages)
+        for response in self.prefilling:
+            response.pages = [moves.get(page, page) for page in response.pages]
+        for row, response in enumerate(self.rows.responses):
+            response.pages = [moves.get(page, page) for page in response.pages]
+            self.cache.set_table(row, response.pages)

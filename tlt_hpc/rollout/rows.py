@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_hpc.rollout.sequences import Sequence
+from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.transfer import upload
 
 _NUM_ENDS = 4
@@ -36,11 +36,11 @@ class LiveRows:
         self.ends = torch.full((num_rows, max(num_ends, _NUM_ENDS)), -1, dtype=torch.int64, device=device)
         """End tokens of each row, filled with -1."""
         self.index = torch.arange(num_rows, device=device)
-        self.sequences: list[Sequence] = []
+        self.responses: list[Response] = []
 
     @property
     def num_live(self) -> int:
-        return len(self.sequences)
+        return len(self.responses)
 
     @property
     def capacity(self) -> int:
@@ -52,22 +52,22 @@ class LiveRows:
 
     @property
     def response_lengths(self) -> list[int]:
-        return [sequence.num_response for sequence in self.sequences]
+        return [response.num_response for response in self.responses]
 
-    def add(self, sequence: Sequence) -> int:
+    def add(self, response: Response) -> int:
         """Make a row for a sequence; returns it."""
-        row, text, device = self.num_live, sequence.text, self.tokens.device
+        row, text, device = self.num_live, response.text, self.tokens.device
         self.tokens[row, : len(text)] = upload(text, device)
         self.lengths[row] = len(text)
-        self.caps[row] = sequence.prompt_length + sequence.params.max_tokens
-        self.starts[row] = sequence.prompt_length
-        self.temperatures[row] = float(sequence.rule.temperature)
-        self._set_ends(row, sequence.end_token_ids)
-        if sequence.log_probs is not None:
-            self.log_probs[row, sequence.prompt_length : len(text)] = torch.from_numpy(sequence.log_probs)
-            sequence.log_probs = None
-        self.sequences.append(sequence)
-        sequence.row = row
+        self.caps[row] = response.prompt_length + response.params.max_tokens
+        self.starts[row] = response.prompt_length
+        self.temperatures[row] = float(response.rule.temperature)
+        self._set_ends(row, response.end_token_ids)
+        if response.log_probs is not None:
+            self.log_probs[row, response.prompt_length : len(text)] = torch.from_numpy(response.log_probs)
+            response.log_probs = None
+        self.responses.append(response)
+        response.row = row
         return row
 
     def _set_ends(self, row: int, ids: tuple[int, ...]) -> None:
@@ -96,16 +96,16 @@ class LiveRows:
 
     def response_log_probs(self, row: int) -> Tensor:
         """Log-probs [R] of a row's response."""
-        sequence = self.sequences[row]
-        return self.log_probs[row, sequence.prompt_length : len(sequence.text)]
+        response = self.responses[row]
+        return self.log_probs[row, response.prompt_length : len(response.text)]
 
     def remove(self, row: int) -> int | None:
         """Drop a row; the last one takes its place. Returns the row that moved, if any."""
         last = self.num_live - 1
-        self.sequences[row].row = -1
-        moved = self.sequences.pop()
+        self.responses[row].row = -1
+        moved = self.responses.pop()
         if row != last:
-            self.sequences[row] = moved
+            self.responses[row] = moved
             moved.row = row
             for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.ends, self.tokens):
                 tensor[row] = tensor[last]

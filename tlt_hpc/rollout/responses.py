@@ -20,7 +20,7 @@ def group_of(key: SampleKey) -> tuple[int, int, int, int]:
 
 
 @dataclass
-class Sequence:
+class Response:
     """One request on its way: what it said so far, which pages it holds, how far they are filled."""
 
     request: Request
@@ -72,19 +72,19 @@ class WaitingQueue:
     """Sequences that hold no pages: new ones, and those that gave theirs up."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        self._heap: list[tuple[tuple[int, int], Response]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def push(self, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (sequence.rank, sequence))
+    def push(self, response: Response) -> None:
+        heapq.heappush(self._heap, (response.rank, response))
 
-    def pop(self) -> Sequence:
+    def pop(self) -> Response:
         """The first in line."""
         return heapq.heappop(self._heap)[1]
 
-    def drop(self, is_dropped: Callable[[Sequence], bool]) -> int:
+    def drop(self, is_dropped: Callable[[Response], bool]) -> int:
         """Remove sequences; returns how many."""
         kept = [entry for entry in self._heap if not is_dropped(entry[1])]
         dropped = len(self._heap) - len(kept)
