@@ -22,6 +22,7 @@ from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
 USER_ERROR = 2
 """Exit status of a mistake in the command or configuration; nothing was written."""
 STOPPED_EARLY = 75
+INTERRUPTED = 130
 """Exit status of a run that a signal stopped: it left a checkpoint, and the same command goes on from there."""
 _FIRST_WORD_SECONDS = 2.0
 """How long the other ranks leave it to rank 0 to name an error that all of them met."""
@@ -139,6 +140,9 @@ def run_alone(command: Callable[[argparse.Namespace], None], options: argparse.N
     except ValueError as error:
         print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR
+    except KeyboardInterrupt:
+        print("tlt: stopped; nothing was written", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

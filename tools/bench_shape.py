@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -25,6 +26,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.bench.bandwidth import read_bandwidth
+from tlt_hpc.bench.command import choose_device
+from tlt_hpc.bench.options import list_of
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.shape import ModelShape, shape_from
@@ -44,6 +47,37 @@ QWEN_7B = {
     "rope_theta": 1e6,
     "tie_word_embeddings": False,
 }
+
+
+def at_least_one(text: str) -> int:
+    """A number of 1 or more; argparse names the option of any other."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+at_least_one.__name__ = "number of 1 or more"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A parsed config.json.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--config {path}: no config.json of a model ({error})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"--config {path}: no config.json of a model")
+    return raw
+
+
+def free_bytes() -> int:
+    """Memory that a process may still take."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def random_decoder(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -101,26 +135,33 @@ def measure(decoder: Decoder, batch: int, prompt: int, response: int, repeats: i
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a config.json; without it Qwen2.5-7B")
-    parser.add_argument("--layers", type=int, help="fewer layers than the config has, to try it out")
+    parser.add_argument("--layers", type=at_least_one, help="fewer layers than the config has, to try it out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    parser.add_argument("--batches", default="1,8,32", help="sequences side by side, comma-separated")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=3)
+    batches = [1, 8, 32]
+    parser.add_argument("--batches", type=list_of(at_least_one), default=batches, help="sequences side by side, N,...")
+    parser.add_argument("--prompt-tokens", type=at_least_one, default=128)
+    parser.add_argument("--new-tokens", type=at_least_one, default=256)
+    parser.add_argument("--repeats", type=at_least_one, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    raw = json.loads(options.config.read_text()) if options.config else QWEN_7B
-    shape = shape_from(raw, str(options.config or "Qwen2.5-7B"))
-    shape = replace(shape, num_layers=options.layers or shape.num_layers)
-    device = torch.device(options.device)
+    try:
+        device = choose_device(options.device)
+        raw = read_config(options.config) if options.config else QWEN_7B
+        shape = shape_from(raw, str(options.config or "Qwen2.5-7B"))
+    except ValueError as error:
+        parser.error(str(error))
+    shape = replace(shape, num_layers=min(options.layers or shape.num_layers, shape.num_layers))
+    size = shape.num_parameters * DTYPES[options.dtype].itemsize
+    if device.type == "cpu" and size > free_bytes():
+        parser.error(f"{size / 1e9:.0f} GB of weights do not fit this machine's memory; give --layers or --device cuda")
     torch.set_num_threads(1)
     decoder = random_decoder(shape, DTYPES[options.dtype], device)
     read = decoder.weight_bytes - (0 if shape.tied_head else decoder.embedding.nbytes)
     bandwidth = read_bandwidth(device)
     print(f"{shape.num_parameters / 1e9:.2f} G parameters, {options.dtype}; memory reads {bandwidth / 1e9:.0f} GB/s")
     report: dict[str, Any] = {"bandwidth": bandwidth, "bytes_per_round": read, "shape": raw, "batch": {}}
-    for batch in map(int, options.batches.split(",")):
+    for batch in options.batches:
         found = measure(decoder, batch, options.prompt_tokens, options.new_tokens, options.repeats)
         found["bandwidth_fraction"] = found["rounds_per_second"] * read / bandwidth
         report["batch"][str(batch)] = found

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt_hpc.bench.command import choose_device
 from tlt_hpc.bench.subject import Limits, Subject, open_subject, roll_out
 from tlt_hpc.bench.subject import make_engine as make_subjects_engine
 from tlt_hpc.bench.workload import Workload, built_in_prompts
@@ -188,10 +189,11 @@ def compare(wanted: list[Request], ways: tuple[Way, ...], tie_guard: bool, devic
         report["ways"][way.name] = {**asdict(way), **figures}
         report["tokens_compared"] += figures["tokens"]
         report["responses_that_differ"] += len(parted)
+        gaps = "".join(f" (gap {g:.1e})" for g in figures["gaps_where_they_part"])
         print(
             f"{way.name:40} {figures['tokens']:8} tokens, accept {figures['accept_length']:.2f}, guarded "
             f"{figures['guarded']:4}, preempted {figures['preempted']:4}, {figures['seconds']:6.1f} s: "
-            f"{len(parted)} responses differ {[f'{g:.1e}' for g in figures['gaps_where_they_part']]}",
+            f"{len(parted)} responses differ{gaps}",
             flush=True,
         )
     return report
@@ -290,21 +292,27 @@ def main() -> int:
     parser.add_argument("--responses", type=int, default=96, help="responses to measure errors on")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.errors is not None:
-        measure_errors(arguments.errors, arguments.responses)
-        return 0
+    if min(arguments.tokens, arguments.responses) < 1:
+        parser.error("--tokens and --responses are 1 or more")
+    try:
+        device = choose_device(arguments.device)
+        if arguments.errors is not None:
+            measure_errors(arguments.errors, arguments.responses)
+            return 0
+    except ValueError as error:
+        parser.error(str(error))
     # a response has about 42 tokens
     wanted = requests(max(8, arguments.tokens // len(WAYS) // 42))
     report = {}
     for guard in (True, False):
         print(f"tie guard {'on' if guard else 'off'}, {len(wanted)} responses", flush=True)
-        report["guard on" if guard else "guard off"] = part = compare(
-            wanted, WAYS, guard, torch.device(arguments.device)
-        )
+        report["guard on" if guard else "guard off"] = part = compare(wanted, WAYS, guard, device)
         print(f"{part['tokens_compared']} tokens compared, {part['responses_that_differ']} responses differ\n")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
-    return 1 if report["guard on"]["responses_that_differ"] else 0
+    wrong = report["guard on"]["responses_that_differ"]
+    print(f"with the guard on {'every response is the same' if not wrong else f'{wrong} responses are WRONG'}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

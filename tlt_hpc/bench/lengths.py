@@ -22,7 +22,7 @@ class Tree:
 
     @property
     def name(self) -> str:
-        return f"chain-{self.depth}" if self.children == 1 else f"tree-{self.children}x{self.depth}"
+        return f"chain-{self.depth}" if self.children == 1 else f"tree-{self.depth}x{self.children}"
 
     @property
     def num_nodes(self) -> int:

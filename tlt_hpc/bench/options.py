@@ -162,6 +162,11 @@ def _check_rollout(options: RolloutOptions) -> None:
         _at_least_one("--batches", size)
     for name in ("sequences", "max_live", "repeats"):
         _at_least_one(f"--{name.replace('_', '-')}", vars(options)[name])
+    most = max(*options.batches, options.max_live)
+    _check(
+        most <= options.sequences,
+        f"--sequences {options.sequences} never fill {most} rows; give --sequences {most} or more, or smaller batches",
+    )
     _check_temperature("--temperature", options.temperature)
     seconds = options.profile_seconds
     _check(0 <= seconds < float("inf"), f"--profile-seconds {seconds:g} is no time; use 0 (off) or more")

@@ -39,9 +39,7 @@ def _batch_tree(report: RolloutReport, size: int) -> dict[str, Any]:
     batch = report.batches[size]
     contest = batch.contest
     return {
-        **{f"{way}_tokens_per_second": contest.tokens_per_second(way) for way in contest.seconds},
         "bandwidth_fraction": report.bandwidth_fraction(size),
-        "accept_length": contest.accept_length,
         "linear_only_tokens_per_second": size / contest.linear_seconds,
         "share_of_linear_only": contest.share_of_linear_only,
         "strategies": {name: asdict(figures) for name, figures in batch.strategies.items()},
@@ -51,6 +49,8 @@ def _batch_tree(report: RolloutReport, size: int) -> dict[str, Any]:
 
 def _contest_tree(contest: Contest) -> dict[str, Any]:
     return {
+        **{f"{way}_tokens_per_second": contest.tokens_per_second(way) for way in contest.seconds},
+        "accept_length": contest.accept_length,
         "max_live": contest.load.max_live,
         "sequences": contest.load.count,
         "tokens": contest.num_tokens,
@@ -83,6 +83,8 @@ def rollout_table(report: RolloutReport) -> str:
             for name, figures in batch.strategies.items()
         ]
     load = report.rollout.load
+    if same := [size for size, batch in report.batches.items() if batch.contest is report.rollout]:
+        return "\n".join([*lines, "", f"rollout: {load.count} sequences, {load.max_live} at a time: batch {same[0]}"])
     lines += ["", f"rollout: {load.count} sequences, {load.max_live} at a time, {report.rollout.num_tokens:,} tokens"]
     return "\n".join([*lines, *_contest_lines(report.rollout)])
 
@@ -90,7 +92,7 @@ def rollout_table(report: RolloutReport) -> str:
 def _contest_lines(contest: Contest) -> list[str]:
     lines = [
         f"  {way:18s}{contest.tokens_per_second(way):9,.0f} tokens/s  {contest.median(way):8.2f} s  "
-        f"adaptive is {contest.median(way) / contest.median('adaptive'):.2f} times as fast"
+        f"{contest.median('plain') / contest.median(way):5.2f} times plain"
         for way in contest.seconds
     ]
     lines += [f"  {way:18s}not run: {why}" for way, why in contest.skipped.items()]

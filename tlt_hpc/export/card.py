@@ -14,6 +14,8 @@ from tlt_hpc.export.target import Target
 
 MARK = "<!-- written by tlt export-drafter -->"
 """What tells an earlier export from a folder of the user's own."""
+POLICY_FOLDER = "POLICY_FOLDER"
+"""Stands for the trained policy, which is not written in Hugging Face form."""
 _ABSENT = "not recorded"
 _TITLES = {"sglang": "SGLang", "vllm": "vLLM", "speculators": "speculators", "eagle": "EAGLE's reference code"}
 
@@ -74,14 +76,18 @@ def tensor_table(files: Files) -> list[str]:
 
 
 def next_command(source: Source, kind: str, output: Path) -> str:
-    """What a user types, or runs in Python, to serve the target with the drafter."""
+    """What a user types, or runs in Python, to serve the target with the drafter.
+
+    After reinforcement learning the target is the policy, which the user has to put in Hugging Face form.
+    """
     is_eagle3 = isinstance(source.drafter, Eagle3Drafter)
-    target, place = shlex.quote(source.target.path), shlex.quote(str(output))
+    path = POLICY_FOLDER if source.history.num_steps else source.target.path
+    target, place = shlex.quote(path), shlex.quote(str(output))
     if kind == "speculators":
         return f"vllm serve {place}"
     if kind == "eagle":
         return (
-            f"EaModel.from_pretrained(use_eagle3={is_eagle3}, base_model_path={json.dumps(source.target.path)}, "
+            f"EaModel.from_pretrained(use_eagle3={is_eagle3}, base_model_path={json.dumps(path)}, "
             f"ea_model_path={json.dumps(str(output))})"
         )
     if kind == "vllm":
@@ -138,8 +144,9 @@ def advice(source: Source) -> str:
     if not source.history.num_steps:
         return "The target checks every draft: a drafter that fits it badly makes serving slower, not different."
     return (
-        "It was trained on that policy's own text and hidden states: serve it with the policy's weights. With the "
-        "model that the run started from the text is as right, but fewer drafts are accepted."
+        f"It was trained on that policy's own text and hidden states. {POLICY_FOLDER} stands for the policy's weights "
+        f"as a Hugging Face folder, which is not written here; with the model that the run started from "
+        f"({source.target.path}) the text is as right, but fewer drafts are accepted."
     )
 
 
