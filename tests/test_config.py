@@ -42,6 +42,9 @@ def refusal(*overrides: str) -> str:
     ("override", "words"),
     [
         ("rollout.temprature=0.9", ["'rollout.temprature'", "did you mean 'rollout.temperature'?"]),
+        ("speculation.depths=[2]", ["'speculation.depths'", "speculation.strategies has taken its place"]),
+        ("speculation.strategies=drafter-4", ["'drafter-4'", "give a list, such as"]),
+        ("speculation.strategies=[]", ["give a list of one or more"]),
         ("rolout.temperature=0.9", ["'rolout'", "did you mean 'rollout'?"]),
         ("checkpoint.zzz=1", ["'checkpoint.zzz'", "checkpoint.every_steps, checkpoint.keep"]),
         ("rollout.group_size=eight", ["rollout.group_size = 'eight'", "valid integer"]),

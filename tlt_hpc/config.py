@@ -328,6 +328,11 @@ def _check_combinations(config: Config) -> None:
         )
 
 
+_LISTS = {"tuple_type": 'give a list, such as ["a", "b"]', "too_short": "give a list of one or more"}
+"""Remedies where pydantic speaks of Python's types."""
+_REPLACED = {"speculation.depths": "speculation.strategies", "speculation.sharpness": "speculation.strategies"}
+
+
 def _one_line(error: ValidationError) -> str:
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
@@ -336,11 +341,13 @@ def _one_line(error: ValidationError) -> str:
         return f"unknown key {key!r}{_closest(location)}"
     if first["type"] == "missing":
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
-    remedy = first["msg"][0].lower() + first["msg"][1:]
+    remedy = _LISTS.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
     return f"{key} = {first['input']!r}: {remedy}"
 
 
 def _closest(location: list[str]) -> str:
+    if (replacement := _REPLACED.get(".".join(location))) is not None:
+        return f"; {replacement} has taken its place"
     sections = {name: field.annotation for name, field in Config.model_fields.items()}
     if len(location) == 1:
         valid, prefix = list(sections), ""
