@@ -535,6 +535,30 @@ def test_priority_protects_a_long_prompt_that_is_being_read():
     assert seen[seen.index(True) : -1] == [True] * (len(seen) - 1 - seen.index(True)), "once in, never put out"
 
 
+@pytest.mark.parametrize("attention", ["pages", "paged-kernel"])
+def test_the_only_row_gives_way_to_a_prompt_that_is_being_read(attention):
+    short = {"max_new_tokens": 40, "tie_guard": False}
+    plain = generate(make_engine(**short), REQUESTS)
+    first = next(r for r in REQUESTS if len(r.prompt_tokens) + len(texts(plain)[r.key]) > 46)
+    pages = (16 + 40 + 2) // 4 + 1
+    budget = (pages + 1) * page_bytes(embedded_decoder().shape, 4, torch.float32, False)
+    engine = make_engine(page_size=4, kv_bytes=budget, prefill_tokens=1, attention=attention, **short)
+    assert engine._num_pages == pages
+    engine.submit([first])
+    while not engine._rows.num_live or len(engine._rows.responses[0].text) < 38:
+        engine.step()
+    important = replace(REQUESTS[5], prompt_tokens=np.resize(REQUESTS[5].prompt_tokens, 16), params=params(priority=9))
+    important = replace(important, params=replace(important.params, max_tokens=40))
+    engine.submit([important])
+    has_been_empty = False
+    while engine.has_work:
+        engine.step()
+        has_been_empty |= bool(engine._residents.prefilling) and not engine._rows.num_live
+    assert has_been_empty, "the row never gave way"
+    assert engine.take_counts().num_preempted == 1
+    assert texts(engine.collect())[first.key] == texts(plain)[first.key]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -373,6 +373,8 @@ class RolloutEngine:
                 return
         start = time.perf_counter()
         self._residents.reserve(slots_needed(strategy), self._rounds.ahead)
+        if not self._rows.num_live:  # all gave way to a prompt of higher priority that is being read
+            return
         if strategy.source in ("ngram", "hybrid"):
             self._ngram.learn(self._rows.responses)
         prepared += time.perf_counter() - start
