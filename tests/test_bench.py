@@ -27,9 +27,9 @@ from tlt_hpc.bench.unroll import TokenLogits, unroll
 from tlt_hpc.bench.workload import Workload, built_in_prompts, read_prompts
 from tlt_hpc.cli import main, make_parser
 from tlt_hpc.config import EMBEDDED_MODEL
+from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.models.generate import WAYS, Generate, pad_left
-from tlt_hpc.models.layers import attend_documents
 from tlt_hpc.records import Stream
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -110,7 +110,7 @@ def test_a_start_sees_the_true_features_before_it_and_its_own_after(subject):
     prompt_length, start, depth = len(response.prompt_tokens), 7, 4
     tokens = torch.from_numpy(np.concatenate([response.prompt_tokens, response.response_tokens])).long()
     logits = unroll(subject.decoder, subject.drafter, tokens, prompt_length, subject.num_tokens, depth)
-    attend, positions = attend_documents(subject.decoder.shape, None), torch.arange(len(tokens))
+    attend, positions = attend_documents(None), torch.arange(len(tokens))
     committed = prompt_length + start
     features = subject.decoder.hidden(tokens, positions, attend)[: committed - 1]
     for level in range(depth):

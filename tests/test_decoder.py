@@ -22,9 +22,9 @@ from transformers import (
 from tlt_hpc.models import decoder as decoder_module
 from tlt_hpc.models import drafter as drafter_module
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import DTYPES, find_model, folder_weights
-from tlt_hpc.models.layers import attend_documents
 from tlt_hpc.models.rotary import HalvesRows
 from tlt_hpc.models.shape import read_shape, shape_from
 from tlt_hpc.rollout.device_cache import make_cache
@@ -145,7 +145,7 @@ def test_half_precision_is_close(dtype, tmp_path):
     model = saved("qwen3-biased", tmp_path)
     decoder = loaded(tmp_path, DTYPES[dtype])
     tokens = torch.randint(61, (1, 40))
-    hidden = decoder.hidden(tokens[0], torch.arange(40), attend_documents(decoder.shape, None))
+    hidden = decoder.hidden(tokens[0], torch.arange(40), attend_documents(None))
     logits, _ = reference(model, tokens)
     assert (decoder.logits(hidden) - logits[0]).abs().mean() < 0.05 * logits.abs().mean()
 
@@ -175,8 +175,8 @@ def test_sharded_folders_load_whole_or_name_what_is_missing(tmp_path):
 def test_the_packed_drafter_serves_what_its_parameters_say(monkeypatch):
     shape = embedded_decoder().shape
     embedded, features, positions = torch.randn(9, 128), torch.randn(9, 128), torch.arange(9) + 3
-    attend = attend_documents(shape, None)
-    first, second = (Drafter(shape, seed, torch.float32, CPU) for seed in (0, 1))
+    attend = attend_documents(None)
+    first, second = (Eagle(shape, seed, torch.float32, CPU) for seed in (0, 1))
     wanted = [drafter(embedded, features, positions, attend).detach() for drafter in (first, second)]
     assert wanted[0].isfinite().all() and (wanted[0] - wanted[1]).abs().max() > 0.1
     first.pack()
@@ -186,7 +186,7 @@ def test_the_packed_drafter_serves_what_its_parameters_say(monkeypatch):
         torch.testing.assert_close(first(embedded, features, positions, attend), wanted[1], atol=1e-5, rtol=0)
     assert first.packed_bytes > 0 == second.packed_bytes
     monkeypatch.setattr(drafter_module, "in_pairs", lambda dtype, device: False)
-    halves = Drafter(shape, 0, torch.float32, CPU)
+    halves = Eagle(shape, 0, torch.float32, CPU)
     torch.testing.assert_close(halves(embedded, features, positions, attend), wanted[0], atol=1e-5, rtol=0)
 
 

@@ -14,7 +14,7 @@ from tlt_hpc.kernels import dispatch
 from tlt_hpc.models import decoder as decoder_module
 from tlt_hpc.models import drafter as drafter_module
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.layers import transformer_layer
 from tlt_hpc.models.linear import Norm
@@ -210,7 +210,7 @@ def test_no_pass_waits_for_the_device(monkeypatch):
         "paged_tree_attention",
         lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
     )
-    cache = make_cache(SHAPE, 12, 16, 3, 64, torch.float32, meta, attention="paged-kernel", with_drafter=True)
+    cache = make_cache(SHAPE, 12, 16, 3, 64, torch.float32, meta, attention="paged-kernel", num_features=1)
     assert isinstance(cache, DevicePagedCache)
     layout = cache.layout([[0], [1], [2, 3]], 4)
 
@@ -264,7 +264,7 @@ def lay_out_in_halves(monkeypatch):
 
 def empty_models(family, dtype, device):
     shape = shape_from({**SIZES, **FAMILIES[family]}, "test")
-    return Decoder(shape, dtype, device), Drafter(shape, 3, dtype, device)
+    return Decoder(shape, dtype, device), Eagle(shape, 3, dtype, device)
 
 
 def random_models(family, dtype):
@@ -273,7 +273,7 @@ def random_models(family, dtype):
     shape = target.shape
     slots = enumerate(target._slots())
     target.load(((name, (0.3 * draw(*slot.sizes, seed=i)).bfloat16()) for i, (name, slot) in slots), 0)
-    half = {name: weight.bfloat16() for name, weight in Drafter(shape, 3, torch.float32, CPU).state_dict().items()}
+    half = {name: weight.bfloat16() for name, weight in Eagle(shape, 3, torch.float32, CPU).state_dict().items()}
     half["post_norm"] = (0.3 * draw(shape.hidden_size)).bfloat16()
     drafter.load_state_dict(half)
     return target, drafter
@@ -292,7 +292,7 @@ def all_passes(models, through=lambda attend: attend, length=40):
     """
     target, drafter = models
     device = target.device
-    cache = DevicePagedCache(target.shape, 13, 16, 3, 64, target.dtype, device, with_drafter=True)
+    cache = DevicePagedCache(target.shape, 13, 16, 3, 64, target.dtype, device, num_features=1)
     for row, table in enumerate(PAGES_OF_16):
         cache.set_table(row, table)
     layout, own = cache.layout(PAGES_OF_16, 13), cache.drafter_layer
@@ -383,7 +383,7 @@ def test_fused_layers_by_the_triton_programs(monkeypatch, fused_calls):
 def test_a_drafter_that_learns_is_not_fused(monkeypatch, fused_calls):
     lay_out_in_halves(monkeypatch)
     _, drafter = random_models("qwen2", torch.float32)
-    cache = DevicePagedCache(drafter.shape, 13, 16, 3, 64, torch.float32, CPU, with_drafter=True)
+    cache = DevicePagedCache(drafter.shape, 13, 16, 3, 64, torch.float32, CPU, num_features=1)
     positions = torch.arange(4)
     attend = cache.attend(cache.layout([[0]], 1), torch.tensor([[0]]), positions.unsqueeze(0))
     inputs = draw(2, 4, drafter.shape.hidden_size)
@@ -411,7 +411,7 @@ def test_no_fused_layer_waits_for_the_device(monkeypatch, fused_calls):
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 REQUESTS = gcd_requests(4, 4)
-PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
+PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, 1)
 ENGINES = {
     "plain": ([OFF], {}),
     "chains": ([Strategy("drafter", 4), Strategy("ngram", 3)], {"max_live": 6}),

@@ -37,7 +37,7 @@ from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
 
 REQUESTS = gcd_requests(4, 4)
-PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
+PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, 1)
 CHAIN, TREE = Strategy("drafter", 4), Strategy("drafter", 4, 2, 9)
 NGRAM, HYBRID = Strategy("ngram", 3), Strategy("hybrid", 3, 2, 5)
 

@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import save_file
 from tiny import CPU, embedded_decoder
 
-from tlt_hpc.config import EMBEDDED_MODEL, ConfigError
+from tlt_hpc.config import EMBEDDED_MODEL, ConfigError, load_config
 from tlt_hpc.job import read_drafter as read_for_a_run
-from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, load_drafter, read_drafter
+from tlt_hpc.models.eagle import Eagle
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +16,17 @@ def decoder():
     return embedded_decoder()
 
 
+def job_config(init):
+    return load_config("jobs/tiny.toml", [f"drafter.init={init}"])
+
+
 def tensors(decoder):
-    state = Drafter(decoder.shape, 3, torch.float32, CPU).state_dict()
+    state = Eagle(decoder.shape, 3, torch.float32, CPU).state_dict()
     return {f"{name}.weight": tensor for name, tensor in state.items()}
 
 
 def test_sizes_are_those_of_a_drafter(decoder):
-    made = Drafter(decoder.shape, 0, torch.float32, CPU)
+    made = Eagle(decoder.shape, 0, torch.float32, CPU)
     assert drafter_sizes(decoder.shape) == {name: tuple(p.shape) for name, p in made.named_parameters()}
 
 
@@ -40,7 +44,7 @@ def test_a_runs_file_is_read_without_its_moments(decoder, tmp_path):
 
 def test_the_embedded_drafter_is_found_by_the_models_name(decoder):
     assert load_drafter(EMBEDDED_MODEL, decoder, "--drafter").fc.dtype == torch.float32
-    assert read_for_a_run("random", decoder.shape) is None
+    assert read_for_a_run(job_config("random"), decoder.shape) is None
 
 
 def broken(kind, decoder, folder):
@@ -70,7 +74,7 @@ def test_what_is_no_drafter_of_the_model_is_one_line_that_says_who_asked(kind, w
         load_drafter(str(tmp_path), decoder, "--drafter here")
     assert str(found.value).startswith("--drafter here: ")
     with pytest.raises(ConfigError, match=words) as asked:
-        read_for_a_run(str(tmp_path), decoder.shape)
+        read_for_a_run(job_config(str(tmp_path)), decoder.shape)
     assert str(asked.value).startswith(f"drafter.init = {str(tmp_path)!r}: ")
     assert str(asked.value).endswith("or 'random'")
     assert "\n" not in str(asked.value)

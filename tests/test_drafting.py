@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.config import DrafterSection
-from tlt_hpc.drafting.loss import LossWeights, drafter_loss
+from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.packing import Excerpt, pack, whole
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.layers import attend_documents
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import Document, FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 
-WEIGHTS = LossWeights(1.0, 0.1)
+WEIGHTS = LossSettings("feature", 1.0, 0.1)
 
 
 def to_bits(features):
@@ -40,7 +40,7 @@ def loss_by_definition(drafter, document):
     tokens = torch.from_numpy(document.tokens).long()
     n = len(h) - 1
     embedded = F.embedding(tokens[1 : n + 1], decoder.embedding)
-    z = drafter(embedded, h[:n], torch.arange(n), attend_documents(decoder.shape, None))
+    z = drafter(embedded, h[:n], torch.arange(n), attend_documents(None))
     total, count = torch.zeros(()), 0
     for i in range(n):
         if i + 2 < document.prompt_length:
@@ -49,7 +49,7 @@ def loss_by_definition(drafter, document):
         smooth = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean()
         target = torch.softmax(decoder.head @ h[i + 1], 0)
         cross = -(target * torch.log_softmax(decoder.head @ z[i], 0)).sum()
-        total = total + WEIGHTS.feature * smooth + WEIGHTS.token * cross
+        total = total + WEIGHTS.feature_weight * smooth + WEIGHTS.token_weight * cross
         count += 1
     return total, count
 
@@ -61,7 +61,7 @@ def gradients(drafter):
 
 
 def test_packed_loss_and_gradient_equal_the_documents_one_by_one():
-    drafter = Drafter(embedded_decoder().shape, 0, torch.float32, CPU)
+    drafter = Eagle(embedded_decoder().shape, 0, torch.float32, CPU)
     documents = [
         random_document(length, prompt, i) for i, (length, prompt) in enumerate([(30, 9), (7, 4), (61, 2), (3, 1)])
     ]
@@ -77,7 +77,7 @@ def test_packed_loss_and_gradient_equal_the_documents_one_by_one():
 
 
 def test_the_drafter_holds_no_embedding_or_head_and_reads_the_current_ones():
-    drafter = Drafter(embedded_decoder().shape, 0, torch.float32, CPU)
+    drafter = Eagle(embedded_decoder().shape, 0, torch.float32, CPU)
     assert {name for name, _ in drafter.named_parameters()} == {"fc", "qkv", "output", "gate_up", "down", "post_norm"}
     decoder, batch = embedded_decoder(), pack([whole(random_document(30, 9, 0))], CPU)
     before = drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS)
@@ -93,7 +93,7 @@ def make_trainer(tmp_path, rank=0, **settings):
 
 def fill(cache, step, num_prompts=6, seed=0):
     """A rollout of the embedded model whose features land in the cache."""
-    drafter = Drafter(embedded_decoder().shape, 0, torch.float32, CPU)
+    drafter = Eagle(embedded_decoder().shape, 0, torch.float32, CPU)
     engine = make_engine([OFF], drafter=drafter, max_live=32)
     engine.feature_sink = cache.begin_step(step, 0).append
     return generate(engine, gcd_requests(num_prompts, 4, step, seed))
@@ -118,7 +118,7 @@ def test_training_from_the_cache_makes_drafts_that_are_accepted(tmp_path):
         counts = engine.take_counts()
         return counts.num_tokens / counts.num_row_passes
 
-    untrained = accept_length(Drafter(embedded_decoder().shape, 0, torch.float32, CPU))
+    untrained = accept_length(Eagle(embedded_decoder().shape, 0, torch.float32, CPU))
     assert accept_length(trainer.drafter) > untrained + 0.3
 
 
@@ -258,7 +258,7 @@ def test_the_update_is_adam():
     """Three updates against torch's Adam on the same gradients."""
     decoder = embedded_decoder()
     trainer = SpotTrainer(decoder, None, DrafterSection(learning_rate=1e-3), seed=0, rank=0)
-    twin = Drafter(decoder.shape, 0, torch.float32, CPU)
+    twin = Eagle(decoder.shape, 0, torch.float32, CPU)
     optimizer = torch.optim.Adam(twin.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
     for i in range(3):
         batch = pack([whole(random_document(40, 5, i))], CPU)

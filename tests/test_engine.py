@@ -19,9 +19,9 @@ from tiny import (
 )
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.models.layers import attend_documents
 from tlt_hpc.records import FinishReason, SamplingParams
 from tlt_hpc.rollout.decisions import ReplayChooser
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -32,7 +32,7 @@ from tlt_hpc.rollout.sampling import SamplingRule, choose
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
 
 REQUESTS = gcd_requests(4, 4)
-PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, True)
+PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, 1)
 
 
 def parse(*names):
@@ -40,7 +40,7 @@ def parse(*names):
 
 
 def untrained_drafter(seed=0):
-    return Drafter(embedded_decoder().shape, seed, torch.float32, CPU)
+    return Eagle(embedded_decoder().shape, seed, torch.float32, CPU)
 
 
 def full_engine(strategies, **options) -> RolloutEngine:
@@ -213,7 +213,7 @@ def test_features_are_the_targets_at_the_same_positions():
         assert features.shape == (len(whole) - 1, 1, 128)
         tokens = torch.tensor(whole[:-1])
         decoder = embedded_decoder()
-        wanted = decoder.hidden(tokens, torch.arange(len(tokens)), attend_documents(decoder.shape, None))
+        wanted = decoder.hidden(tokens, torch.arange(len(tokens)), attend_documents(None))
         got = torch.from_numpy(features[:, 0]).view(torch.bfloat16).float()
         torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-3)
 
@@ -324,7 +324,7 @@ def test_shared_pages_are_held_once():
 
 def test_a_budget_that_holds_no_sequence_is_refused():
     with pytest.raises(ValueError, match=r"holds 2 pages of 8 tokens, one sequence of full length takes \d+; give at"):
-        make_engine(page_size=8, kv_bytes=3 * page_bytes(embedded_decoder().shape, 8, torch.float32, False))
+        make_engine(page_size=8, kv_bytes=3 * page_bytes(embedded_decoder().shape, 8, torch.float32, 0))
 
 
 def test_the_memory_table_names_what_is_held():
@@ -541,7 +541,7 @@ def test_the_only_row_gives_way_to_a_prompt_that_is_being_read(attention):
     plain = generate(make_engine(**short), REQUESTS)
     first = next(r for r in REQUESTS if len(r.prompt_tokens) + len(texts(plain)[r.key]) > 46)
     pages = (16 + 40 + 2) // 4 + 1
-    budget = (pages + 1) * page_bytes(embedded_decoder().shape, 4, torch.float32, False)
+    budget = (pages + 1) * page_bytes(embedded_decoder().shape, 4, torch.float32, 0)
     engine = make_engine(page_size=4, kv_bytes=budget, prefill_tokens=1, attention=attention, **short)
     assert engine._num_pages == pages
     engine.submit([first])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_tokenizer, gcd_requests, make_engine
 
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.records import FinishReason, SampleKey, SamplingParams
 from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import page_bytes
@@ -54,7 +54,7 @@ def random_request(source, number, prompts):
 
 def random_engine(source):
     size = source.choice([4, 8, 64])
-    drafter = Drafter(embedded_decoder().shape, source.randrange(99), torch.float32, CPU)
+    drafter = Eagle(embedded_decoder().shape, source.randrange(99), torch.float32, CPU)
     least = -(-(16 + LONGEST + 12) // size)
     pages = least + source.randint(0, 3 * least)
     engine = make_engine(
@@ -67,7 +67,7 @@ def random_engine(source):
         tie_guard=source.random() < 0.5,
         seed=source.randrange(99),
         page_size=size,
-        kv_bytes=(pages + 1) * page_bytes(embedded_decoder().shape, size, torch.float32, True),
+        kv_bytes=(pages + 1) * page_bytes(embedded_decoder().shape, size, torch.float32, 1),
         prefill_tokens=source.choice([2, 16, 4096]),
         detokenize=embedded_tokenizer().decode,
     )

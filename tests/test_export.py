@@ -23,9 +23,10 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
 from tlt_hpc.export import formats
-from tlt_hpc.export.forms import Eagle3Drafter, EagleDrafter, drafter_from, eagle3_sizes, feature_layers
+from tlt_hpc.export.forms import Eagle3Drafter, EagleDrafter, drafter_from
 from tlt_hpc.export.target import read_target
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, load_drafter
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, eagle3_sizes, load_drafter
+from tlt_hpc.models.eagle3 import feature_layers
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.sampling import SamplingRule

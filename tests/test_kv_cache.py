@@ -176,7 +176,7 @@ def test_copied_pages_and_moved_slots_hold_what_they_held(kind):
 
 @both
 def test_bytes_of_a_page(kind):
-    cache = kind(SHAPE, 7, 16, 2, 64, torch.float32, CPU, with_drafter=True)
+    cache = kind(SHAPE, 7, 16, 2, 64, torch.float32, CPU, num_features=1)
     held = sum(pool.nbytes for pool in pools(cache)) + cache.features.nbytes
-    assert held == 8 * page_bytes(SHAPE, 16, torch.float32, True)
-    assert page_bytes(SHAPE, 16, torch.bfloat16, False) == 16 * 2 * 2 * 2 * G * D
+    assert held == 8 * page_bytes(SHAPE, 16, torch.float32, 1)
+    assert page_bytes(SHAPE, 16, torch.bfloat16, 0) == 16 * 2 * 2 * 2 * G * D

@@ -13,7 +13,7 @@ from tiny import CPU, generate
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.records import Request, SampleKey, SamplingParams
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -61,7 +61,7 @@ def law(decoder):
 
 
 def drafters():
-    honest = Drafter(SHAPE, 0, torch.float32, CPU).state_dict()
+    honest = Eagle(SHAPE, 0, torch.float32, CPU).state_dict()
     yield "random", honest
     yield "contrary", {name: -20 * tensor for name, tensor in honest.items()}
     yield "constant", {name: torch.zeros_like(tensor) for name, tensor in honest.items()}
@@ -91,7 +91,7 @@ def draw(decoder, drafter, strategy, seed):
         chooser="random",
         seed=seed,
     )
-    engine = RolloutEngine(decoder, settings, Drafter(SHAPE, 0, torch.float32, CPU))
+    engine = RolloutEngine(decoder, settings, Eagle(SHAPE, 0, torch.float32, CPU))
     engine.load_drafter(dict(drafters())[drafter])
     prompt = np.array(PROMPT, np.int32)
     engine.calibrate([Request(SampleKey(seed, 3, 0, 0, 0), prompt)])

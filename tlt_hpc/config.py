@@ -23,6 +23,8 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 
+LossKind = Literal["feature", "cross-entropy", "total-variation"]
+
 EMBEDDED_MODEL = "embedded:tiny"
 EMBEDDED_TASK = "embedded:gcd"
 
@@ -118,11 +120,24 @@ class SpeculationSection(Section):
 
 
 class DrafterSection(Section):
+    form: Literal["eagle", "eagle3"] = "eagle"
+    """``eagle``: one layer on the last hidden state, read by the policy's head; ``eagle3``: on three layers' features,
+    with a head of its own over a smaller vocabulary."""
     init: str = "random"
     """``random``, ``embedded:tiny``, or the drafter folder of an earlier run: weights only."""
+    vocabulary: PositiveInt = 32768
+    """Tokens that an ``eagle3`` drafter made anew drafts among, at most."""
     learning_rate: Positive = 1e-3
+    loss: Literal["auto", "feature", "cross-entropy", "total-variation"] = "auto"
+    """``feature``: smooth-L1 on features plus soft cross-entropy, weighted by the two keys below (``auto`` for
+    ``eagle``); ``cross-entropy``: that alone, on the draft vocabulary (``auto`` for ``eagle3``); ``total-variation``:
+    minus the probability that a draft is accepted."""
     feature_loss_weight: NonNegative = 1.0
     token_loss_weight: NonNegative = 0.1
+    unroll_steps: Count = 0
+    """Steps of its own that the drafter is trained along; 0: 1 for ``eagle``, 7 for ``eagle3``."""
+    unroll_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    """Weight of each of them relative to the one before."""
     micro_step_tokens: PositiveInt = 2048
     """Most tokens of one micro-step; the time budget may make it smaller."""
     micro_step_seconds: Positive = 0.2
@@ -131,6 +146,18 @@ class DrafterSection(Section):
     train: bool = True
     cache_bytes: PositiveInt = 2_000_000_000
     """Bytes of features on disk that one rank may keep."""
+
+    @property
+    def loss_kind(self) -> LossKind:
+        """The loss that ``auto`` stands for, or the one asked for."""
+        if self.loss != "auto":
+            return self.loss
+        return "feature" if self.form == "eagle" else "cross-entropy"
+
+    @property
+    def num_unrolled(self) -> int:
+        """Steps of its own that the drafter is trained along."""
+        return self.unroll_steps or (1 if self.form == "eagle" else 7)
 
 
 class AlgorithmSection(Section):
@@ -318,6 +345,11 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(
             f"rollout.min_new_tokens = {config.rollout.min_new_tokens} exceeds rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}; lower it"
+        )
+    if config.drafter.form == "eagle3" and config.drafter.loss == "feature":
+        raise ConfigError(
+            "drafter.loss = 'feature' with drafter.form = 'eagle3', whose states are no features of the target; use "
+            "drafter.loss = 'cross-entropy' or 'total-variation'"
         )
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")

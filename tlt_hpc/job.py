@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, load_config, to_toml
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, make_drafter
 from tlt_hpc.models.folder import DTYPES, load_policy_model, num_used_tokens
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.mpi.pulse import Pulse
@@ -32,6 +37,8 @@ from tlt_hpc.storage.folder import RunFolder, writing_beside
 logger = logging.getLogger(__name__)
 
 DRAFTER_FILE = drafter_file.DRAFTER_FILE
+_COUNTED_STEPS = 64
+"""Steps whose prompts are counted for a draft vocabulary."""
 # What may differ when a run is resumed: how long it goes on, where it runs, how often it saves, what it may occupy.
 # None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
 _FREE_ON_RESUME = {
@@ -99,10 +106,12 @@ def assemble(config: Config, world: World) -> Job:
     """Build all parts; collective."""
     assets = read_assets(config, world.size)
     device = choose_device(config, world)
-    warm = read_drafter(config.drafter.init, assets.shape) if config.speculation.mode == "full" else None
+    warm = read_drafter(config, assets.shape) if config.speculation.mode == "full" else None
     folder = RunFolder(config.folder)
     decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device)
-    drafting = make_drafting(config, world, folder, decoder, warm) if config.speculation.mode == "full" else None
+    drafting = (
+        make_drafting(config, world, folder, decoder, assets, warm) if config.speculation.mode == "full" else None
+    )
     claim_folder(folder, config, world)  # last of what may find a mistake of the user's: nothing is written before
     if drafting:
         drafting.cache.recover()
@@ -231,27 +240,66 @@ def engine_settings(config: Config, assets: Assets, world: World) -> EngineSetti
 
 
 def make_drafting(
-    config: Config, world: World, folder: RunFolder, decoder: Decoder, warm: dict[str, torch.Tensor] | None
+    config: Config,
+    world: World,
+    folder: RunFolder,
+    decoder: Decoder,
+    assets: Assets,
+    warm: dict[str, torch.Tensor] | None,
 ) -> Drafting:
     """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
-    shape = decoder.shape
-    cache = FeatureCache(folder, world.rank, 1, shape.hidden_size, config.drafter.cache_bytes, num_ranks=world.size)
-    spot = SpotTrainer(decoder, cache, config.drafter, config.run.seed, world.rank)
+    shape, seed = decoder.shape, config.run.seed
+    token_ids = choose_vocabulary(config, assets) if warm is None else warm.get(TOKEN_IDS)
+    served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
+    sizes = served.num_features, shape.hidden_size, config.drafter.cache_bytes
+    cache = FeatureCache(folder, world.rank, *sizes, num_ranks=world.size)
+    spot = SpotTrainer(decoder, cache, config.drafter, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)
-    served = Drafter(shape, config.run.seed, decoder.dtype, decoder.device)
     return Drafting(cache, spot, served)
 
 
-def read_drafter(init: str, shape: ModelShape) -> dict[str, torch.Tensor] | None:
+def choose_vocabulary(config: Config, assets: Assets) -> torch.Tensor | None:
+    """The tokens [W] that a new drafter of the EAGLE-3 form drafts among; None for the other form.
+
+    Before a run there is no response to count: the prompts of its first steps and their answers stand for them.
+
+    Raises:
+        ConfigError: the model has too few layers for this form.
+    """
+    if config.drafter.form == "eagle":
+        return None
+    num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
+    try:
+        check_layers(assets.shape, "drafter.form = 'eagle3'")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    counted = count_tokens(_texts(config, assets), num_tokens)
+    ids = most_frequent_tokens(counted, config.drafter.vocabulary, assets.eos_token_ids)
+    return torch.from_numpy(ids)
+
+
+def _texts(config: Config, assets: Assets) -> Iterator[NDArray[np.int32]]:
+    for step in range(min(config.run.num_steps, _COUNTED_STEPS)):
+        for prompt in assets.prompts.batch(step):
+            yield prompt.tokens
+            yield np.array(assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids, np.int32)
+
+
+def read_drafter(config: Config, shape: ModelShape) -> dict[str, torch.Tensor] | None:
     """The tensors that ``drafter.init`` names; None for a random start.
 
     Raises:
-        ConfigError: there are none, or they are of another model.
+        ConfigError: there are none, or they are of another model or form.
     """
+    init, form = config.drafter.init, config.drafter.form
     if init == "random":
         return None
     try:
-        return drafter_file.read_drafter(init, shape, f"drafter.init = {init!r}")
+        weights = drafter_file.read_drafter(init, shape, f"drafter.init = {init!r}")
     except ValueError as error:
         raise ConfigError(f"{error} or 'random'") from None
+    found = "eagle3" if TOKEN_IDS in weights else "eagle"
+    if found != form:
+        raise ConfigError(f"drafter.init = {init!r} is of the form {found!r}; set drafter.form = {found!r}")
+    return weights

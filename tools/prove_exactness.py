@@ -37,8 +37,8 @@ from tlt_hpc.bench.workload import Workload, built_in_prompts
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import load_drafter
+from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
@@ -106,7 +106,7 @@ def requests(num_responses: int) -> list[Request]:
 def make_engine(way: Way, tie_guard: bool, device: torch.device) -> RolloutEngine:
     """An engine of the embedded model and drafter."""
     decoder = Decoder(SHAPE, torch.float32, device)
-    drafter = Drafter(SHAPE, 0, torch.float32, device)
+    drafter = Eagle(SHAPE, 0, torch.float32, device)
     settings = EngineSettings(
         params=SamplingParams(MOST_TOKENS),
         num_tokens=NUM_TOKENS,
@@ -114,7 +114,7 @@ def make_engine(way: Way, tie_guard: bool, device: torch.device) -> RolloutEngin
         max_live=way.max_live,
         max_prompt_tokens=MOST_PROMPT,
         tie_guard=tie_guard,
-        kv_bytes=(way.num_pages + 1) * page_bytes(SHAPE, way.page_size, torch.float32, True) if way.num_pages else 0,
+        kv_bytes=(way.num_pages + 1) * page_bytes(SHAPE, way.page_size, torch.float32, 1) if way.num_pages else 0,
         page_size=way.page_size,
         prefill_tokens=way.prefill_tokens,
         strategies=tuple(OFF if name == "off" else strategy_named(name) for name in way.strategies),

@@ -1,39 +1,139 @@
-"""The drafter's loss: hit the target's next feature, and the distribution the target's head reads from it. Pure.
+"""The drafter's losses, and the look ahead along which they are taken. Pure functions of weights and a packed batch.
 
-EAGLE (arXiv 2401.15077, section 3.2): smooth-L1 on features plus soft cross-entropy through the frozen head.
-Shapes: ``T`` packed pairs, ``H`` hidden, ``V`` vocabulary.
+From every pair of a document the drafter goes on for ``num_steps`` steps on its own states and the response's tokens,
+as it does when it drafts: what it meets there is what it learns from (training-time test, EAGLE-3 section 3.2; HASS).
+One step is EAGLE's training.
+Shapes: ``T`` packed pairs, ``S`` paths still inside their document, ``H`` hidden, ``V`` vocabulary, ``W`` draft
+vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from tlt_hpc.config import DrafterSection, LossKind
 from tlt_hpc.drafting.packing import PackedBatch
+from tlt_hpc.models.documents import PathAttention
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.layers import attend_documents
+
+_MOST_LOGITS = 1 << 26
+"""Logits of one kind in memory at once: where a vocabulary makes more, parts are computed anew in the backward pass."""
 
 
 @dataclass(frozen=True)
-class LossWeights:
-    """Factors of the feature and the token term."""
+class LossSettings:
+    """Which loss, how far it looks ahead, and the factors of its terms."""
 
-    feature: float
-    token: float
+    kind: LossKind
+    feature_weight: float = 1.0
+    token_weight: float = 0.1
+    num_steps: int = 1
+    decay: float = 0.8
+    """Weight of each step relative to the one before (EAGLE-3: 0.8)."""
+
+    @classmethod
+    def of(cls, section: DrafterSection) -> LossSettings:
+        """As a run configures it."""
+        return cls(
+            section.loss_kind,
+            section.feature_loss_weight,
+            section.token_loss_weight,
+            section.num_unrolled,
+            section.unroll_decay,
+        )
 
 
-def drafter_loss(drafter: Drafter, batch: PackedBatch, embedding: Tensor, head: Tensor, weights: LossWeights) -> Tensor:
-    """Mean loss over the pairs that predict response tokens; ``embedding`` and ``head`` [V, H] are the policy's."""
+def drafter_loss(
+    drafter: Drafter, batch: PackedBatch, embedding: Tensor, head: Tensor, settings: LossSettings
+) -> Tensor:
+    """Sum over the steps of the weighted mean loss of the pairs that predict response tokens.
+
+    ``embedding`` and ``head`` [V, H] are the policy's: they are read as they are, and get no gradient.
+    """
+    total = torch.zeros((), device=batch.features.device)
+    for step, (states, pairs) in enumerate(_unroll(drafter, batch, embedding, settings.num_steps)):
+        if len(pairs):
+            term = _step_loss(drafter, states, batch.wanted[pairs], head, settings)
+            total = total + settings.decay**step * term
+    return total
+
+
+def _unroll(drafter: Drafter, batch: PackedBatch, embedding: Tensor, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per step the states [S, H] of the paths that count, and the pairs [S] whose ``wanted`` they are to predict.
+
+    A path begins at every pair that predicts a response token, and ends with its document.
+    """
+    path = PathAttention(batch.lengths)
+    embedded = F.embedding(batch.next_tokens, embedding.detach()).to(batch.features.dtype)
+    states = drafter(embedded, drafter.fuse(batch.features), batch.positions, path.first_step)
+    pairs = batch.counts.nonzero().flatten()
+    path.keep(pairs)
+    states = states[pairs]
+    yield states, pairs
+    for _ in range(num_steps - 1):
+        kept = _inside(batch.documents, pairs).nonzero().flatten()
+        path.keep(kept)
+        pairs = pairs[kept] + 1
+        if not len(pairs):
+            return
+        states = drafter(embedded[pairs], states[kept], batch.positions[pairs], path.next_step)
+        yield states, pairs
+
+
+def _inside(documents: Tensor, pairs: Tensor) -> Tensor:
+    """Whether the pair after each of these [S] is of the same document."""
+    after = (pairs + 1).clamp(max=len(documents) - 1)
+    return (documents[after] == documents[pairs]) & (pairs + 1 < len(documents))
+
+
+def _step_loss(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, settings: LossSettings) -> Tensor:
+    """Mean over paths of one step's loss: states [S, H] against the target's last hidden states [S, H]."""
+    token = _token_loss(drafter, states, wanted, head, settings.kind)
+    if settings.kind != "feature":
+        return token
+    return settings.feature_weight * F.smooth_l1_loss(states, wanted) + settings.token_weight * token
+
+
+def _token_loss(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, kind: LossKind) -> Tensor:
+    rows = max(1, _MOST_LOGITS // len(head))
+    total = states.new_zeros(())
+    for own, true in zip(torch.split(states, rows), torch.split(wanted, rows), strict=True):
+        whole = len(states) <= rows
+        inputs = drafter, own, true, head, kind
+        total = total + (_token_sum(*inputs) if whole else checkpoint(_token_sum, *inputs, use_reentrant=False))
+    return total / len(states)
+
+
+def _token_sum(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, kind: LossKind) -> Tensor:
+    """Sum over rows of the loss between what the target's head reads of ``wanted`` and what the drafter says."""
     with torch.no_grad():
-        embedded = F.embedding(batch.next_tokens, embedding).to(batch.features.dtype)
-    attend = attend_documents(drafter.shape, batch.documents)
-    predicted = drafter(embedded, batch.features, batch.positions, attend)[batch.counts]
-    wanted = batch.wanted[batch.counts]
-    feature = F.smooth_l1_loss(predicted, wanted)
-    with torch.no_grad():
-        target = F.linear(wanted.to(head.dtype), head).float().softmax(-1)
-    token = F.cross_entropy(F.linear(predicted.to(head.dtype), head).float(), target)
-    return weights.feature * feature + weights.token * token
+        target = F.linear(wanted.to(head.dtype), head).float()
+    ids = drafter.token_ids
+    drafted = F.linear(states.to(head.dtype), head.detach()).float() if ids is None else drafter.logits(states).float()
+    if kind == "total-variation":
+        return total_variation(target, drafted, ids).sum()
+    return soft_cross_entropy(target if ids is None else target[:, ids], drafted).sum()
+
+
+def soft_cross_entropy(target: Tensor, drafted: Tensor) -> Tensor:
+    """Cross-entropy [T] of the drafter's distribution under the target's, both from logits [T, W].
+
+    Over a draft vocabulary the target's is taken as it is among those tokens (EAGLE-3).
+    """
+    return F.cross_entropy(drafted, target.softmax(-1), reduction="none")
+
+
+def total_variation(target: Tensor, drafted: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Minus the probability [T] that a draft is accepted, - sum_v min(p_v, q_v): target [T, V], drafted [T, W].
+
+    One less the total variation distance (Leviathan et al., arXiv 2211.17192, section 3.1). Tokens outside the draft
+    vocabulary ``ids`` [W] are never drafted.
+    """
+    p = target.softmax(-1)
+    return -torch.minimum(p if ids is None else p[:, ids], drafted.softmax(-1)).sum(-1)

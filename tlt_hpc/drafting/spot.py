@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.config import DrafterSection, UserError
-from tlt_hpc.drafting.loss import LossWeights, drafter_loss
+from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
+from tlt_hpc.models.eagle3 import Eagle3
 from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.storage.feature_cache import FeatureCache
 
@@ -64,14 +65,23 @@ class MergeReport:
 class SpotTrainer:
     """A replica of the drafter that learns from the feature cache whenever its rank is idle."""
 
-    def __init__(self, decoder: Decoder, cache: FeatureCache, settings: DrafterSection, seed: int, rank: int) -> None:
-        self.drafter = Drafter(decoder.shape, seed, torch.float32, decoder.device)
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: FeatureCache,
+        settings: DrafterSection,
+        seed: int,
+        rank: int,
+        token_ids: Tensor | None = None,
+    ) -> None:
+        """``token_ids`` [W]: the vocabulary of an EAGLE-3 drafter; without it the drafter is of EAGLE's form."""
+        self.drafter = make_drafter(decoder.shape, seed, torch.float32, decoder.device, token_ids)
         self._decoder, self._cache, self._settings = decoder, cache, settings
         self._seed, self._rank = seed, rank
         self.learning_rate = settings.learning_rate
         self.is_trained = False
         """Whether the weights have ever learned anything; a random drafter is not worth asking."""
-        self._weights = LossWeights(settings.feature_loss_weight, settings.token_loss_weight)
+        self._loss = LossSettings.of(settings)
         self._parameters = dict(self.drafter.named_parameters())
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
         self.num_steps = 0
@@ -92,6 +102,7 @@ class SpotTrainer:
     def micro_step(self) -> bool:
         """One optimiser step within the time budget; False where there is nothing to train on."""
         start = time.time()
+        self._take_up_head()
         if self._pool is None:
             self._pool = TrainingPool(self._cache, self._random)
         if not len(self._pool):
@@ -100,7 +111,7 @@ class SpotTrainer:
         if not excerpts:
             return False
         batch = pack(excerpts, self._decoder.device)
-        loss = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._weights)
+        loss = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
         self._adam()
@@ -109,6 +120,11 @@ class SpotTrainer:
         self._tokens_per_second = batch.num_tokens / max(end - start, 1e-6)
         self.records.append(MicroStepRecord(start, end, batch.num_tokens, value))
         return True
+
+    def _take_up_head(self) -> None:
+        """A drafter that has learned nothing yet begins with the policy's own head, where it is to have one."""
+        if isinstance(self.drafter, Eagle3) and not self.is_trained:
+            self.drafter.read_like(self._decoder.head, self._decoder.final_norm.weight)
 
     def end(self) -> None:
         """Leave the tail: the pool's files are closed."""
@@ -155,7 +171,7 @@ class SpotTrainer:
         """Weights, moments and the step count by name, on the host."""
         names = [f"{name}.{part}" for name in self._parameters for part in ("weight", "exp_avg", "exp_avg_sq")]
         state = {n: t.detach().cpu().clone() for n, t in zip(names, self._state_tensors(), strict=True)}
-        return {**state, "num_steps": torch.tensor(self.num_steps)}
+        return {**state, **self._vocabulary(), "num_steps": torch.tensor(self.num_steps)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """The inverse of ``state``.
@@ -168,8 +184,9 @@ class SpotTrainer:
             _check(name, state, tensor)
         self.num_steps = int(state["num_steps"])
         self.is_trained |= self.num_steps > 0
-        del mine["num_steps"]
-        self._assign(torch.cat([state[name].flatten() for name in mine]).to(self._decoder.device))
+        self._take_vocabulary(state)
+        names = [name for name in mine if name not in ("num_steps", TOKEN_IDS)]
+        self._assign(torch.cat([state[name].flatten() for name in names]).to(self._decoder.device))
 
     def start_from(self, state: Mapping[str, Tensor]) -> None:
         """Take up another drafter's weights, in any precision, but neither its moments nor its step count.
@@ -180,7 +197,17 @@ class SpotTrainer:
         for name, parameter in self._parameters.items():
             _check(f"{name}.weight", state, parameter)
             parameter.data.copy_(state[f"{name}.weight"])
+        self._take_vocabulary(state)
         self.is_trained = True
+
+    def _vocabulary(self) -> dict[str, Tensor]:
+        ids = self.drafter.token_ids
+        return {} if ids is None else {TOKEN_IDS: ids.cpu().clone()}
+
+    def _take_vocabulary(self, state: Mapping[str, Tensor]) -> None:
+        if self.drafter.token_ids is not None:
+            _check(TOKEN_IDS, state, self.drafter.token_ids)
+            self.drafter.token_ids.copy_(state[TOKEN_IDS])
 
     def _state_tensors(self) -> list[Tensor]:
         return [tensor for name, p in self._parameters.items() for tensor in (p.data, *self._moments[name])]

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tlt_hpc import __version__
 from tlt_hpc.export.formats import SPECULATIVE_TOKENS, Files
-from tlt_hpc.export.forms import AnyDrafter, Eagle3Drafter, feature_layers
+from tlt_hpc.export.forms import AnyDrafter, Eagle3Drafter
 from tlt_hpc.export.source import History, Source
 from tlt_hpc.export.target import Target
+from tlt_hpc.models.eagle3 import feature_layers
 
 MARK = "<!-- written by tlt export-drafter -->"
 """What tells an earlier export from a folder of the user's own."""

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.config import UserError
-from tlt_hpc.export.forms import AnyDrafter, Eagle3Drafter, EagleDrafter, feature_layers
+from tlt_hpc.export.forms import AnyDrafter, Eagle3Drafter, EagleDrafter
 from tlt_hpc.export.target import Target
+from tlt_hpc.models.drafter_file import check_layers
 from tlt_hpc.models.shape import ModelShape
 
 SPECULATIVE_TOKENS = 5
@@ -129,7 +130,7 @@ def _eagle_tensors(drafter: EagleDrafter, shape: ModelShape) -> dict[str, Tensor
 
 def _eagle3(drafter: Eagle3Drafter, target: Target) -> Files:
     """The one layout of EAGLE-3 that SGLang, vLLM and EAGLE's reference share."""
-    _check_features(target)
+    check_layers(target.shape, target.name)
     _check_heads(target, "an EAGLE-3 drafter", "use a drafter of the EAGLE form with --format sglang or vllm")
     ids, size = drafter.token_ids, target.shape.vocab_size
     layer = _layer_tensors(drafter, target.shape)
@@ -217,15 +218,6 @@ def _proposals(target: Target) -> dict[str, Any]:
         ],
         "verifier": {"name_or_path": target.path, "architectures": list(target.architectures)},
     }
-
-
-def _check_features(target: Target) -> None:
-    layers = feature_layers(target.shape.num_layers)
-    if len(set(layers)) < len(layers) or min(layers) < 0:
-        raise UserError(
-            f"an EAGLE-3 drafter reads three layers of its target, and {target.name} has {target.shape.num_layers}, of "
-            "which engines cannot tell three apart; use a target of 7 layers or more, or a drafter of the EAGLE form"
-        )
 
 
 def _check_heads(target: Target, what: str, remedy: str) -> None:

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.config import UserError
-from tlt_hpc.models.drafter_file import drafter_sizes
+from tlt_hpc.models.drafter_file import TOKEN_IDS, check_ids, drafter_sizes, eagle3_sizes, stored_name
 from tlt_hpc.models.shape import ModelShape
 
-TOKEN_IDS = "token_ids"
 _REMEDY = "give the drafter of a run with this model, or --model with its own"
 
 
@@ -80,27 +79,6 @@ class Eagle3Drafter:
 AnyDrafter = EagleDrafter | Eagle3Drafter
 
 
-def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """The target's layers whose inputs, the residual stream entering them, are an EAGLE-3 drafter's features."""
-    return 2, num_layers // 2, num_layers - 3
-
-
-def eagle3_sizes(shape: ModelShape, num_drafted: int) -> dict[str, tuple[int, ...]]:
-    """The sizes of an EAGLE-3 drafter's tensors, for a vocabulary of ``num_drafted`` tokens."""
-    h, i, queries = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
-    norms = dict.fromkeys(("input_norm", "hidden_norm", "post_norm", "final_norm"), (h,))
-    return {
-        "fc": (h, 3 * h),
-        "qkv": (queries + 2 * shape.num_kv_heads * shape.head_dim, 2 * h),
-        "output": (h, queries),
-        "gate_up": (2 * i, h),
-        "down": (h, i),
-        **norms,
-        "head": (num_drafted, h),
-        TOKEN_IDS: (num_drafted,),
-    }
-
-
 def drafter_from(stored: Mapping[str, Tensor], shape: ModelShape, origin: str) -> AnyDrafter:
     """The drafter among a file's tensors, of the form that they have; ``origin`` names the file in errors.
 
@@ -111,14 +89,14 @@ def drafter_from(stored: Mapping[str, Tensor], shape: ModelShape, origin: str) -
         return EagleDrafter(**_take(EagleDrafter, stored, drafter_sizes(shape), origin))
     sizes = eagle3_sizes(shape, stored[TOKEN_IDS].numel())
     drafter = Eagle3Drafter(**_take(Eagle3Drafter, stored, sizes, origin))
-    _check_ids(drafter.token_ids, shape, origin)
+    check_ids(drafter.token_ids, shape, origin)
     return drafter
 
 
 def _take(
     form: type[AnyDrafter], stored: Mapping[str, Tensor], sizes: Mapping[str, tuple[int, ...]], origin: str
 ) -> dict[str, Tensor]:
-    names = {field.name: field.name if field.name == TOKEN_IDS else f"{field.name}.weight" for field in fields(form)}
+    names = {field.name: stored_name(field.name) for field in fields(form)}
     for name, key in names.items():
         found = "missing" if key not in stored else list(stored[key].shape)
         if found != list(sizes[name]):
@@ -130,12 +108,3 @@ def _take(
                 f"{origin}: drafter tensor {name!r} holds values that are no numbers; take an earlier --step"
             )
     return {name: stored[key] for name, key in names.items()}
-
-
-def _check_ids(ids: Tensor, shape: ModelShape, origin: str) -> None:
-    ascends = ids.dtype == torch.int64 and bool((ids.diff() > 0).all())
-    if not ascends or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
-        raise UserError(
-            f"{origin}: {TOKEN_IDS!r} must be int64 ids of the target's {shape.vocab_size} tokens, each above the one "
-            f"before; {_REMEDY}"
-        )

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.store import NAME, STATE_FILE, Checkpoint, CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
-from tlt_hpc.export.forms import TOKEN_IDS, AnyDrafter, drafter_from
+from tlt_hpc.export.forms import AnyDrafter, drafter_from
 from tlt_hpc.export.options import ExportOptions
 from tlt_hpc.export.target import EMBEDDING, Target, embedding_of, read_target
-from tlt_hpc.models.drafter_file import DRAFTER_FILE
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.storage.folder import RunFolder
 

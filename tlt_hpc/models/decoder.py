@@ -5,14 +5,15 @@ Shapes: ``T`` tokens flat over sequences, ``H`` hidden, ``V`` vocabulary (paddin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_hpc.models.layers import Attend, LayerWeights, attend_documents, run_layers, transformer_layer
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import Linear, Norm
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
@@ -92,8 +93,17 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states after the final norm: tokens [T], positions [T] -> [T, H]."""
+        return self.features(tokens, positions, attend, ())[0]
+
+    @torch.inference_mode()
+    def features(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, layers: Collection[int]
+    ) -> tuple[Tensor, Tensor]:
+        """``hidden`` [T, H], and side by side what entered each of ``layers`` and this: [T, (layers + 1) H]."""
         x = F.embedding(tokens, self.embedding)
-        return run_layers(x, self.layers, self.final_norm, self.shape, self.rotary.at(positions), attend)
+        rotary = self.rotary.at(positions)
+        hidden, entering = run_layers(x, self.layers, self.final_norm, self.shape, rotary, attend, layers)
+        return hidden, torch.cat([*entering, hidden], -1) if entering else hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, widen: bool = True) -> Tensor:
@@ -123,7 +133,7 @@ class Decoder:
         """Float64 hidden states after the final norm, as ``reference_logits`` has them: tokens [T] -> [T, H]."""
         positions = torch.arange(len(tokens), device=self.device)
         rotary = rotary_table(self.shape, len(tokens), torch.float64, self.device, self._pairs).at(positions)
-        attend = attend_documents(self.shape, None)
+        attend = attend_documents(None)
         x = F.embedding(tokens, self.embedding).double()
         for i, layer in enumerate(self._reference_layers()):
             x = transformer_layer(x, layer, self.shape, rotary, i, attend)

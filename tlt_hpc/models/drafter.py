@@ -1,55 +1,98 @@
-"""The learned drafter in EAGLE form: one layer over [embedding of the next token; the target's last hidden state].
+"""What all learned drafters have in common: one layer that is rolled forward from the target's features.
 
-Embedding and head are the current policy's: the drafter holds none of its own. Knows no cache and no optimiser.
-Source: EAGLE (arXiv 2401.15077), TLT (arXiv 2511.16665) section 4. Shapes: ``T`` tokens, ``H`` hidden.
+A drafter reads what the target kept of a position (``fuse``), joins it with the next token (``forward``) and goes on
+from its own result. Its forms are in ``eagle`` and ``eagle3``. Knows no cache and no optimiser.
+Shapes: ``T`` tokens, ``H`` hidden, ``F`` kept features of a position, ``W`` draft vocabulary.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
 import torch
 from torch import Tensor, nn
 
-from tlt_hpc.models.layers import Attend, LayerWeights, run_layers
+from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
 from tlt_hpc.models.linear import Linear, Norm
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, pairs_order, rotary_table
 from tlt_hpc.models.shape import ModelShape
 
+Form = Literal["eagle", "eagle3"]
 
-class Drafter(nn.Module):
-    """Predicts from the feature at position t and the token at t + 1 the feature at t + 1, hence token t + 2.
+
+@dataclass(frozen=True)
+class Parts:
+    """A drafter's weights as they are computed with."""
+
+    fc: Linear
+    layer: LayerWeights
+    norms: Mapping[str, Norm] = field(default_factory=dict)
+    head: Linear | None = None
+
+    def pack(self) -> None:
+        """Derive what the fast path reads."""
+        self.fc.pack()
+        self.layer.pack()
+        for norm in self.norms.values():
+            norm.pack()
+        if self.head is not None:
+            self.head.pack()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed copies, beside the weights' own."""
+        return self.fc.packed_bytes + self.layer.packed_bytes + (self.head.packed_bytes if self.head else 0)
+
+
+class Drafter(nn.Module, ABC):
+    """Predicts from the target's features at position t and the token at t + 1 what leads to the token at t + 2.
 
     Parameters keep heads in halves, as Hugging Face does, whatever the layout they are computed in.
     """
 
+    form: ClassVar[Form]
+    token_ids: Tensor | None
+    """[W] int64, the tokens it drafts among, ascending, where it has a head of its own; None: the target's head."""
+
     def __init__(self, shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.shape = shape
-        generator = torch.Generator().manual_seed(seed)
-        heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-
-        def matrix(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
-            values = torch.randn(rows, columns, generator=generator) * (scale * columns**-0.5)
-            return nn.Parameter(values.to(device, dtype))
-
-        h, i = shape.hidden_size, shape.intermediate_size
-        self.fc = matrix(h, 2 * h)
-        self.qkv = matrix(heads, h)
-        self.output = matrix(h, shape.num_heads * shape.head_dim, 0.5)
-        self.gate_up = matrix(2 * i, h)
-        self.down = matrix(h, i, 0.5)
-        self.post_norm = nn.Parameter(torch.ones(h, dtype=dtype, device=device))
+        self._dtype, self._device = dtype, device
+        self._generator = torch.Generator().manual_seed(seed)
         pairs = in_pairs(dtype, device)
         self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device, pairs)
         self._order = pairs_order(shape, device) if pairs else None
-        self._packed: tuple[Linear, LayerWeights] | None = None
+        self._packed: Parts | None = None
         self.register_load_state_dict_post_hook(_pack_again)  # type: ignore[no-untyped-call]
 
-    def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Predicted features [T, H] from next tokens ``embedded`` [T, H] and ``features`` [T, H] at positions [T]."""
-        packed = None if torch.is_grad_enabled() else self._packed
-        fc, layer = packed or (Linear(self.fc), self._layer())
-        x = fc(torch.cat([embedded, features], -1))
-        return run_layers(x, (layer,), None, self.shape, self.rotary.at(positions), attend)
+    @property
+    @abstractmethod
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers whose inputs are kept of every position, beside the last hidden state."""
+
+    @property
+    def num_features(self) -> int:
+        """Vectors kept of a position: F = ``num_features`` H, the last hidden state last."""
+        return len(self.feature_layers) + 1
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The state [T, H] to begin from, of the target's features [T, F]."""
+
+    @abstractmethod
+    def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Next states [T, H] from embeddings of the next tokens [T, H] and ``states`` [T, H] at positions [T]."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [T, W] of states [T, H]; only where the drafter has a head of its own (``token_ids``)."""
+        raise AssertionError(f"the target's head reads the states of a drafter of form {self.form}")
+
+    @abstractmethod
+    def _parts(self) -> Parts:
+        """The parameters as they are now."""
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -58,30 +101,44 @@ class Drafter(nn.Module):
         For a drafter that is loaded, not trained: a weight changed in place does not reach the copy. Where gradients
         are recorded the parameters themselves are read.
         """
-        fc, layer = Linear(self.fc.detach()), self._layer()
-        fc.pack()
-        layer.pack()
-        self._packed = fc, layer
+        self._packed = self._parts()
+        self._packed.pack()
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of the copy that is served from, beside the parameters'."""
         if self._packed is None:
             return 0
-        fc, layer = self._packed
-        permuted = layer.qkv.weight.nbytes if self._order is not None else 0
-        return fc.packed_bytes + layer.packed_bytes + permuted
+        permuted = self._packed.layer.qkv.weight.nbytes if self._order is not None else 0
+        return self._packed.packed_bytes + permuted
 
-    def _layer(self) -> LayerWeights:
-        qkv = self.qkv if self._order is None else self.qkv[self._order]
+    def _now(self) -> Parts:
+        packed = None if torch.is_grad_enabled() else self._packed
+        return packed or self._parts()
+
+    def _run(self, x: Tensor, reads: Tensor, parts: Parts, positions: Tensor, attend: Attend) -> Tensor:
+        """The layer at positions [T]: attention reads ``reads`` [T, R], and what comes of it is added to x [T, H]."""
+        return run_draft_layer(x, reads, parts.layer, self.shape, self.rotary.at(positions), attend)
+
+    def _matrix(self, rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
+        values = torch.randn(rows, columns, generator=self._generator) * (scale * columns**-0.5)
+        return nn.Parameter(values.to(self._device, self._dtype))
+
+    def _ones(self) -> nn.Parameter:
+        return nn.Parameter(torch.ones(self.shape.hidden_size, dtype=self._dtype, device=self._device))
+
+    def _norm(self, weight: Tensor) -> Norm:
+        return Norm(weight, self.shape.norm_epsilon)
+
+    def _layer_of(self, qkv: Tensor, output: Tensor, post_norm: Tensor, gate_up: Tensor, down: Tensor) -> LayerWeights:
         return LayerWeights(
             input_norm=None,
-            qkv=Linear(qkv),
+            qkv=Linear(qkv if self._order is None else qkv[self._order]),
             head_norm=None,
-            output=Linear(self.output),
-            post_norm=Norm(self.post_norm, self.shape.norm_epsilon),
-            gate_up=Linear(self.gate_up),
-            down=Linear(self.down),
+            output=Linear(output),
+            post_norm=self._norm(post_norm),
+            gate_up=Linear(gate_up),
+            down=Linear(down),
         )
 
 

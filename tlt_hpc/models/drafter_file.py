@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_hpc.config import EMBEDDED_MODEL
+from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.eagle import Eagle
+from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.models.shape import ModelShape
 
 DRAFTER_FILE = "drafter.safetensors"
+TOKEN_IDS = "token_ids"
+"""The tensor whose presence tells a drafter of the EAGLE-3 form: its vocabulary."""
 _REMEDY = "give the drafter folder of a run with this model"
 
 
@@ -35,14 +40,21 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
         stored = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{asked}: {path} is no whole safetensors file ({error}); {_REMEDY}") from None
-    weights = {}
-    for name, sizes in drafter_sizes(shape).items():
-        found = stored.get(f"{name}.weight")
-        if found is None or found.shape != sizes:
+    sizes = drafter_sizes(shape) if TOKEN_IDS not in stored else eagle3_sizes(shape, stored[TOKEN_IDS].numel())
+    for name, size in sizes.items():
+        found = stored.get(stored_name(name))
+        if found is None or found.shape != size:
             what = "missing" if found is None else list(found.shape)
-            raise ValueError(f"{asked}: drafter tensor {name!r} is {what}, this model needs {list(sizes)}; {_REMEDY}")
-        weights[f"{name}.weight"] = found
-    return weights
+            raise ValueError(f"{asked}: drafter tensor {name!r} is {what}, this model needs {list(size)}; {_REMEDY}")
+    if TOKEN_IDS in sizes:
+        check_layers(shape, asked)
+        check_ids(stored[TOKEN_IDS], shape, asked)
+    return {name: stored[name] for name in map(stored_name, sizes)}
+
+
+def stored_name(name: str) -> str:
+    """How a file names a drafter's tensor; its vocabulary is no weight."""
+    return name if name == TOKEN_IDS else f"{name}.weight"
 
 
 def load_drafter(place: str, decoder: Decoder, asked: str) -> Drafter:
@@ -52,14 +64,24 @@ def load_drafter(place: str, decoder: Decoder, asked: str) -> Drafter:
         ValueError: as ``read_drafter``.
     """
     weights = read_drafter(place, decoder.shape, asked)
-    drafter = Drafter(decoder.shape, 0, decoder.dtype, decoder.device).requires_grad_(False)
+    drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS))
+    drafter.requires_grad_(False)
     drafter.load_state_dict({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
     drafter.pack()
     return drafter
 
 
+def make_drafter(
+    shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device, token_ids: Tensor | None = None
+) -> Drafter:
+    """A drafter with random weights: of the EAGLE-3 form where it has a vocabulary of its own [W], else of EAGLE's."""
+    if token_ids is None:
+        return Eagle(shape, seed, dtype, device)
+    return Eagle3(shape, seed, dtype, device, token_ids)
+
+
 def drafter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The sizes of a drafter's parameters, without making one."""
+    """The sizes of an EAGLE drafter's parameters, without making one."""
     h, i, queries = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
     return {
         "fc": (h, 2 * h),
@@ -69,3 +91,41 @@ def drafter_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
         "down": (h, i),
         "post_norm": (h,),
     }
+
+
+def eagle3_sizes(shape: ModelShape, num_drafted: int) -> dict[str, tuple[int, ...]]:
+    """The sizes of an EAGLE-3 drafter's tensors, for a vocabulary of ``num_drafted`` tokens."""
+    h = shape.hidden_size
+    sizes = drafter_sizes(shape)
+    del sizes["post_norm"]
+    norms = dict.fromkeys(("input_norm", "hidden_norm", "post_norm", "final_norm"), (h,))
+    first = {"fc": (h, 3 * h), "qkv": (sizes["qkv"][0], 2 * h)}
+    return {**sizes, **first, **norms, "head": (num_drafted, h), TOKEN_IDS: (num_drafted,)}
+
+
+def check_layers(shape: ModelShape, asked: str) -> None:
+    """Refuse an EAGLE-3 drafter for a target whose feature layers are not distinct.
+
+    Raises:
+        UserError: it has fewer than 7 layers.
+    """
+    if shape.num_layers < LEAST_LAYERS:
+        raise UserError(
+            f"{asked}: an EAGLE-3 drafter reads three layers of its target, and this one has {shape.num_layers}, of "
+            f"which no three can be told apart; use a target of {LEAST_LAYERS} layers or more, or a drafter of the "
+            "EAGLE form"
+        )
+
+
+def check_ids(ids: Tensor, shape: ModelShape, asked: str) -> None:
+    """Refuse a draft vocabulary that is not part of the target's.
+
+    Raises:
+        UserError: what is wrong with it.
+    """
+    ascends = ids.dtype == torch.int64 and bool((ids.diff() > 0).all())
+    if not ascends or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
+        raise UserError(
+            f"{asked}: {TOKEN_IDS!r} must be int64 ids of the target's {shape.vocab_size} tokens, each above the one "
+            f"before; {_REMEDY}"
+        )

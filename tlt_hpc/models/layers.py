@@ -7,7 +7,7 @@ The same function serves cached decoding, the float64 reference pass and the dra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -87,25 +87,57 @@ class LayerWeights:
 def run_layers(
     x: Tensor,
     layers: Sequence[LayerWeights],
-    final_norm: Norm | None,
+    final_norm: Norm,
     shape: ModelShape,
     rotary: RotaryRows,
     attend: Attend,
-) -> Tensor:
-    """All layers, then the final norm if there is one: x [T, H] -> [T, H]; fused where ``attend`` can and may."""
-    if isinstance(rotary, HalvesRows) and isinstance(attend, FusedAttend) and not torch.is_grad_enabled():
-        return _run_fused(x, layers, final_norm, shape, rotary, attend)
+    tapped: Collection[int] = (),
+) -> tuple[Tensor, list[Tensor]]:
+    """All layers, then the final norm: x [T, H] -> [T, H]; fused where ``attend`` can and may.
+
+    Returns also what entered each of the layers ``tapped`` [T, H], the lowest first.
+    """
+    if (fused := _fused_parts(rotary, attend)) is not None:
+        return _run_fused(x, layers, final_norm, shape, *fused, tapped)
+    entering = []
     for i, weights in enumerate(layers):
+        if i in tapped:
+            entering.append(x)
         x = transformer_layer(x, weights, shape, rotary, i, attend)
-    return x if final_norm is None else final_norm(x)
+    return final_norm(x), entering
+
+
+def run_draft_layer(
+    x: Tensor, reads: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, attend: Attend
+) -> Tensor:
+    """One layer whose attention reads ``reads`` [T, R] as it is, and which adds to x [T, H] -> [T, H]."""
+    if (fused := _fused_parts(rotary, attend)) is not None:
+        x, delta = _fused_rest(x, reads, weights, shape, 0, *fused)
+        return x + delta
+    return _layer_rest(x, reads, weights, shape, rotary, 0, attend)
+
+
+def _fused_parts(rotary: RotaryRows, attend: Attend) -> tuple[HalvesRows, FusedAttend] | None:
+    """What the fused layers take, where they may run."""
+    if isinstance(rotary, HalvesRows) and isinstance(attend, FusedAttend) and not torch.is_grad_enabled():
+        return rotary, attend
+    return None
 
 
 def transformer_layer(
     x: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, layer: int, attend: Attend
 ) -> Tensor:
-    """One pre-norm layer (Qwen2, Qwen3, Llama): x [T, H] -> [T, H]; without ``input_norm`` attention reads x itself."""
+    """One pre-norm layer (Qwen2, Qwen3, Llama): x [T, H] -> [T, H]."""
+    assert weights.input_norm is not None, "only a drafter goes without"
+    return _layer_rest(x, weights.input_norm(x), weights, shape, rotary, layer, attend)
+
+
+def _layer_rest(
+    x: Tensor, reads: Tensor, weights: LayerWeights, shape: ModelShape, rotary: RotaryRows, layer: int, attend: Attend
+) -> Tensor:
+    """A layer after its input norm: what attention reads [T, R], and x [T, H] that it adds to."""
     h, g = shape.num_heads, shape.num_kv_heads
-    qkv = weights.qkv(x if weights.input_norm is None else weights.input_norm(x))
+    qkv = weights.qkv(reads)
     if weights.head_norm is not None:
         qkv = _norm_heads(qkv, weights.head_norm)
     query, key_value = rotary.rotate(qkv).split_with_sizes((h, 2 * g), 1)
@@ -116,41 +148,42 @@ def transformer_layer(
 def _run_fused(
     x: Tensor,
     layers: Sequence[LayerWeights],
-    final_norm: Norm | None,
+    final_norm: Norm,
     shape: ModelShape,
     rotary: HalvesRows,
     attend: FusedAttend,
-) -> Tensor:
+    tapped: Collection[int],
+) -> tuple[Tensor, list[Tensor]]:
     """``run_layers`` in fewer passes over memory: what a layer adds to x is added by the norm that comes next."""
-    delta = None
+    delta, entering = None, []
     for i, weights in enumerate(layers):
-        x, delta = _fused_layer(x, delta, weights, shape, rotary, i, attend)
-    return _norm_of_sum(final_norm, x, delta)[0]
+        assert weights.input_norm is not None, "only a drafter goes without"
+        reads, x = _norm_of_sum(weights.input_norm, x, delta)
+        if i in tapped:
+            entering.append(x)
+        x, delta = _fused_rest(x, reads, weights, shape, i, rotary, attend)
+    return _norm_of_sum(final_norm, x, delta)[0], entering
 
 
-def _fused_layer(
+def _fused_rest(
     x: Tensor,
-    delta: Tensor | None,
+    reads: Tensor,
     weights: LayerWeights,
     shape: ModelShape,
-    rotary: HalvesRows,
     layer: int,
+    rotary: HalvesRows,
     attend: FusedAttend,
 ) -> tuple[Tensor, Tensor]:
-    """``transformer_layer`` of x + delta [T, H], given and returned as these two terms."""
-    normed, x = _norm_of_sum(weights.input_norm, x, delta)
-    qkv = weights.qkv(normed).view(x.shape[0], -1, shape.head_dim)
+    """``_layer_rest``, whose result [T, H] is given as two terms."""
+    qkv = weights.qkv(reads).view(x.shape[0], -1, shape.head_dim)
     mixed = attend.fused(layer, qkv, rotary, _head_norms(weights.head_norm, shape.num_heads))
     normed, x = weights.post_norm.of_sum(weights.output(mixed), x)
     return x, weights.down(_gated(weights.gate_up(normed), shape.intermediate_size))
 
 
-def _norm_of_sum(norm: Norm | None, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The norm (none: the identity) of x + delta, and that sum; no delta is zero."""
-    if norm is not None and delta is not None:
-        return norm.of_sum(delta, x)
-    total = x if delta is None else x + delta
-    return total if norm is None else norm(total), total
+def _norm_of_sum(norm: Norm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The norm of x + delta, and that sum; no delta is zero."""
+    return (norm(x), x) if delta is None else norm.of_sum(delta, x)
 
 
 def _head_norms(norm: Norm | None, num_heads: int) -> HeadNorms | None:
@@ -171,19 +204,3 @@ def _norm_heads(qkv: Tensor, norm: Norm) -> Tensor:
     num_normed, d = norm.weight.shape
     heads = qkv.view(qkv.shape[0], -1, d)
     return torch.cat([norm(heads[:, :num_normed]), heads[:, num_normed:]], 1).view(qkv.shape)
-
-
-def attend_documents(shape: ModelShape, documents: Tensor | None) -> Attend:
-    """Causal attention of a flat batch over itself, each document [T] on its own (None: all one document)."""
-
-    def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
-        key, value = key_value.chunk(2, 1)
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        mask = None
-        if documents is not None:
-            same = documents.unsqueeze(0) == documents.unsqueeze(1)
-            mask = same.tril_().view(1, 1, *same.shape)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
-        return out.squeeze(0).transpose(0, 1).reshape(query.shape[0], -1)
-
-    return attend

@@ -83,7 +83,8 @@ class Rounds:
     drafter_is_sound: bool = True
 
     def __post_init__(self) -> None:
-        self.target = TargetPass(self.decoder, self.residents.rows, self.residents.cache)
+        layers = self.learned.drafter.feature_layers if self.learned else ()
+        self.target = TargetPass(self.decoder, self.residents.rows, self.residents.cache, layers)
         self._done: deque[Emitted] = deque()
 
     # -- what a device adds -------------------------------------------------------------------------------------
@@ -129,10 +130,10 @@ class Rounds:
         self.seconds.sample += clock.lap()
         drafts, cells, is_sound = self.propose(strategy, noise)
         self.seconds.draft += clock.lap()
-        hidden, logits = self.target.forward(drafts, self.residents.layout)
+        features, logits = self.target.forward(drafts, self.residents.layout)
         self.seconds.verify += clock.lap()
         verdict = self._accept(drafts, logits, by_node(noise, drafts))
-        self._commit(drafts, verdict, hidden, logits)
+        self._commit(drafts, verdict, features, logits)
         if cells is not None and self.learned is not None:
             learn_chances(self.learned, drafts, cells, verdict.on_path)
         self.seconds.sample += clock.lap()
@@ -247,12 +248,12 @@ class Rounds:
 
     # -- commit -------------------------------------------------------------------------------------------------
 
-    def _commit(self, drafts: DraftTree, verdict: Verdict, hidden: Tensor, logits: Tensor) -> None:
+    def _commit(self, drafts: DraftTree, verdict: Verdict, features: Tensor, logits: Tensor) -> None:
         """Commit what the rows accepted, with its log-probs."""
         rows = self.residents.rows
         at_path = logits if drafts.depths is None else along_path(logits, verdict.path)
         log_probs = token_log_probs(at_path, verdict.chosen, _temperatures(rows.responses, logits.device))
-        columns = self.target.commit(drafts, verdict, hidden)
+        columns = self.target.commit(drafts, verdict, features)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
 
 

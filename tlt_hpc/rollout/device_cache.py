@@ -44,13 +44,13 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    with_drafter: bool = False,
+    num_features: int = 0,
     attention: AttentionKind = "auto",
 ) -> PagedCache:
     """The cache that suits a device, or the one asked for, of ``num_pages`` pages for rows of ``num_positions``."""
     by_kernel = device.type == "cuda" if attention == "auto" else attention == "paged-kernel"
     kind = DevicePagedCache if by_kernel else HostPagedCache
-    return kind(shape, num_pages, page_size, num_rows, num_positions, dtype, device, with_drafter=with_drafter)
+    return kind(shape, num_pages, page_size, num_rows, num_positions, dtype, device, num_features=num_features)
 
 
 class DevicePagedCache(PagedCache):
@@ -68,11 +68,11 @@ class DevicePagedCache(PagedCache):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        with_drafter: bool = False,
+        num_features: int = 0,
     ) -> None:
         # a block of queries spans up to so many slots beyond its first, though it sees none of those past its row
         reach = num_positions + MAX_NODES
-        super().__init__(shape, num_pages, page_size, num_rows, reach, dtype, device, with_drafter=with_drafter)
+        super().__init__(shape, num_pages, page_size, num_rows, reach, dtype, device, num_features=num_features)
         sizes = (self._num_layers, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
         self._keys = torch.zeros(sizes, dtype=dtype, device=device)
         self._values = torch.zeros_like(self._keys)

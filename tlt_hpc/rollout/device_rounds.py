@@ -215,9 +215,9 @@ class DeviceRounds(Rounds):
         if drafts.parents is not None:
             drafts = tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
         noise = self.noise.at(rows.response_lengths, started.strategy.depth + 1)
-        hidden, logits = self.target.forward(drafts, self._graphs.layout)
+        features, logits = self.target.forward(drafts, self._graphs.layout)
         verdict = self._accept(drafts, logits, by_node(noise, drafts))
-        self._commit(drafts, verdict, hidden, logits)
+        self._commit(drafts, verdict, features, logits)
         return append(started.responses, verdict)
 
     # -- what a cost profile times ------------------------------------------------------------------------------

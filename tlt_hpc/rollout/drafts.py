@@ -86,7 +86,7 @@ class LearnedDrafts:
         self.known = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
         """Positions of each row whose true features the drafter has seen."""
         self.chances = ChanceTable(MOST_BRANCHES, decoder.device)
-        self._vocabulary: Tensor | None = None
+        self._vocabulary = drafter.token_ids
         self._head: Tensor | None = None
 
     def set_row(self, row: int, response: Response) -> None:
@@ -108,7 +108,11 @@ class LearnedDrafts:
         return sum(len(response.text) - 1 - response.num_read for response in responses)
 
     def set_vocabulary(self, ids: Tensor | None) -> None:
-        """Draft among these token ids [V] alone (ascending); None for all. Call again after the head changes."""
+        """Draft among these token ids [V] alone (ascending); None for all. Call again after the head changes.
+
+        Only for drafters that the target's head reads.
+        """
+        assert self.drafter.token_ids is None, "it has a vocabulary of its own"
         if ids is None:
             self._vocabulary = self._head = None
         elif self._vocabulary is None or self._head is None or len(self._vocabulary) != len(ids):
@@ -154,7 +158,7 @@ class LearnedDrafts:
         last = lengths - 2
         start = torch.minimum(known, last.clamp(min=0))
         assert self._cache.features is not None
-        feature = self._cache.features[:count]
+        feature = self._cache.features[:count, -self.drafter.shape.hidden_size :]
         for begin in range(0, width, _CATCH_UP_WIDTH):
             columns = torch.arange(begin, min(width, begin + _CATCH_UP_WIDTH), device=lengths.device)
             # a row with less to read repeats its newest position: the same values to the same place
@@ -173,8 +177,9 @@ class LearnedDrafts:
         tables = self._cache.tables[: len(at)]
         tokens = rows.tokens[rows.index[: len(at)].unsqueeze(1), at + 1]
         features = self._cache.features[self._cache.slots(at, tables)]
+        states = self.drafter.fuse(features.flatten(0, 1)).view(*at.shape, -1)
         attend = self._cache.attend(layout, tables, at, only_layer=self._cache.drafter_layer)
-        return self._pass(tokens, features, at, attend)
+        return self._pass(tokens, states, at, attend)
 
     def picker(self, words: Tensor, positions: Tensor, temperatures: Tensor, sharpness: float) -> Pick:
         """How ``draft`` picks on a device: words [B, 4], response positions [B] of the first draft, temperatures."""
@@ -207,9 +212,12 @@ class LearnedDrafts:
     def _logits(self, features: Tensor) -> Tensor:
         """Draft logits [B, F, V] of features [B, F, H]."""
         flat = features.flatten(0, 1)
-        logits = self._decoder.logits(flat) if self._head is None else F.linear(flat, self._head).float()
-        if self._vocabulary is None:
-            logits = logits[:, : self._num_tokens]
+        if self.drafter.token_ids is not None:
+            logits = self.drafter.logits(flat).float()
+        elif self._head is not None:
+            logits = F.linear(flat, self._head).float()
+        else:
+            logits = self._decoder.logits(flat)[:, : self._num_tokens]
         return logits.view(*features.shape[:2], -1)
 
     def _ids(self, index: Tensor) -> Tensor:

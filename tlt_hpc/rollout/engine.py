@@ -42,7 +42,7 @@ from tlt_hpc.rollout.transfer import HostCopy
 
 _NUM_PROBED = 4
 
-# sink(tokens [T] int32, prompt length, features [T - 1, 1, H] as bf16 bits): what a finished response leaves
+# sink(tokens [T] int32, prompt length, features [T - 1, layer, H] as bf16 bits): what a finished response leaves
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
 
 
@@ -73,8 +73,9 @@ class RolloutEngine:
         agree: Agree | None = None,
     ) -> None:
         """``agree`` is for ranks that decode one response together: see ``Chooser.agree``."""
-        check_settings(settings, drafter is not None)
+        check_settings(settings, drafter)
         self.decoder, self.settings, self.drafter, self._agree = decoder, settings, drafter, agree
+        self._num_features = drafter.num_features if drafter is not None else 0
         device = decoder.device
         depth = max(strategy.depth for strategy in settings.strategies)
         reach = max(map(slots_needed, settings.strategies))
@@ -89,7 +90,7 @@ class RolloutEngine:
             positions,
             decoder.dtype,
             device,
-            with_drafter=drafter is not None,
+            num_features=self._num_features,
             attention=settings.attention,
         )
         self._noise = NoiseWindow(settings.max_live, settings.num_tokens, depth + 1, device)
@@ -137,7 +138,7 @@ class RolloutEngine:
             ValueError: the budget does not hold a single sequence of full length.
         """
         s, shape = self.settings, self.decoder.shape
-        size = page_bytes(shape, s.page_size, self.decoder.dtype, self.drafter is not None)
+        size = page_bytes(shape, s.page_size, self.decoder.dtype, self._num_features)
         each = -(-positions // s.page_size)
         # one page more than those handed out takes what must be written nowhere
         pages = max(0, s.kv_bytes // size - 1) if s.kv_bytes else s.max_live * each
@@ -321,7 +322,7 @@ class RolloutEngine:
         """
         assert not self.has_work and requests
         s = self.settings
-        key = profile_key(self.decoder, s, self.drafter is not None)
+        key = profile_key(self.decoder, s, self.drafter)
         measures = RoundMeasures(self._residents, self._rounds, [self._response(r, s.params) for r in requests])
         # rows that the pool holds with the longest draft each: more would be preempted, not measured
         each = max(self._residents.pages_for(s.max_prompt_tokens + max(map(slots_needed, s.strategies))), 1)
@@ -446,7 +447,8 @@ class RolloutEngine:
         if self.feature_sink is not None and self._cache.features is not None:
             positions = torch.arange(end - 1, device=self._rows.tokens.device).unsqueeze(0)
             slots = self._cache.slots(positions, self._cache.tables[row : row + 1])[0]
-            features = HostCopy(self._cache.features[slots].to(torch.bfloat16).view(torch.uint16))
+            kept = self._cache.features[slots].view(end - 1, self._num_features, -1)
+            features = HostCopy(kept.to(torch.bfloat16).view(torch.uint16))
             self._leaving.append((np.array(response.text, dtype=np.int32), start, features))
         self._residents.remove(row)
 
@@ -455,7 +457,7 @@ class RolloutEngine:
         while self._leaving and (wait or self._leaving[0][2].is_ready):
             tokens, start, features = self._leaving.popleft()
             if self.feature_sink is not None:
-                self.feature_sink(tokens, start, features.wait().numpy()[:, None])
+                self.feature_sink(tokens, start, features.wait().numpy())
 
     def _rollout(
         self,

@@ -170,14 +170,14 @@ class GraphRound:
     def _verify(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         count, n = tokens.shape
         drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
-        hidden, logits = self._target.forward(drafts, self.layout, widen=False)
+        features, logits = self._target.forward(drafts, self.layout, widen=False)
         choice = self._choose(drafts, logits)
         longest = min(n, self.read_width)  # no path is deeper than the deepest strategy
         verdict = self._target.walk(drafts, choice.token.view(count, n), longest)
         log_probs = self._log_probs(choice, logits).view(count, n).gather(1, verdict.path)
         near = self._near_ties(choice, count, n).view(count, n).gather(1, verdict.path)
         reached = torch.arange(near.shape[1], device=tokens.device) < verdict.counts.unsqueeze(1)
-        self._target.commit(drafts, verdict, hidden)
+        self._target.commit(drafts, verdict, features)
         flags = verdict.ended.long() + 2 * (near & reached).any(1).long()
         told = torch.stack((verdict.counts, verdict.on_path.sum(1) - 1, flags), 1)
         return torch.cat([verdict.chosen, told], 1), log_probs, verdict.on_path

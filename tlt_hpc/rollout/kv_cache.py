@@ -33,10 +33,10 @@ _ROUND_LENGTH = 16
 """Key lengths are rounded up to this, so that few shapes occur."""
 
 
-def page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype, with_drafter: bool) -> int:
+def page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype, num_features: int) -> int:
     """Bytes of one page: keys and values of every layer, and with a drafter its own layer's and the features."""
-    layers = shape.num_layers + (1 if with_drafter else 0)
-    features = shape.hidden_size if with_drafter else 0
+    layers = shape.num_layers + (1 if num_features else 0)
+    features = num_features * shape.hidden_size
     return page_size * dtype.itemsize * (2 * layers * shape.num_kv_heads * shape.head_dim + features)
 
 
@@ -64,14 +64,15 @@ class PagedCache(ABC):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        with_drafter: bool = False,
+        num_features: int = 0,
     ) -> None:
-        self.page_size, self.num_pages = page_size, num_pages
-        self._num_layers = shape.num_layers + (1 if with_drafter else 0)
+        """``num_features``: vectors of the hidden size kept of each position for a drafter; 0: there is none."""
+        self.page_size, self.num_pages, self.num_features = page_size, num_pages, num_features
+        self._num_layers = shape.num_layers + (1 if num_features else 0)
         # one page more than the pool has: whatever must be written nowhere goes there
         self.features = (
-            torch.zeros((num_pages + 1) * page_size, shape.hidden_size, dtype=dtype, device=device)
-            if with_drafter
+            torch.zeros((num_pages + 1) * page_size, num_features * shape.hidden_size, dtype=dtype, device=device)
+            if num_features
             else None
         )
         self.tables = torch.full((num_rows, -(-num_positions // page_size) + 1), num_pages, device=device)
@@ -243,9 +244,9 @@ class HostPagedCache(PagedCache):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        with_drafter: bool = False,
+        num_features: int = 0,
     ) -> None:
-        super().__init__(shape, num_pages, page_size, num_rows, num_positions, dtype, device, with_drafter=with_drafter)
+        super().__init__(shape, num_pages, page_size, num_rows, num_positions, dtype, device, num_features=num_features)
         self._heads = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         g, _, d = self._heads
         self._pool = torch.zeros(self._num_layers, num_pages + 1, 2 * g, page_size, d, dtype=dtype, device=device)

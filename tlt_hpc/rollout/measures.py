@@ -14,12 +14,13 @@ import torch
 
 from tlt_hpc import __version__
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.cost_profile import ProfileKey, processor_name
 from tlt_hpc.rollout.decoding import Rounds
 from tlt_hpc.rollout.drafts import slots_needed
 from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.settings import EngineSettings, num_drafted
 from tlt_hpc.rollout.strategy import Strategy
 
 
@@ -57,9 +58,10 @@ class RoundMeasures:
         self._residents.reserve(num_slots)
 
 
-def profile_key(decoder: Decoder, settings: EngineSettings, has_drafter: bool) -> ProfileKey:
+def profile_key(decoder: Decoder, settings: EngineSettings, drafter: Drafter | None) -> ProfileKey:
     """All that the cost of a round depends on beside the strategy and the batch."""
-    shape, drafter = decoder.shape, "eagle" if has_drafter else "none"
+    shape, form = decoder.shape, drafter.form if drafter is not None else "none"
+    drafted = num_drafted(settings, drafter) or 0
     return ProfileKey(
         processor=processor_name(),
         num_cores=os.cpu_count() or 1,
@@ -67,7 +69,7 @@ def profile_key(decoder: Decoder, settings: EngineSettings, has_drafter: bool) -
         num_threads=torch.get_num_threads(),
         torch_version=str(torch.__version__),
         model=f"{shape.family}-{shape.num_layers}x{shape.hidden_size}x{shape.intermediate_size}-h{shape.num_heads}"
-        f"-g{shape.num_kv_heads}-d{shape.head_dim}-v{shape.vocab_size}-{drafter}{len(settings.draft_token_ids or ())}"
+        f"-g{shape.num_kv_heads}-d{shape.head_dim}-v{shape.vocab_size}-{form}{drafted}"
         f"-{settings.attention}{settings.page_size}-guard{settings.tie_guard:d}-tlt{__version__}",
         dtype=str(decoder.dtype),
     )

@@ -121,9 +121,11 @@ class Residents:
         readable = [s.pages[: self.pages_for(end)] for s, end in zip(chosen, ends, strict=True)]
         layout = self.cache.layout(readable, self.pool.high_water)
         attend = self.cache.attend(layout, tables, positions)
-        hidden = self._decoder.hidden(upload(tokens, device).flatten(), positions.flatten(), attend)
+        layers = self._learned.drafter.feature_layers if self._learned is not None else ()
+        flat = upload(tokens, device).flatten(), positions.flatten()
+        _, features = self._decoder.features(*flat, attend, layers)
         if self.cache.features is not None:
-            self.cache.features[self.cache.slots(positions, tables).flatten()] = hidden
+            self.cache.features[self.cache.slots(positions, tables).flatten()] = features
         for response, end in zip(chosen, ends, strict=True):
             response.num_cached = end
         ready = [response for response in chosen if response.num_cached >= len(response.text) - 1]

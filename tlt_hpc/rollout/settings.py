@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.ngram import ORDERS
 from tlt_hpc.records import Request, SamplingParams
 from tlt_hpc.rollout.chooser import ChooserKind
@@ -76,7 +77,15 @@ def check_request(request: Request, params: SamplingParams, settings: EngineSett
         raise ValueError(f"{name}: stop_strings = {params.stop_strings!r} need an engine with a detokenizer")
 
 
-def check_settings(settings: EngineSettings, has_drafter: bool) -> None:
+def num_drafted(settings: EngineSettings, drafter: Drafter | None) -> int | None:
+    """Size of the draft vocabulary; None: all tokens."""
+    ids = settings.draft_token_ids
+    if drafter is not None and drafter.token_ids is not None:
+        return len(drafter.token_ids)
+    return None if ids is None else len(set(ids))
+
+
+def check_settings(settings: EngineSettings, drafter: Drafter | None) -> None:
     """Refuse what would fail in the middle of a rollout.
 
     Raises:
@@ -88,10 +97,19 @@ def check_settings(settings: EngineSettings, has_drafter: bool) -> None:
         if wrong:
             raise ValueError(f"{name} has {wrong[0]}; the vocabulary has ids 0 to {settings.num_tokens - 1}")
     widest = max(strategy.branching for strategy in settings.strategies)
-    if settings.draft_token_ids is not None and len(set(settings.draft_token_ids)) < widest:
+    own = drafter.token_ids if drafter is not None else None
+    if own is not None and settings.draft_token_ids is not None:
+        raise ValueError("draft_token_ids, but the drafter has a vocabulary of its own; leave them out")
+    if own is not None and int(own[-1]) >= settings.num_tokens:
+        raise ValueError(
+            f"the drafter drafts token {int(own[-1])}, and the vocabulary has ids 0 to {settings.num_tokens - 1}; give "
+            "one that was made for this tokenizer"
+        )
+    num_ids = num_drafted(settings, drafter)
+    if num_ids is not None and num_ids < widest:
         raise ValueError(f"draft_token_ids has fewer ids than a strategy's branching of {widest}; give more")
     needing = [strategy.name for strategy in settings.strategies if strategy.has_drafter]
-    if needing and not has_drafter:
+    if needing and drafter is None:
         raise ValueError(f"strategy {needing[0]} needs a drafter; give the engine one or leave the strategy out")
 
 

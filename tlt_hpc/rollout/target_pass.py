@@ -2,7 +2,7 @@
 
 Tensors alone, and where a path's length is bounded ahead no look at them: what graphs capture is made of these parts.
 Knows neither how drafts come about nor how a token is chosen.
-Shapes: ``B`` rows, ``N`` nodes of a draft tree, ``m`` columns of the longest path, ``V`` vocabulary, ``H`` hidden.
+Shapes: ``B`` rows, ``N`` nodes of a draft tree, ``m`` columns of the longest path, ``V`` vocabulary, ``F`` features.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ class TargetPass:
     decoder: Decoder
     rows: LiveRows
     cache: PagedCache
+    feature_layers: tuple[int, ...] = ()
+    """Layers whose inputs are kept of every position, beside the hidden state."""
 
     def forward(self, drafts: DraftTree, layout: Layout, widen: bool = True) -> tuple[Tensor, Tensor]:
-        """The target's hidden states [B, N, H] and logits [B, N, V] at every node; ``widen``: as ``Decoder.logits``."""
+        """Features to keep [B, N, F] and logits [B, N, V] at every node; ``widen``: as ``Decoder.logits``."""
         rows, cache = self.rows, self.cache
         count, n = drafts.tokens.shape
         first = (rows.lengths[:count] - 1).unsqueeze(1)
@@ -52,8 +54,9 @@ class TargetPass:
             drafts.ancestors,
         )
         fed = drafts.tokens.clamp(min=0)
-        hidden = self.decoder.hidden(fed.flatten(), positions.flatten(), attend)
-        return hidden.view(count, n, -1), self.decoder.logits(hidden, widen).view(count, n, -1)
+        flat = fed.flatten(), positions.flatten()
+        hidden, features = self.decoder.features(*flat, attend, self.feature_layers)
+        return features.view(count, n, -1), self.decoder.logits(hidden, widen).view(count, n, -1)
 
     def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> Verdict:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
@@ -69,7 +72,7 @@ class TargetPass:
         counts, ended = emitted_counts(along, on_path.sum(1) - 1, room, rows.ends[:count])
         return Verdict(on_path, path, along, counts, ended)
 
-    def commit(self, drafts: DraftTree, verdict: Verdict, hidden: Tensor) -> Tensor:
+    def commit(self, drafts: DraftTree, verdict: Verdict, features: Tensor) -> Tensor:
         """Put the path's keys and values where a chain would have them; keep features and tokens.
 
         Returns the columns [B, m] of the rows' texts at which the path's tokens stand.
@@ -84,7 +87,7 @@ class TargetPass:
             source = cache.slots(first + verdict.path, tables)
             cache.move_slots(source[:, 1:].flatten(), cache.slots(along, tables)[:, 1:].flatten())
         if cache.features is not None:
-            kept = hidden if straight else along_path(hidden, verdict.path)
+            kept = features if straight else along_path(features, verdict.path)
             cache.features[cache.slots(along, tables).flatten()] = kept.flatten(0, 1)
         return rows.extend(verdict.chosen, verdict.counts)
 

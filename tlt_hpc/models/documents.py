@@ -1,0 +1,152 @@
+"""Attention of a flat batch over itself, each document on its own; without a cache, with gradients. Knows no weights.
+
+Whoever trains packs documents end to end without padding. Short neighbours are computed together under a mask, long
+ones alone without one, so the cost is that of the documents, not of the whole batch squared.
+``PathAttention`` is for looking ahead: from every pair of a document a path of further steps, all at once, as a draft
+layer takes them.
+Shapes: ``T`` tokens of the batch, ``S`` paths, ``n`` tokens of a run of documents, ``h`` query heads, ``g`` key-value
+heads, ``u`` query heads that share one, ``d`` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tlt_hpc.models.layers import Attend
+
+_RUN_TOKENS = 128
+"""Documents up to this length together are attended to in one product."""
+_MOST_SCORES = 1 << 24
+"""Scores of a path's step in memory at once: where there are more, rows go in chunks that the backward pass repeats."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring documents that are computed together: tokens ``start`` .. ``end - 1``, and which sees which."""
+
+    start: int
+    end: int
+    shown: Tensor | None
+    """[n, n] bool: the keys a query sees; None: one document, every key up to the query's own."""
+
+
+def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Run]:
+    start = 0
+    for group in _grouped(lengths):
+        end = start + sum(group)
+        yield _Run(start, end, _shown(group, device) if len(group) > 1 else None)
+        start = end
+
+
+def _grouped(lengths: Sequence[int]) -> Iterator[list[int]]:
+    group: list[int] = []
+    for length in lengths:
+        if group and sum(group) + length > _RUN_TOKENS:
+            yield group
+            group = []
+        group.append(length)
+    if group:
+        yield group
+
+
+def _shown(group: Sequence[int], device: torch.device) -> Tensor:
+    document = torch.repeat_interleave(torch.arange(len(group)), torch.tensor(group)).to(device)
+    return (document.unsqueeze(0) == document.unsqueeze(1)).tril_()
+
+
+def attend_documents(lengths: Sequence[int] | None) -> Attend:
+    """Causal attention within each of the documents of these lengths (None: all tokens are one)."""
+
+    def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        runs = _runs(lengths or [len(query)], query.device)
+        parts = [_attend(query[run.start : run.end], key_value[run.start : run.end], run.shown) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return attend
+
+
+def _attend(query: Tensor, key_value: Tensor, shown: Tensor | None) -> Tensor:
+    """query [n, h, d], key_value [n, 2g, d] -> [n, h d]."""
+    key, value = key_value.chunk(2, 1)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, shown, is_causal=shown is None, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1).reshape(len(query), -1)
+
+
+class PathAttention:
+    """Attention of one draft layer along paths: first over all tokens, then each path over its past and itself.
+
+    The path that starts at token s sees the first step's keys up to s in its document and its own of every later step.
+    """
+
+    def __init__(self, lengths: Sequence[int] | None) -> None:
+        self._lengths = lengths
+        self._first: Tensor | None = None
+        self._starts = torch.empty(0, dtype=torch.int64)
+        self._own: list[Tensor] = []
+        """Fused keys and values [S, 2g, d] of the later steps, of the paths that are left."""
+
+    def first_step(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        """An ``Attend`` over all tokens, each the start of a path."""
+        self._first = key_value
+        self._starts = torch.arange(len(query), device=query.device)
+        return attend_documents(self._lengths)(layer, query, key_value)
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with the paths [S] alone that these ascending indices name."""
+        self._starts = self._starts[kept]
+        self._own = [key_value[kept] for key_value in self._own]
+
+    def next_step(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        """An ``Attend`` over the further steps: one token of every path that is left."""
+        self._own.append(key_value)
+        parts = []
+        for chunk in self._chunks(query.shape[1]):
+            own = [key_value[chunk.rows] for key_value in self._own]
+            inputs = query[chunk.rows], chunk.first, chunk.shown, *own
+            again = chunk.is_part and torch.is_grad_enabled()
+            parts.append(checkpoint(_mix, *inputs, use_reentrant=False) if again else _mix(*inputs))
+        return torch.cat(parts)
+
+    def _chunks(self, num_heads: int) -> Iterator[_Chunk]:
+        assert self._first is not None, "the first step comes first"
+        device = self._first.device
+        for run in _runs(self._lengths or [len(self._first)], device):
+            inside = torch.arange(run.end - run.start, device=device)
+            shown = inside.unsqueeze(0) <= inside.unsqueeze(1) if run.shown is None else run.shown
+            begin, end = torch.searchsorted(self._starts, self._starts.new_tensor([run.start, run.end])).tolist()
+            most = max(1, _MOST_SCORES // (num_heads * len(inside)))
+            for row in range(begin, end, most):
+                rows = slice(row, min(row + most, end))
+                of = shown[self._starts[rows] - run.start]
+                yield _Chunk(rows, self._first[run.start : run.end], of, is_part=end - begin > most)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Paths ``rows`` of one run, the first step's keys and values [n, 2g, d] there, and which they see [rows, n]."""
+
+    rows: slice
+    first: Tensor
+    shown: Tensor
+    is_part: bool
+    """Whether the run's scores would be too many at once."""
+
+
+def _mix(query: Tensor, first: Tensor, shown: Tensor, *own: Tensor) -> Tensor:
+    """query [S, h, d] over ``first`` [n, 2g, d] where ``shown`` [S, n], and each path's own [S, 2g, d] -> [S, h d]."""
+    num, heads, size = query.shape
+    keys, values = first.chunk(2, 1)
+    own_keys, own_values = torch.stack(own, 1).chunk(2, 2)
+    q = query.view(num, keys.shape[1], -1, size) * size**-0.5
+    past = torch.einsum("sgud,ngd->sgun", q, keys).masked_fill(~shown[:, None, None], -torch.inf)
+    weights = torch.cat([past, torch.einsum("sgud,skgd->sguk", q, own_keys)], -1).softmax(-1)
+    seen, kept = weights[..., : len(keys)], weights[..., len(keys) :]
+    out = torch.einsum("sgun,ngd->sgud", seen, values) + torch.einsum("sguk,skgd->sgud", kept, own_values)
+    return out.reshape(num, heads * size)

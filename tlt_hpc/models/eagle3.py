@@ -1,0 +1,78 @@
+"""The drafter in EAGLE-3 form: three of the target's layers in, a head over a vocabulary of its own out.
+
+Source: EAGLE-3 (arXiv 2503.01840). Shapes: ``T`` tokens, ``H`` hidden, ``V`` target vocabulary, ``W`` draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt_hpc.models.drafter import Drafter, Parts
+from tlt_hpc.models.layers import Attend
+from tlt_hpc.models.linear import Linear
+from tlt_hpc.models.shape import ModelShape
+
+LEAST_LAYERS = 7
+"""Of a target whose three feature layers are distinct."""
+
+
+def feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """The target's layers whose inputs, the residual stream entering them, are an EAGLE-3 drafter's features."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class Eagle3(Drafter):
+    """Its state is free: at first ``fc`` of three layers' features, then the layer's own output before ``final_norm``.
+
+    Attention reads [norm(embedding); norm(state)], and what comes of it is added to the state.
+    """
+
+    form = "eagle3"
+    token_ids: Tensor
+
+    def __init__(
+        self, shape: ModelShape, seed: int, dtype: torch.dtype, device: torch.device, token_ids: Tensor
+    ) -> None:
+        """``token_ids`` [W] int64 ascending: the target's tokens it may draft."""
+        assert shape.num_layers >= LEAST_LAYERS, f"{shape.num_layers} layers"
+        super().__init__(shape, seed, dtype, device)
+        h, i, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
+        self.fc = self._matrix(h, 3 * h)
+        self.qkv = self._matrix((shape.num_heads + 2 * shape.num_kv_heads) * d, 2 * h)
+        self.output = self._matrix(h, shape.num_heads * d, 0.5)
+        self.gate_up = self._matrix(2 * i, h)
+        self.down = self._matrix(h, i, 0.5)
+        self.input_norm, self.hidden_norm, self.post_norm, self.final_norm = (self._ones() for _ in range(4))
+        self.head = self._matrix(len(token_ids), h)
+        self.register_buffer("token_ids", token_ids.to(device))
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return feature_layers(self.shape.num_layers)
+
+    @torch.no_grad()
+    def read_like(self, head: Tensor, final_norm: Tensor) -> None:
+        """Begin with the target's own way from its last layer to logits: its head [V, H] and final norm [H]."""
+        self.head.copy_(head.index_select(0, self.token_ids))
+        self.final_norm.copy_(final_norm)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self._now().fc(features[:, : 3 * self.shape.hidden_size])
+
+    def forward(self, embedded: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        parts = self._now()
+        reads = torch.cat([parts.norms["input"](embedded), parts.norms["hidden"](states)], -1)
+        return self._run(states, reads, parts, positions, attend)
+
+    def logits(self, states: Tensor) -> Tensor:
+        parts = self._now()
+        assert parts.head is not None
+        return parts.head(parts.norms["final"](states))
+
+    def _parts(self) -> Parts:
+        layer = self._layer_of(self.qkv, self.output, self.post_norm, self.gate_up, self.down)
+        norms = {"input": self.input_norm, "hidden": self.hidden_norm, "final": self.final_norm}
+        return Parts(
+            Linear(self.fc), layer, {name: self._norm(weight) for name, weight in norms.items()}, Linear(self.head)
+        )
