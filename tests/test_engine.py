@@ -297,9 +297,9 @@ def test_higher_priority_is_admitted_first_and_keeps_its_pages():
 
 def test_a_groups_prompt_is_prefilled_once(monkeypatch):
     fed = []
-    hidden = Decoder.hidden
+    features = Decoder.features
     monkeypatch.setattr(
-        Decoder, "hidden", lambda self, tokens, *rest: (fed.append(len(tokens)), hidden(self, tokens, *rest))[1]
+        Decoder, "features", lambda self, tokens, *rest: (fed.append(len(tokens)), features(self, tokens, *rest))[1]
     )
     engine = make_engine(max_live=16)
     fed.clear()

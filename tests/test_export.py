@@ -25,6 +25,7 @@ from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
 from tlt_hpc.export import formats
 from tlt_hpc.export.forms import Eagle3Drafter, EagleDrafter, drafter_from
 from tlt_hpc.export.target import read_target
+from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, eagle3_sizes, load_drafter
 from tlt_hpc.models.eagle3 import feature_layers
 from tlt_hpc.models.folder import embedded
@@ -407,18 +408,20 @@ class Eagle3Files:
     def norm(self, name: str, x: Tensor) -> Tensor:
         return norm(x, self.tensors[f"{name}.weight"].float(), self.config["rms_norm_eps"])
 
-    def chain(self, tokens: list[int], streams: Tensor, depth: int) -> list[int]:
-        """Greedy drafts after ``tokens`` [n], with three layers' streams [n - 1, 3H] of the target."""
-        tokens, drafts = list(tokens), []
+    def chain(self, tokens: list[int], streams: Tensor, depth: int) -> tuple[list[int], float]:
+        """Greedy drafts after ``tokens`` [n], with three layers' streams [n - 1, 3H]; the least margin of a choice."""
+        tokens, drafts, margin = list(tokens), [], math.inf
         x = F.linear(streams, self.tensors["fc.weight"].float())
         for _ in range(depth):
             embedded = self.norm(f"{self.prefix}input_layernorm", self.embedding[tokens[1:]])
             read = torch.cat([embedded, self.norm(f"{self.prefix}hidden_norm", x)], -1)
             out = layer_of(self.tensors, self.prefix, self.config, x, read)[-1:]
-            row = int((self.norm("norm", out) @ self.tensors["lm_head.weight"].float().T).argmax())
+            best = (self.norm("norm", out) @ self.tensors["lm_head.weight"].float().T)[0].topk(2)
+            row = int(best.indices[0])
+            margin = min(margin, float(best.values[0] - best.values[1]))
             drafts.append(row + int(self.tensors["d2t"][row]))
             tokens, x = [*tokens, drafts[-1]], torch.cat([x, out])
-        return drafts
+        return drafts, margin
 
 
 def stored_chain(stored: dict[str, Tensor], shape, embedding: Tensor, tokens: list[int], streams: Tensor) -> list[int]:
@@ -463,6 +466,17 @@ def model():
 
 @pytest.fixture(scope="module")
 def proposals() -> list[tuple[list[int], list[int]]]:
+    return proposals_of(load_drafter(EMBEDDED_MODEL, embedded_decoder(), "test"))
+
+
+@pytest.fixture(scope="module")
+def eagle3_proposals(tmp_path_factory) -> list[tuple[list[int], list[int]]]:
+    folder = tmp_path_factory.mktemp("eagle3")
+    save_file(random_eagle3(embedded_decoder().shape), folder / DRAFTER_FILE)
+    return proposals_of(load_drafter(str(folder), embedded_decoder(), "test"))
+
+
+def proposals_of(drafter: Drafter) -> list[tuple[list[int], list[int]]]:
     """Committed tokens and the chain of four that the engine drafted after them, greedily, round by round."""
     seen = []
     propose = LearnedDrafts.propose
@@ -476,7 +490,7 @@ def proposals() -> list[tuple[list[int], list[int]]]:
     engine = make_engine(
         [Strategy("drafter", 4)],
         rule=SamplingRule(0.0, NUM_TOKENS),
-        drafter=load_drafter(EMBEDDED_MODEL, embedded_decoder(), "test"),
+        drafter=drafter,
         epsilon=0.0,
         max_new_tokens=80,
     )
@@ -506,18 +520,21 @@ def test_an_eagle_export_drafts_what_the_engine_drafts(kind, tmp_path, target, m
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm", "eagle", "speculators"])
 @torch.inference_mode()
-def test_an_eagle3_export_drafts_what_its_stored_form_does(kind, tmp_path, target, model, proposals):
+def test_an_eagle3_export_drafts_what_its_stored_form_and_the_engine_do(
+    kind, tmp_path, target, model, eagle3_proposals
+):
     embedding = model.model.embed_tokens.weight
     files = Eagle3Files(exported(kind, "eagle3", tmp_path, target.shape), embedding)
     stored, layers = random_eagle3(target.shape), feature_layers(target.shape.num_layers)
     assert layers == (2, 4, 5)
     compared = set()
-    for tokens, _ in proposals[::4]:
+    for tokens, drafts in eagle3_proposals[::2]:
         states = model.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         streams = torch.cat([states[layer][0, :-1] for layer in layers], -1)
-        wanted = stored_chain(stored, target.shape, embedding, tokens, streams)
-        assert files.chain(tokens, streams, 4) == wanted
-        compared.add(tuple(wanted))
+        mine, margin = files.chain(tokens, streams, 4)
+        if margin > 1e-3:  # closer than that the order of a sum decides
+            assert mine == stored_chain(stored, target.shape, embedding, tokens, streams) == drafts
+            compared.add(tuple(drafts))
     assert len(compared) > 5, "chains that differ from one another"
 
 

@@ -1,0 +1,312 @@
+"""The EAGLE-3 form: its features, its vocabulary, the same text; and training that looks ahead, against plain loops."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_drafting import FakeWorld, gradients
+from tiny import CPU, NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, texts
+from transformers import AutoModelForCausalLM
+
+from tlt_hpc.config import ConfigError, DrafterSection, load_config, parse_config
+from tlt_hpc.drafting import loss as loss_module
+from tlt_hpc.drafting.loss import LossSettings, drafter_loss, total_variation
+from tlt_hpc.drafting.packing import Excerpt, pack, whole
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
+from tlt_hpc.job import choose_vocabulary, read_drafter
+from tlt_hpc.models import documents as documents_module
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.eagle import Eagle
+from tlt_hpc.models.eagle3 import Eagle3
+from tlt_hpc.plan import read_assets
+from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.storage.feature_cache import Document, FeatureCache
+from tlt_hpc.storage.folder import RunFolder
+
+REQUESTS = gcd_requests(4, 4)
+IDS = torch.tensor([1, *range(3, 17)])
+SETTINGS = {
+    "features": LossSettings("feature", 0.7, 0.3),
+    "features ahead": LossSettings("feature", 0.7, 0.3, num_steps=4, decay=0.5),
+    "cross-entropy": LossSettings("cross-entropy", num_steps=3, decay=0.8),
+    "total variation": LossSettings("total-variation", num_steps=3, decay=0.8),
+    "past every end": LossSettings("cross-entropy", num_steps=99, decay=0.9),
+}
+
+
+def eagle3(seed=0, ids=IDS):
+    return Eagle3(embedded_decoder().shape, seed, torch.float32, CPU, ids)
+
+
+def make(form):
+    return Eagle(embedded_decoder().shape, 0, torch.float32, CPU) if form == "eagle" else eagle3()
+
+
+def engine_of(strategies, drafter=None, **options):
+    engine = make_engine(strategies, drafter=drafter or eagle3(), max_new_tokens=60, **options)
+    engine.drafter_ready = True
+    return engine
+
+
+# --- drafting ---
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return texts(generate(make_engine(max_new_tokens=60), REQUESTS))
+
+
+CHAIN, TREE, HYBRID = Strategy("drafter", 4), Strategy("drafter", 3, 3, 7), Strategy("hybrid", 3, 2, 6)
+
+
+@pytest.mark.parametrize("attention", ["pages", "paged-kernel"])
+@pytest.mark.parametrize("strategies", [[CHAIN], [TREE, OFF], [CHAIN, HYBRID, OFF]], ids=["chain", "tree", "mixed"])
+def test_the_text_is_that_of_plain_decoding(strategies, attention, plain):
+    engine = engine_of(strategies, attention=attention, chooser="random", max_live=6, page_size=8)
+    assert texts(generate(engine, REQUESTS)) == plain
+
+
+def test_tokens_outside_its_vocabulary_are_never_drafted(monkeypatch):
+    engine = engine_of([CHAIN, TREE], chooser="random")
+    drafted, draft = set(), engine._learned.draft
+
+    def spy(*arguments):
+        proposal = draft(*arguments)
+        drafted.update(proposal.drafts.tokens[:, 1:].flatten().tolist())
+        return proposal
+
+    monkeypatch.setattr(engine._learned, "draft", spy)
+    generate(engine, REQUESTS)
+    assert drafted == set(IDS.tolist())
+
+
+def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
+    kept = {}
+    engine = engine_of([CHAIN, TREE, OFF], chooser="random", max_live=5, page_size=8)
+    engine.feature_sink = lambda tokens, prompt_length, features: kept.update({tuple(tokens.tolist()): features})
+    rollouts = generate(engine, REQUESTS)
+    model = AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32, local_files_only=True).eval()
+    assert len(kept) == len({(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts})
+    for tokens, features in kept.items():
+        assert features.shape == (len(tokens) - 1, 4, 128)
+        with torch.inference_mode():
+            out = model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        wanted = torch.stack([*(out.hidden_states[layer][0] for layer in (2, 4, 5)), out.last_hidden_state[0]], 1)
+        got = torch.from_numpy(features).view(torch.bfloat16).float()
+        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "words"),
+    [
+        (IDS, {"draft_token_ids": (1, 2)}, "has a vocabulary of its own"),
+        (torch.tensor([1, 2]), {}, "fewer ids than a strategy's branching of 3"),
+        (torch.tensor([1, 2, 3, NUM_TOKENS]), {}, f"drafts token {NUM_TOKENS}, and the vocabulary has ids 0 to 19"),
+    ],
+)
+def test_vocabularies_that_cannot_work(ids, options, words):
+    with pytest.raises(ValueError, match=words):
+        engine_of([TREE], eagle3(ids=ids), **options)
+
+
+# --- the loss ---
+
+
+def random_document(length, prompt_length, seed, num_layers=4):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(NUM_TOKENS, (length,), generator=generator).numpy().astype(np.int32)
+    features = torch.randn(length - 1, num_layers, 128, generator=generator).to(torch.bfloat16)
+    return Document(tokens, prompt_length, features.view(torch.uint16).numpy(), 0)
+
+
+def documents_of(form):
+    sizes = [(30, 9), (7, 4), (61, 2), (3, 1), (150, 140), (2, 1), (12, 1)]
+    return [random_document(*size, i, 4 if form == "eagle3" else 1) for i, size in enumerate(sizes)]
+
+
+def pair_loss(drafter, state, wanted, settings):
+    """Of one path at one step, by the papers' formulas."""
+    head = embedded_decoder().head
+    p = torch.softmax(head @ wanted, 0)
+    if drafter.token_ids is None:
+        q = torch.softmax(head @ state, 0)
+    else:
+        normed = F.rms_norm(state, (128,), drafter.final_norm, drafter.shape.norm_epsilon)
+        q = torch.softmax(drafter.head @ normed, 0)
+        p = p[drafter.token_ids]
+    if settings.kind == "total-variation":
+        return -sum(min(a, b) for a, b in zip(p, q, strict=True))
+    cross = -((p / p.sum()) * q.log()).sum()
+    if settings.kind == "cross-entropy":
+        return cross
+    difference = (state - wanted).abs()
+    smooth = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean()
+    return settings.feature_weight * smooth + settings.token_weight * cross
+
+
+def losses_by_definition(drafter, document, settings):
+    """Per step the losses of one document's paths, each path rolled out alone over a growing sequence."""
+    h = torch.from_numpy(document.features).view(torch.bfloat16).float()
+    tokens, n = torch.from_numpy(document.tokens).long(), len(h) - 1
+    embedded = F.embedding(tokens[1 : n + 1], embedded_decoder().embedding)
+    fused = drafter.fuse(h[:n].flatten(1))
+    found = [[] for _ in range(settings.num_steps)]
+    for start in range(max(0, document.prompt_length - 2), n):
+        states = fused[: start + 1]
+        for step in range(min(settings.num_steps, n - start)):
+            length = start + step + 1
+            out = drafter(embedded[:length], states, torch.arange(length), attend_documents(None))[-1:]
+            found[step].append(pair_loss(drafter, out[0], h[start + step + 1, -1], settings))
+            states = torch.cat([states, out])
+    return found
+
+
+def by_definition(drafter, documents, settings):
+    """The mean of each step over all documents' paths, weighted by the step."""
+    each = [losses_by_definition(drafter, document, settings) for document in documents]
+    steps = [list(itertools.chain.from_iterable(step)) for step in zip(*each, strict=True)]
+    return sum(settings.decay**i * sum(losses) / len(losses) for i, losses in enumerate(steps) if losses)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name, form, chunked, monkeypatch):
+    settings = SETTINGS[name]
+    if form == "eagle3" and settings.kind == "feature":
+        pytest.skip("its states are no features")
+    if chunked:
+        monkeypatch.setattr(loss_module, "_MOST_LOGITS", 24 * 5)
+        monkeypatch.setattr(documents_module, "_MOST_SCORES", 4 * 40)
+    drafter, decoder = make(form), embedded_decoder()
+    documents = documents_of(form)
+    if settings.num_steps > 9:
+        documents = [document for document in documents if len(document.tokens) < 20]
+    packed = drafter_loss(drafter, pack([whole(d) for d in documents], CPU), decoder.embedding, decoder.head, settings)
+    packed.backward()
+    got = gradients(drafter)
+    alone = by_definition(drafter, documents, settings)
+    alone.backward()
+    assert packed.item() == pytest.approx(alone.item(), abs=1e-5)
+    torch.testing.assert_close(got, gradients(drafter), atol=1e-5, rtol=1e-4)
+
+
+def test_windows_of_a_document_are_documents_of_their_own():
+    """An excerpt looks ahead within itself alone, at the positions it has in its document."""
+    drafter, decoder, settings = make("eagle3"), embedded_decoder(), SETTINGS["cross-entropy"]
+    document = random_document(60, 4, 1)
+
+    def loss(*excerpts):
+        return drafter_loss(drafter, pack(excerpts, CPU), decoder.embedding, decoder.head, settings).item()
+
+    parts = Excerpt(document, 10, 20), Excerpt(document, 35, 20)
+    # every step has as many paths in both windows, so the mean of the two is the packed mean
+    assert loss(*parts) == pytest.approx((loss(parts[0]) + loss(parts[1])) / 2, abs=1e-5)
+
+
+def test_total_variation_is_the_share_of_accepted_drafts():
+    """Against rejection sampling itself: draft from q, accept with min(1, p / q)."""
+    torch.manual_seed(0)
+    target, drafted, ids = torch.randn(1, 9), torch.randn(1, 5), torch.tensor([0, 2, 3, 5, 8])
+    p, q = target.softmax(-1)[0, ids], drafted.softmax(-1)[0]
+    draws = torch.multinomial(q, 200_000, replacement=True)
+    accepted = (torch.rand(len(draws)) < p[draws] / q[draws]).float().mean().item()
+    assert -total_variation(target, drafted, ids).item() == pytest.approx(accepted, abs=4e-3)
+
+
+# --- training ---
+
+
+def make_trainer(tmp_path, **settings):
+    cache = FeatureCache(RunFolder(tmp_path), 0, 4, 128, 10**9)
+    options = DrafterSection(**{"form": "eagle3", "micro_step_seconds": 9.0, "learning_rate": 3e-3, **settings})
+    return SpotTrainer(embedded_decoder(), cache, options, 0, 0, torch.arange(NUM_TOKENS)), cache
+
+
+def test_training_along_its_own_path_makes_drafts_that_are_accepted(tmp_path):
+    trainer, cache = make_trainer(tmp_path, unroll_steps=2, micro_step_tokens=1024)
+    collector = make_engine([OFF], drafter=eagle3(ids=torch.arange(NUM_TOKENS)), max_live=32)
+    collector.feature_sink = cache.begin_step(0, 0).append
+    generate(collector, gcd_requests(16, 4))
+    trainer.begin(0)
+    for _ in range(70):
+        assert trainer.micro_step()
+    trainer.end()
+    cache.end_step()
+
+    def accept_length(weights):
+        engine = engine_of([Strategy("drafter", 3)], eagle3(ids=torch.arange(NUM_TOKENS)))
+        engine.load_drafter(weights)
+        generate(engine, gcd_requests(4, 4, 7))
+        counts = engine.take_counts()
+        return counts.num_tokens / counts.num_row_passes
+
+    untrained = accept_length(eagle3(ids=torch.arange(NUM_TOKENS)).state_dict())
+    assert accept_length(trainer.drafter.state_dict()) > untrained + 0.2
+
+
+def test_an_untrained_one_begins_with_the_policys_head_as_it_is_then(tmp_path):
+    trainer, cache = make_trainer(tmp_path)
+    document = random_document(40, 5, 0)
+    cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
+    trainer.begin(0)
+    before = trainer.drafter.head.detach().clone()
+    trainer.learning_rate = 0.0
+    trainer.micro_step()
+    decoder = embedded_decoder()
+    assert not torch.equal(before, trainer.drafter.head)
+    assert torch.equal(trainer.drafter.head, decoder.head[:NUM_TOKENS])
+    assert torch.equal(trainer.drafter.final_norm, decoder.final_norm.weight)
+    with torch.no_grad():
+        trainer.drafter.head.zero_()
+    trainer.micro_step()
+    assert not trainer.drafter.head.any(), "what has learned keeps its own"
+
+
+def test_its_vocabulary_is_part_of_its_state_and_of_no_merge(tmp_path):
+    trainer, _ = make_trainer(tmp_path)
+    ids = torch.tensor([0, *range(2, 21)])
+    other = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids)
+    other.load_state(trainer.state())
+    assert torch.equal(other.drafter.token_ids, torch.arange(NUM_TOKENS))
+    assert other.sha256() == trainer.sha256()
+    other.begin(0)
+    other.start_merge(world := FakeWorld())
+    assert world.arrays[0].size == 1 + sum(3 * parameter.numel() for parameter in other.drafter.parameters())
+    fewer = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids[:5])
+    with pytest.raises(ValueError, match=r"'head\.weight': \[20, 128\], this model needs \[5, 128\]"):
+        fewer.start_from(trainer.state())
+
+
+# --- the configuration ---
+
+
+def test_a_vocabulary_is_made_of_the_most_frequent_tokens():
+    counts = count_tokens([np.array([3, 3, 3, 1], np.int32), np.array([7, 7, 1, 9], np.int32)], 9)
+    assert counts.tolist() == [0, 2, 0, 3, 0, 0, 0, 2, 0]
+    assert most_frequent_tokens(counts, 3).tolist() == [1, 3, 7]
+    assert most_frequent_tokens(counts, 5).tolist() == [0, 1, 2, 3, 7], "then the lowest ids"
+    assert most_frequent_tokens(counts, 3, always=[8]).tolist() == [1, 3, 8]
+    assert most_frequent_tokens(counts, 99).tolist() == list(range(9))
+
+
+def test_a_run_counts_its_prompts_and_answers():
+    config = load_config("jobs/tiny.toml", ["drafter.form=eagle3", "drafter.init=random", "drafter.vocabulary=14"])
+    ids = choose_vocabulary(config, read_assets(config, 2))
+    assert len(ids) == 14
+    assert 1 in ids, "the end of a response"
+    text = "".join(read_assets(config, 2).tokenizer.id_to_token(int(i)) for i in ids)
+    assert set("0123456789") <= set(text)
+    assert choose_vocabulary(load_config("jobs/tiny.toml"), None) is None
+
+
+def test_what_does_not_go_together_is_one_line():
+    config = load_config("jobs/tiny.toml", ["drafter.form=eagle3"])
+    with pytest.raises(ConfigError, match=r"is of the form 'eagle'; set drafter\.form = 'eagle'"):
+        read_drafter(config, embedded_decoder().shape)
+    tree = config.model_dump() | {"drafter": {"form": "eagle3", "loss": "feature"}}
+    with pytest.raises(ConfigError, match=r"drafter\.loss = 'feature' with drafter\.form = 'eagle3'"):
+        parse_config(tree)
