@@ -21,6 +21,7 @@ FLOORS = (
     ("compare", "bench", "export"),
     ("launch",),
     ("run",),
+    ("tail",),
     ("job", "metrics"),
     ("plan",),
     ("rollout", "drafting", "rl", "checkpoint", "data"),

@@ -27,6 +27,7 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.first_rollouts import FirstRollouts
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,11 @@ _FREE_ON_RESUME = {
     "drafter.micro_step_tokens",
     "drafter.micro_step_seconds",
     "drafter.cache_bytes",
+    "drafter.schedule",
+    "drafter.every_steps",
+    "drafter.fall",
+    "drafter.place",
+    "drafter.serial_micro_steps",
     "optimizer.zero_stage",
     "optimizer.offload",
     "optimizer.micro_batch_tokens",
@@ -235,7 +241,8 @@ def make_drafting(
 ) -> Drafting:
     """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
     shape = decoder.shape
-    cache = FeatureCache(folder, world.rank, 1, shape.hidden_size, config.drafter.cache_bytes, num_ranks=world.size)
+    kind = FirstRollouts if config.drafter.rollouts == "first" else FeatureCache
+    cache = kind(folder, world.rank, 1, shape.hidden_size, config.drafter.cache_bytes, num_ranks=world.size)
     spot = SpotTrainer(decoder, cache, config.drafter, config.run.seed, world.rank)
     if warm is not None:
         spot.start_from(warm)
