@@ -65,7 +65,7 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
         step = resume(job)
         first = saved = step
         if world.rank == 0:
-            reporter.started(config, step, job.engine.memory_table())
+            reporter.started(config, step, memory_table(job))
         while step < config.run.num_steps and not world.agree_to_stop():
             if not take_step(job, step, reporter):
                 break
@@ -81,6 +81,11 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
         return RunResult(first, step, finished, job.policy.sha256(), reason)
     finally:
         job.close()
+
+
+def memory_table(job: Job) -> dict[str, int]:
+    """Bytes of a rank's rollout engine and, where there is one, of the drafter's training."""
+    return job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
 
 
 def take_step(job: Job, step: int, reporter: Reporter) -> bool:
@@ -233,7 +238,7 @@ def drafter_metrics(
 
 def seconds_of(micro_steps: Sequence[MicroStepRecord]) -> float:
     """Seconds that micro-steps took together."""
-    return sum(m.end_seconds - m.start_seconds for m in micro_steps)
+    return sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0)
 
 
 def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.loss import LossWeights, drafter_loss
-from tlt_hpc.drafting.packing import pack
+from tlt_hpc.drafting.memory import activation_bytes
+from tlt_hpc.drafting.packing import PackedBatch, pack
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
@@ -173,6 +174,31 @@ class SpotTrainer:
             self._pool.close()
             self._pool = None
 
+    def memory_table(self, num_features: int = 1) -> dict[str, int]:
+        """Bytes that training takes beside the engine, which stays where it is meanwhile; activations are an estimate.
+
+        ``num_features`` vectors are kept of a position. The merge's are those on the drafter's device.
+        """
+        weights = sum(parameter.nbytes for parameter in self._parameters.values())
+        table = {"trained drafter": weights, "its moments": 2 * weights}
+        if not self._settings.train:
+            return table
+        copies = 1 if self._decoder.device.type == "cuda" else 2  # sent and received stand in host memory
+        return {
+            **table,
+            "its gradients": weights,
+            "its activations (estimate)": self._activation_bytes(num_features),
+            "its merge": copies * 3 * weights,
+        }
+
+    def _activation_bytes(self, num_features: int) -> int:
+        def loss_of(batch: PackedBatch) -> Tensor:
+            return drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._weights)
+
+        kept = [*self._parameters.values(), self._decoder.embedding, self._decoder.head]
+        shape = (num_features, self._decoder.shape.hidden_size)
+        return activation_bytes(loss_of, kept, self._settings.micro_step_tokens, shape, self._decoder.device)
+
     # -- merge --------------------------------------------------------------------------------------------------
 
     def start_merge(self, world: SumOverRanks) -> None:
@@ -191,7 +217,7 @@ class SpotTrainer:
         exposed = time.perf_counter() - start
         total = float(summed[-1])
         if total > 0:
-            self._assign(summed[:-1] / total)
+            self._assign(summed[:-1].div_(total))
         digest = self.sha256()
         reports = world.allgather((self.num_steps, digest))
         assert len({sha for _, sha in reports}) == 1, f"drafters differ after the merge: {reports}"

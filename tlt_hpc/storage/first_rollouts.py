@@ -6,6 +6,7 @@ folder, out of reach of what the cache drops, for as long as the run's folder st
 
 from __future__ import annotations
 
+import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +14,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheWriter
+from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader, FeatureCacheWriter
 from tlt_hpc.storage.folder import RunFolder, make_folder, part_of, publish
+from tlt_hpc.storage.hdf5 import DamagedFile
+
+_log = logging.getLogger(__name__)
 
 FIRST_STEP = 0
 
 
 class NoDocuments:
-    """A ``Documents`` without any."""
+    """A ``Documents`` without any, for ever."""
+
+    is_current = True
 
     def __len__(self) -> int:
         return 0
@@ -52,7 +58,7 @@ class FirstRollouts(FeatureCache):
         """The first step's files, of all ranks that this one can see; none in the first step itself."""
         if self._step == FIRST_STEP:
             return []
-        return [path for path in sorted(first_file(self._folder, 0).parent.glob("rank-*.h5")) if self._is_usable(path)]
+        return [path for path in sorted(first_file(self._folder, 0).parent.glob("rank-*.h5")) if _is_whole(path)]
 
     def _keep(self, kept: Path) -> None:
         """Have the closed file of the first step stand a second time; a rank that was not there has none.
@@ -70,6 +76,16 @@ class FirstRollouts(FeatureCache):
         if not part_of(kept).exists():
             shutil.copyfile(original, part_of(kept))
         publish(kept, durable=False)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file can be read; one warning where it cannot."""
+    try:
+        FeatureCacheReader(path).close()
+    except DamagedFile as error:
+        _log.warning("%s", error)
+        return False
+    return True
 
 
 def first_file(folder: RunFolder, rank: int) -> Path:
