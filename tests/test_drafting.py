@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.config import DrafterSection
+from tlt_hpc.drafting import spot
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.packing import Excerpt, pack, whole
 from tlt_hpc.drafting.pool import TrainingPool
@@ -184,6 +185,87 @@ def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     assert "left out of the drafter's training" in caplog.text
 
 
+def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):
+    """At each of the moments in which it is asked: before drawing, packing, forward, backward and update."""
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, 4)
+    twin, twin_cache = make_trainer(tmp_path / "twin")
+    fill(twin_cache, 0, 4)
+    before = trainer.sha256()
+    for moment in range(5):
+        trainer.begin(0)
+        trainer._update_seconds = 1e9  # an update that is not worth a rank's waiting for it
+        answers = iter([False] * moment + [True])
+        assert trainer.micro_step(lambda: next(answers))  # noqa: B023
+        assert next(answers, None) is None, "the micro-step went on"
+        assert (trainer.sha256(), trainer.num_steps, trainer.records) == (before, 0, [])
+        assert trainer.cut_seconds > 0
+        assert not trainer.is_trained
+        trainer.end()
+    for each in (trainer, twin):
+        each.begin(1)
+        assert each.micro_step()
+    assert trainer.sha256() == twin.sha256()
+    assert trainer.cut_seconds == 0
+
+
+def test_a_cheap_update_whose_gradient_is_there_is_carried_out(tmp_path):
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, 4)
+    trainer.begin(0)
+    answers = iter([False] * 4)
+    assert trainer.micro_step(lambda: next(answers, True))
+    assert len(trainer.records) == trainer.num_steps == 1
+    assert trainer.cut_seconds == 0
+
+
+def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch):
+    trainer, cache = make_trainer(tmp_path, micro_step_seconds=0.5, micro_step_tokens=4000)
+    fill(cache, 0, 48)
+    trainer.begin(0)
+    rates, sizes = iter([4000.0, 1000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0, 6000.0]), []
+    clock = [0.0]
+    monkeypatch.setattr(spot.time, "time", lambda: clock[0])
+
+    def loss_that_takes(drafter, batch, *rest):
+        sizes.append(batch.num_tokens)
+        clock[0] += batch.num_tokens / next(rates)
+        return sum(parameter.sum() for parameter in drafter.parameters())
+
+    monkeypatch.setattr(spot, "drafter_loss", loss_that_takes)
+    for _ in range(9):
+        assert trainer.micro_step()
+    bounds = [256, 2000, 500, 500, 500, 500, 500, 500, 3000]
+    assert all(0.4 * bound <= size <= bound for size, bound in zip(sizes, bounds, strict=True)), sizes
+
+
+def test_the_memory_table_foretells_what_a_micro_step_keeps(tmp_path):
+    trainer, cache = make_trainer(tmp_path, micro_step_tokens=900)
+    table = trainer.memory_table()
+    weights = sum(p.nbytes for p in trainer.drafter.parameters())
+    assert [table[name] for name in ("trained drafter", "its gradients", "its moments")] == [
+        weights, weights, 2 * weights,
+    ]  # fmt: skip
+    fill(cache, 0, 24)
+    trainer.begin(0)
+    trainer._rates.append(1e9)
+    saved, live = {}, []
+    known = {p.untyped_storage().data_ptr() for p in trainer._parameters.values()}
+
+    def save(tensor):
+        live.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        assert trainer.micro_step()
+    num_tokens = trainer.records[0].num_tokens
+    assert num_tokens > 600
+    real = sum(size for pointer, size in saved.items() if pointer not in known)
+    assert 0.7 < table["its activations (estimate)"] / 900 / (real / num_tokens) < 1.4
+    assert set(make_trainer(tmp_path / "frozen", train=False)[0].memory_table()) == {"trained drafter", "its moments"}
+
+
 def test_nothing_to_train_on_is_no_step(tmp_path):
     trainer, cache = make_trainer(tmp_path)
     cache.begin_step(0, 0)
@@ -230,6 +312,33 @@ def test_merge_is_the_token_weighted_mean_of_weights_and_moments(tmp_path):
     for name in set(states[0]) - {"num_steps"}:
         wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
         torch.testing.assert_close(trainers[0].state()[name], wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on(tmp_path):
+    """Three idle moments: one rank trained three micro-steps, one had time for one, the last has only stubs."""
+    trainers = [make_trainer(tmp_path / str(rank), rank)[0] for rank in range(3)]
+    for rank, trainer in enumerate(trainers):
+        if rank < 2:
+            fill(trainer._cache, 0, num_prompts=3, seed=rank)
+        else:
+            stub = random_document(10, 9, 0)
+            trainer._cache.begin_step(0, 0).append(stub.tokens, stub.prompt_length, stub.features)
+        trainer.begin(0)
+        for _ in range((3, 1, 2)[rank]):
+            assert trainer.micro_step() == (rank < 2)
+    start = {name: tensor.clone() for name, tensor in trainers[2].state().items()}
+    states, tokens = [t.state() for t in trainers], [sum(r.num_tokens for r in t.records) for t in trainers]
+    assert tokens[0] > tokens[1] > tokens[2] == 0
+    assert torch.equal(start["fc.weight"], make_trainer(tmp_path / "new")[0].state()["fc.weight"])
+    world = FakeWorld()
+    for trainer in trainers:
+        trainer.start_merge(world)
+    reports = [trainer.finish_merge(world) for trainer in trainers[::-1]]
+    assert len({report.sha256 for report in reports}) == 1
+    assert reports[0].num_tokens == sum(tokens)
+    for name in ("fc.weight", "fc.exp_avg", "fc.exp_avg_sq"):
+        wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
+        torch.testing.assert_close(trainers[2].state()[name], wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_merge_where_nobody_trained_changes_nothing(tmp_path):

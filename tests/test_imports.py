@@ -21,6 +21,7 @@ FLOORS = (
     ("compare", "bench", "export"),
     ("launch",),
     ("run",),
+    ("tail",),
     ("job", "metrics"),
     ("plan",),
     ("rollout", "drafting", "rl", "checkpoint", "data"),
@@ -66,6 +67,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_shape.py",
         "record_workload.py",
         "check_kernels.py",
+        "compare_merges.py",
     },
     "jobs": set[str](),
 }

@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from tlt_hpc.display import LineReporter, step_cells
+from tlt_hpc.drafting.schedule import DraftCounts
+from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.metrics import summarise
 from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.rl.policy import PolicyStats
@@ -40,7 +42,12 @@ def record(rank: int, lengths: list[int], last_token: float, micro_steps: tuple[
         strategy_tokens=np.array([10, 20 * rank]),
         decisions=np.zeros((0, 2), np.int32),
         guarded_near_ties=rank,
-        metrics={"rollout/preemptions": 2.0 + rank},
+        metrics={
+            "rollout/preemptions": 2.0 + rank,
+            "rollout/late_seconds": 0.25 / (1 + rank),
+            "drafter/merge_exposed_seconds": 0.5 + rank,
+            **DraftCounts((10.0, 8.0, 0.0, 0.0), (8.0, 4.0, 0.0, 0.0)).to_metrics(),
+        },
     )
 
 
@@ -59,7 +66,7 @@ class TwoRanks:
 
 @pytest.fixture
 def summary():
-    return summarise(TwoRanks(), RECORDS[0], STATS, None, {"gen": 8.0, "step": 10.0})
+    return summarise(TwoRanks(), RECORDS[0], STATS, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
 
 
 def test_figures_are_sums_over_the_ranks(summary):
@@ -84,6 +91,12 @@ def test_figures_are_sums_over_the_ranks(summary):
         "rollout/strategy_share/drafter-3": 0.5,
         "actor/grad_norm": 0.5,
         "timing_s/gen": 8.0,
+        "rollout/late_seconds": 0.25,
+        "drafter/merge_exposed_seconds": 1.5,
+        "drafter/own_sequences": 20,
+        "drafter/own_first_draft_share": 0.8,
+        "drafter/own_accept_length": 1 + 0.8 + 0.4 + 0.2 + 0.1,
+        "drafter/version": 7,
     }
     for name, value in wanted.items():
         assert summary[name] == pytest.approx(value), name
@@ -93,6 +106,6 @@ def test_a_line_a_step_shows_them(summary):
     console = Console(file=io.StringIO(), width=120)
     LineReporter(console).stepped(summary)
     line = console.file.getvalue()
-    assert line.split() == ["5", "0.500", "10", "20", "2.00", "5.10", "4.00", "0", "8.00", "10.00"]
+    assert line.split() == ["5", "0.500", "10", "20", "2.00", "5.10", "4.00", "7", "8.00", "10.00"]
     assert line.split() == list(step_cells(summary))
     assert len(line.splitlines()) == 1

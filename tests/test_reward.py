@@ -8,7 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from tlt_hpc.rl.reward import score, score_rollouts
+from tlt_hpc.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.rl.reward import Scorer, score
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,32 @@ def test_mathematics_off_the_main_thread_is_refused() -> None:
     assert len(errors) == 1
 
 
-def test_rewards_are_float32_in_order() -> None:
-    rewards = score_rollouts(["\\boxed{1}", "\\boxed{2}", "\\boxed{3}"], ["1", "1", "3"], "boxed")
-    assert rewards.dtype == np.float32 and rewards.tolist() == [1.0, 0.0, 1.0]
-    with pytest.raises(ValueError, match="zip"):
-        score_rollouts(["\\boxed{1}"], [], "boxed")
+def rollouts(num: int) -> list[Rollout]:
+    tokens = np.zeros(1, np.int32)
+    return [
+        Rollout(
+            SampleKey(0, 0, 0, i, 0), tokens, tokens, np.zeros(1, np.float32), FinishReason.EOS, 0, 1, float(i)
+        )
+        for i in range(num)
+    ]  # fmt: skip
+
+
+def test_rewards_scored_ahead_are_those_scored_after() -> None:
+    asked: list[int] = []
+
+    def judge(rollout: Rollout) -> float:
+        asked.append(rollout.key.draw)
+        return float(score(f"\\boxed{{{rollout.key.draw % 3}}}", "1", "boxed"))
+
+    after = Scorer(judge).rewards(rollouts(9))
+    assert after.dtype == np.float32 and after.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0]
+    asked.clear()
+    scorer, answers = Scorer(judge), iter([False, False, True])
+    assert scorer.has_unscored(rollouts(9))
+    scorer.score_ahead(rollouts(9), lambda: next(answers))
+    assert asked == [0, 1], "the release came after the second answer: none is begun after it"
+    assert scorer.num_ahead == 2 and scorer.seconds_ahead > 0 and scorer.has_unscored(rollouts(9))
+    in_another_order = rollouts(9)[::-1]
+    assert scorer.rewards(in_another_order).tobytes() == after[::-1].tobytes()
+    assert sorted(asked) == list(range(9)), "nothing is scored twice"
+    assert not scorer.has_unscored(rollouts(9)) and scorer.num_ahead == 2

@@ -33,7 +33,8 @@ STATUSES = st.builds(
 def test_before_the_first_round_all_are_busy() -> None:
     first = Roster.before_first_round(epoch=4, num_ranks=3)
     assert (first.epoch, first.round, first.num_busy, first.num_idle) == (4, 0, 3, 0)
-    assert not first.over and not first.stopping and not first.worth_training(min_idle=1)
+    assert not first.over and not first.stopping and not first.worth_training(min_idle=2, rank=0)
+    assert first.worth_training(min_idle=1, rank=0), "this rank has finished, though nobody has heard of it yet"
 
 
 def test_over_when_the_last_rank_is_done() -> None:
@@ -44,12 +45,22 @@ def test_over_when_the_last_rank_is_done() -> None:
 
 def test_one_stop_vote_ends_the_rollout() -> None:
     voted = roster(State.BUSY, State.BUSY, State.IDLE, stop=1)
-    assert voted.over and voted.stopping and not voted.worth_training(min_idle=1)
+    assert voted.over and voted.stopping and not voted.worth_training(min_idle=1, rank=2)
 
 
 @pytest.mark.parametrize(("min_idle", "worth"), [(1, True), (2, True), (3, False)])
 def test_training_waits_for_min_idle_ranks(min_idle: int, worth: bool) -> None:
-    assert roster(State.BUSY, State.IDLE, State.TRAINING, State.BUSY).worth_training(min_idle) is worth
+    assert roster(State.BUSY, State.IDLE, State.TRAINING, State.BUSY).worth_training(min_idle, rank=1) is worth
+
+
+@pytest.mark.parametrize(("min_idle", "worth"), [(2, True), (3, False)])
+def test_a_rank_counts_itself_before_the_others_have_heard_of_it(min_idle: int, worth: bool) -> None:
+    assert roster(State.BUSY, State.BUSY, State.IDLE).worth_training(min_idle, rank=0) is worth
+
+
+def test_the_last_rank_does_not_begin_to_train_before_it_was_heard() -> None:
+    assert not roster(State.BUSY, State.TRAINING, State.IDLE).worth_training(min_idle=1, rank=0)
+    assert not roster(State.BUSY).worth_training(min_idle=1, rank=0)
 
 
 @given(st.lists(STATUSES, min_size=1, max_size=12), st.integers(1, 12))
@@ -59,7 +70,10 @@ def test_decisions_follow_from_the_statuses(statuses: list[Status], min_idle: in
     assert seen.num_busy == len(busy) and seen.num_busy + seen.num_idle == len(statuses)
     assert seen.stopping == any(s.stop for s in statuses)
     assert seen.over == (not busy or seen.stopping)
-    assert seen.worth_training(min_idle) == (not seen.over and len(statuses) - len(busy) >= min_idle)
+    for rank, status in enumerate(statuses):
+        others = len(busy) - (status.state == State.BUSY)
+        worth = others > 0 and not seen.stopping and len(statuses) - others >= min_idle
+        assert seen.worth_training(min_idle, rank) == worth
 
 
 @given(st.lists(STATUSES, min_size=1, max_size=12), st.permutations(range(12)))

@@ -81,7 +81,12 @@ def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight)
     harvested = sum(row["rollout/harvested_rank_seconds"] for row in rows)
     assert 0 < harvested <= idle
     assert rows[-1]["drafter/version"] > 0
+    assert sum(row["rollout/rewards_in_tail"] for row in rows) > 0
+    assert all(row["drafter/why"] == "always" and row["drafter/due"] == 1 for row in rows)
+    assert all(row["drafter/own_sequences"] > 50 and row["drafter/own_accept_length"] > 3 for row in rows)
     for step, row in enumerate(rows):
+        late = [record.metrics["rollout/late_seconds"] for record in records(straight, step)]
+        assert 0 <= max(late) == row["rollout/late_seconds"] <= 0.03 + 0.1
         micro_steps = [m for record in records(straight, step) for m in record.micro_steps]
         longest = max((m.end_seconds - m.start_seconds for m in micro_steps), default=0.0)
         # one micro-step, and two pulse rounds, which are milliseconds but for a machine that does other work too
@@ -156,6 +161,43 @@ def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
     run_tlt(tmp_path, f"run.num_steps={reached + 1}", "checkpoint.every_steps=50")
     for step in range(min(4, reached + 1)):
         assert tokens_of(tmp_path / "tiny", step) == tokens_of(straight, step)
+
+
+def test_serial_training_on_first_rollouts_every_other_step_goes_on_as_it_was(straight, tmp_path):
+    """The settings of the ablation together; stopped and resumed in between, the schedule goes on by the log."""
+    settings = ["drafter.place=serial", "drafter.serial_micro_steps=3", "drafter.rollouts=first"]
+    for num_steps in (2, 3):
+        run_tlt(tmp_path, f"run.num_steps={num_steps}", *settings, "drafter.schedule=every", "drafter.every_steps=2")
+    folder = tmp_path / "tiny"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["drafter/steps"] for row in rows] == [6, 0, 6], "three on each rank, every other step"
+    assert [row["drafter/version"] for row in rows] == [3, 3, 6]
+    assert [row["drafter/due"] for row in rows] == [1, 0, 1]
+    assert rows[1]["drafter/why"] == "every 2 steps: next at step 2"
+    for step, row in enumerate(rows):
+        assert row["rollout/harvested_rank_seconds"] == 0
+        assert (row["drafter/serial_rank_seconds"] > 0) == (row["timing_s/drafter"] > 1e-3) == (step != 1)
+        for record in records(folder, step):
+            assert all(m.start_seconds >= record.timing.release_seconds for m in record.micro_steps)
+        assert tokens_of(folder, step) == tokens_of(straight, step), "the drafter's training is nobody's text"
+    assert sorted(path.name for path in (folder / "first").iterdir()) == ["rank-0000.h5", "rank-0001.h5"]
+
+
+def test_falling_trains_by_what_the_log_says(tmp_path):
+    """A log that tells of a fall is what a resumed run decides by; without one the warm drafter rests."""
+    options = ["drafter.schedule=falling", "drafter.fall=0.5", "checkpoint.every_steps=1"]
+    run_tlt(tmp_path, "run.num_steps=1", *options)
+    path = tmp_path / "tiny" / "metrics.jsonl"
+    (row,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (row["drafter/due"], row["drafter/steps"], row["drafter/version"]) == (0, 0, 0)
+    good = {f"drafter/own_{name}/{j}": 1000.0 for name in ("verified", "accepted") for j in range(1, 5)}
+    poor = {**good, "drafter/own_accepted/1": 100.0, "drafter/own_verified/2": 100.0, "drafter/own_accepted/2": 0.0}
+    past = [{**row, "training/global_step": -2.0, **good}, {**row, "training/global_step": -1.0, **poor}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (*past, {**row, **poor})))
+    run_tlt(tmp_path, "run.num_steps=2", *options)
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last["drafter/due"] == 1
+    assert last["drafter/why"].startswith("falling: accept length 1.10, best 5.00, training until 3.75")
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):

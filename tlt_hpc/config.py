@@ -144,6 +144,20 @@ class DrafterSection(Section):
     min_idle: PositiveInt = 1
     """Ranks that must be idle before any of them trains."""
     train: bool = True
+    """False: the drafter stays as it starts."""
+    schedule: Literal["always", "every", "falling"] = "always"
+    """Which steps train it: all; every ``every_steps``-th, the first among them; those from which its own accept length
+    has fallen by the share ``fall`` under its best until it is back at half the fall."""
+    every_steps: PositiveInt = 1
+    fall: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    place: Literal["tail", "serial"] = "tail"
+    """``tail``: idle ranks train while others generate; ``serial``: all ranks train together after every rollout, which
+    makes the step longer. Serial is there to be compared with."""
+    serial_micro_steps: PositiveInt = 20
+    """Micro-steps of each rank and step where ``place`` is ``serial``."""
+    rollouts: Literal["fresh", "first"] = "fresh"
+    """``fresh``: train on this step's responses and the last one's; ``first``: on those of the run's first step for
+    ever, the control that shows what fresh ones are worth."""
     cache_bytes: PositiveInt = 2_000_000_000
     """Bytes of features on disk that one rank may keep."""
 
@@ -346,11 +360,7 @@ def _check_combinations(config: Config) -> None:
             f"rollout.min_new_tokens = {config.rollout.min_new_tokens} exceeds rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}; lower it"
         )
-    if config.drafter.form == "eagle3" and config.drafter.loss == "feature":
-        raise ConfigError(
-            "drafter.loss = 'feature' with drafter.form = 'eagle3', whose states are no features of the target; use "
-            "drafter.loss = 'cross-entropy' or 'total-variation'"
-        )
+    _check_drafter(config.drafter)
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
     if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
@@ -358,6 +368,26 @@ def _check_combinations(config: Config) -> None:
             f"rollout.tie_guard = 'on' with model.dtype = {config.model.dtype!r}: the guard band would cover a large "
             "share of all tokens; use model.dtype = 'float32' or rollout.tie_guard = 'auto'"
         )
+
+
+def _check_drafter(drafter: DrafterSection) -> None:
+    if drafter.form == "eagle3" and drafter.loss == "feature":
+        raise ConfigError(
+            "drafter.loss = 'feature' with drafter.form = 'eagle3', whose states are no features of the target; use "
+            "drafter.loss = 'cross-entropy' or 'total-variation'"
+        )
+    if drafter.every_steps > 1 and drafter.schedule != "every":
+        raise ConfigError(
+            f"drafter.every_steps = {drafter.every_steps} says nothing with drafter.schedule = {drafter.schedule!r}; "
+            "use drafter.schedule = 'every' or leave drafter.every_steps out"
+        )
+    usual = {"schedule": "always", "place": "tail", "rollouts": "fresh"}
+    for name, value in usual.items():
+        if not drafter.train and (given := vars(drafter)[name]) != value:
+            raise ConfigError(
+                f"drafter.{name} = {given!r} with drafter.train = false, which trains nothing; "
+                f"use drafter.train = true or leave drafter.{name} out"
+            )
 
 
 _LISTS = {"tuple_type": 'give a list, such as ["a", "b"]', "too_short": "give a list of one or more"}

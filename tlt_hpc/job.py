@@ -32,6 +32,7 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.first_rollouts import FirstRollouts
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,11 @@ _FREE_ON_RESUME = {
     "drafter.micro_step_tokens",
     "drafter.micro_step_seconds",
     "drafter.cache_bytes",
+    "drafter.schedule",
+    "drafter.every_steps",
+    "drafter.fall",
+    "drafter.place",
+    "drafter.serial_micro_steps",
     "optimizer.zero_stage",
     "optimizer.offload",
     "optimizer.micro_batch_tokens",
@@ -251,8 +257,9 @@ def make_drafting(
     shape, seed = decoder.shape, config.run.seed
     token_ids = choose_vocabulary(config, assets) if warm is None else warm.get(TOKEN_IDS)
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
+    kind = FirstRollouts if config.drafter.rollouts == "first" else FeatureCache
     sizes = served.num_features, shape.hidden_size, config.drafter.cache_bytes
-    cache = FeatureCache(folder, world.rank, *sizes, num_ranks=world.size)
+    cache = kind(folder, world.rank, *sizes, num_ranks=world.size)
     spot = SpotTrainer(decoder, cache, config.drafter, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)

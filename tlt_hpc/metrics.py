@@ -7,11 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import FinishReason
 from tlt_hpc.rl.policy import PolicyStats
 from tlt_hpc.storage.rollout_log import StepRecord
+
+LATE = "rollout/late_seconds"
+"""From a rank's knowing of the release to its leaving the loop."""
+MERGE_EXPOSED = "drafter/merge_exposed_seconds"
+DUE = "drafter/due"
+"""1 where the step was to train the drafter."""
+_LONGEST = {LATE, MERGE_EXPOSED, DUE}
+"""Figures of which the largest of any rank counts; the others are summed."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class RankSummary:
     num_guarded: int
     strategy_tokens: dict[str, int]
     own: dict[str, float]
-    """The engine's own figures, summed over the ranks."""
+    """The rank's other figures, which are summed over the ranks but for a few."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,6 @@ def summarise(
         "drafter/steps": float(sum(rank.num_micro_steps for rank in ranks)),
         "drafter/loss": _mean([rank.drafter_loss for rank in ranks if rank.num_micro_steps]),
         "drafter/version": float(merge.num_steps) if merge else 0.0,
-        "drafter/merge_exposed_seconds": merge.exposed_seconds if merge else 0.0,
         "rollout/idle_rank_seconds": sum(r.release_seconds - r.last_token_seconds for r in ranks),
         "rollout/harvested_rank_seconds": sum(r.harvested_seconds for r in ranks),
         "rollout/seconds": max(r.release_seconds for r in ranks) - min(r.start_seconds for r in ranks),
@@ -83,10 +91,22 @@ def summarise(
         "rollout/guarded_near_ties": float(sum(rank.num_guarded for rank in ranks)),
     }
     for name in ranks[0].own:
-        metrics[name] = sum(rank.own[name] for rank in ranks)
+        values = [rank.own[name] for rank in ranks]
+        metrics[name] = max(values) if name in _LONGEST else sum(values)
+    if merge:
+        metrics |= _own_drafts(DraftCounts.from_metrics(metrics))
     for name in ranks[0].strategy_tokens:
         metrics[f"rollout/strategy_share/{name}"] = sum(r.strategy_tokens[name] for r in ranks) / max(tokens, 1)
     return StepSummary(record.step, metrics)
+
+
+def _own_drafts(counts: DraftCounts) -> dict[str, float]:
+    """How good the learned drafter's own drafts were, from counts over all ranks."""
+    return {
+        "drafter/own_accept_length": counts.accept_length,
+        "drafter/own_first_draft_share": counts.first_draft_share,
+        "drafter/own_sequences": counts.num_sequences,
+    }
 
 
 def summarise_rank(record: StepRecord) -> RankSummary:

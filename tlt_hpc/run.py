@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,17 +12,18 @@ from numpy.typing import NDArray
 
 from tlt_hpc.checkpoint.store import Checkpoint, CheckpointError
 from tlt_hpc.config import Config
+from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.job import DRAFTER_FILE, Job, assemble
-from tlt_hpc.metrics import StepSummary, summarise
-from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.metrics import DUE, LATE, MERGE_EXPOSED, StepSummary, summarise
+from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey, Stream
+from tlt_hpc.records import MicroStepRecord, Request, Rollout, Stream
 from tlt_hpc.rl.advantage import group_advantages
-from tlt_hpc.rl.reward import score_rollouts
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.storage.folder import rank_of, writing_beside
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.tail import Tail, end_features, roll_out, shard, train_serially
 from tlt_hpc.timing import PhaseTimer
 
 _CALIBRATION_RESPONSES = 8
@@ -54,15 +54,6 @@ class RunResult:
     """Empty unless a signal or a vote ended the run early."""
 
 
-@dataclass(frozen=True)
-class Tail:
-    """What a rollout left on this rank: its shard, its times, and whether a stop vote cut it short."""
-
-    rollouts: list[Rollout]
-    timing: RolloutTiming
-    stopped: bool
-
-
 def run(config: Config, world: World, reporter: Reporter) -> RunResult:
     """Run, or go on with, the job that ``config`` describes; collective.
 
@@ -74,7 +65,7 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
         step = resume(job)
         first = saved = step
         if world.rank == 0:
-            reporter.started(config, step, job.engine.memory_table())
+            reporter.started(config, step, memory_table(job))
         while step < config.run.num_steps and not world.agree_to_stop():
             if not take_step(job, step, reporter):
                 break
@@ -92,13 +83,22 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
         job.close()
 
 
+def memory_table(job: Job) -> dict[str, int]:
+    """Bytes of a rank's rollout engine and, where there is one, of the drafter's training."""
+    return job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
+
+
 def take_step(job: Job, step: int, reporter: Reporter) -> bool:
     """One step of the run; False where a stop vote ended it before the policy changed."""
     timer = PhaseTimer()
     shows = job.world.rank == 0
     with timer("gen"):
         tail = roll_out(job, step, reporter)
-    merge = start_merge(job)
+    with timer("drafter"):
+        train_serially(job, tail)
+    with timer("gen"):
+        end_features(job, tail)
+    merge = start_merge(job, tail.decision)
     if tail.stopped:
         if shows:
             reporter.phase(step, "stopping: saving a checkpoint")
@@ -108,7 +108,7 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
     if shows:
         reporter.phase(step, "reward")
     with timer("reward"):
-        rewards = score(job, tail.rollouts, step)
+        rewards = tail.scorer.rewards(tail.rollouts)
         rollouts, all_rewards = gather(job, tail.rollouts, rewards)
         advantages = group_advantages(all_rewards, job.config.rollout.group_size)
     if shows:
@@ -117,104 +117,22 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
     with timer("update_actor"), job.pulse.progressing():
         stats = job.policy.update(rollouts, advantages)
     with timer("refresh"):
-        merged = finish_merge(job) if merge else None
+        merged = finish_merge(job) if merge else unmerged(job)
         load_policy(job, step + 1)
     own = {rollout.key for rollout in tail.rollouts}
-    record = make_record(
-        job, step, tail, rewards, np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
-    )
+    own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
+    record = make_record(job, step, tail, rewards, own_advantages, merged)
     summary = summarise(job.world, record, stats, merged, timer.take())
     write_step(job.folder.rollout_log(step, job.world.rank), record)
     job.world.barrier()
     if shows:
         drop_foreign_logs(job, step)
-        append_metrics(job, summary)
+        append_metrics(job, summary, {"drafter/why": tail.decision.reason})
         reporter.stepped(summary)
     return True
 
 
-# -- rollout --------------------------------------------------------------------------------------------------------
-
-
-def roll_out(job: Job, step: int, reporter: Reporter) -> Tail:
-    """Generate; once this rank runs dry, train the drafter until the last rank has finished."""
-    engine, pulse, world = job.engine, job.pulse, job.world
-    spot = job.drafting.spot if job.drafting else None
-    if job.drafting:
-        writer = job.drafting.cache.begin_step(step, engine.decoder.version)
-        engine.feature_sink = writer.append
-        job.drafting.spot.begin(step)
-    trains = spot is not None and job.config.drafter.train
-    start = last_token = time.time()
-    engine.submit(shard(job, step))
-    pulse.begin(step)
-    while not (roster := pulse.poll(status(job))).over:
-        if engine.has_work:
-            decode(job)
-            last_token = time.time()
-        elif not (trains and spot and roster.worth_training(job.config.drafter.min_idle) and train(job)):
-            pulse.back_off()
-        if world.rank == 0:
-            reporter.rolling(step, roster)
-    timing = RolloutTiming(start, last_token, time.time())
-    if roster.stopping:
-        engine.abort()
-    if job.drafting:
-        job.drafting.spot.end()
-        if roster.stopping:
-            job.drafting.cache.abandon_step()
-        else:
-            job.drafting.cache.end_step()
-    return Tail(engine.collect(), timing, roster.stopping)
-
-
-def decode(job: Job) -> None:
-    """One round of decoding; a prefill may take long, and the others' rounds go on meanwhile."""
-    if not job.engine.has_waiting:
-        job.engine.step()
-        return
-    with job.pulse.progressing():
-        job.engine.step()
-
-
-def train(job: Job) -> bool:
-    """One micro-step of the drafter; the pulse goes on meanwhile, so that the release is known when it ends."""
-    assert job.drafting is not None
-    with job.pulse.progressing(replace(status(job), state=State.TRAINING)):
-        return job.drafting.spot.micro_step()
-
-
-def status(job: Job) -> Status:
-    """What this rank tells the others."""
-    engine = job.engine
-    steps = len(job.drafting.spot.records) if job.drafting else 0
-    state = State.BUSY if engine.has_work else State.TRAINING if steps else State.IDLE
-    return Status(state, engine.num_unfinished, engine.num_tokens, steps, job.world.stop_requested)
-
-
-def shard(job: Job, step: int) -> list[Request]:
-    """This rank's requests of a step: whole groups, or single samples of all groups."""
-    config, world = job.config, job.world
-    prompts = job.prompts.batch(step)
-    size = config.rollout.group_size
-    requests = [
-        Request(SampleKey(config.run.seed, Stream.TRAIN, step, draw, sample), prompt.tokens)
-        for draw, prompt in enumerate(prompts)
-        for sample in range(size)
-    ]
-    unit = size if config.rollout.shard == "group" else 1
-    return [request for i, request in enumerate(requests) if i // unit % world.size == world.rank]
-
-
 # -- reward and update ----------------------------------------------------------------------------------------------
-
-
-def score(job: Job, rollouts: list[Rollout], step: int) -> NDArray[np.float32]:
-    """Rewards [N] of this rank's rollouts."""
-    prompts = job.prompts.batch(step)
-    texts = [job.tokenizer.decode(rollout.response_tokens.tolist(), skip_special_tokens=True) for rollout in rollouts]
-    answers = [prompts[rollout.key.draw].answer for rollout in rollouts]
-    return score_rollouts(texts, answers, job.config.data.reward)
 
 
 def gather(
@@ -228,9 +146,9 @@ def gather(
     return [rollout for rollout, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float32)
 
 
-def start_merge(job: Job) -> bool:
-    """Post the drafters' merge, to be awaited after the update."""
-    if job.drafting is None or not job.config.drafter.train:
+def start_merge(job: Job, decision: Decision) -> bool:
+    """Post the drafters' merge, to be awaited after the update; False where the step trains none."""
+    if job.drafting is None or not decision.trains:
         return False
     job.drafting.spot.start_merge(job.world)
     return True
@@ -242,6 +160,11 @@ def finish_merge(job: Job) -> MergeReport:
     report = job.drafting.spot.finish_merge(job.world)
     serve_drafter(job)
     return report
+
+
+def unmerged(job: Job) -> MergeReport | None:
+    """The report of a step that trains no drafter; None where there is none."""
+    return job.drafting.spot.unmerged() if job.drafting else None
 
 
 def serve_drafter(job: Job) -> None:
@@ -259,12 +182,18 @@ def load_policy(job: Job, version: int) -> None:
 
 
 def make_record(
-    job: Job, step: int, tail: Tail, rewards: NDArray[np.float32], advantages: NDArray[np.float32]
+    job: Job,
+    step: int,
+    tail: Tail,
+    rewards: NDArray[np.float32],
+    advantages: NDArray[np.float32],
+    merged: MergeReport | None,
 ) -> StepRecord:
     """What this rank's log keeps of a step."""
     counts = job.engine.take_counts()
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     names = tuple(counts.strategies)
+    harvested = seconds_of(micro_steps) if job.config.drafter.place == "tail" else 0.0
     return StepRecord(
         step=step,
         rank=job.world.rank,
@@ -274,7 +203,7 @@ def make_record(
         advantages=advantages.astype(np.float32),
         timing=tail.timing,
         micro_steps=micro_steps,
-        harvested_seconds=sum(m.end_seconds - m.start_seconds for m in micro_steps),
+        harvested_seconds=harvested,
         strategy_names=names,
         strategy_rounds=np.array([counts.strategies[name][0] for name in names], dtype=np.int64),
         strategy_tokens=np.array([counts.strategies[name][1] for name in names], dtype=np.int64),
@@ -284,8 +213,42 @@ def make_record(
             "rollout/preemptions": float(counts.num_preempted),
             "rollout/drafter_faults": float(counts.num_drafter_faults),
             **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
+            LATE: tail.late_seconds,
+            "rollout/rewards_in_tail": float(tail.scorer.num_ahead),
+            "rollout/rewards_in_tail_seconds": tail.scorer.seconds_ahead,
+            **(drafter_metrics(job, tail, counts, micro_steps, merged) if job.drafting else {}),
         },
     )
+
+
+def drafter_metrics(
+    job: Job, tail: Tail, counts: EngineCounts, micro_steps: tuple[MicroStepRecord, ...], merged: MergeReport | None
+) -> dict[str, float]:
+    """What this rank did for the learned drafter, and how the drafter did."""
+    assert job.drafting is not None
+    serial = seconds_of(micro_steps) if job.config.drafter.place == "serial" else 0.0
+    return {
+        DUE: float(tail.decision.trains),
+        MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,
+        "drafter/cut_rank_seconds": job.drafting.spot.cut_seconds,
+        "drafter/serial_rank_seconds": serial,
+        **own_drafts(job, counts).to_metrics(),
+    }
+
+
+def seconds_of(micro_steps: Sequence[MicroStepRecord]) -> float:
+    """Seconds that micro-steps took together."""
+    return sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0)
+
+
+def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:
+    """What came of the learned drafter's drafts: of the family of its strategies that is named first, and no other."""
+    families = [strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter]
+    tally = counts.drafts.get(families[0]) if families else None
+    if tally is None:
+        return DraftCounts((0.0,) * JUDGED_DEPTH, (0.0,) * JUDGED_DEPTH)
+    columns = (tuple(map(float, column[:JUDGED_DEPTH])) for column in (tally.reached, tally.accepted))
+    return DraftCounts(*columns)
 
 
 def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
@@ -301,13 +264,13 @@ def drop_foreign_logs(job: Job, step: int) -> None:
             path.unlink()
 
 
-def append_metrics(job: Job, summary: StepSummary) -> None:
+def append_metrics(job: Job, summary: StepSummary, notes: Mapping[str, str]) -> None:
     """One line of metrics.jsonl a step; lines of steps that a resume repeats are dropped first."""
     path = job.folder.metrics
     kept = [line for line in path.read_text().splitlines() if line] if path.exists() else []
     kept = [line for line in kept if json.loads(line)["training/global_step"] < summary.step]
     with writing_beside(path) as part:
-        part.write_text("\n".join([*kept, json.dumps(summary.metrics)]) + "\n")
+        part.write_text("\n".join([*kept, json.dumps({**summary.metrics, **notes})]) + "\n")
 
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tomllib
 from datetime import datetime
 from pathlib import Path
 
@@ -44,8 +45,37 @@ def main(arguments: list[str] | None = None) -> int:
     shown = steps[-options.last :] if options.last > 0 else steps
     print(f"{folder.path}: {_span(steps)} in the rollout log (schema {KIND.schema}), showing {len(shown)}")
     print_steps({step: read_ranks(folder, step) for step in shown})
+    print_tails([rank for step in shown for rank in read_ranks(folder, step)], micro_step_seconds(folder))
     print_caches(folder)
     return 0
+
+
+def micro_step_seconds(folder: RunFolder) -> float | None:
+    """The time budget of a micro-step, as the run was configured."""
+    if not folder.config.exists():
+        return None
+    return float(tomllib.loads(folder.config.read_text(encoding="utf-8"))["drafter"]["micro_step_seconds"])
+
+
+def print_tails(ranks: list[StepSummary], budget: float | None) -> None:
+    """How soon ranks left the loop once they knew of the release, and what else their waiting was used for."""
+    late = np.array([rank.metrics["rollout/late_seconds"] for rank in ranks if "rollout/late_seconds" in rank.metrics])
+    if len(late) == 0:
+        return
+    middle, most = np.percentile(late, (50, 99))
+    within = f"; {(late < budget).mean():.1%} under the micro-step's {1e3 * budget:.0f} ms" if budget else ""
+    print(
+        f"stop latency, release known to loop left, {len(late)} releases of a rank: median {1e3 * middle:.1f} ms, "
+        f"99 % {1e3 * most:.1f} ms, longest {1e3 * late.max():.1f} ms{within}"
+    )
+    names = {
+        "rollout/rewards_in_tail": "rewards in the tail",
+        "rollout/rewards_in_tail_seconds": "s for them",
+        "drafter/cut_rank_seconds": "s in micro-steps cut at the release",
+        "drafter/serial_rank_seconds": "s in serial micro-steps",
+    }
+    sums = {text: sum(rank.metrics.get(name, 0.0) for rank in ranks) for name, text in names.items()}
+    print("beside harvesting: " + ", ".join(f"{value:.3g} {text}" for text, value in sums.items()))
 
 
 def read_ranks(folder: RunFolder, step: int) -> list[StepSummary]:

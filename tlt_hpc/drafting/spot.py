@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
-from tlt_hpc.drafting.packing import pack
+from tlt_hpc.drafting.memory import activation_bytes
+from tlt_hpc.drafting.packing import PackedBatch, pack
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
@@ -31,6 +33,19 @@ from tlt_hpc.storage.feature_cache import FeatureCache
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0
 _LEAST_TOKENS = 256
 """Size of a micro-step that no time budget makes smaller, and of the first, before any was timed."""
+_RATES = 6
+"""Micro-steps whose slowest rate sizes the next: one quick one says little on a machine that others use too."""
+_CHEAP_UPDATE = 0.25
+"""Share of the time budget under which an update is carried out although the rollout is over: the gradient is there."""
+
+
+def never() -> bool:
+    """Nothing ends the micro-step early."""
+    return False
+
+
+class _ReleasedError(Exception):
+    """The rollout ended inside a micro-step."""
 
 
 class Pending(Protocol):
@@ -58,6 +73,7 @@ class MergeReport:
     num_steps: int
     """Steps the merged drafter has taken: the most of any rank."""
     sha256: str
+    """Empty where nothing was merged."""
     exposed_seconds: float
     """Time this rank waited for the sum."""
 
@@ -88,36 +104,60 @@ class SpotTrainer:
         """Optimiser steps that the drafter's weights have seen."""
         self._pool: TrainingPool | None = None
         self._random = random.Random()
-        self._tokens_per_second = 0.0
+        self._rates: deque[float] = deque(maxlen=_RATES)
+        """Tokens per second of the last micro-steps."""
+        self._update_seconds = 0.0
+        """Of the last update, once its gradient was there."""
         self._pending: Pending | None = None
         self.records: list[MicroStepRecord] = []
         """Micro-steps of the current rollout."""
+        self.cut_seconds = 0.0
+        """Seconds of the current rollout in a micro-step that was dropped because the rollout ended."""
 
     def begin(self, step: int) -> None:
         """Start a rollout: nothing trained yet."""
         assert self._pending is None, "the last merge was not finished"
         self._random = random.Random(f"{self._seed}/{step}/{self._rank}")
         self.records = []
+        self.cut_seconds = 0.0
 
-    def micro_step(self) -> bool:
-        """One optimiser step within the time budget; False where there is nothing to train on."""
+    def micro_step(self, is_over: Callable[[], bool] = never) -> bool:
+        """One optimiser step within the time budget; False where there is nothing to train on.
+
+        ``is_over`` is asked between packing, forward, backward and update: once it says so the micro-step is dropped
+        and leaves nothing but ``cut_seconds``. An update that is cheap and all that is missing is carried out.
+        """
         start = time.time()
+        try:
+            return self._micro_step(start, is_over)
+        except _ReleasedError:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+            self.cut_seconds += time.time() - start
+            return True
+
+    def _micro_step(self, start: float, is_over: Callable[[], bool]) -> bool:
         self._take_up_head()
         if self._pool is None:
             self._pool = TrainingPool(self._cache, self._random)
         if not len(self._pool):
             return False
+        self._ask(is_over)
+        opened = time.time()
         excerpts = self._pool.draw(self._num_tokens())
         if not excerpts:
             return False
+        self._ask(is_over)
         batch = pack(excerpts, self._decoder.device)
+        self._ask(is_over)
         loss = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
+        self._ask(is_over)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
-        self._adam()
-        value = float(loss.detach())  # waits for the device: before this a time would be that of the launches
+        if self._update_seconds > _CHEAP_UPDATE * self._settings.micro_step_seconds:
+            self._ask(is_over)
+        value = self._update(loss)
         end = time.time()
-        self._tokens_per_second = batch.num_tokens / max(end - start, 1e-6)
+        self._rates.append(batch.num_tokens / max(end - opened, 1e-6))
         self.records.append(MicroStepRecord(start, end, batch.num_tokens, value))
         return True
 
@@ -126,20 +166,63 @@ class SpotTrainer:
         if isinstance(self.drafter, Eagle3) and not self.is_trained:
             self.drafter.read_like(self._decoder.head, self._decoder.final_norm.weight)
 
+    def _ask(self, is_over: Callable[[], bool]) -> None:
+        """Give up where the rollout is over; on a GPU once the work so far is done, not when it was launched."""
+        if self._decoder.device.type == "cuda":
+            torch.cuda.current_stream(self._decoder.device).synchronize()
+        if is_over():
+            raise _ReleasedError
+
+    def _update(self, loss: Tensor) -> float:
+        """Clip, take the optimiser's step; returns the loss, and with it the device has come so far."""
+        if self._decoder.device.type == "cuda":
+            torch.cuda.current_stream(self._decoder.device).synchronize()  # not to count the backward pass
+        start = time.perf_counter()
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
+        self._adam()
+        value = float(loss.detach())
+        self._update_seconds = time.perf_counter() - start
+        return value
+
     def end(self) -> None:
         """Leave the tail: the pool's files are closed."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
 
+    def memory_table(self, num_features: int = 1) -> dict[str, int]:
+        """Bytes that training takes beside the engine, which stays where it is meanwhile; activations are an estimate.
+
+        ``num_features`` vectors are kept of a position. The merge's are those on the drafter's device.
+        """
+        weights = sum(parameter.nbytes for parameter in self._parameters.values())
+        table = {"trained drafter": weights, "its moments": 2 * weights}
+        if not self._settings.train:
+            return table
+        copies = 1 if self._decoder.device.type == "cuda" else 2  # sent and received stand in host memory
+        return {
+            **table,
+            "its gradients": weights,
+            "its activations (estimate)": self._activation_bytes(num_features),
+            "its merge": copies * 3 * weights,
+        }
+
+    def _activation_bytes(self, num_features: int) -> int:
+        def loss_of(batch: PackedBatch) -> Tensor:
+            return drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
+
+        kept = [*self._parameters.values(), self._decoder.embedding, self._decoder.head]
+        shape = (num_features, self._decoder.shape.hidden_size)
+        return activation_bytes(loss_of, kept, self._settings.micro_step_tokens, shape, self._decoder.device)
+
     # -- merge --------------------------------------------------------------------------------------------------
 
     def start_merge(self, world: SumOverRanks) -> None:
         """Post the sum of all replicas' weights and Adam moments, each weighted with the tokens it trained on."""
         tokens = float(sum(record.num_tokens for record in self.records))
-        flat = torch.cat([tensor.flatten() for tensor in self._state_tensors()])
-        weighted = torch.cat([flat * tokens, flat.new_tensor([tokens])])
-        self._pending = world.start_sum(weighted.cpu().numpy())
+        parts = [tensor.flatten() for tensor in self._state_tensors()]
+        flat = torch.cat([*parts, parts[0].new_ones(1)]).mul_(tokens)  # one copy: three times the drafter is much
+        self._pending = world.start_sum(flat.cpu().numpy())
 
     def finish_merge(self, world: SumOverRanks) -> MergeReport:
         """Take the weighted mean; unchanged where nobody trained. Asserts that every rank holds the same drafter."""
@@ -150,13 +233,17 @@ class SpotTrainer:
         exposed = time.perf_counter() - start
         total = float(summed[-1])
         if total > 0:
-            self._assign(summed[:-1] / total)
+            self._assign(summed[:-1].div_(total))
         digest = self.sha256()
         reports = world.allgather((self.num_steps, digest))
         assert len({sha for _, sha in reports}) == 1, f"drafters differ after the merge: {reports}"
         self.num_steps = max(steps for steps, _ in reports)
         self.is_trained |= total > 0
         return MergeReport(int(total), self.num_steps, digest, exposed)
+
+    def unmerged(self) -> MergeReport:
+        """The report of a step without a merge: the drafter is the same as before, on this rank as on the others."""
+        return MergeReport(0, self.num_steps, "", 0.0)
 
     def sha256(self) -> str:
         """Digest of weights and moments."""
@@ -234,8 +321,8 @@ class SpotTrainer:
             parameter.grad = None
 
     def _num_tokens(self) -> int:
-        """As many tokens as the time budget lets, by the speed of the last micro-step."""
-        fitting = int(self._tokens_per_second * self._settings.micro_step_seconds)
+        """As many tokens as the time budget lets, by the slowest of the last micro-steps."""
+        fitting = int(min(self._rates, default=0.0) * self._settings.micro_step_seconds)
         return min(self._settings.micro_step_tokens, max(fitting, _LEAST_TOKENS))
 
 

@@ -25,12 +25,14 @@ class Pulse:
 
     ``comm`` is private to the pulse (``World.private_comm``). Counters, over all rollouts: ``num_polls``,
     ``num_rounds``; ``last_round_seconds`` runs from this rank's posting of the last round to its seeing the result.
+    ``released_at`` is when this rank came to know that the last rollout was over, by ``time.perf_counter``.
     """
 
     def __init__(self, comm: MPI.Comm, back_off_cap_seconds: float = LONGEST_PAUSE_SECONDS) -> None:
         self.num_polls = 0
         self.num_rounds = 0
         self.last_round_seconds = 0.0
+        self.released_at = 0.0
         self._comm = comm
         self._back_off = BackOff(back_off_cap_seconds)
         self._progress = ProgressThread(self._advance)
@@ -65,6 +67,11 @@ class Pulse:
         self._move_on(self._roster, status)
         self._told_over = self._roster.over
         return self._roster
+
+    @property
+    def over(self) -> bool:
+        """Whether the rollout is known to be over; cheap, and true as soon as the helper thread has seen it."""
+        return self._roster is not None and self._roster.over
 
     def back_off(self) -> None:
         """Sleep, doubling to the cap; a roster in which the number of BUSY ranks has changed starts short again."""
@@ -128,6 +135,8 @@ class Pulse:
             f"records of epoch and round {expected}: {self._received[:, :2]}"
         )
         self._roster = Roster(*expected, tuple(_status(record) for record in self._received[:, 2:].tolist()))
+        if self._roster.over:
+            self.released_at = time.perf_counter()
         # A reset at every roster would keep the pauses of an idle rank short for as long as a busy one steps quickly.
         if self._roster.num_busy != previous.num_busy:
             self._back_off.reset()

@@ -70,6 +70,11 @@ class Roster:
         """Whether the rollout ends with this round: nobody is BUSY, or somebody votes to stop."""
         return self.num_busy == 0 or self.stopping
 
-    def worth_training(self, min_idle: int) -> bool:
-        """Whether a rank that has finished should train: the rollout goes on and ``min_idle`` ranks have finished."""
-        return not self.over and self.num_idle >= min_idle
+    def worth_training(self, min_idle: int, rank: int) -> bool:
+        """Whether ``rank``, which has finished, should train: ``min_idle`` ranks have, and another goes on.
+
+        It counts itself whether or not the others have heard of it yet: that takes a round or two. Where it alone has
+        not been heard of, the rollout is over in all but name.
+        """
+        unheard = self.statuses[rank].state == State.BUSY
+        return not self.stopping and self.num_busy > unheard and self.num_idle + unheard >= min_idle

@@ -1,14 +1,17 @@
-"""Owns the judgement of a response's text against the known answer; knows no tokens, no model and no ranks."""
+"""Owns the judgement of a response's text against the known answer; knows no tokenizer, no model and no ranks."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tlt_hpc.records import Rollout, SampleKey
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +21,41 @@ MATH_SECONDS = 5
 """Time limit of one parse and of one comparison; an answer that needs more counts as wrong."""
 
 
-def score_rollouts(texts: Sequence[str], answers: Sequence[str], kind: RewardKind) -> NDArray[np.float32]:
-    """Reward of each response, 1 or 0, as float32 [N]; see ``score``."""
-    pairs = zip(texts, answers, strict=True)
-    return np.array([score(text, answer, kind) for text, answer in pairs], dtype=np.float32)
+class Scorer:
+    """The rewards of one step's responses: some while the rank waits for others, the rest when all are asked for.
+
+    ``judge`` gives one response's reward and is a function of it alone, so when it is asked makes no difference.
+    """
+
+    def __init__(self, judge: Callable[[Rollout], float]) -> None:
+        self._judge = judge
+        self._rewards: dict[SampleKey, float] = {}
+        self.num_ahead = 0
+        """Responses scored while the rank waited."""
+        self.seconds_ahead = 0.0
+
+    def has_unscored(self, finished: Sequence[Rollout]) -> bool:
+        """Whether some of the responses were not scored yet."""
+        return len(self._rewards) < len(finished)
+
+    def score_ahead(self, finished: Sequence[Rollout], is_over: Callable[[], bool]) -> None:
+        """Score responses until all are, or ``is_over``, which is asked between any two, says so."""
+        start, before = time.perf_counter(), len(self._rewards)
+        for rollout in finished:
+            if is_over():
+                break
+            self._score(rollout)
+        self.num_ahead += len(self._rewards) - before
+        self.seconds_ahead += time.perf_counter() - start
+
+    def rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
+        """The rewards [N] of all, scoring those that are left."""
+        return np.array([self._score(rollout) for rollout in rollouts], dtype=np.float32)
+
+    def _score(self, rollout: Rollout) -> float:
+        if rollout.key not in self._rewards:
+            self._rewards[rollout.key] = self._judge(rollout)
+        return self._rewards[rollout.key]
 
 
 def score(text: str, answer: str, kind: RewardKind) -> float:

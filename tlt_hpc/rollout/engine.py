@@ -38,6 +38,7 @@ from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.tally import DraftTally
 from tlt_hpc.rollout.transfer import HostCopy
 
 _NUM_PROBED = 4
@@ -57,6 +58,8 @@ class EngineCounts:
     num_preempted: int = 0
     num_drafter_faults: int = 0
     strategies: dict[str, tuple[int, int]] = field(default_factory=dict)
+    drafts: dict[str, DraftTally] = field(default_factory=dict)
+    """Drafts verified and accepted by position, of each family of strategies."""
     decisions: Decisions | None = None
     """The strategy of every round, in order; filled in when the counts are taken."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
@@ -208,6 +211,11 @@ class RolloutEngine:
     def num_tokens(self) -> int:
         """Response tokens since the counts were last taken."""
         return self._counts.num_tokens
+
+    @property
+    def finished(self) -> Sequence[Rollout]:
+        """Responses that have ended and were not collected yet, in the order in which they did."""
+        return self._finished
 
     def collect(self) -> list[Rollout]:
         """The finished responses in the order of their keys; the engine forgets them."""
@@ -399,6 +407,8 @@ class RolloutEngine:
             seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
             num_rows = len(emitted.responses)
             self.chooser.observe(emitted.strategy, num_rows, num_tokens, seconds, emitted.accepted)
+            tally = self._counts.drafts.setdefault(emitted.strategy.family, DraftTally())
+            tally.add(emitted.strategy.reach, emitted.accepted)
         self._retire(emitted)
 
     def _choose(self) -> Strategy:

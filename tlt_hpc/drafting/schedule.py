@@ -1,0 +1,110 @@
+"""Which steps train the drafter, decided from the run's log alone. Pure: knows no files, no ranks and no weights.
+
+What is judged is the accept length that a chain of four of the learned drafter would have, estimated from one family of
+its strategies position by position. Tokens per target pass would follow what the chooser happened to
+pick: deep chains in the tail, n-grams where those do better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tlt_hpc.config import DrafterSection
+
+JUDGED_DEPTH = 4
+LEAST_SEQUENCES = 200
+"""Rounds of single sequences that an accept length must rest on to be judged; its error is then about 3 %."""
+PATIENCE = 5
+"""Judged steps over which a drafter that began at random must have stopped growing before its training pauses."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a step trains the drafter, and why."""
+
+    trains: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """How often drafts were verified and accepted, [JUDGED_DEPTH] each by position.
+
+    ``reached[j]`` counts the rounds of single sequences whose drafts before position j all stood.
+    """
+
+    reached: tuple[float, ...]
+    accepted: tuple[float, ...]
+
+    @property
+    def num_sequences(self) -> float:
+        return self.reached[0]
+
+    @property
+    def first_draft_share(self) -> float:
+        """Share of the first drafts that stood; 0 where there were none."""
+        return self.accepted[0] / self.reached[0] if self.reached[0] else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Of a chain of JUDGED_DEPTH, bonus token included (product-limit estimate).
+
+        A position that no chain was deep enough for takes the chance of the one before it.
+        """
+        length = survive = 1.0
+        chance = 0.0
+        for reached, accepted in zip(self.reached, self.accepted, strict=True):
+            chance = accepted / reached if reached else chance
+            survive *= chance
+            length += survive
+        return length
+
+    def to_metrics(self) -> dict[str, float]:
+        """Named numbers that can be summed over ranks."""
+        parts = {"verified": self.reached, "accepted": self.accepted}
+        return {f"drafter/own_{part}/{j + 1}": n for part, counts in parts.items() for j, n in enumerate(counts)}
+
+    @classmethod
+    def from_metrics(cls, metrics: Mapping[str, float]) -> DraftCounts:
+        """The inverse of ``to_metrics``; zeros where there are none."""
+        names = ("verified", "accepted")
+        columns = [
+            tuple(metrics.get(f"drafter/own_{part}/{j + 1}", 0.0) for j in range(JUDGED_DEPTH)) for part in names
+        ]
+        return cls(*columns)
+
+
+def decide(settings: DrafterSection, step: int, past: Sequence[DraftCounts]) -> Decision:
+    """Whether ``step`` trains the drafter, from the counts of the steps before it, oldest first."""
+    if settings.schedule == "always":
+        return Decision(True, "always")
+    if settings.schedule == "every":
+        rest = step % settings.every_steps
+        due = "due" if rest == 0 else f"next at step {step - rest + settings.every_steps}"
+        return Decision(rest == 0, f"every {settings.every_steps} steps: {due}")
+    judged = [counts.accept_length for counts in past if counts.num_sequences >= LEAST_SEQUENCES]
+    return _decide_falling(settings.fall, settings.init == "random", judged)
+
+
+def _decide_falling(fall: float, from_random: bool, lengths: Sequence[float]) -> Decision:
+    """Training begins under (1 - fall) of the best accept length and ends at (1 - fall / 2): between them it stays as
+    it is. One that began at random trains from the start, until it also has stopped growing.
+    """
+    if not lengths:
+        return Decision(from_random, "falling: nothing judged yet")
+    trains, bests = from_random, list[float]()
+    for length in lengths:
+        bests.append(max([*bests[-1:], length]))
+        low, back = (1 - fall) * bests[-1], (1 - fall / 2) * bests[-1]
+        trains = length < back or _grows(bests, fall, from_random) if trains else length < low
+    state = "training until" if trains else "resting under"
+    bound = back if trains else low
+    return Decision(trains, f"falling: accept length {lengths[-1]:.2f}, best {bests[-1]:.2f}, {state} {bound:.2f}")
+
+
+def _grows(bests: Sequence[float], fall: float, from_random: bool) -> bool:
+    """Whether the best rose by more than half a fall within the last PATIENCE judged steps."""
+    if len(bests) > PATIENCE:
+        return bests[-1] > bests[-1 - PATIENCE] * (1 + fall / 2)
+    return from_random

@@ -1,0 +1,93 @@
+"""A feature cache whose readers only ever see the run's first step: the control against training on fresh rollouts.
+
+The files of the first step stand a second time (hard links where the file system has them) in ``first/`` of the run's
+folder, out of reach of what the cache drops, for as long as the run's folder stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader, FeatureCacheWriter
+from tlt_hpc.storage.folder import RunFolder, make_folder, part_of, publish
+from tlt_hpc.storage.hdf5 import DamagedFile
+
+_log = logging.getLogger(__name__)
+
+FIRST_STEP = 0
+
+
+class NoDocuments:
+    """A ``Documents`` without any, for ever."""
+
+    is_current = True
+
+    def __len__(self) -> int:
+        return 0
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.empty(0, np.int64)
+
+    def read(self, index: int) -> Document:
+        raise AssertionError(f"document {index} of none")
+
+
+class FirstRollouts(FeatureCache):
+    """Fills like any feature cache; what is read is the first step's, whatever the step."""
+
+    def begin_step(self, step: int, weight_version: int) -> FeatureCacheWriter:
+        kept = first_file(self._folder, self._rank)
+        if step <= FIRST_STEP:
+            kept.unlink(missing_ok=True)  # of a run that was rewound: the step is written anew
+        elif not kept.exists():
+            self._keep(kept)
+        return super().begin_step(step, weight_version)
+
+    def own_documents(self) -> Documents:  # type: ignore[override]
+        """This step's so far while it is the first; later the first step is read from its files."""
+        return super().own_documents() if self._step == FIRST_STEP else NoDocuments()
+
+    def previous_step_files(self) -> list[Path]:
+        """The first step's files, of all ranks that this one can see; none in the first step itself."""
+        if self._step == FIRST_STEP:
+            return []
+        return [path for path in sorted(first_file(self._folder, 0).parent.glob("rank-*.h5")) if _is_whole(path)]
+
+    def _keep(self, kept: Path) -> None:
+        """Have the closed file of the first step stand a second time; a rank that was not there has none.
+
+        Raises:
+            WriteError: the disk refused.
+        """
+        original = self._folder.feature_cache(FIRST_STEP, self._rank)
+        if not original.exists():
+            return
+        make_folder(kept.parent)
+        part_of(kept).unlink(missing_ok=True)
+        with suppress(OSError):  # a file system without hard links
+            part_of(kept).hardlink_to(original)
+        if not part_of(kept).exists():
+            shutil.copyfile(original, part_of(kept))
+        publish(kept, durable=False)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file can be read; one warning where it cannot."""
+    try:
+        FeatureCacheReader(path).close()
+    except DamagedFile as error:
+        _log.warning("%s", error)
+        return False
+    return True
+
+
+def first_file(folder: RunFolder, rank: int) -> Path:
+    """Where a rank's file of the first step is kept."""
+    return folder.path / "first" / f"rank-{rank:04d}.h5"

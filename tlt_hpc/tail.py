@@ -1,0 +1,187 @@
+"""One step's rollout on this rank, and what is done while it waits for the others: rewards, then the drafter.
+
+Knows neither the policy's update nor what is written of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
+from tlt_hpc.job import Job
+from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey, Stream
+from tlt_hpc.rl.reward import Scorer, score
+
+
+class RollingReporter(Protocol):
+    """Whoever shows a rollout while it goes on; called on rank 0 alone."""
+
+    def rolling(self, step: int, roster: Roster) -> None: ...
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What a rollout left on this rank: its shard, its times, and whether a stop vote cut it short."""
+
+    rollouts: list[Rollout]
+    timing: RolloutTiming
+    stopped: bool
+    scorer: Scorer
+    """With the rewards that were found while the rank waited."""
+    decision: Decision
+    """Whether the step trains the drafter."""
+    late_seconds: float
+    """From this rank's knowing of the release to its leaving the loop."""
+
+
+def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
+    """Generate; once this rank runs dry, score and train the drafter until the last rank has finished."""
+    engine, pulse = job.engine, job.pulse
+    decision = decide_training(job, step)
+    scorer = Scorer(judge(job, step))
+    trains = decision.trains and job.config.drafter.place == "tail"
+    begin_features(job, step)
+    start = last_token = time.time()
+    engine.submit(shard(job, step))
+    pulse.begin(step)
+    while not (roster := pulse.poll(status(job))).over:
+        if engine.has_work:
+            decode(job)
+            last_token = time.time()
+        elif not use_wait(job, scorer, trains and worth_training(job, roster)):
+            pulse.back_off()
+        if job.world.rank == 0:
+            reporter.rolling(step, roster)
+    late_seconds = time.perf_counter() - pulse.released_at
+    timing = RolloutTiming(start, last_token, time.time())
+    if roster.stopping:
+        engine.abort()
+    return Tail(engine.collect(), timing, roster.stopping, scorer, decision, late_seconds)
+
+
+def worth_training(job: Job, roster: Roster) -> bool:
+    """Whether this rank, which is idle, should train rather than wait."""
+    return roster.worth_training(job.config.drafter.min_idle, job.world.rank)
+
+
+def begin_features(job: Job, step: int) -> None:
+    """Open this rank's feature cache for the step, and have the engine fill it."""
+    if job.drafting is None:
+        return
+    writer = job.drafting.cache.begin_step(step, job.engine.decoder.version)
+    job.engine.feature_sink = writer.append
+    job.drafting.spot.begin(step)
+
+
+def end_features(job: Job, tail: Tail) -> None:
+    """Close the feature cache of the step: nothing is trained on it before the next rollout."""
+    if job.drafting is None:
+        return
+    job.drafting.spot.end()
+    if tail.stopped:
+        job.drafting.cache.abandon_step()
+    else:
+        job.drafting.cache.end_step()
+
+
+def decode(job: Job) -> None:
+    """One round of decoding; a prefill may take long, and the others' rounds go on meanwhile."""
+    if not job.engine.has_waiting:
+        job.engine.step()
+        return
+    with job.pulse.progressing():
+        job.engine.step()
+
+
+def use_wait(job: Job, scorer: Scorer, trains: bool) -> bool:
+    """Something useful while others generate, rewards first; False where there is nothing to do."""
+    if scorer.has_unscored(job.engine.finished):
+        with job.pulse.progressing(status(job)):
+            scorer.score_ahead(job.engine.finished, lambda: is_over(job))
+        return True
+    return trains and train(job)
+
+
+def train(job: Job) -> bool:
+    """One micro-step of the drafter; the pulse goes on meanwhile, so that the release ends it at once."""
+    assert job.drafting is not None
+    with job.pulse.progressing(replace(status(job), state=State.TRAINING)):
+        return job.drafting.spot.micro_step(lambda: is_over(job))
+
+
+def is_over(job: Job) -> bool:
+    """Whether this rank should come back to its loop: the rollout is over, or it has a stop to vote for."""
+    return job.pulse.over or job.world.stop_requested
+
+
+def train_serially(job: Job, tail: Tail) -> None:
+    """Where the drafter is trained in place of the tail: all ranks, right after the release.
+
+    Before the update, so that features and head are of the same weights and the merge hides behind the update, as in
+    the tail: the two places differ in nothing but whose seconds they take.
+    """
+    if tail.stopped or not tail.decision.trains or job.config.drafter.place != "serial":
+        return
+    assert job.drafting is not None
+    for _ in range(job.config.drafter.serial_micro_steps):
+        if not job.drafting.spot.micro_step(lambda: job.world.stop_requested):
+            return
+
+
+def decide_training(job: Job, step: int) -> Decision:
+    """Whether the step trains the drafter; collective: rank 0 reads the log, so all decide alike."""
+    if job.drafting is None:
+        return Decision(False, "no learned drafter")
+    if not job.config.drafter.train:
+        return Decision(False, "frozen")
+    decision = None
+    if job.world.rank == 0:
+        decision = decide(job.config.drafter, step, past_drafts(job, step))
+    decision = job.world.broadcast(decision)
+    assert decision is not None
+    return decision
+
+
+def past_drafts(job: Job, step: int) -> list[DraftCounts]:
+    """What the log tells of the learned drafter's rounds in the steps before ``step``."""
+    path = job.folder.metrics
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+    return [DraftCounts.from_metrics(row) for row in rows if row["training/global_step"] < step]
+
+
+def status(job: Job) -> Status:
+    """What this rank tells the others."""
+    engine = job.engine
+    steps = len(job.drafting.spot.records) if job.drafting else 0
+    state = State.BUSY if engine.has_work else State.TRAINING if steps else State.IDLE
+    return Status(state, engine.num_unfinished, engine.num_tokens, steps, job.world.stop_requested)
+
+
+def shard(job: Job, step: int) -> list[Request]:
+    """This rank's requests of a step: whole groups, or single samples of all groups."""
+    config, world = job.config, job.world
+    prompts = job.prompts.batch(step)
+    size = config.rollout.group_size
+    requests = [
+        Request(SampleKey(config.run.seed, Stream.TRAIN, step, draw, sample), prompt.tokens)
+        for draw, prompt in enumerate(prompts)
+        for sample in range(size)
+    ]
+    unit = size if config.rollout.shard == "group" else 1
+    return [request for i, request in enumerate(requests) if i // unit % world.size == world.rank]
+
+
+def judge(job: Job, step: int) -> Callable[[Rollout], float]:
+    """What gives a response of the step its reward."""
+    prompts, kind = job.prompts.batch(step), job.config.data.reward
+
+    def reward(rollout: Rollout) -> float:
+        text = job.tokenizer.decode(rollout.response_tokens.tolist(), skip_special_tokens=True)
+        return score(text, prompts[rollout.key.draw].answer, kind)
+
+    return reward
