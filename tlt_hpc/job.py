@@ -59,6 +59,7 @@ _FREE_ON_RESUME = {
     "optimizer.micro_batch_tokens",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "checkpoint.background",
 }
 
 

@@ -152,9 +152,13 @@ class SpotTrainer:
     # -- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, moments and the step count by name, on the host."""
+        """Weights, moments and the step count by name, copied to the host."""
+        return {name: tensor.cpu().clone() for name, tensor in self.live_state().items()}
+
+    def live_state(self) -> dict[str, Tensor]:
+        """``state``, but the tensors themselves, which the next micro-step or merge changes."""
         names = [f"{name}.{part}" for name in self._parameters for part in ("weight", "exp_avg", "exp_avg_sq")]
-        state = {n: t.detach().cpu().clone() for n, t in zip(names, self._state_tensors(), strict=True)}
+        state = {name: tensor.detach() for name, tensor in zip(names, self._state_tensors(), strict=True)}
         return {**state, "num_steps": torch.tensor(self.num_steps)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
