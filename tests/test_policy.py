@@ -489,7 +489,7 @@ def hold_and_gather(stages: list[int]) -> list[list[Any]]:
     return results
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more(num_ranks: int) -> None:
     ranks = run_on_ranks(num_ranks, hold_and_gather, [0, 1, 2, 3])
     whole = 3 * 4 * sum(parameter.numel() for parameter in make_model().parameters())
