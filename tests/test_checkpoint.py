@@ -419,10 +419,18 @@ def step_until_saved(world: ThreadWorld, store: CheckpointStore) -> int:
     raise AssertionError("never done")
 
 
-def test_a_save_needs_no_more_than_to_be_asked_once_a_step(store: Stores) -> None:
+def test_a_save_needs_no_more_than_to_be_asked_once_a_step(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = store_module.write_file
+
+    def write_late(path: Path, tensors: Sequence[Any]) -> None:
+        time.sleep(0.1 * path.name.startswith("policy-00001"))
+        write(path, tensors)
+
+    monkeypatch.setattr(store_module, "write_file", write_late)
     steps = on_threads(3, lambda world: step_until_saved(world, store.of_rank[world.rank]))
     assert len(set(steps)) == 1, "over on all ranks in the same step"
     assert newest(store).step == 5
+    assert newest(store).names("policy") == sorted(f"layer{r}.{k}" for r in range(3) for k in ("weight", "bias"))
 
 
 def test_memory_is_taken_once_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
