@@ -66,6 +66,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_shape.py",
         "record_workload.py",
         "check_kernels.py",
+        "bench_checkpoint.py",
     },
     "jobs": set[str](),
 }

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tlt_hpc.checkpoint.background import Background
@@ -64,11 +65,25 @@ class Report:
 
 @dataclass(frozen=True)
 class _Held:
-    """A copied piece: where it belongs, and what to write."""
+    """A copied piece. What is to be written of it is worked out on the thread: the step waits for the copy alone."""
 
     part: str
-    stored: Stored
-    copied: Copied
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    dtype: torch.dtype
+    views: Sequence[Tensor]
+
+    @property
+    def stored(self) -> Stored:
+        return Stored(name=self.name, shape=list(self.shape), start=self.start, stop=self.stop)
+
+    @property
+    def copied(self) -> Copied:
+        stored = self.stored
+        shape = self.shape if stored.is_whole else (self.stop - self.start,)
+        return Copied(stored.key, self.dtype, shape, self.views)
 
 
 @dataclass(frozen=True)
@@ -286,9 +301,7 @@ def _as_piece(tensor: Tensor | Piece) -> Piece:
 
 
 def _hold(part: str, name: str, piece: Piece, copy: HostCopy) -> _Held:
-    stored = Stored(name=name, shape=list(piece.shape), start=piece.start, stop=piece.stop)
-    shape = piece.shape if stored.is_whole else (piece.values.numel(),)
-    return _Held(part, stored, Copied(stored.key, piece.values.dtype, shape, copy.take(piece.values)))
+    return _Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, copy.take(piece.values))
 
 
 def _fail(error: CheckpointError) -> Sequence[File]:
