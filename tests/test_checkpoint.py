@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 from tlt_hpc.checkpoint import host_copy, host_room
 from tlt_hpc.checkpoint import manifest as manifest_module
-from tlt_hpc.checkpoint import store as store_module
+from tlt_hpc.checkpoint import save as save_module
 from tlt_hpc.checkpoint.host_copy import HostCopy
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
@@ -264,7 +264,7 @@ class Killed(BaseException):
     """Stands for the end of the process: nobody catches it."""
 
 
-@pytest.mark.parametrize("moment", ["_write_files", "write_manifest", "sync"])
+@pytest.mark.parametrize("moment", ["write_file", "write_manifest", "sync"])
 def test_a_run_killed_while_saving_leaves_the_earlier_one(
     store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_run_killed_while_saving_leaves_the_earlier_one(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, moment, die)
+        patch.setattr(save_module, moment, die)
         with pytest.raises(Killed):
             save(store, 6, size=1)
     assert names_in(folder) == ["step-000004", "step-000006.part"]
@@ -289,7 +289,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(
     store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
 ) -> None:
     save(store, 4)
-    write = store_module.write_file
+    write = save_module.write_file
 
     def full_disk(path: Path, tensors: Sequence[Any]) -> None:
         if path.name.startswith(f"policy-{failing_rank:05d}"):
@@ -297,7 +297,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(
         write(path, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "write_file", full_disk)
+        patch.setattr(save_module, "write_file", full_disk)
         errors = save(store, 6)
     assert len({str(error) for error in errors}) == 1
     for expected in (f"rank {failing_rank} on node{failing_rank}", f"policy-{failing_rank:05d}", "No space left"):
@@ -317,7 +317,7 @@ def test_the_manifest_fails_on_all(store: Stores, monkeypatch: pytest.MonkeyPatc
     def full_disk(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store_module, "write_manifest", full_disk)
+    monkeypatch.setattr(save_module, "write_manifest", full_disk)
     assert all("No space left" in str(error) for error in save(store, 4))
     assert store.newest() is None
 
@@ -350,14 +350,14 @@ class HeldDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._go, self.asked = threading.Event(), threading.Event()
-        write = store_module.write_file
+        write = save_module.write_file
 
         def wait_and_write(path: Path, tensors: Sequence[Any]) -> None:
             self.asked.set()
             assert self._go.wait(60)
             write(path, tensors)
 
-        monkeypatch.setattr(store_module, "write_file", wait_and_write)
+        monkeypatch.setattr(save_module, "write_file", wait_and_write)
 
     def let_go(self) -> None:
         self._go.set()
@@ -407,6 +407,49 @@ def test_the_step_goes_on_while_the_disk_is_slow(tmp_path: Path, disk: HeldDisk)
     assert store.report() is None and names_in(tmp_path) == ["step-000005"]
 
 
+def test_it_is_whole_before_the_main_threads_meet_again(store: Stores, folder: Path) -> None:
+    def begin(world: ThreadWorld) -> None:
+        store.of_rank[world.rank].begin(5, world, make_shards(world.rank, 5), STATE)
+        end = time.monotonic() + 60
+        while not (folder / "step-000005").exists():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        store.of_rank[world.rank].finish(world)
+
+    assert on_threads(3, begin) == [None] * 3
+    assert newest(store).step == 5
+
+
+def test_what_a_killed_run_has_listed_is_not_taken_for_ours(
+    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 5)
+    lists = {
+        file.name.removeprefix("policy-").replace(".safetensors", ".list"): manifest_module.FileList(files=[file])
+        for file in manifest_module._read_manifest(folder / "step-000005" / "state.json").files
+        if file.part == "policy"
+    }
+    killed = (folder / "step-000005").rename(folder / "step-000006.part")
+    for name, listed in lists.items():
+        (killed / name).write_text(listed.model_dump_json())
+    write_late(monkeypatch, "policy-00001")
+    store.of_rank = Stores(folder, keep=2).of_rank
+    save(store, 6)
+    for rank in range(2):
+        for name, tensor in make_shards(rank, 6)["policy"].items():
+            assert torch.equal(newest(store).read("policy", name), tensor), name
+
+
+def write_late(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write = save_module.write_file
+
+    def write_file(path: Path, tensors: Sequence[Any]) -> None:
+        time.sleep(0.1 * path.name.startswith(name))
+        write(path, tensors)
+
+    monkeypatch.setattr(save_module, "write_file", write_file)
+
+
 def step_until_saved(world: ThreadWorld, store: CheckpointStore) -> int:
     """Steps of a main loop that asks once each, until the save is over."""
     store.begin(5, world, make_shards(world.rank, 5), STATE)
@@ -420,13 +463,7 @@ def step_until_saved(world: ThreadWorld, store: CheckpointStore) -> int:
 
 
 def test_a_save_needs_no_more_than_to_be_asked_once_a_step(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = store_module.write_file
-
-    def write_late(path: Path, tensors: Sequence[Any]) -> None:
-        time.sleep(0.1 * path.name.startswith("policy-00001"))
-        write(path, tensors)
-
-    monkeypatch.setattr(store_module, "write_file", write_late)
+    write_late(monkeypatch, "policy-00001")
     steps = on_threads(3, lambda world: step_until_saved(world, store.of_rank[world.rank]))
     assert len(set(steps)) == 1, "over on all ranks in the same step"
     assert newest(store).step == 5

@@ -225,10 +225,9 @@ def gather(
     job: Job, rollouts: list[Rollout], rewards: NDArray[np.float32]
 ) -> tuple[list[Rollout], NDArray[np.float32]]:
     """All ranks' rollouts and rewards, ordered by key: what the update reads does not depend on who finished when."""
-    own = list(zip(rollouts, rewards, strict=True))
-    items = job.world.allgather((own, job.checkpoints.report()))
-    job.checkpoints.advance([report for _, report in items])
-    pairs = [pair for shard_pairs, _ in items for pair in shard_pairs]
+    pairs = [
+        pair for shard_pairs in job.world.allgather(list(zip(rollouts, rewards, strict=True))) for pair in shard_pairs
+    ]
     pairs.sort(key=lambda pair: pair[0].key)
     return [rollout for rollout, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float32)
 
@@ -326,7 +325,7 @@ def reserve_copy(job: Job) -> None:
 
 
 def goes_on(job: Job) -> bool:
-    """Whether nobody was asked to stop; in the same collective a save under way goes on. Collective."""
+    """Whether nobody was asked to stop; in the same collective all learn how a save goes on."""
     reports, stop = job.world.exchange(job.checkpoints.report())
     job.checkpoints.advance(reports)
     return not stop

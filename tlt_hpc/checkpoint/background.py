@@ -27,6 +27,10 @@ class Background(Generic[T]):
         """Whether ``result`` would not wait."""
         return not self._thread.is_alive()
 
+    def wait(self, seconds: float) -> None:
+        """Wait for the function, so long at most."""
+        self._thread.join(seconds)
+
     def result(self) -> T:
         """Wait for the function and return what it did, or raise what it raised."""
         self._thread.join()

@@ -64,6 +64,12 @@ class File(_Record):
     tensors: list[Stored]
 
 
+class FileList(_Record):
+    """One rank's files."""
+
+    files: list[File]
+
+
 class _Manifest(_Record):
     format: Literal["tlt_hpc checkpoint"] = "tlt_hpc checkpoint"
     version: Literal[2] = 2

@@ -4,43 +4,29 @@ A checkpoint is a folder ``step-000010`` of safetensors files, one writer each, 
 It is written as ``step-000010.part`` and renamed when it is whole, so a folder under its final name is complete unless
 the disk has lost something.
 
-A save has three stages: the main thread copies this rank's share to host memory (``begin``); a thread of each rank
-writes it, and calls no MPI; once all have, rank 0's thread lists the files and renames. From stage to stage it goes in
-``advance``, on what all ranks say of theirs (``report``), which the main loop adds to collectives that it has anyway.
+The main thread copies this rank's share to host memory (``begin``) and goes on; a thread of each rank writes it
+(``save.py``). What became of it all ranks learn in ``advance``, from what each says of its own (``report``): the main
+loop adds that to a collective that it has anyway.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from tlt_hpc.checkpoint.background import Background
 from tlt_hpc.checkpoint.host_copy import HostCopy
 from tlt_hpc.checkpoint.host_room import check_room
-from tlt_hpc.checkpoint.manifest import (
-    JSON,
-    STATE_FILE,
-    Checkpoint,
-    CheckpointError,
-    File,
-    Stored,
-    digest_of,
-    open_checkpoint,
-    write_manifest,
-)
-from tlt_hpc.checkpoint.shard_file import Copied, write_file
+from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_checkpoint
+from tlt_hpc.checkpoint.save import Held, Save, clear_leftovers, found_in
 from tlt_hpc.models.piece import Piece
-from tlt_hpc.storage.folder import sync
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -48,59 +34,18 @@ if TYPE_CHECKING:
 Shard = Mapping[str, Tensor | Piece] | Iterable[tuple[str, Tensor | Piece]]
 """What a rank holds of a part of the state; an iterator is asked for one tensor at a time."""
 
-logger = logging.getLogger(__name__)
+ASK_EVERY_SECONDS = 0.05
+"""How often ranks that wait for a save ask each other."""
 
-NAME = re.compile(r"step-(\d{6,})")
-PART = ".part"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank tells the others of the stage that its thread is in."""
+    """What a rank tells the others of its thread."""
 
     is_done: bool
-    files: tuple[File, ...] = ()
     failure: str = ""
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A copied piece. What is to be written of it is worked out on the thread: the step waits for the copy alone."""
-
-    part: str
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    dtype: torch.dtype
-    views: Sequence[Tensor]
-
-    @property
-    def stored(self) -> Stored:
-        return Stored(name=self.name, shape=list(self.shape), start=self.start, stop=self.stop)
-
-    @property
-    def copied(self) -> Copied:
-        stored = self.stored
-        shape = self.shape if stored.is_whole else (self.stop - self.start,)
-        return Copied(stored.key, self.dtype, shape, self.views)
-
-
-@dataclass(frozen=True)
-class _Save:
-    """The save under way."""
-
-    final: Path
-    step: int
-    rank: int
-    who: str
-    state: Mapping[str, JSON]
-    task: Background[Report]
-    is_sealing: bool = False
-
-    @property
-    def part(self) -> Path:
-        return _part_of(self.final)
 
 
 class CheckpointStore:
@@ -111,7 +56,9 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
         self._copy = HostCopy()
-        self._save: _Save | None = None
+        self._is_clear = False
+        self._save: Save | None = None
+        self._task: Background[Report] | None = None
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -125,48 +72,44 @@ class CheckpointStore:
         self._copy.reserve(num_bytes, pinned)
 
     def begin(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> None:
-        """Copy what is to be saved, and start to write it; every rank calls it, and none waits for another.
+        """Copy what is to be saved, and start to write it; collective, but only the first waits for other ranks.
 
         What is saved is the state of now, whatever becomes of the tensors later.
 
         Args:
             shards: part -> what this rank holds of it; each element of a tensor is held by one rank only.
             state: what rank 0 gives is kept.
+
+        Raises:
+            CheckpointError: on all ranks, where rank 0 cannot remove what killed runs have left.
         """
         assert self._save is None, "finish the last save first"
-        final, who = self._folder / f"step-{step:06d}", f"rank {world.rank} on {world.hostname}"
+        if not self._is_clear:
+            self._clear(world)
         plain = json.loads(json.dumps(state, allow_nan=False))
-        action = self._take(shards, partial(self._write, _part_of(final), world.rank, world.size))
-        self._save = _Save(final, step, world.rank, who, plain, Background(partial(_reported, who, action)))
+        self._save = Save(self._folder, step, world.rank, world.size, self._keep, plain)
+        action = self._take(shards, self._save)
+        self._task = Background(partial(_reported, f"rank {world.rank} on {world.hostname}", action))
 
     def report(self) -> Report | None:
         """How far this rank is; None where nothing is being saved, on all ranks alike."""
-        if self._save is None:
+        if self._task is None:
             return None
-        return self._save.task.result() if self._save.task.is_done else Report(is_done=False)
+        return self._task.result() if self._task.is_done else Report(is_done=False)
 
     def advance(self, reports: Sequence[Report | None]) -> None:
-        """Go on with the save under way if all ranks are ready to; at once, and with all ranks' ``report``.
+        """Take note of all ranks' ``report``: whether the save under way is over, or has failed.
 
         Raises:
             CheckpointError: on all ranks, where one could not write; earlier checkpoints are as they were.
         """
-        save = self._save
         said = [report for report in reports if report is not None]
-        assert len(said) in (0, len(reports)) and bool(said) == (save is not None), "ranks disagree on the save"
-        if save is None or not all(report.is_done for report in said):
-            return
-        self._save = None
-        failures = [report.failure for report in said if report.failure]
-        if failures:
-            raise CheckpointError(
-                f"cannot write checkpoint {save.final}: {failures[0]}; free space there or choose another run.folder "
-                "(earlier checkpoints are untouched)"
-            )
-        if not save.is_sealing:
-            files = [file for report in said for file in report.files]
-            seal = partial(self._seal, save, files) if save.rank == 0 else tuple
-            self._save = replace(save, is_sealing=True, task=Background(partial(_reported, save.who, seal)))
+        assert len(said) == (0 if self._save is None else len(reports)), "ranks disagree on whether anything is saved"
+        failure = next((report.failure for report in said if report.failure), "")
+        if self._save is not None and failure:
+            self._give_up(self._save, failure)
+        if all(report.is_done for report in said):
+            self._save = self._task = None
 
     def finish(self, world: World) -> None:
         """Wait until nothing is being saved; collective.
@@ -174,8 +117,9 @@ class CheckpointStore:
         Raises:
             CheckpointError: as ``advance``.
         """
-        while self._save is not None:
-            self.advance(world.allgather(self._save.task.result()))
+        while self._task is not None:
+            self._task.wait(ASK_EVERY_SECONDS)
+            self.advance(world.allgather(self.report()))
 
     def save(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> Path:
         """``begin`` and ``finish``: the folder of the checkpoint; collective.
@@ -183,16 +127,22 @@ class CheckpointStore:
         A step that is there in good order already is left as it is: a run's state at a step is one and the same.
 
         Raises:
-            CheckpointError: as ``advance``.
+            CheckpointError: as ``begin`` and ``advance``.
         """
         self.finish(world)
         self.begin(step, world, shards, state)
         self.finish(world)
         return self._folder / f"step-{step:06d}"
 
-    def _take(
-        self, shards: Mapping[str, Shard], write: Callable[[Sequence[_Held]], Sequence[File]]
-    ) -> Callable[[], Sequence[File]]:
+    def _clear(self, world: World) -> None:
+        """Have rank 0 remove what killed runs left: a list of theirs must not be taken for one of ours."""
+        report = _reported("rank 0", partial(clear_leftovers, self._folder)) if world.rank == 0 else Report(True)
+        failure = world.allgather(report)[0].failure
+        if failure:
+            raise CheckpointError(f"cannot remove leftovers in {self._folder}: {failure}; remove its *.part folders")
+        self._is_clear = True
+
+    def _take(self, shards: Mapping[str, Shard], save: Save) -> Callable[[], None]:
         """Copy, and return what is to be done with the copies: to write them, or to say that there was no room."""
         self._copy.clear()
         try:
@@ -203,48 +153,17 @@ class CheckpointStore:
             ]
         except CheckpointError as error:
             return partial(_fail, error)
-        return partial(write, held)
+        return partial(_write, self._copy, save, held)
 
-    def _write(self, part: Path, rank: int, num_ranks: int, held: Sequence[_Held]) -> Sequence[File]:
-        """Write this rank's files, one for each part of which it holds anything; on the thread."""
-        part.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            self._clear_leftovers(part)
-        self._copy.wait()
-        return _write_files(part, f"{rank:05d}-of-{num_ranks:05d}.safetensors", held)
-
-    def _clear_leftovers(self, part: Path) -> None:
-        """Remove what killed runs left; what they left in ``part`` is found when that is sealed."""
-        for leftover in self._folder.glob(f"step-*{PART}"):
-            if leftover != part:
-                shutil.rmtree(leftover)
-
-    def _seal(self, save: _Save, files: Sequence[File]) -> Sequence[File]:
-        """Make a checkpoint of all ranks' files, and remove those beyond ``keep``; on rank 0's thread."""
-        if save.final.exists() and _in_good_order(save.final, save.step):
-            shutil.rmtree(save.part)
-            return ()
-        for path in save.part.iterdir():
-            if path.name not in {file.name for file in files}:
-                path.unlink()
-        write_manifest(save.part / STATE_FILE, save.step, files, save.state)
-        sync(save.part)
-        if save.final.exists():  # a damaged one
-            save.final.rename(save.final.with_name(f"{save.final.name}.damaged{PART}"))
-        save.part.rename(save.final)
-        sync(self._folder)
-        self._prune(save.step)
-        return ()
-
-    def _prune(self, step: int) -> None:
-        """Remove the oldest, up to this step; a later one was passed over as damaged, and is left for its owner."""
-        old = [folder for found, folder in self._found() if found <= step][: -self._keep]
-        for folder in old:
-            try:
-                # A removal that is killed half-way must not leave a damaged checkpoint under a final name.
-                shutil.rmtree(folder.rename(_part_of(folder)))
-            except OSError as error:
-                logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
+    def _give_up(self, save: Save, failure: str) -> None:
+        assert self._task is not None
+        save.given_up.set()
+        self._task.result()  # nobody writes any more
+        self._save, self._task, self._is_clear = None, None, False
+        raise CheckpointError(
+            f"cannot write checkpoint {save.final}: {failure}; free space there or choose another run.folder (earlier "
+            "checkpoints are untouched)"
+        )
 
     # -- finding ------------------------------------------------------------------------------------------------
 
@@ -256,7 +175,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints, but none in good order.
         """
-        found = self._found()
+        found = found_in(self._folder)
         for step, folder in reversed(found):
             try:
                 return open_checkpoint(folder, step)
@@ -275,7 +194,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is none, or it is not in good order.
         """
-        folders = dict(self._found())
+        folders = dict(found_in(self._folder))
         if step not in folders:
             there = f"those of steps {', '.join(map(str, folders))}" if folders else "none"
             raise CheckpointError(f"no such checkpoint in {self._folder}, which has {there}; use one that is there")
@@ -284,57 +203,27 @@ class CheckpointStore:
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {folders[step]} is damaged ({error}); use another one") from None
 
-    def _found(self) -> list[tuple[int, Path]]:
-        """Step and folder of all under a final name, the newest last."""
-        if not self._folder.is_dir():
-            return []
-        matches = ((NAME.fullmatch(path.name), path) for path in self._folder.iterdir() if path.is_dir())
-        return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _part_of(folder: Path) -> Path:
-    return folder.with_name(folder.name + PART)
-
 
 def _as_piece(tensor: Tensor | Piece) -> Piece:
     return tensor if isinstance(tensor, Piece) else Piece.whole(tensor)
 
 
-def _hold(part: str, name: str, piece: Piece, copy: HostCopy) -> _Held:
-    return _Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, copy.take(piece.values))
+def _hold(part: str, name: str, piece: Piece, copy: HostCopy) -> Held:
+    return Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, copy.take(piece.values))
 
 
-def _fail(error: CheckpointError) -> Sequence[File]:
+def _write(copy: HostCopy, save: Save, held: Sequence[Held]) -> None:
+    copy.wait()
+    save.write(held)
+
+
+def _fail(error: CheckpointError) -> None:
     raise error
 
 
-def _reported(who: str, action: Callable[[], Sequence[File]]) -> Report:
+def _reported(who: str, action: Callable[[], None]) -> Report:
     try:
-        return Report(is_done=True, files=tuple(action()))
+        action()
     except (OSError, CheckpointError) as error:
         return Report(is_done=True, failure=f"{who}: {error}")
-
-
-def _write_files(folder: Path, suffix: str, held: Sequence[_Held]) -> list[File]:
-    parts = dict.fromkeys(each.part for each in held)
-    return [
-        _write_part(folder / f"{part}-{suffix}", part, [each for each in held if each.part == part]) for part in parts
-    ]
-
-
-def _write_part(path: Path, part: str, held: Sequence[_Held]) -> File:
-    try:
-        write_file(path, [each.copied for each in held])
-        tensors = sorted((each.stored for each in held), key=lambda stored: stored.name)
-        return File(part=part, name=path.name, size=path.stat().st_size, digest=digest_of(path), tensors=tensors)
-    except OSError as error:
-        raise CheckpointError(f"{path.name}: {error}") from None
-
-
-def _in_good_order(folder: Path, step: int) -> bool:
-    try:
-        open_checkpoint(folder, step)
-    except CheckpointError as error:
-        logger.warning("replacing checkpoint %s: %s", folder, error)
-        return False
-    return True
+    return Report(is_done=True)
