@@ -1,24 +1,37 @@
-"""The checkpoint store: what comes back, and what killed runs, full disks and flipped bits do to it.
+"""The checkpoint store: what comes back, what is written meanwhile, and what kills, full disks and flipped bits do.
 
-Ranks are threads here: the store needs of a world only ``rank``, ``size``, ``hostname`` and ``allgather``.
+Ranks are threads here: the store needs of a world only its ranks' places and ``allgather``.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import pickle
+import random
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import launch_ranks
 import pytest
 import torch
 from safetensors import safe_open
 
-from tlt_hpc.checkpoint import store as store_module
-from tlt_hpc.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from tlt_hpc.checkpoint import host_copy, host_room
+from tlt_hpc.checkpoint import manifest as manifest_module
+from tlt_hpc.checkpoint import save as save_module
+from tlt_hpc.checkpoint.host_copy import HostCopy
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.models.piece import Piece, deal
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}
 
@@ -27,7 +40,7 @@ class ThreadWorld:
     """One rank of several that are threads of this process."""
 
     def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.hostname = rank, size, f"node{rank}"
+        self.rank, self.size, self.hostname, self.node = rank, size, f"node{rank}", rank
         self._board, self._barrier = board, barrier
 
     def allgather(self, item: Any) -> list[Any]:
@@ -58,13 +71,26 @@ def make_shards(rank: int, step: int) -> dict[str, dict[str, torch.Tensor]]:
     return {"policy": policy, "drafter": {"fc": torch.randn(2, 2).bfloat16()} if rank == 0 else {}}
 
 
-def save(store: CheckpointStore, step: int, size: int = 2) -> list[Any]:
-    return on_threads(size, lambda world: store.save(step, world, make_shards(world.rank, step), STATE))
+class Stores:
+    """Each rank's store of one folder."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.of_rank = [CheckpointStore(folder, keep) for _ in range(4)]
+
+    def newest(self) -> Checkpoint | None:
+        return self.of_rank[0].newest()
+
+
+def save(stores: Stores, step: int, size: int = 2) -> list[Any]:
+    return on_threads(
+        size, lambda world: stores.of_rank[world.rank].save(step, world, make_shards(world.rank, step), STATE)
+    )
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+def store(tmp_path: Path) -> Stores:
+    return Stores(tmp_path / "checkpoints", keep=2)
 
 
 @pytest.fixture
@@ -72,7 +98,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def newest(store: CheckpointStore) -> Checkpoint:
+def newest(store: Stores) -> Checkpoint:
     checkpoint = store.newest()
     assert checkpoint is not None
     return checkpoint
@@ -86,7 +112,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_was_saved_comes_back(store: CheckpointStore, folder: Path, size: int) -> None:
+def test_what_was_saved_comes_back(store: Stores, folder: Path, size: int) -> None:
     assert save(store, 10, size) == [folder / "step-000010"] * size
     checkpoint = pickle.loads(pickle.dumps(newest(store)))  # one rank finds it and broadcasts it
     assert checkpoint.step == 10 and checkpoint.state == STATE
@@ -99,7 +125,7 @@ def test_what_was_saved_comes_back(store: CheckpointStore, folder: Path, size: i
     assert checkpoint.names("reference") == []
 
 
-def test_one_file_per_rank_and_part_in_safetensors(store: CheckpointStore, folder: Path) -> None:
+def test_one_file_per_rank_and_part_in_safetensors(store: Stores, folder: Path) -> None:
     save(store, 10)
     expected = ["drafter-00000-of-00002", "policy-00000-of-00002", "policy-00001-of-00002"]
     assert names_in(folder / "step-000010") == [f"{name}.safetensors" for name in expected] + ["state.json"]
@@ -107,27 +133,27 @@ def test_one_file_per_rank_and_part_in_safetensors(store: CheckpointStore, folde
         assert sorted(file.keys()) == ["layer1.bias", "layer1.weight"]
 
 
-def test_the_newest_are_kept(store: CheckpointStore, folder: Path) -> None:
+def test_the_newest_are_kept(store: Stores, folder: Path) -> None:
     for step in (2, 4, 10, 1_000_000):
         save(store, step)
     assert names_in(folder) == ["step-000010", "step-1000000"]
     assert newest(store).step == 1_000_000
 
 
-def test_no_folder_and_no_checkpoint_is_none(store: CheckpointStore, folder: Path) -> None:
+def test_no_folder_and_no_checkpoint_is_none(store: Stores, folder: Path) -> None:
     assert store.newest() is None
     folder.mkdir()
     (folder / "notes.txt").write_text("not a checkpoint")
     assert store.newest() is None
 
 
-def test_a_tensor_that_is_not_there_is_named(store: CheckpointStore) -> None:
+def test_a_tensor_that_is_not_there_is_named(store: Stores) -> None:
     save(store, 10)
     with pytest.raises(CheckpointError, match=r"no tensor 'other' in its part 'policy'.*choose another run.name"):
         newest(store).read("policy", "other")
 
 
-def test_a_step_in_good_order_is_left_as_it_is(store: CheckpointStore, folder: Path) -> None:
+def test_a_step_in_good_order_is_left_as_it_is(store: Stores, folder: Path) -> None:
     save(store, 10)
     before = (folder / "step-000010" / "state.json").stat().st_mtime_ns
     assert save(store, 10) == [folder / "step-000010"] * 2
@@ -165,7 +191,7 @@ def replace_digit(path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_with_one_warning(
-    store: CheckpointStore,
+    store: Stores,
     folder: Path,
     caplog: pytest.LogCaptureFixture,
     file: str,
@@ -182,7 +208,7 @@ def test_a_damaged_checkpoint_is_skipped_with_one_warning(
 
 
 def test_a_checkpoint_of_another_program_is_skipped(
-    store: CheckpointStore, folder: Path, caplog: pytest.LogCaptureFixture
+    store: Stores, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(store, 4)
     foreign = folder / "step-000005"
@@ -192,21 +218,21 @@ def test_a_checkpoint_of_another_program_is_skipped(
     assert len(caplog.messages) == 1 and "step-000005" in caplog.messages[0]
 
 
-def test_a_renamed_checkpoint_is_skipped(store: CheckpointStore, folder: Path) -> None:
+def test_a_renamed_checkpoint_is_skipped(store: Stores, folder: Path) -> None:
     save(store, 4)
     save(store, 6)
     (folder / "step-000006").rename(folder / "step-000009")
     assert newest(store).step == 4
 
 
-def test_nothing_but_damaged_ones_is_an_error(store: CheckpointStore, folder: Path) -> None:
+def test_nothing_but_damaged_ones_is_an_error(store: Stores, folder: Path) -> None:
     save(store, 4)
     truncate(folder / "step-000004" / "state.json")
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* remove them all to start afresh"):
         store.newest()
 
 
-def test_what_a_killed_run_left_is_removed_at_the_next_save(store: CheckpointStore, folder: Path) -> None:
+def test_what_a_killed_run_left_is_removed_at_the_next_save(store: Stores, folder: Path) -> None:
     save(store, 4)
     for name in ("step-000006.part", "step-000002.part"):
         (folder / name).mkdir()
@@ -217,7 +243,7 @@ def test_what_a_killed_run_left_is_removed_at_the_next_save(store: CheckpointSto
     assert newest(store).step == 6
 
 
-def test_a_damaged_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore, folder: Path) -> None:
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(store: Stores, folder: Path) -> None:
     save(store, 4)
     flip_last_byte(folder / "step-000004" / "policy-00000-of-00002.safetensors")
     save(store, 4)
@@ -226,7 +252,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(store: CheckpointStor
     assert names_in(folder) == ["step-000004", "step-000005"]
 
 
-def test_a_later_damaged_checkpoint_takes_no_place_of_a_good_one(store: CheckpointStore, folder: Path) -> None:
+def test_a_later_damaged_checkpoint_takes_no_place_of_a_good_one(store: Stores, folder: Path) -> None:
     for step in (4, 9):
         save(store, step)
     truncate(folder / "step-000009" / "state.json")
@@ -238,9 +264,9 @@ class Killed(BaseException):
     """Stands for the end of the process: nobody catches it."""
 
 
-@pytest.mark.parametrize("moment", ["_write_shards", "_write_manifest", "sync"])
+@pytest.mark.parametrize("moment", ["write_file", "write_manifest", "sync"])
 def test_a_run_killed_while_saving_leaves_the_earlier_one(
-    store: CheckpointStore, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     save(store, 4, size=1)
 
@@ -248,46 +274,50 @@ def test_a_run_killed_while_saving_leaves_the_earlier_one(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, moment, die)
+        patch.setattr(save_module, moment, die)
         with pytest.raises(Killed):
             save(store, 6, size=1)
     assert names_in(folder) == ["step-000004", "step-000006.part"]
-    assert newest(store).step == 4
-    save(store, 6, size=1)
-    assert newest(store).step == 6
+    again = Stores(folder, keep=2)  # of the run that goes on
+    assert newest(again).step == 4
+    save(again, 6, size=1)
+    assert newest(again).step == 6 and names_in(folder) == ["step-000004", "step-000006"]
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_write_that_fails_on_one_rank_fails_on_all(
-    store: CheckpointStore, folder: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
+    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
 ) -> None:
     save(store, 4)
-    write = store_module.save_file
+    write = save_module.write_file
 
-    def full_disk(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    def full_disk(path: Path, tensors: Sequence[Any]) -> None:
         if path.name.startswith(f"policy-{failing_rank:05d}"):
             raise OSError(28, "No space left on device")
-        write(dict(tensors), path)
+        write(path, tensors)
 
-    monkeypatch.setattr(store_module, "save_file", full_disk)
-    errors = save(store, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(save_module, "write_file", full_disk)
+        errors = save(store, 6)
     assert len({str(error) for error in errors}) == 1
     for expected in (f"rank {failing_rank} on node{failing_rank}", f"policy-{failing_rank:05d}", "No space left"):
         assert all(isinstance(error, CheckpointError) and expected in str(error) for error in errors), errors
     assert newest(store).step == 4
+    save(store, 6)
+    assert newest(store).step == 6 and names_in(folder) == ["step-000004", "step-000006"]
 
 
 def test_a_folder_that_cannot_be_made_fails_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    errors = save(CheckpointStore(tmp_path / "file" / "checkpoints", keep=1), 4)
+    errors = save(Stores(tmp_path / "file" / "checkpoints", keep=1), 4)
     assert all(isinstance(error, CheckpointError) and "rank 0" in str(error) for error in errors), errors
 
 
-def test_the_manifest_fails_on_all(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manifest_fails_on_all(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store_module, "_write_manifest", full_disk)
+    monkeypatch.setattr(save_module, "write_manifest", full_disk)
     assert all("No space left" in str(error) for error in save(store, 4))
     assert store.newest() is None
 
@@ -298,15 +328,378 @@ def test_the_manifest_fails_on_all(store: CheckpointStore, monkeypatch: pytest.M
 def test_the_digest_covers_all_of_a_small_file_and_both_ends_of_a_large_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "MEBIBYTE", 8)
-    monkeypatch.setattr(store_module, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(manifest_module, "MEBIBYTE", 8)
+    monkeypatch.setattr(manifest_module, "MOST_BLOCKS", 4)
     for size, covered in [(32, range(32)), (7, range(7)), (33, (0, 7, 25, 32)), (1000, (0, 7, 335, 992, 999))]:
         path = tmp_path / str(size)
         path.write_bytes(bytes(size))
-        digests = {store_module._digest(path)}
+        digests = {manifest_module.digest_of(path)}
         for place in covered:
             content = bytearray(size)
             content[place] = 1
             path.write_bytes(content)
-            digests.add(store_module._digest(path))
+            digests.add(manifest_module.digest_of(path))
         assert len(digests) == len(covered) + 1, size
+
+
+# --- in the background ---
+
+
+class HeldDisk:
+    """A disk that takes nothing until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._go, self.asked = threading.Event(), threading.Event()
+        write = save_module.write_file
+
+        def wait_and_write(path: Path, tensors: Sequence[Any]) -> None:
+            self.asked.set()
+            assert self._go.wait(60)
+            write(path, tensors)
+
+        monkeypatch.setattr(save_module, "write_file", wait_and_write)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldDisk]:
+    held = HeldDisk(monkeypatch)
+    yield held
+    held.let_go()
+
+
+class OneRank:
+    rank, size, hostname, node = 0, 1, "here", 0
+
+    def allgather(self, item: Any) -> list[Any]:
+        return [item]
+
+
+def test_what_is_saved_is_the_state_at_begin(tmp_path: Path, disk: HeldDisk) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    weight, steps, state = torch.randn(300, 70), torch.tensor(7), {"tuner": [1.0]}
+    wanted = weight.clone()
+    store.begin(5, OneRank(), {"policy": {"weight": weight, "steps": steps}}, state)
+    weight.mul_(-1), steps.add_(1), state["tuner"].append(2.0)
+    disk.let_go()
+    store.finish(OneRank())
+    checkpoint = store.at(5)
+    assert torch.equal(checkpoint.read("policy", "weight"), wanted)
+    assert checkpoint.read("policy", "steps") == 7 and checkpoint.state == {"tuner": [1.0]}
+
+
+def test_the_step_goes_on_while_the_disk_is_slow(tmp_path: Path, disk: HeldDisk) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    assert store.report() is None
+    store.begin(5, OneRank(), make_shards(0, 5), STATE)
+    for _ in range(3):
+        report = store.report()
+        assert report is not None and not report.is_done
+        store.advance([report])
+    assert disk.asked.wait(60)
+    assert store.newest() is None and names_in(tmp_path) == ["step-000005.part"]
+    with pytest.raises(AssertionError, match="finish the last save"):
+        store.begin(6, OneRank(), make_shards(0, 6), STATE)
+    disk.let_go()
+    store.finish(OneRank())
+    assert store.report() is None and names_in(tmp_path) == ["step-000005"]
+
+
+def test_it_is_whole_before_the_main_threads_meet_again(store: Stores, folder: Path) -> None:
+    def begin(world: ThreadWorld) -> None:
+        store.of_rank[world.rank].begin(5, world, make_shards(world.rank, 5), STATE)
+        end = time.monotonic() + 60
+        while not (folder / "step-000005").exists():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        store.of_rank[world.rank].finish(world)
+
+    assert on_threads(3, begin) == [None] * 3
+    assert newest(store).step == 5
+
+
+def test_what_a_killed_run_has_listed_is_not_taken_for_ours(
+    store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 5)
+    lists = {
+        file.name.removeprefix("policy-").replace(".safetensors", ".list"): manifest_module.FileList(files=[file])
+        for file in manifest_module._read_manifest(folder / "step-000005" / "state.json").files
+        if file.part == "policy"
+    }
+    killed = (folder / "step-000005").rename(folder / "step-000006.part")
+    for name, listed in lists.items():
+        (killed / name).write_text(listed.model_dump_json())
+    write_late(monkeypatch, "policy-00001")
+    store.of_rank = Stores(folder, keep=2).of_rank
+    save(store, 6)
+    for rank in range(2):
+        for name, tensor in make_shards(rank, 6)["policy"].items():
+            assert torch.equal(newest(store).read("policy", name), tensor), name
+
+
+def write_late(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write = save_module.write_file
+
+    def write_file(path: Path, tensors: Sequence[Any]) -> None:
+        time.sleep(0.1 * path.name.startswith(name))
+        write(path, tensors)
+
+    monkeypatch.setattr(save_module, "write_file", write_file)
+
+
+def step_until_saved(world: ThreadWorld, store: CheckpointStore) -> int:
+    """Steps of a main loop that asks once each, until the save is over."""
+    store.begin(5, world, make_shards(world.rank, 5), STATE)
+    for steps in range(10_000):
+        reports = world.allgather(store.report())
+        store.advance(reports)
+        if reports[0] is None:
+            return steps
+        time.sleep(0.001)
+    raise AssertionError("never done")
+
+
+def test_a_save_needs_no_more_than_to_be_asked_once_a_step(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_late(monkeypatch, "policy-00001")
+    steps = on_threads(3, lambda world: step_until_saved(world, store.of_rank[world.rank]))
+    assert len(set(steps)) == 1, "over on all ranks in the same step"
+    assert newest(store).step == 5
+    assert newest(store).names("policy") == sorted(f"layer{r}.{k}" for r in range(3) for k in ("weight", "bias"))
+
+
+def test_memory_is_taken_once_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "CHUNK_BYTES", 64)
+    copy = HostCopy()
+    copy.reserve(100, pinned=False)
+    assert copy.num_bytes == 128
+    for _ in range(3):
+        copy.clear()
+        for tensor in (torch.randn(20), torch.arange(5), torch.randn(3).bfloat16()):
+            views = copy.take(tensor)
+            assert bytes(torch.cat(views).tolist()) == bytes(tensor.view(torch.uint8).tolist())
+    assert copy.num_bytes == 128
+    copy.take(torch.zeros(10))
+    assert copy.num_bytes == 192
+
+
+def test_no_room_for_the_copy_fails_on_all(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store, 4)
+    taken = {"rank0": 0}
+
+    def no_memory(*sizes: Any, **options: Any) -> torch.Tensor:
+        taken["rank0"] += 1
+        raise RuntimeError("not enough memory: you tried to allocate 16777216 bytes.\nStack")
+
+    monkeypatch.setattr(host_copy.torch, "empty", no_memory)
+    store.of_rank[1] = CheckpointStore(store.folder, keep=2)  # one that has no memory yet
+    errors = save(store, 6)
+    assert all(isinstance(error, CheckpointError) for error in errors) and taken["rank0"] == 1
+    assert "rank 1 on node1: no room in host memory" in str(errors[0]) and "\n" not in str(errors[0])
+    assert newest(store).step == 4
+
+
+# --- pieces ---
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_what_is_dealt_comes_back_whole(tmp_path: Path, num_ranks: int) -> None:
+    tensors = {
+        "wide": torch.randn(5, 37),
+        "half": torch.randn(4, 3, 2).bfloat16(),
+        "count": torch.tensor(41),
+        "none": torch.zeros(0, 4),
+        "mask": torch.arange(9) % 2 == 0,
+    }
+
+    def save_dealt(world: ThreadWorld) -> int:
+        own = list(deal(tensors.items(), world.rank, world.size))
+        CheckpointStore(tmp_path, keep=1).save(3, world, {"drafter": iter(own)}, {})
+        return sum(piece.values.numel() for _, piece in own)
+
+    counts = on_threads(num_ranks, save_dealt)
+    assert max(counts) - min(counts) <= 1
+    checkpoint = CheckpointStore(tmp_path, keep=1).at(3)
+    assert checkpoint.names("drafter") == sorted(tensors)
+    for name, wanted in tensors.items():
+        read = checkpoint.read("drafter", name)
+        assert read.dtype == wanted.dtype and torch.equal(read, wanted), name
+
+
+@pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])
+def test_ranks_that_hold_too_little_or_too_much_are_found(tmp_path: Path, bounds: list[tuple[int, int]]) -> None:
+    values = torch.arange(6.0)
+    files = []
+    for rank, (start, stop) in enumerate(bounds):
+        stored = manifest_module.Stored(name="w", shape=[2, 3], start=start, stop=stop)
+        files.append(manifest_module.File(part="p", name=f"{rank}", size=1, digest="", tensors=[stored]))
+        assert Piece(values[start:stop], start, (2, 3)).stop == stop
+    with pytest.raises(AssertionError, match="hold other elements of w than each once"):
+        manifest_module.write_manifest(tmp_path / "state.json", 1, files, {})
+
+
+# --- a step's own ---
+
+
+def test_the_checkpoint_of_a_step(store: Stores, folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no such checkpoint in .*checkpoints, which has none"):
+        store.of_rank[0].at(4)
+    save(store, 4)
+    save(store, 6)
+    assert store.of_rank[0].at(4).step == 4
+    with pytest.raises(CheckpointError, match="which has those of steps 4, 6; use one that is there"):
+        store.of_rank[0].at(5)
+    flip_last_byte(folder / "step-000006" / "policy-00000-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match=r"step-000006 is damaged \(policy-00000.*changed.*use another one"):
+        store.of_rank[0].at(6)
+
+
+# --- room ---
+
+
+def fake_system(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    texts = {
+        "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 5000 kB\n",
+        "proc/self/cgroup": cgroup,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "available"),
+    [
+        ("0::/\n", {}, 5000 * 1024),
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "4000000"}, 4000000 - 3000000 + 500),
+        (
+            "3:cpu:/\n2:memory:/slurm/job\n",
+            {"memory/slurm/job/memory.limit_in_bytes": "2000000", "memory/memory.limit_in_bytes": str(2**63)},
+            2000000 - 1000000 + 700,
+        ),
+    ],
+)
+def test_room_is_what_the_machine_and_the_jobs_cgroup_have_left(
+    tmp_path: Path, cgroup: str, files: dict[str, str], available: int
+) -> None:
+    usage = {
+        "job/memory.current": "3000000",
+        "job/memory.stat": "anon 1\ninactive_file 500\n",
+        "memory/slurm/job/memory.usage_in_bytes": "1000000",
+        "memory/slurm/job/memory.stat": "cache 1\ntotal_inactive_file 700\n",
+        "memory/memory.usage_in_bytes": "1000000",
+        "memory/memory.stat": "total_inactive_file 0\n",
+    }
+    assert host_room.available_bytes(fake_system(tmp_path, cgroup, usage | files)) == available
+    assert host_room.available_bytes(tmp_path / "nowhere") == sys.maxsize
+    assert 0 < host_room.available_bytes() < 2**50
+
+
+def test_a_node_that_is_too_small_for_its_ranks_is_named(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_room, "available_bytes", lambda: 3_000_000_000)
+
+    def reserve(world: ThreadWorld, num_nodes: int) -> None:
+        world.node = world.rank % num_nodes
+        store.of_rank[world.rank].reserve(world, 2 * 10**9, pinned=False)
+
+    errors = on_threads(2, lambda world: reserve(world, 1))
+    text = "node0 has 3.0 GB of host memory left, and to save a checkpoint its ranks copy 4.0 GB"
+    assert all(isinstance(error, CheckpointError) and text in str(error) for error in errors), errors
+    monkeypatch.setattr(HostCopy, "reserve", lambda self, num_bytes, pinned: None)
+    assert on_threads(2, lambda world: reserve(world, 2)) == [None, None]
+
+
+# --- kill -9 ---
+
+BYTES = 6_000_000
+
+
+def save_for_ever(world: Any, folder: Path) -> None:
+    """Save step after step, every tensor filled with its step; ``folder/done`` has a byte for each that is whole."""
+    store = CheckpointStore(folder / "checkpoints", keep=2)
+    weights = torch.zeros(BYTES // 4)
+    for step in range(1, 10_000):
+        store.finish(world)
+        if world.rank == 0 and step > 1:
+            with (folder / "done").open("ab") as file:
+                file.write(b".")
+        weights.fill_(step)
+        store.begin(step, world, {"policy": deal([("weights", weights)], world.rank, world.size)}, {"step": step})
+
+
+def check_after_kill(folder: Path) -> int:
+    """The newest checkpoint is whole and no older than the last that was known to be; its step."""
+    done = (folder / "done").stat().st_size
+    checkpoint = CheckpointStore(folder / "checkpoints", keep=2).newest()
+    assert checkpoint is not None and checkpoint.step >= done > 0
+    weights = checkpoint.read("policy", "weights")
+    assert (
+        weights.shape == (BYTES // 4,)
+        and (weights == checkpoint.step).all()
+        and checkpoint.state["step"] == checkpoint.step
+    )
+    return done
+
+
+def wait_until_saving(folder: Path, process: Any) -> None:
+    end = time.monotonic() + 60
+    while not (folder / "done").exists():
+        assert process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_kill_9_while_writing_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    source = random.Random(0)
+    states, context = set(), multiprocessing.get_context("fork")
+    for attempt in range(12):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        process = context.Process(target=save_for_ever, args=(OneRank(), folder))
+        process.start()
+        wait_until_saving(folder, process)
+        time.sleep(source.uniform(0, 0.06))
+        process.kill()
+        process.join()
+        check_after_kill(folder)
+        states.add(len(list((folder / "checkpoints").glob("*.part"))))
+        save_after = CheckpointStore(folder / "checkpoints", keep=2)
+        save_after.save(20_000, OneRank(), {"policy": {"weights": torch.zeros(1)}}, {})
+        assert not list((folder / "checkpoints").glob("*.part"))
+    assert 1 in states, "no kill came while a checkpoint was being written"
+
+
+RANK = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import test_checkpoint
+from tlt_hpc.mpi.world import World
+world, folder = World.connect(), Path({folder!r})
+(folder / f"pid-{{world.rank}}").write_text(str(os.getpid()))
+world.barrier()
+test_checkpoint.save_for_ever(world, folder)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("killed_rank", [0, 1])
+def test_kill_9_of_one_of_two_ranks_leaves_the_old_or_the_new_one(tmp_path: Path, killed_rank: int) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    command = [launch_ranks.mpiexec(), "-n", "2", sys.executable, "-m", "mpi4py", str(script)]
+    environment = {**os.environ, **launch_ranks.LAUNCH_ENVIRONMENT, "PYTHONPATH": str(launch_ranks.ROOT)}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        wait_until_saving(tmp_path, process)
+        time.sleep(random.Random(killed_rank).uniform(0.05, 0.4))
+        os.kill(int((tmp_path / f"pid-{killed_rank}").read_text()), signal.SIGKILL)
+        assert process.wait(60) != 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    check_after_kill(tmp_path)

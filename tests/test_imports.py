@@ -68,6 +68,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "record_workload.py",
         "check_kernels.py",
         "compare_merges.py",
+        "bench_checkpoint.py",
     },
     "jobs": set[str](),
 }

@@ -366,6 +366,21 @@ def test_a_gradient_that_is_not_finite_stops_every_rank() -> None:
 # --- the state, across ranks and stages ---
 
 
+def gathered_state(policy: Any, world: Any) -> dict[str, torch.Tensor]:
+    """All ranks' shards put together, every element exactly once."""
+    own = [(name, piece.start, piece.shape, piece.values.cpu().numpy()) for name, piece in policy.state_shard()]
+    found: dict[str, list[Any]] = {}
+    for name, *piece in [piece for shard in world.allgather(own) for piece in shard]:
+        found.setdefault(name, []).append(piece)
+    whole = {}
+    for name, pieces in found.items():
+        pieces.sort(key=lambda piece: piece[0])
+        ends = np.cumsum([values.size for _, _, values in pieces])
+        assert [start for start, _, _ in pieces] == [0, *ends[:-1]] and ends[-1] == np.prod(pieces[0][1]), name
+        whole[name] = torch.from_numpy(np.concatenate([values for _, _, values in pieces])).view(pieces[0][1])
+    return whole
+
+
 def finish(policy: Any) -> str:
     digest: str = policy.sha256()
     policy.close()
@@ -382,7 +397,9 @@ def save_after_two_steps(stages: list[int], folder: str) -> list[list[str]]:
         policy = make_policy(make_config(optimizer__zero_stage=stage), world)
         for step in range(2):
             policy.update(make_rollouts(step), make_advantages(step))
-        save_file(policy.state_shard(), Path(folder) / f"stage-{stage}-shard-{world.rank}.safetensors")
+        whole = gathered_state(policy, world)
+        if world.rank == 0:
+            save_file(whole, Path(folder) / f"stage-{stage}.safetensors")
         saved = policy.sha256()
         policy.update(make_rollouts(2), make_advantages(2))
         weights = weights_of(policy)
@@ -400,13 +417,12 @@ def load_and_go_on(pairs: list[tuple[int, int]], folder: str) -> list[dict[str, 
     world = connect()
     results = []
     for saved_stage, stage in pairs:
-        saved: dict[str, torch.Tensor] = {}
-        for path in sorted(Path(folder).glob(f"stage-{saved_stage}-shard-*.safetensors")):
-            saved |= load_file(path)
+        saved = load_file(Path(folder) / f"stage-{saved_stage}.safetensors")
         policy = make_policy(make_config(optimizer__zero_stage=stage), world)
         policy.load_state(saved.__getitem__, num_steps=2 * NUM_UPDATES)
         loaded = policy.sha256()
-        roundtrip = all(torch.equal(saved[name], tensor) for name, tensor in policy.state_shard().items())
+        again = gathered_state(policy, world)
+        roundtrip = again.keys() == saved.keys() and all(torch.equal(saved[name], again[name]) for name in saved)
         policy.update(make_rollouts(2), make_advantages(2))
         after = distance(weights_of(policy), load_file(Path(folder) / f"stage-{saved_stage}-after.safetensors"))
         steps = policy.optimizer_step_count
@@ -433,25 +449,56 @@ def save_before_any_update() -> dict[str, Any]:
     world = connect()
     policy = make_policy(make_config(optimizer__zero_stage=1), world)
     before = policy.sha256()
-    shard = policy.state_shard()
-    moments = [tensor for name, tensor in shard.items() if not name.endswith("master")]
+    num_bytes = policy.num_shard_bytes
+    shard = dict(policy.state_shard())
+    as_announced = num_bytes == sum(piece.num_bytes for piece in shard.values())
+    moments = [piece.values for name, piece in shard.items() if not name.endswith("master")]
     zero = all(not tensor.any() for tensor in moments)
     unchanged = policy.sha256() == before
     for step in range(2):
         policy.update(make_rollouts(step), make_advantages(step))
-    names = world.allgather(sorted(shard))
+    names = sorted(gathered_state(policy, world))
     digest = finish(policy)
     leave()
-    return {"zero": zero, "unchanged": unchanged, "names": names, "digest": digest}
+    return {"zero": zero, "unchanged": unchanged, "names": names, "digest": digest, "as_announced": as_announced}
 
 
 def test_saving_a_fresh_policy_changes_nothing(digests: set[str]) -> None:
-    result = run_on_ranks(2, save_before_any_update)[0]
-    assert result["zero"] and result["unchanged"]
-    names = [name for shard in result["names"] for name in shard]
-    assert len(names) == len(set(names)) == 3 * len(list(make_model().named_parameters()))
-    assert min(len(shard) for shard in result["names"]) > 0
-    assert {result["digest"]} == digests
+    for result in run_on_ranks(2, save_before_any_update):
+        assert result["zero"] and result["unchanged"] and result["as_announced"]
+        assert len(result["names"]) == 3 * len(list(make_model().named_parameters()))
+        assert {result["digest"]} == digests
+
+
+def hold_and_gather(stages: list[int]) -> list[list[Any]]:
+    """Per stage: whether the shards are the state that DeepSpeed gathers, and this rank's bytes, said and held."""
+    world = connect()
+    results = []
+    for stage in stages:
+        policy = make_policy(make_config(optimizer__zero_stage=stage), world)
+        policy.update(make_rollouts(), make_advantages())
+        held = sum(piece.num_bytes for _, piece in policy.state_shard())
+        same = all(
+            torch.equal(tensor + 0.0, policy._full_state(policy._parameters[name.rpartition(".")[0]], kind) + 0.0)
+            for name, tensor in gathered_state(policy, world).items()
+            for kind in [name.rpartition(".")[2]]
+        )
+        results.append([same, policy.num_shard_bytes, held])
+        policy.close()
+    leave()
+    return results
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more(num_ranks: int) -> None:
+    ranks = run_on_ranks(num_ranks, hold_and_gather, [0, 1, 2, 3])
+    whole = 3 * 4 * sum(parameter.numel() for parameter in make_model().parameters())
+    for stage in range(4):
+        shards = [rank[stage] for rank in ranks]
+        assert all(same for same, _, _ in shards), stage
+        assert [announced for _, announced, _ in shards] == [held for _, _, held in shards]
+        assert sum(held for _, _, held in shards) == whole
+        assert max(held for _, _, held in shards) <= whole / num_ranks * 1.1, (stage, shards)
 
 
 # --- the process group ---

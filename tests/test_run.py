@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
+from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 
@@ -51,11 +51,8 @@ def tokens_of(folder: Path, step: int, ranks: int = 2):
 
 
 def policy_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    state = {}
-    for path in sorted((folder / "checkpoints" / f"step-{step:06d}").glob("policy-*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            state.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return state
+    checkpoint = CheckpointStore(folder / "checkpoints", keep=1).at(step)
+    return {name: checkpoint.read("policy", name) for name in checkpoint.names("policy")}
 
 
 @pytest.fixture(scope="module")

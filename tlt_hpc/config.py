@@ -201,6 +201,8 @@ class OptimizerSection(Section):
 class CheckpointSection(Section):
     every_steps: PositiveInt = 10
     keep: PositiveInt = 2
+    background: bool = True
+    """Write while the next step goes on; off: the step waits for the disk, and what was done is never lost again."""
 
 
 class Config(Section):

@@ -72,6 +72,7 @@ _FREE_ON_RESUME = {
     "optimizer.micro_batch_tokens",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "checkpoint.background",
 }
 
 

@@ -10,12 +10,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.checkpoint.store import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.store import Shard
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.job import DRAFTER_FILE, Job, assemble
 from tlt_hpc.metrics import DUE, LATE, MERGE_EXPOSED, StepSummary, summarise
+from tlt_hpc.models.piece import deal
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import MicroStepRecord, Request, Rollout, Stream
@@ -64,9 +66,10 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
     try:
         step = resume(job)
         first = saved = step
+        reserve_copy(job)
         if world.rank == 0:
             reporter.started(config, step, memory_table(job))
-        while step < config.run.num_steps and not world.agree_to_stop():
+        while step < config.run.num_steps and goes_on(job):
             if not take_step(job, step, reporter):
                 break
             step += 1
@@ -74,6 +77,7 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
                 saved = save_checkpoint(job, step)
         if saved < step:
             save_checkpoint(job, step)
+        job.checkpoints.finish(world)
         finished = step >= config.run.num_steps
         if finished:
             save_drafter(job)
@@ -276,17 +280,37 @@ def append_metrics(job: Job, summary: StepSummary, notes: Mapping[str, str]) -> 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
+def reserve_copy(job: Job) -> None:
+    """Take the host memory for copies of this rank's state before the first step; collective."""
+    dealt = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size) if job.drafting else ()
+    num_bytes = job.policy.num_shard_bytes + sum(piece.num_bytes for _, piece in dealt)
+    job.checkpoints.reserve(job.world, num_bytes, pinned=job.engine.decoder.device.type == "cuda")
+
+
+def goes_on(job: Job) -> bool:
+    """Whether nobody was asked to stop; in the same collective all learn how a save goes on."""
+    reports, stop = job.world.exchange(job.checkpoints.report())
+    job.checkpoints.advance(reports)
+    return not stop
+
+
 def save_checkpoint(job: Job, step: int) -> int:
-    """Save what the next step needs; collective. Returns the step."""
-    shards = {"policy": job.policy.state_shard()}
-    if job.drafting and job.world.rank == 0:
-        shards["drafter"] = job.drafting.spot.state()
+    """Begin to save what the next step needs; collective. Returns the step.
+
+    Waits for the save before, and no longer than the copy takes, unless ``checkpoint.background`` is off.
+    """
+    job.checkpoints.finish(job.world)
+    shards: dict[str, Shard] = {"policy": job.policy.state_shard()}
+    if job.drafting:  # the same on all ranks after the merge
+        shards["drafter"] = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size)
     state = {
         "optimizer_steps": job.policy.optimizer_step_count,
         "strategies": job.engine.chooser.state(),
         "seed": job.config.run.seed,
     }
-    job.checkpoints.save(step, job.world, shards, state)
+    job.checkpoints.begin(step, job.world, shards, state)
+    if not job.config.checkpoint.background:
+        job.checkpoints.finish(job.world)
     return step
 
 

@@ -190,10 +190,10 @@ class SpotTrainer:
             self._pool.close()
             self._pool = None
 
-    def memory_table(self, num_features: int = 1) -> dict[str, int]:
+    def memory_table(self) -> dict[str, int]:
         """Bytes that training takes beside the engine, which stays where it is meanwhile; activations are an estimate.
 
-        ``num_features`` vectors are kept of a position. The merge's are those on the drafter's device.
+        The merge's are those on the drafter's device.
         """
         weights = sum(parameter.nbytes for parameter in self._parameters.values())
         table = {"trained drafter": weights, "its moments": 2 * weights}
@@ -203,16 +203,16 @@ class SpotTrainer:
         return {
             **table,
             "its gradients": weights,
-            "its activations (estimate)": self._activation_bytes(num_features),
+            "its activations (estimate)": self._activation_bytes(),
             "its merge": copies * 3 * weights,
         }
 
-    def _activation_bytes(self, num_features: int) -> int:
+    def _activation_bytes(self) -> int:
         def loss_of(batch: PackedBatch) -> Tensor:
             return drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
 
         kept = [*self._parameters.values(), self._decoder.embedding, self._decoder.head]
-        shape = (num_features, self._decoder.shape.hidden_size)
+        shape = (self.drafter.num_features, self._decoder.shape.hidden_size)
         return activation_bytes(loss_of, kept, self._settings.micro_step_tokens, shape, self._decoder.device)
 
     # -- merge --------------------------------------------------------------------------------------------------
@@ -255,9 +255,13 @@ class SpotTrainer:
     # -- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, moments and the step count by name, on the host."""
+        """Weights, moments and the step count by name, copied to the host."""
+        return {name: tensor.cpu().clone() for name, tensor in self.live_state().items()}
+
+    def live_state(self) -> dict[str, Tensor]:
+        """``state``, but the tensors themselves, which the next micro-step or merge changes."""
         names = [f"{name}.{part}" for name in self._parameters for part in ("weight", "exp_avg", "exp_avg_sq")]
-        state = {n: t.detach().cpu().clone() for n, t in zip(names, self._state_tensors(), strict=True)}
+        state = {name: tensor.detach() for name, tensor in zip(names, self._state_tensors(), strict=True)}
         return {**state, **self._vocabulary(), "num_steps": torch.tensor(self.num_steps)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -289,7 +293,7 @@ class SpotTrainer:
 
     def _vocabulary(self) -> dict[str, Tensor]:
         ids = self.drafter.token_ids
-        return {} if ids is None else {TOKEN_IDS: ids.cpu().clone()}
+        return {} if ids is None else {TOKEN_IDS: ids}
 
     def _take_vocabulary(self, state: Mapping[str, Tensor]) -> None:
         if self.drafter.token_ids is not None:

@@ -11,7 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tlt_hpc.checkpoint.store import NAME, STATE_FILE, Checkpoint, CheckpointStore
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
 from tlt_hpc.export.forms import AnyDrafter, drafter_from
 from tlt_hpc.export.options import ExportOptions
@@ -122,25 +123,10 @@ def _is_read(name: str) -> bool:
 def _checkpoint(run: RunFolder, step: int | None) -> Checkpoint | None:
     if step is None:
         return CheckpointStore(run.checkpoints, keep=1).newest()
-    paths = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
-    steps = {int(match[1]): path for path in paths if (match := NAME.fullmatch(path.name))}
-    if step not in steps:
-        there = f"those of steps {', '.join(map(str, sorted(steps)))}" if steps else "none"
-        raise UserError(
-            f"--step {step}: no such checkpoint in {run.checkpoints}, which has {there}; use one that is there"
-        )
-    return _read_checkpoint(steps[step], step)
-
-
-def _read_checkpoint(folder: Path, step: int) -> Checkpoint:
     try:
-        tree = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        files: dict[str, dict[str, str]] = {}
-        for file in tree["files"]:
-            files.setdefault(file["part"], {}).update(dict.fromkeys(file["tensors"], file["name"]))
-        return Checkpoint(folder, step, tree["state"], files)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"checkpoint {folder} cannot be read ({error}); use another --step") from None
+        return CheckpointStore(run.checkpoints, keep=1).at(step)
+    except CheckpointError as error:
+        raise UserError(f"--step {step}: {error}") from None
 
 
 def _run_around(folder: Path) -> RunFolder | None:

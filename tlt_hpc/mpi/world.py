@@ -148,12 +148,15 @@ class World:
 
     def agree_to_stop(self) -> bool:
         """Whether any rank's stop flag is set, the same answer on all; if so, all flags are set from then on."""
-        reasons = self.allgather(self._stop_reason)
-        for rank, reason in enumerate(reasons):
-            if reason is not None:
-                self.request_stop(f"rank {rank}: {reason}")
-                return True
-        return False
+        return self.exchange(None)[1]
+
+    def exchange(self, item: T) -> tuple[list[T], bool]:
+        """Every rank's ``item``, as ``allgather``, and ``agree_to_stop``, in one collective."""
+        votes = self.allgather((item, self._stop_reason))
+        reason = next((f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(votes) if reason is not None), None)
+        if reason is not None:
+            self.request_stop(reason)
+        return [item for item, _ in votes], reason is not None
 
     def install_signal_handlers(self) -> None:
         """SIGTERM, SIGINT and SIGUSR2 set the stop flag; a second Ctrl-C, a second or more later, interrupts.

@@ -19,12 +19,15 @@ import torch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
 from numpy.typing import NDArray
 
 from tlt_hpc.config import Config
+from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.batches import Indices, pad, plan_updates
 from tlt_hpc.rl.distributed import lengthen_timeouts
@@ -148,23 +151,36 @@ class Policy:
             with self._gathered(parameter):
                 yield name, parameter.detach()
 
-    def state_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's share of the training state: fp32 CPU copies of ``<name>.master`` and Adam's two moments.
+    def state_shard(self) -> Iterator[tuple[str, Piece]]:
+        """This rank's share of the training state: fp32 pieces of ``<name>.master`` and of Adam's two moments.
 
-        Parameters are dealt out by their index, so that the shards of all ranks together hold each exactly once.
+        Nothing is gathered or copied: what a rank holds is what ZeRO gave it, or, at stage 0, an equal part of all.
+        The shards together have each element once. bf16 weights are made from the masters and are not among them. A
+        piece is good only until the next is asked for; ask for all of them.
         """
         self._make_state()
-        shard = {}
-        for index, (name, parameter) in enumerate(self._parameters.items()):
-            mine = index % self._world.size == self._world.rank
-            for kind in ("master", *MOMENTS):
-                tensor = self._full_state(parameter, kind)
-                if mine:
-                    shard[f"{name}.{kind}"] = tensor.to("cpu", torch.float32, copy=True)
-        return shard
+        kinds = ("master", *MOMENTS)
+        if self._stage == 0:
+            every = [(f"{n}.{kind}", self._full_state(p, kind)) for n, p in self._parameters.items() for kind in kinds]
+            yield from deal(every, self._world.rank, self._world.size)
+            return
+        for name, parameter in self._parameters.items():
+            for kind in kinds:
+                piece = self._own_piece(parameter, kind)
+                if piece is not None:
+                    yield f"{name}.{kind}", piece
+
+    @property
+    def num_shard_bytes(self) -> int:
+        """Bytes of ``state_shard``, known before there are moments."""
+        if self._stage == 0:
+            masters = [(name, parameter) for name, parameter in self._parameters.items() for _ in range(3)]
+            return sum(piece.num_bytes for _, piece in deal(masters, self._world.rank, self._world.size))
+        masters_only = (self._own_piece(parameter, "master") for parameter in self._parameters.values())
+        return 3 * sum(piece.num_bytes for piece in masters_only if piece is not None)
 
     def load_state(self, read: Callable[[str], torch.Tensor], num_steps: int) -> None:
-        """Take over a state that ``state_shard`` gave, on any number of ranks and at any ZeRO stage.
+        """Take over a state that ``state_shard`` gave on all ranks, on any number of ranks and at any ZeRO stage.
 
         Args:
             read: full tensor of a name such as ``lm_head.weight.exp_avg``; called with every name on every rank.
@@ -336,6 +352,23 @@ class Policy:
         else:
             state = safe_get_full_optimizer_state(parameter, kind)
         return state
+
+    def _own_piece(self, parameter: Any, kind: str) -> Piece | None:
+        """What ZeRO keeps of a parameter's state on this rank; None where that is nothing."""
+        if self._stage == 3:
+            own = (
+                safe_get_local_fp32_param(parameter)
+                if kind == "master"
+                else safe_get_local_optimizer_state(parameter, kind)
+            )
+            start = own.numel() * self._world.rank
+            rest = max(parameter.ds_numel - start, 0)  # beyond it is padding
+            return Piece(own.detach()[:rest], start, tuple(parameter.ds_shape)) if rest else None
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        fragment = mapping.get_hp_fragment(None if kind == "master" else kind)
+        return Piece(fragment.detach(), mapping.lp_fragment_address.start, tuple(parameter.shape))
 
     def _set_full_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
         if self._stage == 0:

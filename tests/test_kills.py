@@ -1,0 +1,186 @@
+"""kill -9 of one rank of a whole run, again and again: it goes on, and ends with the policy of an unbroken run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launch_ranks import mpiexec
+
+from tlt_hpc.checkpoint.store import CheckpointStore
+
+pytestmark = [pytest.mark.mpi]
+
+ROOT = Path(__file__).parent.parent
+RANKS = 2
+OVERRIDES = [
+    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
+    "speculation.profile_seconds=0", "checkpoint.every_steps=1", f"run.ranks={RANKS}",
+]  # fmt: skip
+
+# A rank that kills itself the first time, from step 1 on, that it comes to the place named in the environment.
+DYING = """
+import os, signal, sys
+from tlt_hpc import cli, run
+from tlt_hpc.checkpoint import save
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.mpi.world import World
+
+PLACE, RANK = os.environ["DIE_AT"], int(os.environ["DIE_RANK"])
+steps = [0]
+
+def die_there(place, rank):
+    if place == PLACE and rank in (RANK, None) and steps[0] >= 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def dying(owner, name, place, rank_of):
+    true = getattr(owner, name)
+    def call(*arguments):
+        result = true(*arguments)
+        die_there(place, rank_of(*arguments))
+        return result
+    setattr(owner, name, call)
+
+true_write = save.write_file
+def write_file(path, tensors):
+    true_write(path, tensors[: len(tensors) // 2])  # half of it reaches the disk
+    die_there("writing", int(path.name.split("-")[1]))
+    true_write(path, tensors)
+save.write_file = write_file
+
+true_step = run.take_step
+def take_step(job, step, reporter):
+    steps[0] = step
+    return true_step(job, step, reporter)
+run.take_step = take_step
+
+dying(SpotTrainer, "micro_step", "training", lambda trainer: None)
+dying(run, "start_merge", "merging", lambda job: job.world.rank)
+sys.exit(cli.main())
+"""
+
+
+def arguments(folder: Path, num_steps: int) -> list[str]:
+    return [
+        "train", str(ROOT / "jobs" / "tiny.toml"), *OVERRIDES, f"run.num_steps={num_steps}", f"run.folder={folder}",
+    ]  # fmt: skip
+
+
+def start(program: list[str], changes: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [mpiexec(), "-n", str(RANKS), sys.executable, "-m", "mpi4py", *program]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(changes or {})}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(folder: Path, num_steps: int) -> str:
+    process = start(["-m", "tlt_hpc", *arguments(folder, num_steps)])
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, out
+    return out
+
+
+def num_steps_done(folder: Path) -> int:
+    path = folder / "tiny" / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def newest_step(folder: Path) -> int:
+    checkpoint = CheckpointStore(folder / "tiny" / "checkpoints", keep=2).newest()
+    return 0 if checkpoint is None else checkpoint.step
+
+
+def final_policy(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    checkpoint = CheckpointStore(folder / "tiny" / "checkpoints", keep=2).at(step)
+    assert len(checkpoint.names("policy")) > 200, "master weights and both moments of every parameter"
+    return {name: checkpoint.read("policy", name) for name in checkpoint.names("policy")}
+
+
+def assert_same_end(folder: Path, straight: Path, num_steps: int) -> None:
+    wanted, got = final_policy(straight, num_steps), final_policy(folder, num_steps)
+    assert wanted.keys() == got.keys()
+    assert [name for name in wanted if not torch.equal(wanted[name], got[name])] == []
+    rows = [json.loads(line) for line in (folder / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["training/global_step"] for row in rows] == list(range(num_steps))
+    assert rows[-1]["drafter/version"] > 0, "the drafter was trained in the tails"
+    assert not list((folder / "tiny" / "checkpoints").glob("*.part"))
+
+
+def die(folder: Path, place: str, rank: int, num_steps: int) -> None:
+    """Run until a rank has killed itself at the place; what is lost is the step under way, and one not yet written."""
+    script = folder / "dying.py"
+    script.write_text(DYING)
+    process = start([str(script), *arguments(folder, num_steps)], {"DIE_AT": place, "DIE_RANK": str(rank)})
+    out, _ = process.communicate(timeout=240)
+    assert process.returncode not in (0, 75), f"nobody died at {place!r}\n{out}"
+    assert newest_step(folder) >= num_steps_done(folder) - 1, out
+
+
+@pytest.mark.parametrize("places", [("writing", "merging"), pytest.param(("training",), marks=pytest.mark.slow)])
+def test_killed_at_a_place_it_ends_as_if_it_had_not_been(tmp_path, places):
+    source = random.Random(4)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    straight.mkdir(), broken.mkdir()
+    finish(straight, 2)
+    for place in places:
+        die(broken, place, source.randrange(RANKS), 2)
+    assert "going on from step 1" in finish(broken, 2)
+    assert_same_end(broken, straight, 2)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """rank -> process id, of those below mpiexec."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (path / "environ").read_bytes()
+            if os.getsid(int(path.name)) != process.pid or b"tlt_hpc" not in (path / "cmdline").read_bytes():
+                continue
+        except (OSError, ProcessLookupError):
+            continue
+        if match := re.search(rb"\0(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=(\d+)\0", environment):
+            found[int(match[1])] = int(path.name)
+    return found
+
+
+def kill_at_random(folder: Path, source: random.Random, num_steps: int) -> bool:
+    """Start the run, kill -9 a random rank up to three steps' time after its first step; whether it was still there."""
+    process = start(["-m", "tlt_hpc", *arguments(folder, num_steps)])
+    before, end = num_steps_done(folder), time.monotonic() + 120
+    if source.random() < 0.8:  # else from the very start, also while checkpoints are being read
+        while process.poll() is None and not before < num_steps_done(folder) and time.monotonic() < end:
+            time.sleep(0.01)
+    time.sleep(source.uniform(0, 3))
+    ranks = ranks_of(process)
+    if len(ranks) == RANKS:
+        os.kill(ranks[source.randrange(RANKS)], signal.SIGKILL)
+    elif process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert newest_step(folder) >= num_steps_done(folder) - 2, out
+    return process.returncode != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0])
+def test_ten_kills_of_a_random_rank_at_random_moments(tmp_path, seed):
+    source, num_steps, num_kills = random.Random(seed), 16, 0
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    finish(straight, num_steps)
+    while num_kills < 10:
+        goal = min(num_steps, num_steps_done(broken) + 4)  # so that no run ends before it is killed ten times
+        num_kills += kill_at_random(broken, source, max(goal, 6))
+    finish(broken, num_steps)
+    assert_same_end(broken, straight, num_steps)

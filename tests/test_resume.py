@@ -1,0 +1,106 @@
+"""What a run takes up again is what it had when it began to save: policy, moments, drafter, counters, chooser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import run_on_ranks
+
+ROOT = Path(__file__).parent.parent
+OVERRIDES = [
+    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "rollout.max_live=4",
+    "speculation.profile_seconds=0", "run.num_steps=9",
+]  # fmt: skip
+
+
+class Silent:
+    """A reporter that shows nothing."""
+
+    def started(self, *_: object) -> None: ...
+
+    def rolling(self, *_: object) -> None: ...
+
+    def phase(self, *_: object) -> None: ...
+
+    def stepped(self, *_: object) -> None: ...
+
+
+def state_of(job: Any) -> dict[str, Any]:
+    """All that is to come back, copied."""
+    policy = {name: (piece.start, piece.values.clone()) for name, piece in job.policy.state_shard()}
+    return {
+        "policy": policy,
+        "optimizer_steps": job.policy.optimizer_step_count,
+        "weights": {name: weight.clone() for name, weight in job.policy.named_weights()},
+        "drafter": job.drafting.spot.state(),
+        "drafter_steps": job.drafting.spot.num_steps,
+        "served": {name: tensor.clone() for name, tensor in job.drafting.served.state_dict().items()},
+        "chooser": json.loads(json.dumps(job.engine.chooser.state())),
+    }
+
+
+def differences(wanted: Any, got: Any, at: str = "") -> list[str]:
+    """Where two states are not the same bits."""
+    if isinstance(wanted, dict):
+        both = [name for name in wanted if name in got]
+        missing = [f"{at}.{name}" for name in wanted.keys() ^ got.keys()]
+        return missing + [each for name in both for each in differences(wanted[name], got[name], f"{at}.{name}")]
+    if isinstance(wanted, tuple):
+        return [each for pair in zip(wanted, got, strict=True) for each in differences(*pair, at)]
+    if isinstance(wanted, torch.Tensor):
+        same = wanted.dtype == got.dtype and wanted.shape == got.shape
+        return [] if same and torch.equal(wanted.view(-1).view(torch.uint8), got.view(-1).view(torch.uint8)) else [at]
+    return [] if wanted == got else [at]
+
+
+def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
+    from tlt_hpc import run
+    from tlt_hpc.config import load_config
+    from tlt_hpc.job import assemble
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+
+    config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
+    world = World.connect()
+    job = run.assemble(config, world)
+    run.resume(job)
+    run.reserve_copy(job)
+    reserved = job.checkpoints._copy.num_bytes
+    run.take_step(job, 0, Silent())
+    wanted = state_of(job)
+    run.save_checkpoint(job, 1)
+    run.take_step(job, 1, Silent())  # changes all of it in place
+    job.checkpoints.finish(world)
+    moved = differences(wanted, state_of(job))
+    taken = job.checkpoints._copy.num_bytes
+    job.close()
+    again = assemble(config, world)
+    step = run.resume(again)
+    got = state_of(again)
+    again.close()
+    leave_process_group()
+    if world.rank > 0:  # the chooser is rank 0's on all ranks
+        wanted["chooser"] = got["chooser"] = None
+    return {
+        "step": step,
+        "differences": differences(wanted, got),
+        "moved": len(moved),
+        "tensors": sum(len(wanted[part]) for part in ("policy", "weights", "drafter", "served")),
+        "drafter_steps": wanted["drafter_steps"],
+        "reserved": reserved == taken > 0,
+    }
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("changes", [[], pytest.param(["optimizer.zero_stage=3"], marks=pytest.mark.slow)])
+def test_what_comes_back_is_what_there_was_at_the_save(tmp_path: Path, changes: list[str]) -> None:
+    for result in run_on_ranks(2, save_go_on_and_come_back, str(tmp_path), changes):
+        assert result["step"] == 1
+        assert result["differences"] == []
+        assert result["moved"] > result["tensors"] / 2, "the step after the save changed nothing"
+        assert result["drafter_steps"] > 0, "nothing was trained in the tail"
+        assert result["reserved"], "the first save asked for memory that was not taken before"

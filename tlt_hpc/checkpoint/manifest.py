@@ -1,0 +1,210 @@
+"""The list that makes files a checkpoint: which file holds which piece of which tensor, and digests of them all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tlt_hpc.config import UserError
+from tlt_hpc.storage.folder import sync
+
+JSON = Any
+"""What ``json`` writes: dicts with string keys, lists, strings, numbers, booleans and None."""
+
+STATE_FILE = "state.json"
+MEBIBYTE = 2**20
+MOST_BLOCKS = 32
+"""Blocks of a file that its digest covers, a MiB each."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written or read; its text is one line with the remedy."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Stored(_Record):
+    """A piece of a tensor in a file: the elements ``start`` to ``stop`` of ``shape``, counted flat."""
+
+    name: str
+    shape: list[int]
+    start: int
+    stop: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == math.prod(self.shape)
+
+    @property
+    def key(self) -> str:
+        """Its name in the safetensors file."""
+        return self.name if self.is_whole else f"{self.name}[{self.start}:{self.stop}]"
+
+
+class File(_Record):
+    """A file of a checkpoint and what it holds."""
+
+    part: str
+    name: str
+    size: int
+    digest: str
+    tensors: list[Stored]
+
+
+class FileList(_Record):
+    """One rank's files."""
+
+    files: list[File]
+
+
+class _Manifest(_Record):
+    format: Literal["tlt_hpc checkpoint"] = "tlt_hpc checkpoint"
+    version: Literal[2] = 2
+    step: int
+    files: list[File]
+    state: dict[str, JSON]
+    digest: str = ""
+    """Of all the rest."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint; holds no open file, so one rank may find it and broadcast it."""
+
+    folder: Path
+    step: int
+    state: dict[str, JSON]
+    tensors: Mapping[str, Mapping[str, Sequence[tuple[str, Stored]]]]
+    """part -> tensor name -> its pieces in order, each with the file that holds it, whichever rank wrote that."""
+
+    def names(self, part: str) -> list[str]:
+        """The names of a part's tensors, sorted; none where the part was not saved."""
+        return sorted(self.tensors.get(part, {}))
+
+    def read(self, part: str, name: str) -> Tensor:
+        """One whole tensor, on the CPU.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file cannot be read.
+        """
+        if name not in self.tensors.get(part, {}):
+            raise CheckpointError(
+                f"checkpoint {self.folder} has no tensor {name!r} in its part {part!r}: it was saved from another "
+                "model or drafter; resume with the configuration that wrote it, or choose another run.name"
+            )
+        pieces = self.tensors[part][name]
+        values = [self._read_piece(file, stored.key) for file, stored in pieces]
+        return values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
+
+    def _read_piece(self, file_name: str, key: str) -> Tensor:
+        path = self.folder / file_name
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(key)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {key!r} from {path}: {error}; remove {self.folder}") from None
+
+
+def write_manifest(path: Path, step: int, files: Sequence[File], state: Mapping[str, JSON]) -> None:
+    """Write the list of a checkpoint's files, durably."""
+    _index(files)  # asserts that they are whole
+    manifest = _Manifest(step=step, files=list(files), state=dict(state))
+    sealed = manifest.model_copy(update={"digest": _manifest_digest(manifest)})
+    path.write_text(json.dumps(sealed.model_dump(), indent=1), encoding="utf-8")
+    sync(path)
+
+
+def open_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint in a folder, after its files have been compared with their list.
+
+    Raises:
+        CheckpointError: what is wrong with it.
+    """
+    manifest = _read_manifest(folder / STATE_FILE)
+    if manifest.step != step:
+        raise CheckpointError(f"its {STATE_FILE} is of step {manifest.step}")
+    for file in manifest.files:
+        _check_file(folder / file.name, file)
+    return Checkpoint(folder, step, manifest.state, _index(manifest.files))
+
+
+def digest_of(path: Path) -> str:
+    """Hash of a file: all of it up to 32 MiB, else 32 blocks spread evenly from the first to the last.
+
+    To hash all of a 90 GB checkpoint would take minutes at every start, for one rank reads what all have written. What
+    happens to large files in practice, a lost tail or pages never written, the size and the blocks show; every bit is
+    covered where a file is small.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for offset in _block_offsets(size):
+            file.seek(offset)
+            digest.update(file.read(MEBIBYTE))
+    return digest.hexdigest()
+
+
+def _block_offsets(size: int) -> Iterator[int]:
+    if size <= MOST_BLOCKS * MEBIBYTE:
+        return iter(range(0, size, MEBIBYTE))
+    return ((size - MEBIBYTE) * block // (MOST_BLOCKS - 1) for block in range(MOST_BLOCKS))
+
+
+def _index(files: Sequence[File]) -> dict[str, dict[str, list[tuple[str, Stored]]]]:
+    """Where every piece of every tensor is."""
+    index: dict[str, dict[str, list[tuple[str, Stored]]]] = {}
+    for file in files:
+        tensors = index.setdefault(file.part, defaultdict(list))
+        for stored in file.tensors:
+            tensors[stored.name].append((file.name, stored))
+    return {part: {name: _in_order(name, pieces) for name, pieces in found.items()} for part, found in index.items()}
+
+
+def _in_order(name: str, pieces: Sequence[tuple[str, Stored]]) -> list[tuple[str, Stored]]:
+    ordered = sorted(pieces, key=lambda piece: (piece[1].start, piece[1].stop))
+    ends = [0, *(stored.stop for _, stored in ordered)]
+    starts = [*(stored.start for _, stored in ordered), math.prod(ordered[0][1].shape)]
+    assert starts == ends, f"the ranks together hold other elements of {name} than each once: {starts}, {ends}"
+    return ordered
+
+
+def _manifest_digest(manifest: _Manifest) -> str:
+    content = json.dumps(manifest.model_dump(exclude={"digest"}), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> _Manifest:
+    try:
+        manifest = _Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {error.strerror}") from None
+    except ValidationError as error:
+        raise CheckpointError(f"{path.name}: {error.errors()[0]['msg'].lower()}") from None
+    if manifest.digest != _manifest_digest(manifest):
+        raise CheckpointError(f"{path.name}: changed since it was written")
+    return manifest
+
+
+def _check_file(path: Path, listed: File) -> None:
+    try:
+        size = path.stat().st_size
+        if size != listed.size:
+            raise CheckpointError(f"{path.name}: {size} bytes, of {listed.size} written")
+        if digest_of(path) != listed.digest:
+            raise CheckpointError(f"{path.name}: changed since it was written")
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: {error.strerror}") from None
