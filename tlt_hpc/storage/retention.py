@@ -76,8 +76,8 @@ class Retention:
 
     def add_prompt(self, tokens: NDArray[np.int32], features: NDArray[np.uint16]) -> StoredPrompt | None:
         """Store a new prompt; None where there is no room."""
-        orphans = (prompt for prompt in self._prompts.values() if not prompt.num_responses)
-        if not self._make_room(len(features), chain(orphans, self._shortest_first())):
+        others = (prompt for prompt in self._prompts.values() if not prompt.num_responses)
+        if not self._make_room(len(features), chain(others, self._shortest_first())):
             return None
         prompt = StoredPrompt(tokens, features, len(features), self.space.take(len(features)))
         self._prompts[tokens.tobytes()] = prompt
@@ -99,25 +99,29 @@ class Retention:
 
     def _make_room_for(self, length: int, prompt: StoredPrompt) -> bool:
         shorter = takewhile(lambda response: response.num_rows < length, self._shortest_first())
-        others = (other for other in self._prompts.values() if not other.num_responses and other is not prompt)
-        return self._make_room(length, chain(shorter, others))
+        return self._make_room(length, chain(shorter, self._prompts_of_shorter(length, prompt)))
+
+    def _prompts_of_shorter(self, length: int, but: StoredPrompt) -> Iterator[StoredPrompt]:
+        """Prompts all of whose responses are shorter, hence gone by the time that these are asked for."""
+        needed = {id(response.prompt) for response in self._responses.values() if response.num_rows >= length}
+        yield from (prompt for prompt in self._prompts.values() if id(prompt) not in needed and prompt is not but)
 
     def _shortest_first(self) -> Iterator[StoredResponse]:
         return (self._responses[number] for _, number in self._by_length)
 
     def _make_room(self, num_rows: int, candidates: Iterable[Span]) -> bool:
         """Evict as many candidates as it takes, in their order; none where all would not do."""
-        victims: list[Span] = []
         room = self.space.num_free
+        if room >= num_rows:
+            return True  # without a look at the candidates: listing them takes long
+        victims: list[Span] = []
         for span in candidates:
-            if room >= num_rows:
-                break
             victims.append(span)
             room += span.num_rows
-        if room < num_rows:
-            return False
-        self._evict(victims)
-        return True
+            if room >= num_rows:
+                self._evict(victims)
+                return True
+        return False
 
     def _evict(self, victims: list[Span]) -> None:
         num_responses = 0
