@@ -50,6 +50,7 @@ MAY_KNOW = {
 HOME_OF = {
     "mpi4py": {"mpi"},
     "h5py": {"storage"},
+    "hdf5plugin": {"storage"},
     "deepspeed": {"rl"},
     "transformers": {"models"},
     "submitit": {"launch"},
@@ -66,6 +67,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_shape.py",
         "record_workload.py",
         "check_kernels.py",
+        "bench_cache.py",
     },
     "jobs": set[str](),
 }

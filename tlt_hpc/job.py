@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -27,7 +28,7 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ _FREE_ON_RESUME = {
     "drafter.micro_step_tokens",
     "drafter.micro_step_seconds",
     "drafter.cache_bytes",
+    "drafter.cache_folder",
+    "drafter.cache_compression",
     "optimizer.zero_stage",
     "optimizer.offload",
     "optimizer.micro_batch_tokens",
@@ -92,6 +95,8 @@ class Job:
         try:
             self.policy.close()
         finally:
+            if self.drafting:
+                self.drafting.cache.abandon_step()  # still open where the run failed: its thread ends here
             self.pulse.close()
 
 
@@ -235,12 +240,35 @@ def make_drafting(
 ) -> Drafting:
     """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
     shape = decoder.shape
-    cache = FeatureCache(folder, world.rank, 1, shape.hidden_size, config.drafter.cache_bytes, num_ranks=world.size)
+    place, rank, num_ranks = cache_place(config, world, folder)
+    settings = config.drafter
+    cache = FeatureCache(place, rank, 1, shape.hidden_size, settings.cache_bytes, num_ranks, settings.cache_compression)
     spot = SpotTrainer(decoder, cache, config.drafter, config.run.seed, world.rank)
     if warm is not None:
         spot.start_from(warm)
     served = Drafter(shape, config.run.seed, decoder.dtype, decoder.device)
     return Drafting(cache, spot, served)
+
+
+def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
+    """Where the feature cache is, and which of how many ranks this one is there; collective.
+
+    Raises:
+        ConfigError: on all ranks, where a node does not know a variable in ``drafter.cache_folder``.
+    """
+    template = config.drafter.cache_folder
+    if not template:
+        return folder, world.rank, world.size
+    found, error = Path(), ""
+    try:
+        found = node_folder(template, folder.path, world.hostname)
+    except ConfigError as caught:
+        error = str(caught)
+    ranks = world.allgather((world.hostname, error))
+    for _, message in ranks:
+        if message:
+            raise ConfigError(message)
+    return RunFolder(found), world.local_rank, sum(hostname == world.hostname for hostname, _ in ranks)
 
 
 def read_drafter(init: str, shape: ModelShape) -> dict[str, torch.Tensor] | None:
