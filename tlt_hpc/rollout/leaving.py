@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tlt_hpc.rollout.kv_cache import PagedCache
 from tlt_hpc.rollout.responses import Response
@@ -62,11 +63,18 @@ class Leaving:
             return
         first = response.prompt_length - 1 if response.prompt in self._seen_prompts else 0
         self._seen_prompts.add(response.prompt)
-        table = self._cache.tables[response.row : response.row + 1]
-        positions = torch.arange(first, len(response.text) - 1, device=table.device).unsqueeze(0)
-        rows = self._cache.features[self._cache.slots(positions, table)[0]].to(torch.bfloat16)
+        rows = self._rows(response.row, first, len(response.text) - 1).to(torch.bfloat16)
         copy = HostCopy(rows.view(torch.uint16), is_own=True)
         self._queue.append(_Departure(np.array(response.text, np.int32), response.prompt_length, first, copy))
+
+    def _rows(self, row: int, start: int, end: int) -> Tensor:
+        """A copy of a row's features [end - start, width] at positions from ``start`` on, read by whole pages."""
+        assert self._cache.features is not None
+        size = self._cache.page_size
+        pages = self._cache.tables[row, start // size : -(-end // size)]
+        by_page = self._cache.features.view(-1, size, self._cache.features.shape[1])[pages]
+        offset = start // size * size
+        return by_page.flatten(0, 1)[start - offset : end - offset]
 
     def deliver(self, wait: bool) -> None:
         """Hand over what has come to the host, or all."""
