@@ -14,6 +14,7 @@ from tests.test_engine import full_engine, untrained_drafter
 from tests.tiny import (
     EOS,
     NUM_TOKENS,
+    KeptFeatures,
     embedded_decoder,
     embedded_folder,
     embedded_tokenizer,
@@ -334,16 +335,13 @@ def test_nothing_that_graphs_read_moves():
 def test_features_are_those_of_the_host():
     taken = []
     for make in (device_engine, full_engine):
-        engine, found = make([CHAIN, TREE, OFF], max_new_tokens=60, max_live=5, page_size=8), {}
-
-        def sink(tokens, start, features, found=found):
-            found[tuple(tokens.tolist())] = torch.from_numpy(features.view(np.int16).copy()).view(torch.bfloat16)
-
+        engine = make([CHAIN, TREE, OFF], max_new_tokens=60, max_live=5, page_size=8)
         engine.load_drafter(tiny_drafter_state())
-        engine.feature_sink = sink
+        engine.feature_sink = kept = KeptFeatures()
         generate(engine, REQUESTS)
         assert not engine._leaving
-        taken.append(found)
+        whole = {text: torch.from_numpy(features.view(np.int16)) for text, (_, features) in kept.whole.items()}
+        taken.append({text: features.view(torch.bfloat16) for text, features in whole.items()})
     assert taken[0].keys() == taken[1].keys()
     for text, features in taken[0].items():
         torch.testing.assert_close(features.float(), taken[1][text].float(), atol=0.03, rtol=0.02)

@@ -1,6 +1,7 @@
 """The drafter's training: pairs aligned, packing without leaks, loss against a loop, merges, the update itself."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ import torch.nn.functional as F
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.config import DrafterSection
+from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.packing import Excerpt, pack, whole
-from tlt_hpc.drafting.pool import TrainingPool
+from tlt_hpc.drafting.pool import TrainingPool, training_weights
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle
@@ -155,6 +157,91 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     assert all(7 <= drawn[0].start <= len(drawn[0].document.tokens) - 12 for drawn in windows)
     assert len({drawn[0].start for drawn in windows}) > 5
     pool.close()
+
+
+def append(writer, document):
+    writer.append(document.tokens, document.prompt_length, document.features)
+
+
+def drawn_tokens(pool, num_draws, num_tokens=100):
+    """How many of ``num_draws`` micro-steps each document was in, by its tokens."""
+    return Counter(e.document.tokens.tobytes() for _ in range(num_draws) for e in pool.draw(num_tokens))
+
+
+def test_chances_prefer_earlier_responses_longer_than_what_has_finished():
+    own, previous = np.array([10, 40]), [np.array([5, 40, 41, 400]), np.array([], np.int64), np.array([39])]
+    first, others = training_weights(own, previous)
+    assert first.tolist() == [10, 40], "in proportion to length"
+    assert [weights.tolist() for weights in others] == [[1.25, 10, 41, 400], [], [9.75]]
+    _, (nothing_finished,) = training_weights(np.array([], np.int64), [np.array([5, 40])])
+    assert nothing_finished.tolist() == [5, 40]
+    lengths = np.arange(1, 100)
+    for reach in (0, 20, 99):
+        _, (weights,) = training_weights(np.array([reach]), [lengths])
+        per_token = weights / lengths
+        assert set(per_token[lengths > reach]) <= {1.0} and set(per_token[lengths <= reach]) <= {0.25}
+
+
+def test_the_pool_draws_by_these_chances(tmp_path):
+    _, cache = make_trainer(tmp_path)
+    writer = cache.begin_step(0, 0)
+    long, short = random_document(90, 9, 1), random_document(39, 9, 2)
+    append(writer, long)
+    append(writer, short)
+    cache.end_step()
+    own = random_document(59, 9, 3)
+    append(cache.begin_step(1, 1), own)
+    pool = TrainingPool(cache, random.Random(0))
+    assert len(pool) == 3
+    first = Counter(pool.draw(60)[0].document.tokens.tobytes() for _ in range(4000))
+    weights = [(long, 81.0), (short, 30 * 0.25), (own, 50.0)]
+    for document, weight in weights:
+        expected = 4000 * weight / sum(weight for _, weight in weights)
+        assert abs(first[document.tokens.tobytes()] - expected) < 4 * expected**0.5
+
+
+def test_the_pool_takes_in_what_comes_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "_LISTING_SECONDS", 0.0)
+    (_, cache), (_, slow) = make_trainer(tmp_path), make_trainer(tmp_path, 1)
+    cache.begin_step(0, 0)
+    cache.end_step()
+    writer, late = cache.begin_step(1, 1), slow.begin_step(0, 0)
+    pool = TrainingPool(cache, random.Random(0))
+    assert len(pool) == 0 and pool.draw(100) == []
+    own, other = random_document(40, 9, 1), random_document(60, 9, 2)
+    append(writer, own)
+    assert len(pool) == 1 and set(drawn_tokens(pool, 5)) == {own.tokens.tobytes()}
+    append(late, other)
+    slow.end_step()
+    assert len(pool) == 2 and set(drawn_tokens(pool, 50)) == {own.tokens.tobytes(), other.tokens.tobytes()}
+    pool.close()
+
+
+def test_files_are_opened_a_few_at_a_time_own_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "_OPENED_AT_ONCE", 3)
+    monkeypatch.setattr(pool_module, "_MOST_FILES", 7)
+    for rank in range(10):
+        _, other = make_trainer(tmp_path, rank)
+        append(other.begin_step(0, 0), random_document(40, 9, rank))
+        other.end_step()
+    _, cache = make_trainer(tmp_path, 6)
+    cache.begin_step(1, 1)
+    pool = TrainingPool(cache, random.Random(0))
+    assert [len(pool) for _ in range(4)] == [3, 6, 7, 7]
+    assert random_document(40, 9, 6).tokens.tobytes() in drawn_tokens(pool, 300)
+    pool.close()
+
+
+def test_of_a_long_document_a_window_is_read_and_no_more(tmp_path):
+    _, cache = make_trainer(tmp_path)
+    document = random_document(5000, 9, 1)
+    append(cache.begin_step(0, 0), document)
+    pool = TrainingPool(cache, random.Random(0))
+    for _ in range(20):
+        (excerpt,) = pool.draw(50)
+        chosen = slice(excerpt.start, excerpt.start + excerpt.num_pairs + 1)
+        np.testing.assert_array_equal(excerpt.document.features[chosen], document.features[chosen])
+        assert np.count_nonzero(excerpt.document.features.any((1, 2))) == 51
 
 
 def test_an_excerpt_keeps_its_positions_and_its_pairs():

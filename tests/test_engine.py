@@ -9,6 +9,7 @@ from tiny import (
     CPU,
     EOS,
     NUM_TOKENS,
+    KeptFeatures,
     embedded_decoder,
     embedded_folder,
     embedded_tokenizer,
@@ -201,14 +202,11 @@ def test_what_a_rollout_records():
 
 
 def test_features_are_the_targets_at_the_same_positions():
-    kept = {}
     engine = full_engine(parse("ngram-3", "drafter-3"), chooser="random", max_live=5)
-    engine.feature_sink = lambda tokens, prompt_length, features: kept.update(
-        {tuple(tokens.tolist()): (prompt_length, features)}
-    )
+    engine.feature_sink = kept = KeptFeatures()
     for rollout in generate(engine, REQUESTS):
         whole = [*rollout.prompt_tokens.tolist(), *rollout.response_tokens.tolist()]
-        prompt_length, features = kept[tuple(whole)]
+        prompt_length, features = kept.whole[tuple(whole)]
         assert prompt_length == len(rollout.prompt_tokens)
         assert features.shape == (len(whole) - 1, 1, 128)
         tokens = torch.tensor(whole[:-1])

@@ -102,7 +102,7 @@ for limit in [0, 10, 1000, 2000, 3000, 500_000, 2**20, 2**20 + 3000, *range(1_54
             file = hdf5.NewFile(part, kind)
             rows = hdf5.growing_array(file.root, "rows", np.dtype("u2"), (256,))
             for block in range(3):
-                hdf5.extend_array(rows, np.full((1000, 256), block, "u2"))
+                hdf5.write_rows(rows, len(rows), np.full((1000, 256), block, "u2"))
             file.commit(3000)
         print("published", path.stat().st_size <= limit or limit == hard)
     except WriteError as error:

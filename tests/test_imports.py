@@ -51,6 +51,7 @@ MAY_KNOW = {
 HOME_OF = {
     "mpi4py": {"mpi"},
     "h5py": {"storage"},
+    "hdf5plugin": {"storage"},
     "deepspeed": {"rl"},
     "transformers": {"models"},
     "submitit": {"launch"},
@@ -69,6 +70,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "check_kernels.py",
         "compare_merges.py",
         "bench_checkpoint.py",
+        "bench_cache.py",
     },
     "jobs": set[str](),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.config import EMBEDDED_MODEL
@@ -116,3 +117,21 @@ def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Call
         cache.set_table(row, table)
     layout = cache.layout(tables, num_rows * each)
     return lambda positions: cache.attend(layout, cache.tables, positions)
+
+
+class KeptFeatures:
+    """A feature sink that puts documents together again: ``whole`` has prompt length and features by tokens."""
+
+    def __init__(self) -> None:
+        self.whole: dict[tuple[int, ...], tuple[int, NDArray[np.uint16]]] = {}
+        self.firsts: list[tuple[tuple[int, ...], int]] = []
+        """Each delivery's prompt and the position of its first features."""
+        self._prompts: dict[tuple[int, ...], NDArray[np.uint16]] = {}
+
+    def __call__(self, tokens: NDArray[np.int32], prompt_length: int, features: NDArray[np.uint16], first: int) -> None:
+        prompt = tuple(tokens[:prompt_length].tolist())
+        if first == 0:
+            self._prompts[prompt] = features[: prompt_length - 1]
+        whole = np.concatenate([self._prompts[prompt][:first], features])
+        self.whole[tuple(tokens.tolist())] = prompt_length, whole
+        self.firsts.append((prompt, first))

@@ -159,7 +159,12 @@ class DrafterSection(Section):
     """``fresh``: train on this step's responses and the last one's; ``first``: on those of the run's first step for
     ever, the control that shows what fresh ones are worth."""
     cache_bytes: PositiveInt = 2_000_000_000
-    """Bytes of features on disk that one rank may keep."""
+    """Bytes of features on disk that one rank may keep: half for the step under way, half for the one before."""
+    cache_folder: str = ""
+    """A folder of each node's own for these features, such as ``$TMPDIR``: ``~`` and environment variables are expanded
+    on each node, whose ranks then see each other's features alone. Empty: in the run's folder, where all see all."""
+    cache_compression: Literal["none", "zstd"] = "none"
+    """``zstd`` takes a third off what is written, for a share of a core: for file systems that many ranks share."""
 
     @property
     def loss_kind(self) -> LossKind:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.first_rollouts import FirstRollouts
-from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ _FREE_ON_RESUME = {
     "drafter.fall",
     "drafter.place",
     "drafter.serial_micro_steps",
+    "drafter.cache_folder",
+    "drafter.cache_compression",
     "optimizer.zero_stage",
     "optimizer.offload",
     "optimizer.micro_batch_tokens",
@@ -106,6 +109,8 @@ class Job:
         try:
             self.policy.close()
         finally:
+            if self.drafting:
+                self.drafting.cache.abandon_step()  # still open where the run failed: its thread ends here
             self.pulse.close()
 
 
@@ -255,16 +260,38 @@ def make_drafting(
     warm: dict[str, torch.Tensor] | None,
 ) -> Drafting:
     """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
-    shape, seed = decoder.shape, config.run.seed
+    shape, seed, settings = decoder.shape, config.run.seed, config.drafter
     token_ids = choose_vocabulary(config, assets) if warm is None else warm.get(TOKEN_IDS)
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
-    kind = FirstRollouts if config.drafter.rollouts == "first" else FeatureCache
-    sizes = served.num_features, shape.hidden_size, config.drafter.cache_bytes
-    cache = kind(folder, world.rank, *sizes, num_ranks=world.size)
-    spot = SpotTrainer(decoder, cache, config.drafter, seed, world.rank, token_ids)
+    kind = FirstRollouts if settings.rollouts == "first" else FeatureCache
+    place, rank, num_ranks = cache_place(config, world, folder)
+    sizes = served.num_features, shape.hidden_size, settings.cache_bytes
+    cache = kind(place, rank, *sizes, num_ranks, settings.cache_compression)
+    spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)
     return Drafting(cache, spot, served)
+
+
+def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
+    """Where the feature cache is, and which of how many ranks this one is there; collective.
+
+    Raises:
+        ConfigError: on all ranks, where a node does not know a variable in ``drafter.cache_folder``.
+    """
+    template = config.drafter.cache_folder
+    if not template:
+        return folder, world.rank, world.size
+    found, error = Path(), ""
+    try:
+        found = node_folder(template, folder.path, world.hostname)
+    except ConfigError as caught:
+        error = str(caught)
+    ranks = world.allgather((world.hostname, error))
+    for _, message in ranks:
+        if message:
+            raise ConfigError(message)
+    return RunFolder(found), world.local_rank, sum(hostname == world.hostname for hostname, _ in ranks)
 
 
 def choose_vocabulary(config: Config, assets: Assets) -> torch.Tensor | None:

@@ -41,11 +41,13 @@ from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
-from tlt_hpc.rollout.engine import FeatureSink, RolloutEngine
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.leaving import FeatureSink
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import FeatureCache
@@ -136,7 +138,7 @@ class Bench:
     ) -> tuple[list[Rollout], float]:
         """Responses and the accept length."""
         settings = EngineSettings(SamplingParams(512), 20, (1,), 64, 16, tie_guard=False, strategies=(strategy,))
-        served = type(trainer.drafter)(self.decoder.shape, 0, torch.float32, CPU)
+        served = make_drafter(self.decoder.shape, 0, torch.float32, CPU)
         served.load_state_dict(trainer.drafter.state_dict())
         engine = RolloutEngine(self.decoder, settings, served)
         engine.drafter_ready, engine.feature_sink = True, sink

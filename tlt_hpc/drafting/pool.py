@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import logging
 import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 
-from tlt_hpc.drafting.packing import Excerpt, whole
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.drafting.packing import Excerpt
 from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader
 from tlt_hpc.storage.hdf5 import DamagedFile
 
@@ -17,66 +25,137 @@ logger = logging.getLogger(__name__)
 
 _LEAST_LENGTH = 2
 """Of a response: a pair that predicts one of its tokens needs the feature after it."""
+_COVERED = 0.25
+"""Weight of an earlier response of a length that this step has finished itself: its features are of older weights."""
+_LISTING_SECONDS = 2.0
+"""How often a shared folder is asked for files of the step before; they appear while slower ranks release."""
+_OPENED_AT_ONCE, _MOST_FILES = 8, 64
+"""Files opened in one micro-step, and in all: among hundreds of ranks some stand for all."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a document is."""
+
+    source: Documents
+    index: int
+    prompt_length: int
+    num_pairs: int
+
+
+def training_weights(
+    own: NDArray[np.int64], previous: Sequence[NDArray[np.int64]]
+) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
+    """How likely each response is drawn, given the lengths of this step's and, by file, of the previous one's.
+
+    In proportion to length, as tokens come in a rollout. Of the previous step those longer than all that this step has
+    finished count in full, since they alone tell of the tail; the others a quarter, since there are newer ones.
+    """
+    reach = own.max(initial=0)
+    weights = [np.where(lengths > reach, 1.0, _COVERED) * lengths.astype(np.float64) for lengths in previous]
+    return own.astype(np.float64), weights
 
 
 class TrainingPool:
-    """Documents of one step's tail, drawn with chances in proportion to their response length."""
+    """Documents of one step's tail, drawn with the chances of ``training_weights``.
+
+    It grows: own responses come in as they finish, files of the previous step as they appear, a few at a time.
+    """
 
     def __init__(self, cache: FeatureCache, random_source: random.Random) -> None:
-        self._random = random_source
-        self._readers = [FeatureCacheReader(path) for path in sorted(cache.previous_step_files())]
-        self._own: Documents = cache.own_documents()
-        self._places: list[tuple[int, int]] = []
-        self._weights: list[float] = []
-        sources: list[Documents] = [self._own, *self._readers]
-        for which, reader in enumerate(sources):
-            for index, length in enumerate(reader.lengths.tolist()):
-                if length >= _LEAST_LENGTH:
-                    self._places.append((which, index))
-                    self._weights.append(float(length))
+        self._cache, self._random = cache, random_source
+        self._own = cache.own_documents()
+        self._readers: dict[Path, FeatureCacheReader] = {}
+        self._unopened: list[Path] = []
+        self._next_listing = 0.0
+        self._damaged: set[_Place] = set()
+        self._places: list[_Place] = []
+        self._chances: list[float] = []
+        self._weigh()
 
     def __len__(self) -> int:
+        """Documents to draw from, with what has come in since."""
+        self.refresh()
         return len(self._places)
+
+    def refresh(self) -> None:
+        """Take in own responses that have finished and files that have appeared."""
+        has_changed = self._open_more()
+        if not self._own.is_current:
+            self._own, has_changed = self._cache.own_documents(), True
+        if has_changed:
+            self._weigh()
 
     def draw(self, num_tokens: int) -> list[Excerpt]:
         """Excerpts of distinct documents, at most ``num_tokens`` pairs together, drawn until the next would not fit.
 
         The first is cut to a random window where it is longer than that; the others are whole.
         """
+        self.refresh()
         drawn: list[Excerpt] = []
-        taken: set[tuple[int, int]] = set()
+        taken: set[_Place] = set()
         room = num_tokens
-        for place in self._random.choices(self._places, self._weights, k=min(len(self._places), num_tokens)):
-            if place in taken:
+        for place in self._chosen(min(len(self._places), num_tokens)):
+            if place in taken or place in self._damaged:
                 continue
-            document = self._read(place)
-            if document is None:
-                continue
-            excerpt = self._cut(whole(document), num_tokens)
-            if excerpt.num_pairs > room:
+            if min(place.num_pairs, num_tokens) > room:
                 break
             taken.add(place)
-            drawn.append(excerpt)
-            room -= excerpt.num_pairs
+            excerpt = self._read(place, num_tokens)
+            if excerpt is not None:
+                drawn.append(excerpt)
+                room -= excerpt.num_pairs
         return drawn
 
-    def _cut(self, excerpt: Excerpt, num_pairs: int) -> Excerpt:
-        """A random window of at most ``num_pairs`` that begins in the response, or just before it."""
-        spare = excerpt.num_pairs - num_pairs
-        if spare <= 0:
-            return excerpt
-        first = min(spare, max(0, excerpt.document.prompt_length - 2))
-        return Excerpt(excerpt.document, self._random.randint(first, spare), num_pairs)
-
     def close(self) -> None:
-        for reader in self._readers:
+        for reader in self._readers.values():
             reader.close()
 
-    def _read(self, place: tuple[int, int]) -> Document | None:
-        """The document at a place; None where its bytes are damaged, for a cache file is never worth a run."""
-        which, index = place
+    def _chosen(self, count: int) -> Iterator[_Place]:
+        for _ in range(count):
+            yield self._random.choices(self._places, cum_weights=self._chances)[0]
+
+    def _open_more(self) -> bool:
+        """Open some files of the step before; whether there were any."""
+        if time.monotonic() >= self._next_listing:
+            self._next_listing = time.monotonic() + _LISTING_SECONDS
+            own_first = [path for path in self._cache.previous_step_files() if path not in self._readers]
+            others = own_first[1:]
+            self._random.shuffle(others)
+            self._unopened = [*own_first[:1], *others]
+        count = min(_OPENED_AT_ONCE, _MOST_FILES - len(self._readers))
+        now, self._unopened = self._unopened[:count], self._unopened[count:]
+        readers = {path: self._cache.open_file(path) for path in now}
+        opened = {path: reader for path, reader in readers.items() if reader is not None}
+        self._readers.update(opened)
+        return bool(opened)
+
+    def _weigh(self) -> None:
+        """List the documents and their chances anew."""
+        sources: list[Documents] = [self._own, *self._readers.values()]
+        own, *previous = [source.lengths for source in sources]
+        first, others = training_weights(own, previous)
+        self._places, weights = [], []
+        for source, chances in zip(sources, [first, *others], strict=True):
+            prompts, lengths = source.prompt_lengths.tolist(), source.lengths.tolist()
+            for index in np.flatnonzero(source.lengths >= _LEAST_LENGTH).tolist():
+                pairs = prompts[index] + lengths[index] - 2
+                self._places.append(_Place(source, index, prompts[index], pairs))
+                weights.append(float(chances[index]))
+        self._chances = list(accumulate(weights))
+
+    def _read(self, place: _Place, most: int) -> Excerpt | None:
+        """A document, or a window of at most so many pairs that begins in the response or just before it.
+
+        None where it gave way meanwhile, or its bytes are damaged, for a cache file is never worth a run.
+        """
+        spare = max(0, place.num_pairs - most)
+        start = self._random.randint(min(spare, max(0, place.prompt_length - 2)), spare) if spare else 0
+        num_pairs = place.num_pairs - spare
         try:
-            return (self._own if which == 0 else self._readers[which - 1]).read(index)
+            document: Document | None = place.source.read(place.index, start, num_pairs + 1)
         except DamagedFile as error:
             logger.warning("left out of the drafter's training: %s", error)
+            self._damaged.add(place)
             return None
+        return Excerpt(document, start, num_pairs) if document is not None else None

@@ -7,7 +7,6 @@ strategy changes decide how fast it comes, never what it says. Knows no MPI, no 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +27,7 @@ from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, slots_needed
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
+from tlt_hpc.rollout.leaving import FeatureSink, Leaving
 from tlt_hpc.rollout.measures import RoundMeasures, profile_key
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
@@ -39,12 +39,8 @@ from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settin
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.tally import DraftTally
-from tlt_hpc.rollout.transfer import HostCopy
 
 _NUM_PROBED = 4
-
-# sink(tokens [T] int32, prompt length, features [T - 1, layer, H] as bf16 bits): what a finished response leaves
-FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16]], None]
 
 
 @dataclass
@@ -114,8 +110,7 @@ class RolloutEngine:
         self.chooser = self._make_chooser(None)
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._finished: list[Rollout] = []
-        self._leaving: deque[tuple[NDArray[np.int32], int, HostCopy]] = deque()
-        """Tokens, prompt length and features of finished responses, on their way to the sink."""
+        self._leaving = Leaving(self._cache, decoder.shape.hidden_size)
         self._longest: list[list[int]] = []
         """The longest texts so far, on which the tie guard is set at every load of weights."""
         self._num_submitted = 0
@@ -124,7 +119,15 @@ class RolloutEngine:
         self._refresh_draft_head()
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
-        self.feature_sink: FeatureSink | None = None
+
+    @property
+    def feature_sink(self) -> FeatureSink | None:
+        """Who gets the features of finished responses, where a drafter is to learn from them."""
+        return self._leaving.sink
+
+    @feature_sink.setter
+    def feature_sink(self, sink: FeatureSink | None) -> None:
+        self._leaving.sink = sink
 
     def _make_chooser(self, costs: CostProfile | None) -> Chooser:
         s = self.settings
@@ -274,6 +277,7 @@ class RolloutEngine:
         assert not self.has_work, "weights change only between rollouts"
         self._settle()
         self.decoder.load(weights, version)
+        self._leaving.forget_prompts()
         self._cache.clear()
         self._refresh_draft_head()
         if self.settings.tie_guard and self._longest:
@@ -362,7 +366,7 @@ class RolloutEngine:
         """Leave no round and no features under way when there is nothing more to do."""
         if not self.has_work:
             self._settle()
-            self._deliver(wait=True)
+            self._leaving.deliver(wait=True)
 
     def _fill(self) -> bool:
         """Admit and prefill; whether the device was given anything."""
@@ -394,7 +398,7 @@ class RolloutEngine:
         """Read the rounds under way until ``still`` are left."""
         while self._rounds.num_under_way > still:
             self._take_in(self._rounds.read())
-        self._deliver(wait=False)
+        self._leaving.deliver(wait=False)
 
     def _take_in(self, emitted: Emitted) -> None:
         start = time.perf_counter()
@@ -449,25 +453,13 @@ class RolloutEngine:
                 self._finish(response, FinishReason.LENGTH)
 
     def _finish(self, response: Response, reason: FinishReason) -> None:
-        row, request, start, end = response.row, response.request, response.prompt_length, len(response.text)
+        row, request, start = response.row, response.request, response.prompt_length
         log_probs = self._rows.response_log_probs(row).numpy().copy()
         self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
         self._ngram.finish(response)
         self._longest = sorted([*self._longest, response.text], key=len)[-_NUM_PROBED:]
-        if self.feature_sink is not None and self._cache.features is not None:
-            positions = torch.arange(end - 1, device=self._rows.tokens.device).unsqueeze(0)
-            slots = self._cache.slots(positions, self._cache.tables[row : row + 1])[0]
-            kept = self._cache.features[slots].view(end - 1, self._num_features, -1)
-            features = HostCopy(kept.to(torch.bfloat16).view(torch.uint16))
-            self._leaving.append((np.array(response.text, dtype=np.int32), start, features))
+        self._leaving.take(response)
         self._residents.remove(row)
-
-    def _deliver(self, wait: bool) -> None:
-        """Hand the features of finished responses to the sink, as far as they have come to the host, or all."""
-        while self._leaving and (wait or self._leaving[0][2].is_ready):
-            tokens, start, features = self._leaving.popleft()
-            if self.feature_sink is not None:
-                self.feature_sink(tokens, start, features.wait().numpy())
 
     def _rollout(
         self,

@@ -15,12 +15,12 @@ def upload(values: Sequence[object], device: torch.device, dtype: torch.dtype = 
 
 
 class HostCopy:
-    """A tensor on its way to the host."""
+    """A tensor on its way to the host; on a CPU a copy, but where ``is_own`` says that nobody else has it."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, is_own: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
         if not x.is_cuda:
-            self._held = x.clone()
+            self._held = x if is_own else x.clone()
             return
         self._held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         self._held.copy_(x, non_blocking=True)

@@ -6,7 +6,6 @@ folder, out of reach of what the cache drops, for as long as the run's folder st
 
 from __future__ import annotations
 
-import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -14,11 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader, FeatureCacheWriter
+from tlt_hpc.storage.documents import Document
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.feature_writer import FeatureCacheWriter, OpenDocuments
 from tlt_hpc.storage.folder import RunFolder, make_folder, part_of, publish
-from tlt_hpc.storage.hdf5 import DamagedFile
-
-_log = logging.getLogger(__name__)
 
 FIRST_STEP = 0
 
@@ -35,7 +33,11 @@ class NoDocuments:
     def lengths(self) -> NDArray[np.int64]:
         return np.empty(0, np.int64)
 
-    def read(self, index: int) -> Document:
+    @property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        return np.empty(0, np.int64)
+
+    def read(self, index: int, start: int = 0, count: int | None = None) -> Document | None:
         raise AssertionError(f"document {index} of none")
 
 
@@ -50,7 +52,7 @@ class FirstRollouts(FeatureCache):
             self._keep(kept)
         return super().begin_step(step, weight_version)
 
-    def own_documents(self) -> Documents:  # type: ignore[override]
+    def own_documents(self) -> OpenDocuments | NoDocuments:  # type: ignore[override]
         """This step's so far while it is the first; later the first step is read from its files."""
         return super().own_documents() if self._step == FIRST_STEP else NoDocuments()
 
@@ -58,7 +60,8 @@ class FirstRollouts(FeatureCache):
         """The first step's files, of all ranks that this one can see; none in the first step itself."""
         if self._step == FIRST_STEP:
             return []
-        return [path for path in sorted(first_file(self._folder, 0).parent.glob("rank-*.h5")) if _is_whole(path)]
+        files = sorted(first_file(self._folder, 0).parent.glob("rank-*.h5"))
+        return sorted((path for path in files if path not in self._unusable), key=lambda path: not self._owns(path))
 
     def _keep(self, kept: Path) -> None:
         """Have the closed file of the first step stand a second time; a rank that was not there has none.
@@ -76,16 +79,6 @@ class FirstRollouts(FeatureCache):
         if not part_of(kept).exists():
             shutil.copyfile(original, part_of(kept))
         publish(kept, durable=False)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the file can be read; one warning where it cannot."""
-    try:
-        FeatureCacheReader(path).close()
-    except DamagedFile as error:
-        _log.warning("%s", error)
-        return False
-    return True
 
 
 def first_file(folder: RunFolder, rank: int) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tlt_hpc.config import ConfigError
 
 PART_SUFFIX = ".part"
 
@@ -89,6 +92,25 @@ class RunFolder:
         """Remove a step's cache folder once no rank has a file in it."""
         with suppress(OSError):  # not empty, or another rank removed it first
             _folder_of(self.cache, step).rmdir()
+
+
+def node_folder(template: str, run: Path, hostname: str) -> Path:
+    """Where a run keeps what belongs to one node, below ``template`` with ``~`` and variables as they are there.
+
+    It is the run's and the node's alone, even where the folder turns out to be shared: named after the run, the whole
+    path of its folder and the host.
+
+    Raises:
+        ConfigError: a variable is not set here.
+    """
+    expanded = os.path.expandvars(Path(template).expanduser())
+    if "$" in expanded:
+        raise ConfigError(
+            f"drafter.cache_folder = {template!r}: {expanded!r} has a variable that is not set on {hostname}; "
+            "set it for all ranks, or give a folder by its name"
+        )
+    digest = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:8]
+    return Path(expanded).absolute() / f"{run.name}-{digest}" / hostname
 
 
 def rank_of(path: Path) -> int:

@@ -186,25 +186,62 @@ def put_array(group: Group, name: str, array: NDArray[Any], compression: str | N
     if array.size == 0:
         group.create_dataset(name, data=array)
         return
-    chunks = (min(len(array), chunk_rows(array.dtype, array.shape[1:])), *array.shape[1:])
+    num_chunks = -(-len(array) // chunk_rows(array.dtype, array.shape[1:]))
+    chunks = (-(-len(array) // num_chunks), *array.shape[1:])  # of equal size, so that the last is nearly full too
     group.create_dataset(name, data=array, chunks=chunks, compression=compression, fletcher32=True)
 
 
 def growing_array(
-    group: Group, name: str, dtype: np.dtype[Any], row: tuple[int, ...], max_chunk_rows: int | None = None
+    group: Group,
+    name: str,
+    dtype: np.dtype[Any],
+    row: tuple[int, ...],
+    max_chunk_rows: int | None = None,
+    compression: str = "none",
 ) -> Dataset:
-    """An empty array [0, *row] that grows along its first axis, uncompressed, with a checksum per chunk."""
+    """An empty array [0, *row] that grows along its first axis, with a checksum per chunk.
+
+    ``compression`` is one of ``filters_of``'s.
+    """
     rows = min(chunk_rows(dtype, row), max_chunk_rows or 2**31)
-    return group.create_dataset(
-        name, shape=(0, *row), maxshape=(None, *row), chunks=(rows, *row), dtype=dtype, fletcher32=True
-    )
+    shape = {"shape": (0, *row), "maxshape": (None, *row), "chunks": (rows, *row)}
+    return group.create_dataset(name, dtype=dtype, fletcher32=True, **shape, **filters_of(compression))
 
 
-def extend_array(dataset: Dataset, rows: NDArray[Any]) -> None:
-    """Append rows to a growing array."""
-    start = len(dataset)
-    dataset.resize(start + len(rows), axis=0)
-    dataset[start:] = rows
+def filters_of(compression: str) -> dict[str, Any]:
+    """What h5py needs to know to write or read an array with that compression; all shuffle bytes or bits first.
+
+    ``none``, ``lzf``, ``gzip``, ``zstd``, ``bitshuffle-lz4``, ``bitshuffle-zstd`` and ``blosc2-CODEC-SHUFFLE`` with
+    lz4 or zstd, and byte or bit. All but the first three come from hdf5plugin, which is loaded here at its first use:
+    it takes as long as h5py itself.
+    """
+    if compression == "none":
+        return {}
+    if compression in ("lzf", "gzip"):
+        return {"shuffle": True, "compression": compression, "compression_opts": 1 if compression == "gzip" else None}
+    import hdf5plugin
+
+    family, _, rest = compression.partition("-")
+    if family == "zstd":
+        return {"shuffle": True, **hdf5plugin.Zstd(clevel=1)}
+    if family == "bitshuffle":
+        return dict(hdf5plugin.Bitshuffle(cname=rest, **({"clevel": 1} if rest == "zstd" else {})))
+    codec, _, shuffle = rest.partition("-")
+    shuffles = {"byte": hdf5plugin.Blosc2.SHUFFLE, "bit": hdf5plugin.Blosc2.BITSHUFFLE}
+    return dict(hdf5plugin.Blosc2(cname=codec, clevel=1, filters=shuffles[shuffle]))
+
+
+def write_rows(dataset: Dataset, first: int, rows: NDArray[Any]) -> None:
+    """Put rows into a growing array from ``first`` on; it grows where it is too short."""
+    if first + len(rows) > len(dataset):
+        dataset.resize(first + len(rows), axis=0)
+    dataset[first : first + len(rows)] = rows
+
+
+def read_rows(dataset: Dataset, first: int, out: NDArray[Any]) -> None:
+    """Rows ``first`` .. ``first + len(out) - 1`` into ``out``, which is contiguous."""
+    if len(out):
+        dataset.read_direct(out, np.s_[first : first + len(out)])
 
 
 def chunk_rows(dtype: np.dtype[Any], row: tuple[int, ...]) -> int:

@@ -1,0 +1,112 @@
+"""A feature cache on each node's own disk: whose files it holds, what it is called, how it is kept tidy."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.job import cache_place
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.folder import RunFolder, node_folder, part_of
+
+TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
+
+
+@dataclass
+class FakeWorld:
+    """One of several ranks on two hosts."""
+
+    rank: int
+    hostnames: tuple[str, ...] = ("a", "b", "a", "b", "a")
+    errors: tuple[str, ...] = ("",) * 5
+
+    @property
+    def size(self) -> int:
+        return len(self.hostnames)
+
+    @property
+    def hostname(self) -> str:
+        return self.hostnames[self.rank]
+
+    @property
+    def local_rank(self) -> int:
+        return self.hostnames[: self.rank].count(self.hostname)
+
+    def allgather(self, item: Any) -> list[Any]:
+        others = list(zip(self.hostnames, self.errors, strict=True))
+        return [*others[: self.rank], item, *others[self.rank + 1 :]]
+
+
+def place_of(rank: int, folder: str, run: Path, **world: Any) -> tuple[RunFolder, int, int]:
+    config = load_config(TINY, [f"drafter.cache_folder={folder}"] if folder else [])
+    return cache_place(config, FakeWorld(rank, **world), RunFolder(run))
+
+
+def test_without_a_setting_all_ranks_share_the_runs_folder(tmp_path: Path) -> None:
+    folder, rank, num_ranks = place_of(3, "", tmp_path)
+    assert (folder.path, rank, num_ranks) == (tmp_path, 3, 5)
+
+
+def test_ranks_of_a_node_share_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
+    places = [place_of(rank, "$NODE_DISK/features", tmp_path / "runs" / "x") for rank in range(5)]
+    assert [(rank, num_ranks) for _, rank, num_ranks in places] == [(0, 3), (0, 2), (1, 3), (1, 2), (2, 3)]
+    paths = [folder.path for folder, _, _ in places]
+    assert len(set(paths)) == 2 and paths[0] == paths[2] == paths[4]
+    assert paths[0].is_relative_to(tmp_path / "disk" / "features") and paths[0].name == "a"
+    assert not (tmp_path / "disk").exists(), "nothing is made until a step begins"
+
+
+def test_runs_of_one_name_do_not_meet(tmp_path: Path) -> None:
+    first, second = (node_folder("~/scratch", tmp_path / parent / "x", "a") for parent in ("one", "two"))
+    assert first != second and first.parent.name.startswith("x-")
+    assert first.is_relative_to(Path.home() / "scratch")
+    assert first == node_folder("~/scratch", Path(os.path.relpath(tmp_path / "one" / "x")), "a"), "however it is named"
+
+
+def test_a_variable_that_one_node_lacks_is_one_line_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_DISK", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"drafter\.cache_folder = '\$NO_SUCH_DISK/x'.*not set on b; set it"
+    ) as caught:
+        place_of(1, "$NO_SUCH_DISK/x", tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="no disk on b"):
+        place_of(0, str(tmp_path), tmp_path, errors=("", "no disk on b", "", "", ""))
+
+
+def test_recovery_and_eviction_there(tmp_path: Path) -> None:
+    """Three ranks of a node leave files, one of them half-written; two come back and tidy up after all three."""
+
+    def caches(num_ranks: int) -> list[FeatureCache]:
+        folder = RunFolder(node_folder(str(tmp_path), tmp_path / "run", "a"))
+        return [FeatureCache(folder, rank, 1, 4, 10**7, num_ranks) for rank in range(num_ranks)]
+
+    def append(cache: FeatureCache, step: int) -> None:
+        cache.begin_step(step, 0).append(np.arange(9, dtype=np.int32), 3, np.ones((8, 1, 4), np.uint16))
+
+    before = caches(3)
+    for cache in before:
+        append(cache, 0)
+        cache.end_step()
+    append(before[2], 1)
+    part = part_of(RunFolder(node_folder(str(tmp_path), tmp_path / "run", "a")).feature_cache(1, 2))
+    assert part.exists()
+    now = caches(2)
+    assert [cache.recover() for cache in now] == [1, 0] and not part.exists()
+    for cache in now:
+        append(cache, 1)
+        assert len(cache.previous_step_files()) == 3
+        cache.end_step()
+    for cache in now:
+        append(cache, 2)
+        assert len(cache.previous_step_files()) == 2
+    assert len(list(tmp_path.rglob("rank-*"))) == 4
+    for cache in (*now, before[2]):
+        cache.abandon_step()

@@ -1,0 +1,104 @@
+"""Features on their way from the pages to the cache: the target's own, in token order, a prompt's only once a rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_device_rounds import device_engine
+from tests.test_engine import PAGES_OF_8, full_engine, parse
+from tests.tiny import KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, generate
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.rollout import leaving
+from tlt_hpc.rollout.strategy import OFF
+from tlt_hpc.rollout.transfer import HostCopy
+from tlt_hpc.storage.feature_cache import FeatureCache, FeatureCacheReader
+from tlt_hpc.storage.folder import RunFolder
+
+REQUESTS = gcd_requests(5, 4, step=3)
+STRATEGIES = parse("ngram-3", "drafter-3", "drafter-4x2v6", "hybrid-3x2v5")
+WAYS = {
+    "whole groups": (full_engine, {}, slice(0, 12)),
+    "single samples": (full_engine, {}, slice(0, None, 2)),
+    "preempted": (full_engine, {"page_size": 8, "kv_bytes": PAGES_OF_8 * 40}, slice(None)),
+    "on a device": (device_engine, {"max_new_tokens": 160}, slice(None)),
+    "on a device, preempted": (device_engine, {"page_size": 8, "kv_bytes": PAGES_OF_8 * 40}, slice(None)),
+}
+
+
+def teacher_forced(tokens: np.ndarray) -> Tensor:
+    """The target's hidden states [T - 1, H] by one plain pass over a document."""
+    decoder, fed = embedded_decoder(), torch.from_numpy(tokens[:-1]).long()
+    return decoder.hidden(fed, torch.arange(len(fed)), attend_documents(None))
+
+
+def as_float(bits: np.ndarray) -> Tensor:
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way):
+    make, options, shard = WAYS[way]
+    requests = REQUESTS[shard]
+    engine = make(STRATEGIES, **{"max_live": 10, "chooser": "random", "seed": 5, **options})
+    engine.load_policy(folder_weights(embedded_folder()), 17)
+    cache = FeatureCache(RunFolder(tmp_path), 0, 1, 128, 10**9)
+    engine.feature_sink = cache.begin_step(3, engine.decoder.version).append
+    rollouts = [np.concatenate([r.prompt_tokens, r.response_tokens]).tolist() for r in generate(engine, requests)]
+    counts = engine.take_counts()
+    assert (counts.num_preempted > 0) == ("preempted" in way)
+    assert sum(rounds for name, (rounds, _) in counts.strategies.items() if name != "off") > 10
+    cache.end_step()
+    with FeatureCacheReader(RunFolder(tmp_path).feature_cache(3, 0)) as reader:
+        documents = [reader.read(index) for index in range(len(reader))]
+    assert sorted(document.tokens.tolist() for document in documents) == sorted(rollouts)
+    prompts = [request.prompt_tokens.tolist() for request in requests]
+    for document in documents:
+        assert document.weight_version == 17
+        assert document.tokens[: document.prompt_length].tolist() in prompts
+        wanted = teacher_forced(document.tokens)
+        torch.testing.assert_close(as_float(document.features[:, 0]), wanted, rtol=2**-7, atol=1e-3)
+
+
+def test_positions_matter():
+    """The tolerance above tells neighbours apart: it would see features shifted by one."""
+    tokens = np.concatenate([REQUESTS[0].prompt_tokens, REQUESTS[4].prompt_tokens])
+    features = teacher_forced(tokens)
+    assert ((features[1:] - features[:-1]).abs() > 2**-7 * features[1:].abs() + 1e-3).float().mean() > 0.9
+
+
+def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
+    copied = []
+
+    class Counting(HostCopy):
+        def __init__(self, x, is_own=False):
+            copied.append(len(x))
+            super().__init__(x, is_own)
+
+    monkeypatch.setattr(leaving, "HostCopy", Counting)
+    engine = full_engine([OFF], max_live=6)
+    for version in range(2):
+        engine.load_policy(folder_weights(embedded_folder()), version)
+        engine.feature_sink = kept = KeptFeatures()
+        rollouts = generate(engine, REQUESTS)
+        prompts = {tuple(request.prompt_tokens.tolist()) for request in REQUESTS}
+        assert sorted(prompt for prompt, first in kept.firsts if first == 0) == sorted(prompts)
+        assert all(first == len(prompt) - 1 for prompt, first in kept.firsts if first)
+        num_rows = sum(len(prompt) - 1 for prompt in prompts) + sum(len(r.response_tokens) for r in rollouts)
+        assert sum(copied) == num_rows
+        copied.clear()
+
+
+def test_new_weights_and_a_new_sink_want_the_prompts_again():
+    engine = full_engine([OFF])
+    engine.feature_sink = kept = KeptFeatures()
+    generate(engine, REQUESTS[:2])
+    engine.load_policy(folder_weights(embedded_folder()), 1)
+    generate(engine, REQUESTS[2:4])
+    assert [first == 0 for _, first in kept.firsts] == [True, False, True, False]
+    engine.feature_sink = other = KeptFeatures()
+    generate(engine, REQUESTS[:1])
+    assert [first for _, first in other.firsts] == [0]
