@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import Config, ConfigError, load_config, to_toml
+from tlt_hpc.config import Config, ConfigError, WarmupSection, load_config, to_toml
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models import drafter_file
@@ -59,6 +59,7 @@ _FREE_ON_RESUME = {
     "optimizer.micro_batch_tokens",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.loss import LossWeights, drafter_loss
-from tlt_hpc.drafting.packing import pack
+from tlt_hpc.drafting.packing import PackedBatch, pack
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
@@ -115,6 +115,31 @@ class SpotTrainer:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+    # -- all ranks at once --------------------------------------------------------------------------------------
+
+    def learn(self, batches: Iterable[PackedBatch], world: SumOverRanks) -> float:
+        """One update on the mean loss over the tokens of all ranks' batches, and that loss; collective.
+
+        The replicas stay equal without a merge. A rank may have no batch.
+        """
+        loss, count = 0.0, 0
+        for batch in batches:
+            num_counted = int(batch.counts.sum())
+            part = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._weights)
+            (part * num_counted).backward()  # type: ignore[no-untyped-call]
+            loss, count = loss + float(part.detach()) * num_counted, count + num_counted
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
+        flat = torch.cat([*(g.flatten() for g in gradients), gradients[0].new_tensor([loss, count])])
+        summed = torch.from_numpy(world.start_sum(flat.cpu().numpy()).wait()).to(self._decoder.device)
+        total = summed[-1]
+        for parameter, values in zip(
+            self._parameters.values(), torch.split(summed[:-2] / total, [g.numel() for g in gradients]), strict=True
+        ):
+            parameter.grad = values.view_as(parameter)
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
+        self._adam()
+        return float(summed[-2] / total)
 
     # -- merge --------------------------------------------------------------------------------------------------
 
