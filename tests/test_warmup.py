@@ -38,14 +38,14 @@ from tlt_hpc.warmup.shelf import Shelf
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
 SMALL = (
-    "rollout.max_new_tokens=60",
+    "rollout.max_new_tokens=40",
     "rollout.max_live=8",
-    "warmup.responses=48",
+    "warmup.responses=36",
     "warmup.updates=9",
-    "warmup.batch_tokens=256",
+    "warmup.batch_tokens=128",
     "warmup.validate_every=4",
     "warmup.validation_prompts=6",
-    "warmup.validation_tokens=40",
+    "warmup.validation_tokens=24",
     "warmup.noise=0.1",
 )
 
@@ -139,8 +139,8 @@ def test_it_leaves_a_drafter_and_its_facts(straight):
     best = max(facts.curve, key=lambda point: point.accept_length)
     assert (facts.num_updates, facts.accept_length) == (best.updates, best.accept_length)
     assert (facts.num_validation_prompts, facts.num_ranks, facts.init) == (6, 1, "random")
-    assert facts.num_responses <= 48
-    assert facts.curve[-1].tokens > 0.8 * 9 * 256
+    assert facts.num_responses <= 36
+    assert facts.curve[-1].tokens > 0.7 * 9 * 128
     assert int(kept(straight)["num_steps"]) == facts.num_updates
     assert not [name for name in kept(straight) if "exp_avg" in name]
 
@@ -192,7 +192,7 @@ def test_patience_ends_it_and_the_best_is_kept(tmp_path):
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [("capturing", 5), ("capturing", 40), ("training", 1), ("learned", 2), ("validating", 1), ("learned", 6)],
+    [("capturing", 5), ("validating", 1), ("learned", 6)],
 )
 def test_killed_anywhere_it_goes_on_to_the_same_bits(straight, tmp_path, moment, number):
     with pytest.raises(Killed):
@@ -202,14 +202,14 @@ def test_killed_anywhere_it_goes_on_to_the_same_bits(straight, tmp_path, moment,
 
 
 def test_killed_again_and_again_it_comes_to_the_same_bits(straight, tmp_path):
-    for moment, number in [("capturing", 3), ("capturing", 30), ("learned", 1), ("validated", 4), ("learned", 7)]:
+    for moment, number in [("capturing", 3), ("capturing", 34), ("learned", 1), ("validated", 4), ("learned", 7)]:
         with pytest.raises(Killed):
             start(tmp_path, reporter=Reporter(moment, number))
     assert start(tmp_path).finished
     assert_equal(tmp_path, straight)
 
 
-@pytest.mark.parametrize(("moment", "number"), [("capturing", 5), ("learned", 3), ("validating", 1), ("learned", 4)])
+@pytest.mark.parametrize(("moment", "number"), [("capturing", 5), ("learned", 2), ("validating", 1)])
 def test_asked_to_stop_it_saves_and_goes_on_to_the_same_bits(straight, tmp_path, moment, number):
     world = World.connect()
     result = start(tmp_path, reporter=Reporter(moment, number, world), world=world)
@@ -218,23 +218,25 @@ def test_asked_to_stop_it_saves_and_goes_on_to_the_same_bits(straight, tmp_path,
     again = Reporter()
     assert start(tmp_path, reporter=again).finished
     if moment == "learned":
-        assert again.seen["learned"] == 9 - number, "no update is made twice"
+        assert again.seen["learned"] == 9 - 3, "the update under way is finished, and none is made twice"
     assert_equal(tmp_path, straight)
 
 
 def test_a_part_that_was_being_written_is_made_again(straight, tmp_path):
     with pytest.raises(Killed):
         start(tmp_path, reporter=Reporter("training", 1))
-    lost = feature_files(tmp_path)[0]
+    lost, good = feature_files(tmp_path)
+    written = good.stat().st_mtime_ns
     part_of(lost).write_bytes(lost.read_bytes()[:1000])
     lost.unlink()
     assert start(tmp_path).finished
     assert_equal(tmp_path, straight)
+    assert good.stat().st_mtime_ns == written, "what is there is not made again"
 
 
 @pytest.mark.mpi
 def test_two_ranks_share_the_work_and_learn_the_same(straight, tmp_path):
-    """Features are the same bits; the updates differ by the order of sums (and without noise by nothing else)."""
+    """The features are the same bits, the updates but for the order of sums; noise would be each rank's own."""
     quiet = tmp_path / "one"
     results = run_on_ranks(2, without_noise, str(tmp_path / "two"))
     alone = without_noise(str(quiet))
@@ -243,10 +245,8 @@ def test_two_ranks_share_the_work_and_learn_the_same(straight, tmp_path):
         assert updates == others
         assert loss == pytest.approx(theirs, abs=1e-4)
         assert accept == pytest.approx(their_accept, rel=0.02)
-    ours, theirs = sorted(map(bits, documents(quiet))), sorted(map(bits, documents(tmp_path / "two")))
-    assert [text for text, _ in ours] == [text for text, _ in theirs]
-    close = [np.abs(a - b).max() < 0.05 for (_, a), (_, b) in zip(ours, theirs, strict=True)]
-    assert all(close)
+    ours, theirs = documents(quiet), documents(tmp_path / "two")
+    assert sorted(map(content, ours)) == sorted(map(content, theirs))
 
 
 def without_noise(folder: str) -> list:
@@ -254,8 +254,8 @@ def without_noise(folder: str) -> list:
     return [result.finished, [[p.updates, p.loss, p.accept_length] for p in result.progress.curve]]
 
 
-def bits(document: Document) -> tuple[list[int], np.ndarray]:
-    return document.tokens.tolist(), to_floats(document.features)
+def content(document: Document) -> tuple[bytes, bytes]:
+    return document.tokens.tobytes(), document.features.tobytes()
 
 
 def to_floats(features: np.ndarray) -> np.ndarray:
@@ -300,25 +300,26 @@ def random_document(length: int, prompt_length: int, seed: int) -> Document:
 
 
 def test_an_update_is_that_of_all_documents_in_one_pass():
+    """Held against the gradient that is posted: Adam's first step would blow up the last bits of the smallest ones."""
     found = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(40, 5), (9, 7), (25, 3)])]
-    together, apart, second = make_trainer(), make_trainer(), make_trainer()
-    loss = together.learn([pack([whole(document) for document in found], CPU)], Alone())
-    in_passes = apart.learn([pack([whole(document)], CPU) for document in found], Alone())
-    assert in_passes == pytest.approx(loss, abs=1e-5)
-    # a rank without a document posts zeros and takes the same update
-    ranks = TwoRanks()
-    ranks.arrays = [captured_gradient(found)]
-    assert second.learn([], ranks) == pytest.approx(loss, abs=1e-5)
-    for trainer in (apart, second):
-        for ours, theirs in zip(trainer.drafter.parameters(), together.drafter.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-    assert together.num_steps == 1
+    whole_batch, in_passes = Alone(), Alone()
+    loss = make_trainer().learn([pack([whole(document) for document in found], CPU)], whole_batch)
+    again = make_trainer().learn([pack([whole(document)], CPU) for document in found], in_passes)
+    assert again == pytest.approx(loss, abs=1e-5)
+    np.testing.assert_allclose(in_passes.arrays[0] / 59, whole_batch.arrays[0] / 59, atol=1e-5, rtol=1e-4)
+    assert whole_batch.arrays[0][-1] == 35 + 2 + 22
 
 
-def captured_gradient(found: list[Document]) -> np.ndarray:
-    world = Alone()
-    make_trainer().learn([pack([whole(document) for document in found], CPU)], world)
-    return world.arrays[0]
+def test_a_rank_without_a_document_takes_the_others_update():
+    found = [random_document(40, 5, 0)]
+    busy, idle, ranks = make_trainer(), make_trainer(), TwoRanks()
+    alone = make_trainer()
+    alone.learn([pack([whole(found[0])], CPU)], Alone())
+    busy.learn([pack([whole(found[0])], CPU)], ranks)
+    loss = idle.learn([], ranks)
+    assert busy.sha256() == idle.sha256() == alone.sha256()
+    assert idle.num_steps == 1
+    assert loss > 0
 
 
 # -- from logs ------------------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ def write_log(folder: Path, rollouts, step: int = 0) -> None:
 def logged(tmp_path_factory):
     """A run's log, its rollouts, and the features captured while they were decoded, with speculation."""
     drafter = load_drafter("embedded:tiny", embedded_decoder(), "")
-    engine = make_engine([Strategy("drafter", 4)], max_new_tokens=60, drafter=drafter)
+    engine = make_engine([Strategy("drafter", 4)], max_new_tokens=40, drafter=drafter)
     engine.drafter_ready = True
     captured = {}
     engine.feature_sink = lambda tokens, prompt, features: captured.setdefault(tokens.tobytes(), (prompt, features))
@@ -398,7 +399,7 @@ def test_features_stay_within_the_ranks_bytes(straight, tmp_path):
     assert start(tmp_path, f"drafter.cache_bytes={bound}").finished
     assert sum(path.stat().st_size for path in feature_files(tmp_path)) <= bound
     assert len(feature_files(tmp_path)) == 1
-    assert sum(len(FeatureCacheReader(path)) for path in feature_files(tmp_path)) < 48
+    assert sum(len(FeatureCacheReader(path)) for path in feature_files(tmp_path)) < 36
 
 
 def refusal(capsys, *arguments: str) -> str:
@@ -458,7 +459,7 @@ def test_a_run_of_another_tokenizer_is_refused(capsys, tmp_path, logged):
 
 
 def test_what_may_change_and_what_may_not(straight, tmp_path):
-    with pytest.raises(ValueError, match=r"warmup\.responses = 48, now 49; go on with the old value or give another"):
+    with pytest.raises(ValueError, match=r"warmup\.responses = 36, now 49; go on with the old value or give another"):
         start(straight, "warmup.responses=49")
     with pytest.raises(ValueError, match=r"warmup\.learning_rate = 0\.003, now 0\.1; .* delete .*training to train"):
         start(straight, "warmup.learning_rate=0.1")
