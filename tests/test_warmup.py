@@ -209,7 +209,7 @@ def test_killed_again_and_again_it_comes_to_the_same_bits(straight, tmp_path):
     assert_equal(tmp_path, straight)
 
 
-@pytest.mark.parametrize(("moment", "number"), [("capturing", 5), ("learned", 2), ("validating", 1)])
+@pytest.mark.parametrize(("moment", "number"), [("capturing", 5), ("learned", 2), ("learned", 9)])
 def test_asked_to_stop_it_saves_and_goes_on_to_the_same_bits(straight, tmp_path, moment, number):
     world = World.connect()
     result = start(tmp_path, reporter=Reporter(moment, number, world), world=world)
@@ -218,8 +218,10 @@ def test_asked_to_stop_it_saves_and_goes_on_to_the_same_bits(straight, tmp_path,
     again = Reporter()
     assert start(tmp_path, reporter=again).finished
     if moment == "learned":
-        assert again.seen["learned"] == 9 - 3, "the update under way is finished, and none is made twice"
+        left = 9 - min(number + 1, 9)
+        assert again.seen.get("learned", 0) == left, "the update under way is finished, and none is made twice"
     assert_equal(tmp_path, straight)
+    assert start(tmp_path).was_finished
 
 
 def test_a_part_that_was_being_written_is_made_again(straight, tmp_path):
@@ -240,8 +242,10 @@ def test_two_ranks_share_the_work_and_learn_the_same(straight, tmp_path):
     quiet = tmp_path / "one"
     results = run_on_ranks(2, without_noise, str(tmp_path / "two"))
     alone = without_noise(str(quiet))
-    assert results[0] == results[1]
-    for (updates, loss, accept), (others, theirs, their_accept) in zip(alone[1], results[0][1], strict=True):
+    assert results[0][0] == results[1][0]
+    assert results[0][1] + results[1][1] == alone[1]
+    assert abs(results[0][1] - results[1][1]) < 0.4 * alone[1], "each trains on its share"
+    for (updates, loss, accept), (others, theirs, their_accept) in zip(alone[0], results[0][0], strict=True):
         assert updates == others
         assert loss == pytest.approx(theirs, abs=1e-4)
         assert accept == pytest.approx(their_accept, rel=0.02)
@@ -250,8 +254,12 @@ def test_two_ranks_share_the_work_and_learn_the_same(straight, tmp_path):
 
 
 def without_noise(folder: str) -> list:
+    """The curve, and how many documents this rank has read to train on."""
+    read, counted = Shelf.read, []
+    Shelf.read = lambda shelf, index: counted.append(index) or read(shelf, index)
     result = start(Path(folder), "warmup.noise=0")
-    return [result.finished, [[p.updates, p.loss, p.accept_length] for p in result.progress.curve]]
+    Shelf.read = read
+    return [[[p.updates, p.loss, p.accept_length] for p in result.progress.curve], len(counted)]
 
 
 def content(document: Document) -> tuple[bytes, bytes]:
@@ -354,8 +362,9 @@ def logged(tmp_path_factory):
     engine = make_engine([Strategy("drafter", 4)], max_new_tokens=40, drafter=drafter)
     engine.drafter_ready = True
     captured = {}
-    engine.feature_sink = lambda tokens, prompt, features: captured.setdefault(tokens.tobytes(), (prompt, features))
-    rollouts = generate(engine, gcd_requests(12, 2))
+    engine.feature_sink = lambda *found: captured.setdefault(found[0][:-1].tobytes(), found)
+    # the last token is never fed to the model: another one there shows whether it is the logged one that is kept
+    rollouts = [with_last_token(rollout, 7) for rollout in generate(engine, gcd_requests(12, 2))]
     folder = tmp_path_factory.mktemp("logged") / "run"
     write_log(folder, rollouts)
     return folder, rollouts, captured
@@ -369,7 +378,8 @@ def test_logged_responses_get_the_features_they_were_decoded_with(logged, tmp_pa
     assert len({d.tokens[: d.prompt_length].tobytes() for d in found}) == len(prompts) - 2, "a fifth is held out"
     assert len(found) >= 18
     for document in found:
-        prompt_length, features = captured[document.tokens.tobytes()]
+        _, prompt_length, features = captured[document.tokens[:-1].tobytes()]
+        assert document.tokens[-1] == 7
         assert document.prompt_length == prompt_length
         assert document.features.shape == features.shape
         np.testing.assert_allclose(to_floats(document.features), to_floats(features), atol=0.05, rtol=0.02)
@@ -383,6 +393,10 @@ def test_the_newest_logged_responses_are_taken_first(logged, tmp_path):
     start(tmp_path, override, "warmup.updates=1", "warmup.responses=8")
     last = {r.prompt_tokens.tobytes() for r in rollouts[16:24]}
     assert {d.tokens[: d.prompt_length].tobytes() for d in documents(tmp_path)} <= last
+
+
+def with_last_token(rollout, token: int):
+    return replace(rollout, response_tokens=np.array([*rollout.response_tokens[:-1], token], np.int32))
 
 
 def relabelled(rollout, step: int):
@@ -522,3 +536,30 @@ def test_from_random_it_reaches_three_and_a_half_on_the_embedded_model(tmp_path)
     facts = read_facts(tmp_path / "tiny-warmup" / "drafter")
     assert facts is not None
     assert facts.accept_length >= 3.5
+
+
+@pytest.mark.mpi
+def test_a_signal_to_one_rank_stops_all_with_status_75(tmp_path):
+    command = [sys.executable, "-m", "tlt_hpc", "warmup", str(TINY), f"run.folder={tmp_path}", "run.ranks=2"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    end = time.monotonic() + 120
+    while not (tmp_path / "tiny-warmup" / "features" / "part_size.json").exists():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.05)
+    os.kill(rank_of_job(process.pid), signal.SIGUSR2)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, f"{out}\n{errors}"
+    assert re.search(r"stopped early \(.*SIGUSR2.*\) after 0 updates; the same command goes on from", out)
+    assert "Traceback" not in errors
+
+
+def rank_of_job(launcher: int) -> int:
+    """A process id of one rank below a launcher."""
+    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in table.splitlines()[1:]]
+    below = {launcher}
+    for _ in range(4):
+        below |= {int(pid) for pid, parent, _ in rows if int(parent) in below}
+    return max(int(pid) for pid, _, words in rows if int(pid) in below and "mpi4py" in words and "mpiexec" not in words)
