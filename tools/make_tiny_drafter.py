@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.models.drafter_file import DRAFTER_FILE
 from tlt_hpc.storage.drafter_facts import FACTS_FILE, CurvePoint, DrafterFacts, read_facts
+from tlt_hpc.storage.folder import writing_beside
 
 
 def log_of(facts: DrafterFacts) -> str:
@@ -59,7 +60,8 @@ def main() -> None:
         parser.error(f"{arguments.run} is no warm-up of {EMBEDDED_MODEL}; run `tlt warmup jobs/tiny.toml` first")
     stored = load_file(arguments.run / "drafter" / DRAFTER_FILE)
     weights = {name: tensor.half() for name, tensor in stored.items() if name.endswith(".weight")}
-    save_file(weights, arguments.output / DRAFTER_FILE)
+    with writing_beside(arguments.output / DRAFTER_FILE) as part:
+        save_file(weights, part)
     shutil.copyfile(arguments.run / "drafter" / FACTS_FILE, arguments.output / FACTS_FILE)
     arguments.log.write_text(log_of(facts))
 
