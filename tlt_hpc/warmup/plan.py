@@ -113,7 +113,7 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
         f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
         f"responses   up to {warmup.responses:,} {origin}{speculates}; features within "
         f"{config.drafter.cache_bytes / 1e9:g} GB a rank",
-        f"training    up to {', '.join([f'{warmup.updates:,} updates', *bounds])} of {warmup.batch_tokens:,} tokens, "
+        f"training    up to {', '.join([f'{warmup.updates:,} updates of {warmup.batch_tokens:,} tokens', *bounds])}; "
         f"learning rate {warmup.learning_rate:g}, noise {warmup.noise:g}",
         f"validation  every {warmup.validate_every} updates: {warmup.validation_strategy} on up to "
         f"{warmup.validation_prompts} prompts, {validation_tokens(config)} tokens each, temperature "
