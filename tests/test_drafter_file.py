@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from tiny import CPU, embedded_decoder
 
-from tlt_hpc.config import EMBEDDED_MODEL, ConfigError, load_config
+from tlt_hpc.config import EMBEDDED_MODEL, ConfigError
 from tlt_hpc.job import read_drafter as read_for_a_run
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, load_drafter, read_drafter
 from tlt_hpc.models.eagle import Eagle
@@ -14,10 +14,6 @@ from tlt_hpc.models.eagle import Eagle
 @pytest.fixture(scope="module")
 def decoder():
     return embedded_decoder()
-
-
-def job_config(init):
-    return load_config("jobs/tiny.toml", [f"drafter.init={init}"])
 
 
 def tensors(decoder):
@@ -44,7 +40,7 @@ def test_a_runs_file_is_read_without_its_moments(decoder, tmp_path):
 
 def test_the_embedded_drafter_is_found_by_the_models_name(decoder):
     assert load_drafter(EMBEDDED_MODEL, decoder, "--drafter").fc.dtype == torch.float32
-    assert read_for_a_run(job_config("random"), decoder.shape) is None
+    assert read_for_a_run("random", "eagle", decoder.shape) is None
 
 
 def broken(kind, decoder, folder):
@@ -74,7 +70,7 @@ def test_what_is_no_drafter_of_the_model_is_one_line_that_says_who_asked(kind, w
         load_drafter(str(tmp_path), decoder, "--drafter here")
     assert str(found.value).startswith("--drafter here: ")
     with pytest.raises(ConfigError, match=words) as asked:
-        read_for_a_run(job_config(str(tmp_path)), decoder.shape)
+        read_for_a_run(str(tmp_path), "eagle", decoder.shape)
     assert str(asked.value).startswith(f"drafter.init = {str(tmp_path)!r}: ")
     assert str(asked.value).endswith("or 'random'")
     assert "\n" not in str(asked.value)

@@ -165,10 +165,10 @@ def losses_by_definition(drafter, document, settings):
 
 
 def by_definition(drafter, documents, settings):
-    """The mean of each step over all documents' paths, weighted by the step."""
+    """The mean over all documents' paths of their steps' losses, weighted by the step."""
     each = [losses_by_definition(drafter, document, settings) for document in documents]
     steps = [list(itertools.chain.from_iterable(step)) for step in zip(*each, strict=True)]
-    return sum(settings.decay**i * sum(losses) / len(losses) for i, losses in enumerate(steps) if losses)
+    return sum(settings.decay**i * sum(losses) for i, losses in enumerate(steps)) / len(steps[0])
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["at once", "in chunks"])
@@ -203,7 +203,6 @@ def test_windows_of_a_document_are_documents_of_their_own():
         return drafter_loss(drafter, pack(excerpts, CPU), decoder.embedding, decoder.head, settings).item()
 
     parts = Excerpt(document, 10, 20), Excerpt(document, 35, 20)
-    # every step has as many paths in both windows, so the mean of the two is the packed mean
     assert loss(*parts) == pytest.approx((loss(parts[0]) + loss(parts[1])) / 2, abs=1e-5)
 
 
@@ -304,9 +303,8 @@ def test_a_run_counts_its_prompts_and_answers():
 
 
 def test_what_does_not_go_together_is_one_line():
-    config = load_config("jobs/tiny.toml", ["drafter.form=eagle3"])
-    with pytest.raises(ConfigError, match=r"is of the form 'eagle'; set drafter\.form = 'eagle'"):
-        read_drafter(config, embedded_decoder().shape)
-    tree = config.model_dump() | {"drafter": {"form": "eagle3", "loss": "feature"}}
+    with pytest.raises(ConfigError, match=r"warmup\.init = 'embedded:tiny' is of the form 'eagle'; set drafter\.form"):
+        read_drafter("embedded:tiny", "eagle3", embedded_decoder().shape, "warmup.init")
+    tree = load_config("jobs/tiny.toml").model_dump() | {"drafter": {"form": "eagle3", "loss": "feature"}}
     with pytest.raises(ConfigError, match=r"drafter\.loss = 'feature' with drafter\.form = 'eagle3'"):
         parse_config(tree)

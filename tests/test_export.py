@@ -32,6 +32,7 @@ from tlt_hpc.models.folder import embedded
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.storage.drafter_facts import read_facts
 from tlt_hpc.storage.folder import RunFolder
 
 H, INNER, V, W, QUERIES, KEYS = 128, 256, 24, 7, 128, 64
@@ -589,12 +590,25 @@ def test_a_finished_run_without_checkpoints_has_its_drafters_file(run):
 
 
 def test_the_card_says_what_is_not_recorded(tmp_path):
-    assert tlt(EMBEDDED_MODEL, "--format", "sglang", "--output", tmp_path / "out") == 0
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    save_file(embedded_eagle(), bare / DRAFTER_FILE)
+    assert tlt(bare, "--format", "sglang", "--model", EMBEDDED_MODEL, "--output", tmp_path / "out") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     for name in ("data", "RL steps", "drafter updates", "accept length"):
         assert f"| {name} | not recorded |" in card
     assert "python -m sglang.launch_server" in card
     assert "--speculative-algorithm EAGLE " in card
+
+
+def test_the_embedded_drafters_card_has_its_warm_up(tmp_path):
+    assert tlt(EMBEDDED_MODEL, "--format", "sglang", "--output", tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    facts = read_facts(embedded("tiny_drafter"))
+    assert f"| drafter updates | {facts.num_updates:,}, begun from random |" in card
+    assert (
+        f"{facts.accept_length:.2f} tokens per target pass and sequence at temperature 1, by drafter-5 on 128" in card
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("display",),
-    ("compare", "bench", "export"),
+    ("compare", "bench", "export", "warmup"),
     ("launch",),
     ("run",),
     ("tail",),

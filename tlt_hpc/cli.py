@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``tlt compare``, ``tlt bench`` and ``tlt export-drafter``.
+"""The commands: ``tlt train``, ``tlt compare``, ``tlt warmup``, ``tlt bench`` and ``tlt export-drafter``.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -6,8 +6,10 @@ Heavy libraries are imported only once a command needs them.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ USER_ERROR = 2
 STOPPED_EARLY = 75
 INTERRUPTED = 130
 """Exit status of a run that a signal stopped: it left a checkpoint, and the same command goes on from there."""
+_OVERRIDE = re.compile(r"[a-z_]+\.[a-z_]+=")
 _FIRST_WORD_SECONDS = 2.0
 """How long the other ranks leave it to rank 0 to name an error that all of them met."""
 
@@ -40,12 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         num_ranks = launched_count(os.environ) or config.run.ranks
-        from tlt_hpc.plan import describe, read_assets
-
-        assets = read_assets(config, num_ranks)
+        config, plan = plan_warmup(config, num_ranks) if options.command == "warmup" else plan_run(config, num_ranks)
         if options.dry_run:
             if not rank:
-                print(describe(config, assets.shape, num_ranks))
+                print(plan)
             return 0
         if rank is None and config.run.ranks > 1:
             become_ranks(config.run.ranks, given)
@@ -54,9 +55,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR
     try:
-        return run_train(config) if options.command == "train" else run_compare(config, options)
+        return RUNS[options.command](config, options)
     except UserError as error:
         return fail_together(error, rank or 0)
+
+
+def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:
+    """The configuration, held against the files that it names, and the plan in words.
+
+    Raises:
+        ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
+    """
+    from tlt_hpc.plan import describe, read_assets
+
+    return config, describe(config, read_assets(config, num_ranks).shape, num_ranks)
+
+
+def plan_warmup(config: Config, num_ranks: int) -> tuple[Config, str]:
+    """The same for the warm-up of a job, whose configuration has a folder of its own.
+
+    Raises:
+        ValueError: as ``plan_run``.
+    """
+    from tlt_hpc.plan import read_assets
+    from tlt_hpc.warmup.plan import check_sources, config_of, describe
+
+    config = config_of(config)
+    assets = read_assets(config, num_ranks)
+    check_sources(config, assets.tokenizer)
+    return config, describe(config, assets.shape, num_ranks)
 
 
 def fail_together(error: UserError, rank: int) -> int:
@@ -80,12 +107,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown option {unknown[0]}; see tlt {options.command} --help")
     options.overrides = [*options.overrides, *rest]
+    if options.command == "warmup" and options.sources is not None:
+        take_sources(options)
     if options.command == "compare":
         if options.steps < 1:
             parser.error(f"--steps {options.steps} compares nothing; use 1 or more")
         if options.json is not None and not options.json.parent.is_dir():
             parser.error(f"--json {options.json}: its folder does not exist; make it first")
     return options
+
+
+def take_sources(options: argparse.Namespace) -> None:
+    """``--from`` as the key that it sets; overrides that stand behind it are none of its folders."""
+    folders = [word for word in options.sources if not _OVERRIDE.match(word)]
+    overrides = [word for word in options.sources if _OVERRIDE.match(word)]
+    options.overrides = [*options.overrides, *overrides, f"warmup.sources={json.dumps(folders)}"]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -99,7 +135,8 @@ def make_parser() -> argparse.ArgumentParser:
     compare = commands.add_parser(
         "compare", help="run the same steps plain, with n-gram speculation and in full, and prove the text equal"
     )
-    for command in (train, compare):
+    warmup = commands.add_parser("warmup", help="train the drafter before any reinforcement learning, or go on with it")
+    for command in (train, compare, warmup):
         command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
         command.add_argument(
@@ -107,6 +144,9 @@ def make_parser() -> argparse.ArgumentParser:
         )
     compare.add_argument("--steps", type=int, default=6, help="steps of each mode (default 6)")
     compare.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    warmup.add_argument(
+        "--from", dest="sources", nargs="+", metavar="RUN", help="learn from the responses that these runs have logged"
+    )
     bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
@@ -146,7 +186,7 @@ def run_alone(command: Callable[[argparse.Namespace], None], options: argparse.N
     return 0
 
 
-def run_train(config: Config) -> int:
+def run_train(config: Config, options: argparse.Namespace) -> int:
     """``tlt train`` on this rank."""
     from tlt_hpc.display import make_reporter, print_result
     from tlt_hpc.mpi.world import World
@@ -187,3 +227,23 @@ def run_compare(config: Config, options: argparse.Namespace) -> int:
         print_comparison(comparison)
     world.barrier()
     return 0 if comparison.all_equal else 1
+
+
+def run_warmup(config: Config, options: argparse.Namespace) -> int:
+    """``tlt warmup`` on this rank."""
+    from tlt_hpc.display import make_warmup_reporter, print_warmup
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.warmup.command import warm_up
+
+    world = World.connect()
+    world.install_signal_handlers()
+    with make_warmup_reporter(world.rank == 0) as reporter:
+        result = warm_up(config, world, reporter)
+    if world.rank == 0:
+        print_warmup(result, options.config)
+    world.barrier()
+    return 0 if result.finished else STOPPED_EARLY
+
+
+RUNS = {"train": run_train, "compare": run_compare, "warmup": run_warmup}
+"""Commands that run a configuration on all ranks."""

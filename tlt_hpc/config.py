@@ -203,6 +203,42 @@ class OptimizerSection(Section):
     """Padded tokens of one forward and backward pass on one rank; one sequence may exceed it."""
 
 
+class WarmupSection(Section):
+    """``tlt warmup``: the drafter trained before any reinforcement learning; ``tlt train`` reads none of it."""
+
+    init: str = "random"
+    """What the warm-up begins from, as ``drafter.init`` names it."""
+    sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Run folders whose logged responses are learned from, newest first (``--from``); none: it rolls out itself."""
+    responses: PositiveInt = 4096
+    """Responses to roll out, one a prompt, or most to take from the logs; ``drafter.cache_bytes`` bounds them too."""
+    strategy: StrategyName = "off"
+    """How the warm-up's own rollouts are decoded: ``off``, or n-grams such as ``ngram-4``."""
+    updates: PositiveInt = 2000
+    """Optimiser steps at most; the learning rate falls to zero over them."""
+    tokens: Count = 0
+    """Response tokens to train on at most, repeats counted; 0: as many as the updates take."""
+    minutes: NonNegative = 0.0
+    """Wall-clock minutes of training at most, restarts counted together; 0: as long as it takes."""
+    batch_tokens: PositiveInt = 8192
+    """Response tokens of one update, over all ranks; one response may exceed it."""
+    learning_rate: Positive = 1e-3
+    """The highest: reached after ``ramp_updates``, left along a cosine."""
+    ramp_updates: Count = 50
+    noise: NonNegative = 0.0
+    """Width of the uniform noise added to the features that the drafter reads; EAGLE: 0.2."""
+    validate_every: PositiveInt = 100
+    """Updates from one measurement of the accept length to the next; each saves the training as well."""
+    validation_prompts: PositiveInt = 64
+    """Prompts held out from the training; at most a fifth of all."""
+    validation_tokens: PositiveInt = 512
+    """Most tokens of a validation response."""
+    validation_strategy: StrategyName = "drafter-5"
+    """How validation speculates; the temperature is the rollout's."""
+    patience: Count = 8
+    """Validations without a new best after which the warm-up ends; 0: never."""
+
+
 class CheckpointSection(Section):
     every_steps: PositiveInt = 10
     keep: PositiveInt = 2
@@ -219,6 +255,7 @@ class Config(Section):
     rollout: RolloutSection
     speculation: SpeculationSection = SpeculationSection()
     drafter: DrafterSection = DrafterSection()
+    warmup: WarmupSection = WarmupSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 
 from tlt_hpc.compare import Comparison, ModeFigures
@@ -18,6 +19,10 @@ from tlt_hpc.launch.local import TERMINAL_VARIABLE
 from tlt_hpc.metrics import StepSummary
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.run import Reporter, RunResult
+from tlt_hpc.storage.drafter_facts import CurvePoint
+from tlt_hpc.warmup.command import WarmupReporter, WarmupResult
+from tlt_hpc.warmup.progress import Progress, share_done
+from tlt_hpc.warmup.texts import Texts
 
 _REFRESH_SECONDS = 0.2
 _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harvested s", "drafter", "rollout s", "step s")
@@ -89,7 +94,7 @@ class LiveReporter:
     _ROWS = 12
 
     def __init__(self, console: Console) -> None:
-        self._bar = Progress(
+        self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -214,3 +219,168 @@ def print_comparison(comparison: Comparison) -> None:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "NO"
+
+
+# -- tlt warmup -----------------------------------------------------------------------------------------------------
+
+_CURVE_COLUMNS = ("updates", "tokens", "loss", "accept length", "seconds")
+_LINE_SECONDS = 15.0
+"""Between lines on the capture, where there is no bar."""
+
+
+def curve_cells(point: CurvePoint) -> tuple[str, ...]:
+    """A validation's figures, in the order of the columns."""
+    loss = "-" if point.loss is None else f"{point.loss:.3f}"
+    return (f"{point.updates}", f"{point.tokens:,}", loss, f"{point.accept_length:.3f}", f"{point.seconds:.0f}")
+
+
+def seconds_left(progress: Progress, config: Config) -> float:
+    """Of the training, if it goes on as it did and no budget but the updates and tokens ends it."""
+    done = share_done(progress, config.warmup)
+    return progress.seconds / done * (1.0 - done) if done else 0.0
+
+
+class SilentWarmupReporter:
+    """Shows nothing: every rank but the first."""
+
+    def started(self, config: Config, texts: Texts, progress: Progress) -> None: ...
+
+    def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None: ...
+
+    def training(self, num_documents: int, num_tokens: int) -> None: ...
+
+    def learned(self, progress: Progress, loss: float) -> None: ...
+
+    def validating(self) -> None: ...
+
+    def validated(self, point: CurvePoint, is_best: bool) -> None: ...
+
+
+class WarmupLines(SilentWarmupReporter):
+    """One line a validation, for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._config: Config | None = None
+        self._left = ""
+        self._shown_at = time.monotonic()
+        self._reads = ""
+
+    def started(self, config: Config, texts: Texts, progress: Progress) -> None:
+        self._config, self._reads = config, _reads(texts)
+        note = f", going on from update {progress.updates}" if progress.updates else ""
+        kept = f"{len(texts.held_out)} prompts held out"
+        self._console.print(f"{config.folder}: {len(texts.training):,} {self._reads}, {kept}{note}", soft_wrap=True)
+
+    def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None:
+        if time.monotonic() - self._shown_at >= _LINE_SECONDS:
+            self._shown_at = time.monotonic()
+            self._console.print(f"{self._reads}: {num_done:,} of {num_texts:,}", soft_wrap=True)
+
+    def training(self, num_documents: int, num_tokens: int) -> None:
+        self._console.print(f"training on {num_documents:,} responses, {num_tokens:,} tokens")
+        self._console.print("".join(f"{name:>16}" for name in (*_CURVE_COLUMNS, "left")))
+
+    def learned(self, progress: Progress, loss: float) -> None:
+        assert self._config is not None
+        self._left = f"{seconds_left(progress, self._config):.0f}"
+
+    def validated(self, point: CurvePoint, is_best: bool) -> None:
+        cells = (*curve_cells(point), self._left)
+        self._console.print("".join(f"{cell:>16}" for cell in cells) + ("  best" if is_best else ""))
+
+
+def _reads(texts: Texts) -> str:
+    return "logged responses" if texts.are_logged else "prompts to answer"
+
+
+class WarmupBar(SilentWarmupReporter):
+    """A progress bar for the phase, and the curve so far above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("", total=None, figures="")
+        self._config: Config | None = None
+        self._best = "-"
+        self._reads = ""
+
+    def __enter__(self) -> WarmupBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def started(self, config: Config, texts: Texts, progress: Progress) -> None:
+        self._config, self._reads = config, _reads(texts)
+        best = progress.best
+        self._best = "-" if best is None else f"{best.accept_length:.3f}"
+        self._bar.console.print(f"{config.folder}: {len(texts.held_out)} prompts held out", soft_wrap=True)
+
+    def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None:
+        figures = f"{num_tokens:,} tokens" if self._reads.startswith("prompts") else ""
+        self._bar.update(self._task, description=self._reads, total=num_texts, completed=num_done, figures=figures)
+
+    def training(self, num_documents: int, num_tokens: int) -> None:
+        self._bar.console.print(f"training on {num_documents:,} responses, {num_tokens:,} tokens")
+        self._bar.reset(self._task, description="training", total=None, figures="")
+
+    def learned(self, progress: Progress, loss: float) -> None:
+        assert self._config is not None
+        total = round(progress.updates / max(share_done(progress, self._config.warmup), 1e-9))
+        figures = f"{progress.tokens:,} tokens, loss {loss:.3f}, accept length {self._best}"
+        self._bar.update(self._task, description="training", total=total, completed=progress.updates, figures=figures)
+
+    def validating(self) -> None:
+        self._bar.update(self._task, description="validating")
+
+    def validated(self, point: CurvePoint, is_best: bool) -> None:
+        if is_best:
+            self._best = f"{point.accept_length:.3f}"
+        names = ", ".join(f"{name} {cell}" for name, cell in zip(_CURVE_COLUMNS, curve_cells(point), strict=True))
+        self._bar.console.print(names + ("  best" if is_best else ""), soft_wrap=True)
+
+
+@contextmanager
+def make_warmup_reporter(shows: bool) -> Iterator[WarmupReporter]:
+    """The reporter of a warm-up for this rank and its output."""
+    if not shows:
+        yield SilentWarmupReporter()
+        return
+    console = make_console()
+    if not console.is_terminal:
+        yield WarmupLines(console)
+        return
+    with WarmupBar(console) as reporter:
+        yield reporter
+
+
+def print_warmup(result: WarmupResult, config_path: str) -> None:
+    """The curve of a warm-up, how it ended, and what to type next."""
+    console, progress = make_console(), result.progress
+    best = progress.best
+    if progress.curve:
+        table = Table(*_CURVE_COLUMNS, "", box=None, header_style="bold")
+        for point in progress.curve:
+            table.add_row(*curve_cells(point), "best" if point == best else "")
+        console.print(table)
+    if not result.finished:
+        text = f"stopped early ({result.reason}) after {progress.updates} updates; the same command goes on"
+        console.print(f"{text} from {result.folder}", soft_wrap=True)
+        return
+    assert best is not None
+    done = "already finished" if result.was_finished else "finished"
+    drafter = result.folder / "drafter"
+    console.print(
+        f"{done} ({result.reason}): accept length {best.accept_length:.3f} after {best.updates} updates, kept in "
+        f"{drafter}\nnext: tlt train {config_path} drafter.init={drafter}",
+        soft_wrap=True,
+    )

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import Config, ConfigError, load_config, to_toml
+from tlt_hpc.config import Config, ConfigError, WarmupSection, load_config, to_toml
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, make_drafter
 from tlt_hpc.models.folder import DTYPES, load_policy_model, num_used_tokens
 from tlt_hpc.models.shape import ModelShape
@@ -76,6 +76,7 @@ _FREE_ON_RESUME = {
     "checkpoint.every_steps",
     "checkpoint.keep",
     "checkpoint.background",
+    *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
 }
 
 
@@ -118,7 +119,9 @@ def assemble(config: Config, world: World) -> Job:
     """Build all parts; collective."""
     assets = read_assets(config, world.size)
     device = choose_device(config, world)
-    warm = read_drafter(config, assets.shape) if config.speculation.mode == "full" else None
+    warm = None
+    if config.speculation.mode == "full":
+        warm = read_drafter(config.drafter.init, config.drafter.form, assets.shape)
     folder = RunFolder(config.folder)
     decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device)
     drafting = (
@@ -321,20 +324,21 @@ def _texts(config: Config, assets: Assets) -> Iterator[NDArray[np.int32]]:
             yield np.array(assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids, np.int32)
 
 
-def read_drafter(config: Config, shape: ModelShape) -> dict[str, torch.Tensor] | None:
-    """The tensors that ``drafter.init`` names; None for a random start.
+def read_drafter(init: str, form: Form, shape: ModelShape, key: str = "drafter.init") -> dict[str, torch.Tensor] | None:
+    """The tensors that ``init`` (the configuration's ``key``) names; None for a random start.
 
     Raises:
         ConfigError: there are none, or they are of another model or form.
     """
-    init, form = config.drafter.init, config.drafter.form
     if init == "random":
         return None
     try:
-        weights = drafter_file.read_drafter(init, shape, f"drafter.init = {init!r}")
+        weights = drafter_file.read_drafter(init, shape, f"{key} = {init!r}")
     except ValueError as error:
         raise ConfigError(f"{error} or 'random'") from None
     found = "eagle3" if TOKEN_IDS in weights else "eagle"
     if found != form:
-        raise ConfigError(f"drafter.init = {init!r} is of the form {found!r}; set drafter.form = {found!r}")
+        raise ConfigError(
+            f"{key} = {init!r} is of the form {found!r}; set drafter.form = {found!r}, or {key} = 'random'"
+        )
     return weights

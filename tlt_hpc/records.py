@@ -16,6 +16,7 @@ class Stream(IntEnum):
     EVALUATION = 1
     REFILL = 2
     CALIBRATION = 3
+    WARMUP = 4
 
 
 @dataclass(frozen=True, order=True)

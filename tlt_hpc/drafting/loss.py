@@ -52,16 +52,17 @@ class LossSettings:
 def drafter_loss(
     drafter: Drafter, batch: PackedBatch, embedding: Tensor, head: Tensor, settings: LossSettings
 ) -> Tensor:
-    """Sum over the steps of the weighted mean loss of the pairs that predict response tokens.
+    """Mean over paths, one from each pair that predicts a response token, of the weighted losses of their steps.
 
+    A path that has ended adds nothing, so the loss of several batches is their mean weighted with ``counts``.
     ``embedding`` and ``head`` [V, H] are the policy's: they are read as they are, and get no gradient.
     """
     total = torch.zeros((), device=batch.features.device)
     for step, (states, pairs) in enumerate(_unroll(drafter, batch, embedding, settings.num_steps)):
         if len(pairs):
             term = _step_loss(drafter, states, batch.wanted[pairs], head, settings)
-            total = total + settings.decay**step * term
-    return total
+            total = total + settings.decay**step * len(pairs) * term
+    return total / batch.counts.sum()
 
 
 def _unroll(drafter: Drafter, batch: PackedBatch, embedding: Tensor, num_steps: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ import hashlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -215,6 +215,32 @@ class SpotTrainer:
         shape = (self.drafter.num_features, self._decoder.shape.hidden_size)
         return activation_bytes(loss_of, kept, self._settings.micro_step_tokens, shape, self._decoder.device)
 
+    # -- all ranks at once --------------------------------------------------------------------------------------
+
+    def learn(self, batches: Iterable[PackedBatch], world: SumOverRanks) -> float:
+        """One update on the mean loss over the tokens of all ranks' batches, and that loss; collective.
+
+        The replicas stay equal without a merge. A rank may have no batch.
+        """
+        self._take_up_head()
+        loss, count = 0.0, 0
+        for batch in batches:
+            num_counted = int(batch.counts.sum())
+            part = drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
+            (part * num_counted).backward()  # type: ignore[no-untyped-call]
+            loss, count = loss + float(part.detach()) * num_counted, count + num_counted
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters.values()]
+        flat = torch.cat([*(g.flatten() for g in gradients), gradients[0].new_tensor([loss, count])])
+        summed = torch.from_numpy(world.start_sum(flat.cpu().numpy()).wait()).to(self._decoder.device)
+        total = summed[-1]
+        for parameter, values in zip(
+            self._parameters.values(), torch.split(summed[:-2] / total, [g.numel() for g in gradients]), strict=True
+        ):
+            parameter.grad = values.view_as(parameter)
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
+        self._adam()
+        return float(summed[-2] / total)
+
     # -- merge --------------------------------------------------------------------------------------------------
 
     def start_merge(self, world: SumOverRanks) -> None:
@@ -290,6 +316,11 @@ class SpotTrainer:
             parameter.data.copy_(state[f"{name}.weight"])
         self._take_vocabulary(state)
         self.is_trained = True
+
+    def draft_among(self, token_ids: NDArray[np.int64]) -> None:
+        """Give an untrained drafter with a vocabulary of its own another one of the same size [W], ascending."""
+        assert self.drafter.token_ids is not None and not self.is_trained
+        self.drafter.token_ids.copy_(torch.from_numpy(token_ids))
 
     def _vocabulary(self) -> dict[str, Tensor]:
         ids = self.drafter.token_ids

@@ -134,6 +134,8 @@ def _describe_accept(history: History) -> str:
     if history.accept_length is None:
         return _ABSENT
     heat = "" if history.temperature is None else f" at temperature {history.temperature:g}"
+    if history.validation is not None:
+        return f"{history.accept_length:.2f} tokens per target pass and sequence{heat}, by {history.validation}"
     return (
         f"{history.accept_length:.2f} tokens per target pass and sequence{heat}, over the whole of the run's last "
         "rollout before these weights: rounds without drafts and drafts from n-grams are counted too"

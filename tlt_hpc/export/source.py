@@ -19,6 +19,7 @@ from tlt_hpc.export.options import ExportOptions
 from tlt_hpc.export.target import EMBEDDING, Target, embedding_of, read_target
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS
 from tlt_hpc.models.folder import embedded
+from tlt_hpc.storage.drafter_facts import DrafterFacts, read_facts
 from tlt_hpc.storage.folder import RunFolder
 
 _ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"
@@ -40,6 +41,8 @@ class History:
     accept_length: float | None = None
     """Tokens per target pass and sequence in the last rollout on record, whatever strategies the run chose from."""
     temperature: float | None = None
+    validation: str | None = None
+    """What the accept length was measured with, where that was on held-out prompts."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,9 @@ def _target(options: ExportOptions, config: Config | None) -> Target:
 
 
 def _history(found: _Found, config: Config | None) -> History:
+    facts = read_facts(found.origin.parent) if found.checkpoint is None else None
+    if facts is not None:
+        return _warmup_history(facts)
     updates = found.stored.get(_NUM_UPDATES)
     rows = _metrics(found.run)
     num_steps = found.num_steps
@@ -169,6 +175,18 @@ def _history(found: _Found, config: Config | None) -> History:
         init=None if config is None else config.drafter.init,
         accept_length=behind[-1].get(_ACCEPT_LENGTH) if behind else None,
         temperature=None if config is None else config.rollout.temperature,
+    )
+
+
+def _warmup_history(facts: DrafterFacts) -> History:
+    return History(
+        data=f"{facts.num_responses:,} responses ({facts.num_tokens:,} tokens) of {facts.target} to {facts.data}",
+        num_steps=0,
+        num_updates=facts.num_updates,
+        init=facts.init,
+        accept_length=facts.accept_length,
+        temperature=facts.temperature,
+        validation=f"{facts.strategy} on {facts.num_validation_prompts} held-out prompts",
     )
 
 

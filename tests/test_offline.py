@@ -1,0 +1,235 @@
+"""The pure parts of a warm-up: held-out prompts, the order of documents, rates, the draft vocabulary, its end."""
+
+from __future__ import annotations
+
+import json
+from itertools import count, islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from tlt_hpc.config import ConfigError, UserError, WarmupSection
+from tlt_hpc.data.held_out import hold_out, split_draws
+from tlt_hpc.drafting.offline import batches_of, deal, learning_rate, passes_of, with_noise
+from tlt_hpc.drafting.packing import pack
+from tlt_hpc.records import Prompt
+from tlt_hpc.storage.drafter_facts import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_facts
+from tlt_hpc.storage.feature_cache import Document
+from tlt_hpc.warmup.capture import part_size
+from tlt_hpc.warmup.progress import (
+    Progress,
+    end_reason,
+    from_json,
+    is_over,
+    share_done,
+    to_json,
+    validation_is_due,
+)
+
+CPU = torch.device("cpu")
+LENGTHS = [5, 1, 9, 3, 3, 30, 2, 8]
+
+
+def document(prompt_length: int, response_length: int, first: int = 0) -> Document:
+    tokens = np.arange(first, first + prompt_length + response_length, dtype=np.int32) % 24
+    features = np.random.default_rng(first).integers(0, 16000, (len(tokens) - 1, 1, 8), dtype=np.uint16)
+    return Document(tokens, prompt_length, features, 0)
+
+
+def draws(num_distinct: int):
+    return (Prompt(np.array([7, i % num_distinct], np.int32), str(i), "", "") for i in count())
+
+
+# -- held out -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_distinct", "num_kept"), [(1000, 8), (40, 8), (20, 4), (7, 1), (2, 1)])
+def test_no_prompt_is_trained_on_and_judged_by(num_distinct, num_kept):
+    training, held_out = split_draws(draws(num_distinct), 50, 8)
+    kept = {tuple(prompt.tokens) for prompt in held_out}
+    assert len(training) == 50
+    assert len(held_out) == len(kept) == num_kept
+    assert not kept & {tuple(prompt.tokens) for prompt in training}
+
+
+def test_one_prompt_alone_is_refused():
+    with pytest.raises(ConfigError, match=r"no prompt is left for validation: 58 responses have 1 distinct.*more"):
+        split_draws(draws(1), 50, 8)
+    assert hold_out(["a", "b", "a"], 5) == {"a"}
+
+
+# -- the order of documents -----------------------------------------------------------------------------------------
+
+
+def test_every_document_comes_once_before_any_comes_twice():
+    taken = [index for batch in islice(batches_of(LENGTHS, 12, 0), 40) for index in batch]
+    for epoch in range(len(taken) // len(LENGTHS)):
+        one = taken[epoch * len(LENGTHS) : (epoch + 1) * len(LENGTHS)]
+        assert sorted(one) == list(range(len(LENGTHS)))
+    assert taken[:8] != taken[8:16], "an order of its own each"
+    assert taken != [index for batch in islice(batches_of(LENGTHS, 12, 1), 40) for index in batch]
+
+
+def test_a_batch_is_full_and_not_over_its_tokens_unless_one_document_is():
+    batches = list(islice(batches_of(LENGTHS, 12, 0), 40))
+    for batch, following in pairwise(batches):
+        tokens = sum(LENGTHS[index] for index in batch)
+        assert tokens <= 12 or len(batch) == 1
+        assert tokens + LENGTHS[following[0]] > 12
+
+
+def test_the_updates_left_do_not_depend_on_where_a_start_was():
+    assert list(islice(batches_of(LENGTHS, 12, 3), 10, 20)) == list(islice(batches_of(LENGTHS, 12, 3), 20))[10:]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_a_batch_is_dealt_whole_and_evenly(num_ranks):
+    lengths = np.random.default_rng(0).integers(1, 100, 60).tolist()
+    hands = deal(range(60), lengths, num_ranks)
+    assert sorted(index for hand in hands for index in hand) == list(range(60))
+    tokens = [sum(lengths[index] for index in hand) for hand in hands]
+    assert max(tokens) - min(tokens) <= max(lengths)
+    if num_ranks > 1:
+        assert max(tokens) - min(tokens) < 0.1 * sum(tokens) / num_ranks
+
+
+def test_passes_predict_each_response_token_once_within_their_size():
+    documents = [document(4, 20, 0), document(50, 3, 1), document(2, 7, 2), document(6, 2, 3)]
+    passes = passes_of(documents, 16)
+    assert all(sum(excerpt.num_pairs for excerpt in one) <= 16 for one in passes)
+    counted = sum(int(pack(one, CPU).counts.sum()) for one in passes)
+    assert counted == 20 + 3 + 7 + 2
+    windows = [
+        (excerpt.start, excerpt.num_pairs) for one in passes for excerpt in one if excerpt.document is documents[1]
+    ]
+    assert windows == [(48, 3)], "windows within the prompt predict nothing and are left out"
+
+
+def test_noise_moves_what_is_read_and_not_what_is_to_be_hit():
+    batch = pack(passes_of([document(4, 20)], 100)[0], CPU)
+    noisy = with_noise(batch, 0.2, torch.Generator().manual_seed(0))
+    moved = noisy.features - batch.features
+    assert 0.09 < moved.abs().max() <= 0.1 + 1e-6
+    assert abs(float(moved.mean())) < 0.02
+    assert torch.equal(noisy.wanted, batch.wanted)
+    assert with_noise(batch, 0.0, torch.Generator()) is batch
+
+
+def test_the_learning_rate_climbs_and_falls_to_nothing():
+    assert learning_rate(1.0, 0, 0.0, 9) == pytest.approx(0.1)
+    assert learning_rate(1.0, 9, 0.0, 9) == 1.0
+    assert learning_rate(1.0, 0, 0.0, 0) == 1.0
+    assert learning_rate(2.0, 500, 0.5, 9) == pytest.approx(1.0)
+    rates = [learning_rate(1.0, update, update / 100, 9) for update in range(101)]
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+# -- the draft vocabulary -------------------------------------------------------------------------------------------
+
+
+# -- when it is over ------------------------------------------------------------------------------------------------
+
+
+def at(updates: int, *accept_lengths: float, tokens: int = 0, seconds: float = 0.0) -> Progress:
+    curve = tuple(CurvePoint(10 * (i + 1), 0, 0.0, 0.5, length) for i, length in enumerate(accept_lengths))
+    return Progress(updates, tokens, seconds, (), curve)
+
+
+LIMITS = WarmupSection(updates=100, tokens=1000, minutes=2.0, patience=2, validate_every=10)
+
+
+@pytest.mark.parametrize(
+    ("progress", "over", "reason"),
+    [
+        (at(99, 1.0, 2.0, tokens=999, seconds=119.0), False, ""),
+        (at(100), True, "warmup.updates = 100"),
+        (at(50, tokens=1000), True, "warmup.tokens = 1000"),
+        (at(50, seconds=120.0), True, "warmup.minutes = 2"),
+        (at(50, 3.0, 2.0), False, ""),
+        (at(50, 3.0, 2.0, 2.9), True, "no new best in 2 validations (warmup.patience)"),
+        (at(50, 3.0, 2.0, 2.9, 3.1), False, ""),
+        (at(50, 3.0, 3.0, 3.0), True, "no new best in 2 validations (warmup.patience)"),
+    ],
+)
+def test_a_budget_or_the_patience_ends_it(progress, over, reason):
+    assert is_over(progress, LIMITS) == over
+    if over:
+        assert end_reason(progress, LIMITS) == reason
+
+
+def test_budgets_that_are_off_end_nothing():
+    endless = WarmupSection(updates=100, tokens=0, minutes=0.0, patience=0)
+    assert not is_over(at(99, *[1.0] * 50, tokens=10**9, seconds=1e9), endless)
+
+
+def test_the_share_done_is_that_of_the_budget_which_ends_first():
+    assert share_done(at(50, tokens=100), LIMITS) == 0.5
+    assert share_done(at(50, tokens=900), LIMITS) == 0.9
+    assert share_done(at(50, tokens=9000), LIMITS) == 1.0
+
+
+def test_the_best_is_the_first_of_the_highest():
+    progress = at(50, 2.0, 3.5, 3.0, 3.5)
+    assert progress.best is not None
+    assert progress.best.updates == 20
+    assert progress.num_since_best == 2
+    assert at(0).best is None
+    assert at(0).num_since_best == 0
+
+
+def test_validation_comes_on_time_at_the_end_and_never_twice():
+    due = [u for u in range(101) if validation_is_due(Progress(u), LIMITS, is_trained=u > 0)]
+    assert due == [*range(10, 101, 10)]
+    assert validation_is_due(Progress(0), LIMITS, is_trained=True), "a start that has learned already is judged"
+    judged = Progress(17).validated(2.0, 1.0)
+    assert not validation_is_due(judged, LIMITS, is_trained=True)
+    assert validation_is_due(at(17, tokens=1000), LIMITS, is_trained=True), "a budget ended it in between"
+
+
+def test_progress_comes_back_equal_from_json():
+    progress = Progress().learned(0.1 + 0.2, 100, 1.5).validated(3.3, 0.25).learned(1 / 3, 70, 0.5)
+    assert progress.curve == (CurvePoint(1, 100, 1.75, 0.1 + 0.2, 3.3),)
+    assert progress.mean_loss == 1 / 3
+    assert from_json(json.loads(json.dumps(to_json(progress)))) == progress
+
+
+@pytest.mark.parametrize(("num_texts", "num_ranks", "most"), [(3000, 2, 256), (10, 4, 256), (4096, 3, 100), (1, 8, 4)])
+def test_parts_are_within_their_size_and_the_same_number_for_all(num_texts, num_ranks, most):
+    size = part_size(num_texts, num_ranks, most)
+    num_parts = -(-num_texts // size)
+    rounds = -(-num_parts // num_ranks)
+    assert 1 <= size <= most
+    assert rounds == -(-num_texts // (most * num_ranks)), "no rank waits a part longer than it must"
+
+
+# -- facts ----------------------------------------------------------------------------------------------------------
+
+FACTS = DrafterFacts(
+    target="models/x",
+    data="embedded:gcd",
+    init="random",
+    num_responses=3,
+    num_tokens=100,
+    num_updates=20,
+    learning_rate=1e-3,
+    batch_tokens=64,
+    accept_length=3.21,
+    strategy="drafter-5",
+    temperature=1.0,
+    num_validation_prompts=4,
+    num_ranks=2,
+    curve=(CurvePoint(10, 640, 1.25, 0.5, 2.0), CurvePoint(20, 1280, 2.5, None, 3.21)),
+)
+
+
+def test_facts_come_back_equal_and_broken_ones_are_named(tmp_path):
+    assert read_facts(tmp_path) is None
+    write_facts(tmp_path, FACTS)
+    assert read_facts(tmp_path) == FACTS
+    path = tmp_path / FACTS_FILE
+    path.write_text(path.read_text().replace('"num_tokens": 100', '"num_tokens": "many"'))
+    with pytest.raises(UserError, match=r"facts\.json cannot be read \(num_tokens.*; remove it"):
+        read_facts(tmp_path)

@@ -1,0 +1,565 @@
+"""tlt warmup: what it leaves, that it goes on where it was killed, that ranks share the work, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch_ranks import run_on_ranks
+from safetensors.torch import load_file
+from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine
+
+from tlt_hpc.cli import main
+from tlt_hpc.config import DrafterSection, load_config
+from tlt_hpc.drafting.packing import pack, whole
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
+from tlt_hpc.mpi.world import World
+from tlt_hpc.records import RolloutTiming
+from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.storage.drafter_facts import read_facts
+from tlt_hpc.storage.feature_cache import Document, FeatureCacheReader
+from tlt_hpc.storage.folder import RunFolder, part_of
+from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.warmup.command import WarmupResult, warm_up
+from tlt_hpc.warmup.plan import config_of
+from tlt_hpc.warmup.shelf import Shelf
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "jobs" / "tiny.toml"
+SMALL = (
+    "rollout.max_new_tokens=40",
+    "rollout.max_live=8",
+    "warmup.responses=36",
+    "warmup.updates=9",
+    "warmup.batch_tokens=128",
+    "warmup.validate_every=4",
+    "warmup.validation_prompts=6",
+    "warmup.validation_tokens=24",
+    "warmup.noise=0.1",
+)
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it, nothing is saved on its way."""
+
+
+class Reporter:
+    """Silent; raises ``Killed`` or asks to stop at one moment."""
+
+    def __init__(self, moment: str = "", at: int = 0, world: World | None = None) -> None:
+        self._moment, self._at, self._world = moment, at, world
+        self.seen: dict[str, int] = {}
+
+    def started(self, config, texts, progress):
+        self._meet("started")
+
+    def capturing(self, num_done, num_texts, num_tokens):
+        self._meet("capturing", num_done)
+
+    def training(self, num_documents, num_tokens):
+        self._meet("training")
+
+    def learned(self, progress, loss):
+        self._meet("learned", progress.updates)
+
+    def validating(self):
+        self._meet("validating")
+
+    def validated(self, point, is_best):
+        self._meet("validated", point.updates)
+
+    def _meet(self, moment: str, number: int | None = None) -> None:
+        self.seen[moment] = self.seen.get(moment, 0) + 1
+        if moment == self._moment and (self.seen[moment] if number is None else number) >= self._at:
+            if self._world is None:
+                raise Killed
+            self._world.request_stop("test")
+
+
+def config_for(folder: Path, *overrides: str):
+    return config_of(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]))
+
+
+def start(folder: Path, *overrides: str, reporter: Reporter | None = None, world: World | None = None) -> WarmupResult:
+    return warm_up(config_for(folder, *overrides), world or World.connect(), reporter or Reporter())
+
+
+def kept(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "tiny-warmup" / "drafter" / DRAFTER_FILE)
+
+
+def curve(folder: Path) -> list[tuple]:
+    facts = read_facts(folder / "tiny-warmup" / "drafter")
+    assert facts is not None
+    return [(p.updates, p.tokens, p.loss, p.accept_length) for p in facts.curve]
+
+
+def assert_equal(folder: Path, other: Path) -> None:
+    assert curve(folder) == curve(other)
+    ours, theirs = kept(folder), kept(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def feature_files(folder: Path) -> list[Path]:
+    return sorted((folder / "tiny-warmup" / "features").glob("part-*/cache/step-*/rank-*.h5"))
+
+
+def documents(folder: Path) -> list[Document]:
+    with Shelf(feature_files(folder)) as shelf:
+        return [shelf.read(i) for i in range(len(shelf))]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """A small warm-up without a break."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert start(folder).finished
+    return folder
+
+
+# -- what it leaves -------------------------------------------------------------------------------------------------
+
+
+def test_it_leaves_a_drafter_and_its_facts(straight):
+    facts = read_facts(straight / "tiny-warmup" / "drafter")
+    assert facts is not None
+    assert [point.updates for point in facts.curve] == [4, 8, 9]
+    best = max(facts.curve, key=lambda point: point.accept_length)
+    assert (facts.num_updates, facts.accept_length) == (best.updates, best.accept_length)
+    assert (facts.num_validation_prompts, facts.num_ranks, facts.init) == (6, 1, "random")
+    assert facts.num_responses <= 36
+    assert facts.curve[-1].tokens > 0.7 * 9 * 128
+    assert int(kept(straight)["num_steps"]) == facts.num_updates
+    assert not [name for name in kept(straight) if "exp_avg" in name]
+
+
+def test_what_is_judged_by_is_not_trained_on(straight):
+    reporter = Reporter()
+    texts = []
+    reporter.started = lambda config, found, progress: texts.append(found)
+    start(straight, "run.name=other", "warmup.updates=1", reporter=reporter)
+    held_out = {tokens.tobytes() for tokens in texts[0].held_out}
+    assert len(held_out) == 6
+    for document in documents(straight):
+        assert document.tokens[: document.prompt_length].tobytes() not in held_out
+
+
+def test_a_finished_one_says_so_at_once(straight):
+    reporter = Reporter()
+    result = start(straight, reporter=reporter)
+    assert result.was_finished
+    assert reporter.seen == {}
+    assert result.reason == "warmup.updates = 9"
+
+
+def test_train_and_export_take_the_drafter(straight, tmp_path, capsys):
+    place = straight / "tiny-warmup" / "drafter"
+    assert main(["train", str(TINY), f"drafter.init={place}", "--dry-run"]) == 0
+    assert main(["export-drafter", str(straight / "tiny-warmup"), "--format", "sglang"]) == 0
+    card = (straight / "tiny-warmup" / "export" / "sglang" / "README.md").read_text()
+    facts = read_facts(place)
+    assert f"| drafter updates | {facts.num_updates}, begun from random |" in card
+    assert f"{facts.accept_length:.2f} tokens per target pass and sequence at temperature 1, by drafter-5 on 6" in card
+    assert f"{facts.num_tokens:,} tokens) of embedded:tiny to embedded:gcd" in card
+    assert "| RL steps | 0 |" in card
+
+
+def test_patience_ends_it_and_the_best_is_kept(tmp_path):
+    # a rate at which the drafter gets worse, from one that is good
+    bad = ("warmup.init=embedded:tiny", "warmup.learning_rate=0.3", "warmup.ramp_updates=0", "warmup.patience=2")
+    result = start(tmp_path, *bad, "warmup.validate_every=1")
+    assert result.reason == "no new best in 2 validations (warmup.patience)"
+    assert [point.updates for point in result.progress.curve] == [0, 1, 2]
+    assert result.progress.best == result.progress.curve[0]
+    asset = read_drafter("embedded:tiny", embedded_decoder().shape, "")
+    assert all(torch.equal(kept(tmp_path)[name], tensor.float()) for name, tensor in asset.items())
+
+
+# -- killed, stopped, and on other ranks ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [("capturing", 5), ("validating", 1), ("learned", 6)],
+)
+def test_killed_anywhere_it_goes_on_to_the_same_bits(straight, tmp_path, moment, number):
+    with pytest.raises(Killed):
+        start(tmp_path, reporter=Reporter(moment, number))
+    assert start(tmp_path).finished
+    assert_equal(tmp_path, straight)
+
+
+def test_killed_again_and_again_it_comes_to_the_same_bits(straight, tmp_path):
+    for moment, number in [("capturing", 3), ("capturing", 34), ("learned", 1), ("validated", 4), ("learned", 7)]:
+        with pytest.raises(Killed):
+            start(tmp_path, reporter=Reporter(moment, number))
+    assert start(tmp_path).finished
+    assert_equal(tmp_path, straight)
+
+
+@pytest.mark.parametrize(("moment", "number"), [("capturing", 5), ("learned", 2), ("learned", 9)])
+def test_asked_to_stop_it_saves_and_goes_on_to_the_same_bits(straight, tmp_path, moment, number):
+    world = World.connect()
+    result = start(tmp_path, reporter=Reporter(moment, number, world), world=world)
+    assert not result.finished
+    assert "test" in result.reason
+    again = Reporter()
+    assert start(tmp_path, reporter=again).finished
+    if moment == "learned":
+        left = 9 - min(number + 1, 9)
+        assert again.seen.get("learned", 0) == left, "the update under way is finished, and none is made twice"
+    assert_equal(tmp_path, straight)
+    assert start(tmp_path).was_finished
+
+
+def test_a_part_that_was_being_written_is_made_again(straight, tmp_path):
+    with pytest.raises(Killed):
+        start(tmp_path, reporter=Reporter("training", 1))
+    lost, good = feature_files(tmp_path)
+    written = good.stat().st_mtime_ns
+    part_of(lost).write_bytes(lost.read_bytes()[:1000])
+    lost.unlink()
+    assert start(tmp_path).finished
+    assert_equal(tmp_path, straight)
+    assert good.stat().st_mtime_ns == written, "what is there is not made again"
+
+
+@pytest.mark.mpi
+def test_two_ranks_share_the_work_and_learn_the_same(straight, tmp_path):
+    """The features are the same bits, the updates but for the order of sums; noise would be each rank's own."""
+    quiet = tmp_path / "one"
+    results = run_on_ranks(2, without_noise, str(tmp_path / "two"))
+    alone = without_noise(str(quiet))
+    assert results[0][0] == results[1][0]
+    assert results[0][1] + results[1][1] == alone[1]
+    assert abs(results[0][1] - results[1][1]) < 0.4 * alone[1], "each trains on its share"
+    for (updates, loss, accept), (others, theirs, their_accept) in zip(alone[0], results[0][0], strict=True):
+        assert updates == others
+        assert loss == pytest.approx(theirs, abs=1e-4)
+        assert accept == pytest.approx(their_accept, rel=0.02)
+    ours, theirs = documents(quiet), documents(tmp_path / "two")
+    assert sorted(map(content, ours)) == sorted(map(content, theirs))
+
+
+def without_noise(folder: str) -> list:
+    """The curve, and how many documents this rank has read to train on."""
+    read, counted = Shelf.read, []
+    Shelf.read = lambda shelf, index: counted.append(index) or read(shelf, index)
+    result = start(Path(folder), "warmup.noise=0")
+    Shelf.read = read
+    return [[[p.updates, p.loss, p.accept_length] for p in result.progress.curve], len(counted)]
+
+
+def content(document: Document) -> tuple[bytes, bytes]:
+    return document.tokens.tobytes(), document.features.tobytes()
+
+
+def to_floats(features: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(features).view(torch.bfloat16).float().numpy()
+
+
+# -- the update -----------------------------------------------------------------------------------------------------
+
+
+class TwoRanks:
+    """Sums what two trainers post, one after another."""
+
+    size = 2
+
+    def __init__(self):
+        self.arrays = []
+
+    def start_sum(self, array):
+        self.arrays.append(array.copy())
+        return self
+
+    def wait(self):
+        return np.sum(self.arrays, 0, dtype=np.float32)
+
+
+class Alone(TwoRanks):
+    size = 1
+
+    def wait(self):
+        return self.arrays[-1]
+
+
+def make_trainer() -> SpotTrainer:
+    return SpotTrainer(embedded_decoder(), None, DrafterSection(learning_rate=1e-2), seed=0, rank=0)
+
+
+def random_document(length: int, prompt_length: int, seed: int) -> Document:
+    source = np.random.default_rng(seed)
+    features = torch.from_numpy(source.normal(size=(length - 1, 1, 128)).astype(np.float32))
+    tokens = source.integers(0, 20, length).astype(np.int32)
+    return Document(tokens, prompt_length, features.bfloat16().view(torch.uint16).numpy(), 0)
+
+
+def test_an_update_is_that_of_all_documents_in_one_pass():
+    """Held against the gradient that is posted: Adam's first step would blow up the last bits of the smallest ones."""
+    found = [random_document(length, prompt, i) for i, (length, prompt) in enumerate([(40, 5), (9, 7), (25, 3)])]
+    whole_batch, in_passes = Alone(), Alone()
+    loss = make_trainer().learn([pack([whole(document) for document in found], CPU)], whole_batch)
+    again = make_trainer().learn([pack([whole(document)], CPU) for document in found], in_passes)
+    assert again == pytest.approx(loss, abs=1e-5)
+    np.testing.assert_allclose(in_passes.arrays[0] / 59, whole_batch.arrays[0] / 59, atol=1e-5, rtol=1e-4)
+    assert whole_batch.arrays[0][-1] == 35 + 2 + 22
+
+
+def test_a_rank_without_a_document_takes_the_others_update():
+    found = [random_document(40, 5, 0)]
+    busy, idle, ranks = make_trainer(), make_trainer(), TwoRanks()
+    alone = make_trainer()
+    alone.learn([pack([whole(found[0])], CPU)], Alone())
+    busy.learn([pack([whole(found[0])], CPU)], ranks)
+    loss = idle.learn([], ranks)
+    assert busy.sha256() == idle.sha256() == alone.sha256()
+    assert idle.num_steps == 1
+    assert loss > 0
+
+
+# -- from logs ------------------------------------------------------------------------------------------------------
+
+
+def write_log(folder: Path, rollouts, step: int = 0) -> None:
+    nothing = np.zeros(len(rollouts), np.float32)
+    record = StepRecord(
+        step=step,
+        rank=0,
+        num_ranks=1,
+        rollouts=tuple(sorted(rollouts, key=lambda rollout: rollout.key)),
+        rewards=nothing,
+        advantages=nothing,
+        timing=RolloutTiming(0.0, 1.0, 2.0),
+        micro_steps=(),
+        harvested_seconds=0.0,
+        strategy_names=("off",),
+        strategy_rounds=np.array([1]),
+        strategy_tokens=np.array([1]),
+        decisions=np.zeros((0, 2), np.int32),
+        guarded_near_ties=0,
+        metrics={},
+    )
+    write_step(RunFolder(folder).rollout_log(step, 0), record)
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A run's log, its rollouts, and the features captured while they were decoded, with speculation."""
+    drafter = load_drafter("embedded:tiny", embedded_decoder(), "")
+    engine = make_engine([Strategy("drafter", 4)], max_new_tokens=40, drafter=drafter)
+    engine.drafter_ready = True
+    captured = {}
+    engine.feature_sink = lambda *found: captured.setdefault(found[0][:-1].tobytes(), found)
+    # the last token is never fed to the model: another one there shows whether it is the logged one that is kept
+    rollouts = [with_last_token(rollout, 7) for rollout in generate(engine, gcd_requests(12, 2))]
+    folder = tmp_path_factory.mktemp("logged") / "run"
+    write_log(folder, rollouts)
+    return folder, rollouts, captured
+
+
+def test_logged_responses_get_the_features_they_were_decoded_with(logged, tmp_path):
+    folder, rollouts, captured = logged
+    assert start(tmp_path, f'warmup.sources=["{folder}"]', "warmup.updates=2").finished
+    found = documents(tmp_path)
+    prompts = {rollout.prompt_tokens.tobytes() for rollout in rollouts}
+    assert len({d.tokens[: d.prompt_length].tobytes() for d in found}) == len(prompts) - 2, "a fifth is held out"
+    assert len(found) >= 18
+    for document in found:
+        _, prompt_length, features = captured[document.tokens[:-1].tobytes()]
+        assert document.tokens[-1] == 7
+        assert document.prompt_length == prompt_length
+        assert document.features.shape == features.shape
+        np.testing.assert_allclose(to_floats(document.features), to_floats(features), atol=0.05, rtol=0.02)
+
+
+def test_the_newest_logged_responses_are_taken_first(logged, tmp_path):
+    _, rollouts, _ = logged
+    for step in range(3):
+        write_log(tmp_path / "run", [relabelled(rollout, step) for rollout in rollouts[step * 8 :][:8]], step)
+    override = f'warmup.sources=["{tmp_path / "run"}"]'
+    start(tmp_path, override, "warmup.updates=1", "warmup.responses=8")
+    last = {r.prompt_tokens.tobytes() for r in rollouts[16:24]}
+    assert {d.tokens[: d.prompt_length].tobytes() for d in documents(tmp_path)} <= last
+
+
+def with_last_token(rollout, token: int):
+    return replace(rollout, response_tokens=np.array([*rollout.response_tokens[:-1], token], np.int32))
+
+
+def relabelled(rollout, step: int):
+    return replace(rollout, key=replace(rollout.key, step=step))
+
+
+# -- bounds and refusals --------------------------------------------------------------------------------------------
+
+
+def test_features_stay_within_the_ranks_bytes(straight, tmp_path):
+    size = sum(path.stat().st_size for path in feature_files(straight))
+    assert len(feature_files(straight)) == 2
+    bound = int(0.75 * size)
+    assert start(tmp_path, f"drafter.cache_bytes={bound}").finished
+    assert sum(path.stat().st_size for path in feature_files(tmp_path)) <= bound
+    assert len(feature_files(tmp_path)) == 1
+    assert sum(len(FeatureCacheReader(path)) for path in feature_files(tmp_path)) < 36
+
+
+def refusal(capsys, *arguments: str) -> str:
+    assert main(["warmup", str(TINY), *arguments, "run.ranks=1"]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("tlt: ")]
+    assert len(lines) == 1, captured
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("speculation.mode=plain", "speculation.mode = 'plain' has no learned drafter"),
+        ("speculation.mode=ngram", "use speculation.mode = 'full'"),
+        ("warmup.strategy=drafter-4", "use 'off' or n-grams such as 'ngram-4'"),
+        ("warmup.strategy=nonsense", "warmup.strategy: strategy 'nonsense'"),
+        ("warmup.validation_strategy=ngram-4", "use e.g. 'drafter-5'"),
+        ("warmup.init=nowhere", "nowhere"),
+        ("warmup.updates=0", "warmup.updates = 0"),
+        ("warmup.patiance=3", "did you mean 'warmup.patience'?"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, tmp_path, override, words):
+    assert words in refusal(capsys, override, f"run.folder={tmp_path}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sources_that_cannot_be_used_are_named(capsys, tmp_path, logged):
+    _, rollouts, _ = logged
+    where = f"run.folder={tmp_path / 'out'}"
+    (tmp_path / "empty").mkdir()
+    assert "no rollouts/step-" in refusal(capsys, "--from", str(tmp_path / "empty"), where)
+    foreign = replace(rollouts[0], response_tokens=np.array([5, 77], np.int32), log_probs=np.zeros(2, np.float32))
+    write_log(tmp_path / "foreign", [foreign, *rollouts[1:]])
+    assert "token 77, but this model's vocabulary has ids 0 to 19" in refusal(
+        capsys, "--from", str(tmp_path / "foreign"), where
+    )
+    write_log(tmp_path / "single", rollouts[:2])
+    assert "no prompt is left for validation" in refusal(capsys, "--from", str(tmp_path / "single"), where)
+    assert not (tmp_path / "out").exists(), "nothing was written"
+
+
+def test_a_run_of_another_tokenizer_is_refused(capsys, tmp_path, logged):
+    _, rollouts, _ = logged
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    tree = json.loads((Path(ROOT) / "tlt_hpc/assets/tiny/tokenizer.json").read_text())
+    text = json.dumps(tree).replace('"<think>"', '"<thought>"')
+    (model / "tokenizer.json").write_text(text)
+    write_log(tmp_path / "run", rollouts)
+    toml = TINY.read_text().replace('path = "embedded:tiny"', f'path = "{model}"')
+    (tmp_path / "run" / "config.toml").write_text(toml)
+    message = refusal(capsys, "--from", str(tmp_path / "run"), f"run.folder={tmp_path / 'out'}")
+    assert re.search(r"written with the tokenizer of .*model, which is not this model's", message)
+
+
+def test_what_may_change_and_what_may_not(straight, tmp_path):
+    with pytest.raises(ValueError, match=r"warmup\.responses = 36, now 49; go on with the old value or give another"):
+        start(straight, "warmup.responses=49")
+    with pytest.raises(ValueError, match=r"warmup\.learning_rate = 0\.003, now 0\.1; .* delete .*training to train"):
+        start(straight, "warmup.learning_rate=0.1")
+    assert start(straight, "warmup.patience=3", "warmup.minutes=5").was_finished
+    with pytest.raises(Killed):
+        start(tmp_path, reporter=Reporter("training", 1))
+    assert start(tmp_path, "warmup.updates=5", "warmup.ramp_updates=0").finished, "no update was made yet"
+
+
+def test_overrides_may_follow_the_folders(capsys, tmp_path, logged):
+    folder = str(logged[0])
+    assert main(["warmup", str(TINY), "--from", folder, f"run.folder={tmp_path}", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert f"up to 3,000 logged in {folder}" in said
+    assert f'sources = ["{folder}"]' in said
+    assert not list(tmp_path.iterdir())
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.timeout(1200)
+def test_kill_9_at_random_moments_under_mpiexec(tmp_path):
+    """Two ranks, killed outright at growing delays until one start goes through; then the bits of an unbroken one."""
+    command = [sys.executable, "-m", "tlt_hpc", "warmup", str(TINY), *SMALL, "run.ranks=2", "warmup.responses=400"]
+    command.append("warmup.updates=40")
+    subprocess.run([*command, f"run.folder={tmp_path / 'straight'}"], check=True, cwd=ROOT)
+    folder, kills = tmp_path / "killed", 0
+    while True:
+        process = subprocess.Popen([*command, f"run.folder={folder}"], cwd=ROOT, start_new_session=True)
+        if process_ends(process, 4.0 + 2.0 * kills):
+            break
+        kill_group(process)
+        kills += 1
+    assert process.returncode == 0
+    assert kills >= 2
+    assert_equal(folder, tmp_path / "straight")
+
+
+def process_ends(process: subprocess.Popen, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and process.poll() is None:
+        time.sleep(0.05)
+    return process.returncode is not None
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_from_random_it_reaches_three_and_a_half_on_the_embedded_model(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "tlt_hpc", "warmup", str(TINY), f"run.folder={tmp_path}"], check=True, cwd=ROOT
+    )
+    facts = read_facts(tmp_path / "tiny-warmup" / "drafter")
+    assert facts is not None
+    assert facts.accept_length >= 3.5
+
+
+@pytest.mark.mpi
+def test_a_signal_to_one_rank_stops_all_with_status_75(tmp_path):
+    command = [sys.executable, "-m", "tlt_hpc", "warmup", str(TINY), f"run.folder={tmp_path}", "run.ranks=2"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    end = time.monotonic() + 120
+    while not (tmp_path / "tiny-warmup" / "features" / "part_size.json").exists():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.05)
+    os.kill(rank_of_job(process.pid), signal.SIGUSR2)
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, f"{out}\n{errors}"
+    assert re.search(r"stopped early \(.*SIGUSR2.*\) after 0 updates; the same command goes on from", out)
+    assert "Traceback" not in errors
+
+
+def rank_of_job(launcher: int) -> int:
+    """A process id of one rank below a launcher."""
+    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in table.splitlines()[1:]]
+    below = {launcher}
+    for _ in range(4):
+        below |= {int(pid) for pid, parent, _ in rows if int(parent) in below}
+    return max(int(pid) for pid, _, words in rows if int(pid) in below and "mpi4py" in words and "mpiexec" not in words)

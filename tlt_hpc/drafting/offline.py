@@ -1,0 +1,94 @@
+"""The order in which a warm-up trains on documents, and what becomes of them on the way to the loss. Pure.
+
+Every document comes once before any comes twice: a tail draws what is at hand, a warm-up has all before it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+
+import torch
+
+from tlt_hpc.drafting.packing import Excerpt, PackedBatch
+from tlt_hpc.storage.feature_cache import Document
+
+
+def batches_of(lengths: Sequence[int], num_tokens: int, seed: int) -> Iterator[list[int]]:
+    """Indices of the documents of each update, without end: whole ones, ``num_tokens`` together unless one is longer.
+
+    ``lengths`` are the response lengths. Each epoch has an order of its own, and a batch may span two.
+    """
+    assert sum(lengths) > 0, "nothing to train on"
+    batch: list[int] = []
+    room = num_tokens
+    for index in _shuffled_epochs(len(lengths), seed):
+        if batch and lengths[index] > room:
+            yield batch
+            batch, room = [], num_tokens
+        batch.append(index)
+        room -= lengths[index]
+
+
+def _shuffled_epochs(num: int, seed: int) -> Iterator[int]:
+    for epoch in count():
+        order = list(range(num))
+        random.Random(f"warm-up/{seed}/{epoch}").shuffle(order)
+        yield from order
+
+
+def deal(batch: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """A batch's documents by rank, so that the ranks have nearly equal tokens: the longest first, to who has fewest."""
+    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    tokens = [0] * num_ranks
+    for index in sorted(batch, key=lambda index: -lengths[index]):
+        rank = tokens.index(min(tokens))
+        hands[rank].append(index)
+        tokens[rank] += lengths[index]
+    return hands
+
+
+def passes_of(documents: Sequence[Document], most_pairs: int) -> list[list[Excerpt]]:
+    """The excerpts of each forward pass, ``most_pairs`` pairs at most; longer documents are cut into windows.
+
+    Windows that predict no response token are left out.
+    """
+    passes: list[list[Excerpt]] = []
+    room = 0
+    for document in documents:
+        for excerpt in _windows(document, most_pairs):
+            if excerpt.num_pairs > room:
+                passes.append([])
+                room = most_pairs
+            passes[-1].append(excerpt)
+            room -= excerpt.num_pairs
+    return passes
+
+
+def _windows(document: Document, most_pairs: int) -> Iterator[Excerpt]:
+    """A document's pairs in consecutive windows that predict response tokens; pair i predicts token i + 2."""
+    num_pairs = len(document.features) - 1
+    for start in range(0, num_pairs, most_pairs):
+        size = min(most_pairs, num_pairs - start)
+        if start + size - 1 + 2 >= document.prompt_length:
+            yield Excerpt(document, start, size)
+
+
+def with_noise(batch: PackedBatch, width: float, generator: torch.Generator) -> PackedBatch:
+    """The batch with uniform noise in +- ``width`` / 2 on what the drafter reads, not on what it is to hit.
+
+    Against the errors of features that the drafter itself predicted. Source: EAGLE (arXiv 2401.15077) section 4.
+    """
+    if width == 0.0:
+        return batch
+    noise = torch.rand(batch.features.shape, generator=generator).to(batch.features)
+    return replace(batch, features=batch.features + (noise - 0.5) * width)
+
+
+def learning_rate(peak: float, update: int, progress: float, ramp_updates: int) -> float:
+    """The rate of update ``update`` (from 0): a linear ramp to ``peak``, and a cosine that reaches 0 at progress 1."""
+    ramp = min(1.0, (update + 1) / (ramp_updates + 1))
+    return peak * ramp * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))

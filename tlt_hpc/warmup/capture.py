@@ -1,0 +1,214 @@
+"""First phase of a warm-up: the target's features of all training texts, in parts that the ranks take in turn.
+
+A part is decoded from scratch by one engine, whatever came before it, and its file appears whole or not at all: so a
+part that a killed rank began is made again bit for bit, by any rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.job import make_engine
+from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.records import Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.leaving import FeatureSink
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.strategy import OFF
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.warmup.parts import Parts
+from tlt_hpc.warmup.plan import rollout_strategy
+from tlt_hpc.warmup.texts import Text
+
+_MOST_FILLINGS = 4
+"""Responses of a part, in fillings of the engine: its tail leaves rows empty, and a kill costs a part."""
+_SIZE_FILE = "part_size.json"
+
+
+class CaptureReporter(Protocol):
+    """Who shows this phase."""
+
+    def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Texts ``start`` .. ``end - 1`` of the training texts, and where their features are."""
+
+    index: int
+    start: int
+    end: int
+    folder: RunFolder
+
+    @property
+    def file(self) -> Path:
+        return self.folder.feature_cache(0, 0)
+
+
+def capture(parts: Parts, reporter: CaptureReporter) -> bool:
+    """Make what is missing of the features; False where a stop vote came first. Collective."""
+    work = CaptureWork(parts, parts_of(parts))
+    pulse, world = parts.pulse, parts.world
+    pulse.begin(0)
+    while not (roster := pulse.poll(work.status(world.stop_requested))).over:
+        if work.is_done:
+            pulse.back_off()
+        else:
+            with pulse.progressing():
+                work.step()
+        if world.rank == 0:
+            _report(roster, len(parts.texts.training), reporter)
+    work.abandon()
+    return not roster.stopping
+
+
+def _report(roster: Roster, num_texts: int, reporter: CaptureReporter) -> None:
+    if roster.round:
+        left = sum(status.sequences_left for status in roster.statuses)
+        reporter.capturing(num_texts - left, num_texts, sum(status.tokens for status in roster.statuses))
+
+
+def parts_of(parts: Parts) -> list[Part]:
+    """All parts of the training texts, the same on every rank and at every start; collective."""
+    num_texts = len(parts.texts.training)
+    size = parts.world.broadcast(_part_size(parts, num_texts) if parts.world.rank == 0 else 0)
+    return [
+        Part(index, start, min(start + size, num_texts), RunFolder(parts.features / f"part-{index:05d}"))
+        for index, start in enumerate(range(0, num_texts, size))
+    ]
+
+
+def _part_size(parts: Parts, num_texts: int) -> int:
+    """What the first start decided: later ones may have another number of ranks."""
+    path = parts.features / _SIZE_FILE
+    if path.is_file():
+        return int(json.loads(path.read_text(encoding="utf-8"))["size"])
+    size = part_size(num_texts, parts.world.size, _MOST_FILLINGS * parts.settings.max_live)
+    with writing_beside(path) as part:
+        part.write_text(json.dumps({"size": size}) + "\n", encoding="utf-8")
+    return size
+
+
+def part_size(num_texts: int, num_ranks: int, most: int) -> int:
+    """Texts of a part: ``most`` at most, and such that every rank has as many parts."""
+    rounds = -(-num_texts // (num_ranks * most))
+    return -(-num_texts // (num_ranks * rounds))
+
+
+class CaptureWork:
+    """This rank's parts, one after another."""
+
+    def __init__(self, parts: Parts, all_parts: Sequence[Part]) -> None:
+        self._parts, self._texts = parts, parts.texts
+        own = all_parts[parts.world.rank :: parts.world.size]
+        self._todo = [part for part in own if not part.file.exists()]
+        self._own = own
+        self._num_tokens = 0
+        self._open: tuple[Part, FeatureCache, RolloutEngine] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._open is None and not self._todo
+
+    def status(self, stop: bool) -> Status:
+        """What this rank tells the others."""
+        waiting = sum(part.end - part.start for part in self._todo)
+        left, tokens = waiting, self._num_tokens
+        if self._open is not None:
+            left, tokens = left + self._open[2].num_unfinished, tokens + self._open[2].num_tokens
+        return Status(State.IDLE if self.is_done else State.BUSY, left, tokens, 0, stop)
+
+    def step(self) -> None:
+        """One round of decoding; begins and ends parts."""
+        if self._open is None:
+            self._begin(self._todo.pop(0))
+        assert self._open is not None
+        _, cache, engine = self._open
+        engine.step()
+        if not engine.has_work:
+            cache.end_step()
+            self._num_tokens += engine.num_tokens
+            self._open = None
+            self._stop_where_full()
+
+    def abandon(self) -> None:
+        """Leave the part that is under way."""
+        if self._open is not None:
+            _, cache, engine = self._open
+            engine.abort()
+            cache.abandon_step()
+            self._open = None
+
+    def _begin(self, part: Part) -> None:
+        texts = self._texts.training[part.start : part.end]
+        size = self._parts.decoder.shape.hidden_size
+        # a cache has half of its bytes for one step, and this one has no other
+        cache = FeatureCache(part.folder, 0, self._parts.served.num_features, size, 2 * self._room(), num_ranks=1)
+        cache.recover()
+        sink: FeatureSink = cache.begin_step(0, self._parts.decoder.version).append
+        requests = requests_of(texts, part.start, self._parts.config.run.seed)
+        engine = make_engine(self._parts.decoder, self._settings(texts), self._parts.served)
+        engine.calibrate(requests[:1])
+        engine.feature_sink = naming_responses(sink, texts) if self._texts.are_logged else sink
+        engine.submit(requests)
+        self._open = part, cache, engine
+
+    def _settings(self, texts: Sequence[Text]) -> EngineSettings:
+        """One strategy: what is chosen by the clock would not be chosen again by a second try."""
+        base = replace(self._parts.settings, tie_guard=False, strategies=(rollout_strategy(self._parts.config),))
+        if not self._texts.are_logged:
+            return base
+        longest = max(text.num_tokens for text in texts)
+        return replace(base, params=SamplingParams(1, temperature=0.0), strategies=(OFF,), max_prompt_tokens=longest)
+
+    def _used(self) -> list[int]:
+        return [part.file.stat().st_size for part in self._own if part.file.exists()]
+
+    def _room(self) -> int:
+        return max(1, self._parts.config.drafter.cache_bytes - sum(self._used()))
+
+    def _stop_where_full(self) -> None:
+        """Leave the parts that would not fit the rank's budget of bytes."""
+        if self._room() < max(self._used()):
+            self._todo.clear()
+
+
+def requests_of(texts: Sequence[Text], start: int, seed: int) -> list[Request]:
+    """The texts as the engine takes them: a prompt to answer, or a text to read but for its last token.
+
+    Texts that are alike up to there are read once.
+    """
+    requests, read = [], set[bytes]()
+    for draw, text in enumerate(texts, start):
+        tokens = text.prompt if text.response is None else np.concatenate([text.prompt, text.response[:-1]])
+        if text.response is None or tokens.tobytes() not in read:
+            read.add(tokens.tobytes())
+            requests.append(Request(SampleKey(seed, Stream.WARMUP, 0, draw, 0), tokens))
+    return requests
+
+
+def naming_responses(sink: FeatureSink, texts: Sequence[Text]) -> FeatureSink:
+    """A sink of texts that were read as prompts, which puts right where the response begins and what its last token is.
+
+    The engine reads all of a text but the last token, and samples that: the features are those of the text.
+    """
+    known: dict[bytes, list[Text]] = {}
+    for text in texts:
+        assert text.response is not None
+        known.setdefault(np.concatenate([text.prompt, text.response[:-1]]).tobytes(), []).append(text)
+
+    def put(tokens: NDArray[np.int32], prompt_length: int, features: NDArray[np.uint16], first: int) -> None:
+        assert first == 0, "a text is read once"
+        for text in known.pop(tokens[:prompt_length].tobytes()):
+            assert text.response is not None
+            sink(np.concatenate([text.prompt, text.response]), len(text.prompt), features, 0)
+
+    return put
