@@ -84,9 +84,17 @@ def test_tokens_outside_its_vocabulary_are_never_drafted(monkeypatch):
 
 
 def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
-    kept = {}
+    kept, prompts = {}, {}
     engine = engine_of([CHAIN, TREE, OFF], chooser="random", max_live=5, page_size=8)
-    engine.feature_sink = lambda tokens, prompt_length, features: kept.update({tuple(tokens.tolist()): features})
+
+    def sink(tokens, prompt_length, features, first):
+        prompt = tuple(tokens[:prompt_length].tolist())
+        if first:
+            features = np.concatenate([prompts[prompt], features])
+        prompts[prompt] = features[: prompt_length - 1]
+        kept[tuple(tokens.tolist())] = features
+
+    engine.feature_sink = sink
     rollouts = generate(engine, REQUESTS)
     model = AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32, local_files_only=True).eval()
     assert len(kept) == len({(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts})
