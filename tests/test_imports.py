@@ -69,6 +69,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "record_workload.py",
         "check_kernels.py",
         "compare_merges.py",
+        "bench_packing.py",
         "bench_checkpoint.py",
         "bench_cache.py",
     },
