@@ -209,6 +209,17 @@ def test_killed_again_and_again_it_comes_to_the_same_bits(straight, tmp_path):
     assert_equal(tmp_path, straight)
 
 
+def test_rollouts_with_ngrams_come_to_the_same_bits_too(tmp_path):
+    fast = ("warmup.strategy=ngram-4", "warmup.updates=1")
+    whole_run, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole_run, *fast).finished
+    with pytest.raises(Killed):
+        start(killed, *fast, reporter=Reporter("capturing", 27))
+    assert start(killed, *fast).finished
+    assert sorted(map(content, documents(killed))) == sorted(map(content, documents(whole_run)))
+    assert_equal(killed, whole_run)
+
+
 @pytest.mark.parametrize(("moment", "number"), [("capturing", 5), ("learned", 2), ("learned", 9)])
 def test_asked_to_stop_it_saves_and_goes_on_to_the_same_bits(straight, tmp_path, moment, number):
     world = World.connect()
