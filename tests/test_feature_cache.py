@@ -1,5 +1,6 @@
 """The feature cache: what is appended is what is read, from the open file and the closed one; nothing half-written."""
 
+import itertools
 import os
 import random
 import signal
@@ -291,6 +292,25 @@ def test_own_files_never_exceed_max_bytes(
     cache.abandon_step()
 
 
+@pytest.mark.parametrize("lengths", [(1,), (2, 3), (40,), (1500,), (1, 2, 3, 500)], ids=str)
+@pytest.mark.parametrize("prompt_length", [1, 2, 30])
+@pytest.mark.parametrize("max_bytes", [70_000, 300_000])
+def test_a_file_that_is_full_is_within_its_bytes(
+    tmp_path: Path, lengths: tuple[int, ...], prompt_length: int, max_bytes: int
+) -> None:
+    """The worst for the tables: one row each, with a prompt of its own; the worst for the rows: few long ones."""
+    writer = open_writer(tmp_path / "a.h5", max_bytes=max_bytes)
+    capacity = row_capacity(max_bytes, LAYERS, HIDDEN)
+    for number in itertools.count():
+        writer.append(*make_document(number, min(lengths[number % len(lengths)], capacity // 2), prompt_length))
+        if writer.num_evicted > 5:
+            break
+    writer.flush()
+    assert part_of(tmp_path / "a.h5").stat().st_size <= max_bytes
+    writer.close()
+    assert (tmp_path / "a.h5").stat().st_size <= max_bytes
+
+
 EMPTY_FILES = 2 * 16 * 2**10
 """What two files take that hold nothing: a budget below it is no budget."""
 
@@ -524,7 +544,12 @@ def test_rows_that_changed_hands_while_the_thread_was_behind(tmp_path: Path, mon
     writer.close()
     with h5py.File(tmp_path / "a.h5") as file:
         assert len(file["extents"]) > 2 * len(kept) + 5, "the longer ones lie in pieces"
-    assert_holds(FeatureCacheReader(tmp_path / "a.h5"), kept)
+    with FeatureCacheReader(tmp_path / "a.h5") as reader:
+        assert_holds(reader, kept)
+        for start in range(0, len(kept[-1][2]), 7):
+            wanted = np.zeros_like(kept[-1][2])
+            wanted[start : start + 20] = kept[-1][2][start : start + 20]
+            assert_same(reader.read(len(kept) - 1, start, 20), (*kept[-1][:2], wanted))
 
 
 def test_an_old_view_says_what_gave_way(tmp_path: Path) -> None:
