@@ -47,16 +47,17 @@ class HostCopy:
         Raises:
             CheckpointError: the host has no room.
         """
-        rest = values.detach().view(torch.uint8)
-        views = []
-        while rest.numel():
+        source = values.detach().view(torch.uint8)
+        size, done, views = source.numel(), 0, []
+        while done < size:
             if self._used == self.num_bytes:
                 self._grow(values.is_cuda)
-            room = self._chunks[self._used // CHUNK_BYTES][self._used % CHUNK_BYTES :][: rest.numel()]
-            room.copy_(rest[: room.numel()], non_blocking=True)
+            offset = self._used % CHUNK_BYTES
+            count = min(CHUNK_BYTES - offset, size - done)
+            room = self._chunks[self._used // CHUNK_BYTES].narrow(0, offset, count)
+            room.copy_(source.narrow(0, done, count), non_blocking=True)
             views.append(room)
-            rest = rest[room.numel() :]
-            self._used += room.numel()
+            self._used, done = self._used + count, done + count
         if values.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
