@@ -681,3 +681,14 @@ def test_appending_is_cheap_enough_for_the_decode_path(tmp_path: Path) -> None:
     seconds = (time.thread_time() - start) / 4000
     writer.abandon()
     assert seconds < 1e-4, f"{seconds * 1e6:.0f} us an append"
+
+
+def test_a_step_that_begins_leaves_its_folder_to_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may have made it a moment ago and be about to open its file there."""
+    removed: list[int] = []
+    monkeypatch.setattr(RunFolder, "remove_cache_step", lambda folder, step: removed.append(step))
+    for step in (0, 1):
+        RunFolder(tmp_path).feature_cache(step, 1).parent.mkdir(parents=True)
+    open_cache(tmp_path).begin_step(1, 0)
+    open_cache(tmp_path, rank=1).begin_step(2, 0)
+    assert removed == [0]

@@ -142,7 +142,8 @@ class FeatureCache:
         for step in steps:
             for path in self._own_files(step):
                 path.unlink()
-            self._folder.remove_cache_step(step)
+            if step != self._step:  # where another rank has just made this step's folder and no file in it yet
+                self._folder.remove_cache_step(step)
 
     def _trim(self, step: int) -> None:
         """Keep of a step's own files those that half of the bytes hold: this rank's first, then those it inherited."""
