@@ -240,7 +240,7 @@ def run_warmup(config: Config, options: argparse.Namespace) -> int:
     with make_warmup_reporter(world.rank == 0) as reporter:
         result = warm_up(config, world, reporter)
     if world.rank == 0:
-        print_warmup(result, options.config)
+        print_warmup(result, options.config, config.drafter.form)
     world.barrier()
     return 0 if result.finished else STOPPED_EARLY
 

@@ -363,8 +363,8 @@ def make_warmup_reporter(shows: bool) -> Iterator[WarmupReporter]:
         yield reporter
 
 
-def print_warmup(result: WarmupResult, config_path: str) -> None:
-    """The curve of a warm-up, how it ended, and what to type next."""
+def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
+    """The curve of a warm-up, how it ended, and what to type next with a drafter of this form."""
     console, progress = make_console(), result.progress
     best = progress.best
     if progress.curve:
@@ -381,6 +381,6 @@ def print_warmup(result: WarmupResult, config_path: str) -> None:
     drafter = result.folder / "drafter"
     console.print(
         f"{done} ({result.reason}): accept length {best.accept_length:.3f} after {best.updates} updates, kept in "
-        f"{drafter}\nnext: tlt train {config_path} drafter.init={drafter}",
+        f"{drafter}\nnext: tlt train {config_path} drafter.form={form} drafter.init={drafter}",
         soft_wrap=True,
     )
