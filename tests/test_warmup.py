@@ -574,3 +574,24 @@ def rank_of_job(launcher: int) -> int:
     for _ in range(4):
         below |= {int(pid) for pid, parent, _ in rows if int(parent) in below}
     return max(int(pid) for pid, _, words in rows if int(pid) in below and "mpi4py" in words and "mpiexec" not in words)
+
+
+def test_an_eagle3_drafter_drafts_among_the_tokens_of_the_responses_and_goes_on_where_it_was_killed(tmp_path):
+    form = ("drafter.form=eagle3", "drafter.vocabulary=12", "drafter.unroll_steps=2")
+    start(tmp_path / "straight", *form)
+    with pytest.raises(Killed):
+        start(tmp_path / "killed", *form, reporter=Reporter("learned", 6))
+    start(tmp_path / "killed", *form)
+    assert_equal(tmp_path / "straight", tmp_path / "killed")
+    folder = tmp_path / "straight" / "tiny-warmup"
+    counts = np.zeros(24, np.int64)
+    with Shelf(sorted(folder.glob("features/*/cache/*/*.h5"))) as shelf:
+        for document in shelf.share(0, 1):
+            assert document.features.shape[1:] == (4, 128)
+            counts += np.bincount(document.tokens[document.prompt_length :], minlength=24)
+    least = np.sort(counts)[-12]
+    ids = kept(tmp_path / "straight")["token_ids"].tolist()
+    assert len(ids) == 12
+    assert set(np.flatnonzero(counts > least).tolist()) | {1} <= set(ids)
+    served = load_drafter(str(folder / "drafter"), embedded_decoder(), "test")
+    assert served.form == "eagle3"
