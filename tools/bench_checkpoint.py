@@ -84,6 +84,8 @@ class Background:
     """One background save: seconds that the caller was held up, seconds until it was whole, and products meanwhile."""
 
     blocked_seconds: float
+    core_seconds: float
+    """Of the copy, on the caller's core: what it takes where neighbours leave it alone."""
     whole_seconds: float
     products_per_second: float
 
@@ -177,6 +179,7 @@ def measure(subject: Subject, folder: Path, repeats: int) -> dict[str, Any]:
         "frozen_bytes": sum(tensor.nbytes for tensor in subject.frozen.values()),
         "reserve_seconds": reserving,
         "background_blocked_seconds": blocked,
+        "background_core_seconds": [each.core_seconds for each in background],
         "background_whole_seconds": [each.whole_seconds for each in background],
         "at_once_seconds": at_once,
         "full_seconds": full,
@@ -191,9 +194,9 @@ def measure(subject: Subject, folder: Path, repeats: int) -> dict[str, Any]:
 
 def in_background(store: CheckpointStore, step: int, subject: Subject) -> Background:
     """A background save beside products of matrices."""
-    start = time.perf_counter()
+    start, on_core = time.perf_counter(), time.thread_time()
     store.begin(step, Alone(), {"drafter": subject.trained}, {})  # type: ignore[arg-type]
-    blocked = time.perf_counter() - start
+    blocked, on_core = time.perf_counter() - start, time.thread_time() - on_core
 
     def is_whole(_: float) -> bool:
         nonlocal blocked
@@ -204,7 +207,7 @@ def in_background(store: CheckpointStore, step: int, subject: Subject) -> Backgr
         return report is None
 
     rate = products_per_second(is_whole)
-    return Background(blocked, time.perf_counter() - start, rate)
+    return Background(blocked, on_core, time.perf_counter() - start, rate)
 
 
 def products_per_second(is_over: Callable[[float], bool]) -> float:
@@ -240,6 +243,7 @@ def show(figures: dict[str, Any]) -> None:
     print(f"memory for the copy taken in {figures['reserve_seconds'] * 1e3:,.1f} ms, once")
     for name, label in (
         ("background_blocked_seconds", "background: blocked for"),
+        ("background_core_seconds", "  of it on the core"),
         ("background_whole_seconds", "background: whole after"),
         ("at_once_seconds", "at once: blocked for"),
         ("full_seconds", "full, at once: blocked for"),
