@@ -389,6 +389,17 @@ def test_a_rewound_run_drops_its_later_steps_and_replaces_its_own(tmp_path: Path
     assert is_same(read_all(folder.feature_cache(3, 0)), [])
 
 
+def test_no_rank_takes_away_the_folder_that_another_is_about_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, removed = RunFolder(tmp_path), list[int]()
+    monkeypatch.setattr(RunFolder, "remove_cache_step", lambda self, step: removed.append(step))
+    for step in (0, 2, 3, 5):  # the other rank has made the folder of step 3, and not yet its file
+        folder.feature_cache(step, 1).parent.mkdir(parents=True)
+    run_step(open_cache(tmp_path), 3)
+    assert removed == [0, 5]
+
+
 def test_recover_reports_a_damaged_file_and_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_step(open_cache(tmp_path), 0)
     path = RunFolder(tmp_path).feature_cache(0, 0)

@@ -288,7 +288,7 @@ def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFol
     found, error = Path(), ""
     try:
         found = node_folder(template, folder.path, world.hostname)
-    except ConfigError as caught:
+    except ValueError as caught:
         error = str(caught)
     ranks = world.allgather((world.hostname, error))
     for _, message in ranks:

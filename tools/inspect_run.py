@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tlt_hpc.records import MicroStepRecord
-from tlt_hpc.storage.feature_cache import FeatureCacheReader
+from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary

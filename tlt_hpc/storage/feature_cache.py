@@ -61,8 +61,9 @@ class FeatureCache:
         assert self._writer is None, "the step before has ended"
         self._step = step
         self._unusable.clear()
-        self._drop(other for other in self._folder.cache_steps() if other != step - 1)
-        self._trim(step - 1)
+        self._drop(other for other in self._folder.cache_steps() if other not in (step - 1, step))
+        self._trim(step - 1, self._max_bytes // 2)
+        self._trim(step, 0)
         path = self._folder.feature_cache(step, self._rank)
         self._writer = FeatureCacheWriter(
             path, *self._shape, step, weight_version, self._max_bytes // 2, self._compression
@@ -145,9 +146,11 @@ class FeatureCache:
             if step != self._step:  # where another rank has just made this step's folder and no file in it yet
                 self._folder.remove_cache_step(step)
 
-    def _trim(self, step: int) -> None:
-        """Keep of a step's own files those that half of the bytes hold: this rank's first, then those it inherited."""
-        room = self._max_bytes // 2
+    def _trim(self, step: int, room: int) -> None:
+        """Keep of a step's own files those that so many bytes hold: this rank's first, then those it inherited.
+
+        The step's folder stays, in which another rank may be about to open its file.
+        """
         for path in self._own_files(step):
             size = path.stat().st_size
             if size > room:

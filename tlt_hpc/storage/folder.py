@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tlt_hpc.config import ConfigError
-
 PART_SUFFIX = ".part"
 
 
@@ -101,11 +99,11 @@ def node_folder(template: str, run: Path, hostname: str) -> Path:
     path of its folder and the host.
 
     Raises:
-        ConfigError: a variable is not set here.
+        ValueError: a variable is not set here.
     """
     expanded = os.path.expandvars(Path(template).expanduser())
     if "$" in expanded:
-        raise ConfigError(
+        raise ValueError(
             f"drafter.cache_folder = {template!r}: {expanded!r} has a variable that is not set on {hostname}; "
             "set it for all ranks, or give a folder by its name"
         )
