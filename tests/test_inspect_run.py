@@ -1,8 +1,8 @@
 """The offline tool prints what the files hold, fast, and one line on a wrong path."""
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -101,9 +101,7 @@ def test_it_imports_no_torch_and_answers_at_once(run_folder: RunFolder) -> None:
     program += f"try: runpy.run_path({str(TOOL)!r}, run_name='__main__')\n"
     program += "except SystemExit: sys.exit(bool({'torch', 'mpi4py', 'pydantic'} & {*sys.modules}))\n"
     assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 0
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        inspect(run_folder.path)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1.0, "0.3 s on an idle machine"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    inspect(run_folder.path)
+    # computing, not waiting for a core: 0.2 s, and importing pydantic or torch alone takes longer
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 0.8

@@ -27,7 +27,7 @@ STOPPED_EARLY = 75
 INTERRUPTED = 130
 """Exit status of a run that a signal stopped: it left a checkpoint, and the same command goes on from there."""
 _OVERRIDE = re.compile(r"[a-z_]+\.[a-z_]+=")
-_FIRST_WORD_SECONDS = 2.0
+_FIRST_WORD_SECONDS = 10.0
 """How long the other ranks leave it to rank 0 to name an error that all of them met."""
 
 
