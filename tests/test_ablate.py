@@ -325,12 +325,12 @@ def test_the_error_of_a_ratio_is_its_spread_over_repetitions():
 
     def draw() -> tuple[list[float], list[float]]:
         sizes = [source.uniform(1, 5) for _ in range(60)]
-        return [1.2 * s + source.gauss(0, 0.4) for s in sizes], [s + source.gauss(0, 0.3) for s in sizes]
+        return [2 * s + source.gauss(0, 0.4) for s in sizes], [s + source.gauss(0, 0.3) for s in sizes]
 
     gains = [ratio(*draw()) for _ in range(400)]
-    assert np.mean([gain.share for gain in gains]) == pytest.approx(0.2, abs=0.01)
+    assert np.mean([gain.share for gain in gains]) == pytest.approx(1.0, abs=0.01)
     assert np.mean([gain.error for gain in gains]) == pytest.approx(np.std([gain.share for gain in gains]), rel=0.1)
-    assert 0.9 < np.mean([abs(gain.share - 0.2) < 2 * gain.error for gain in gains]) < 0.99
+    assert 0.9 < np.mean([abs(gain.share - 1.0) < 2 * gain.error for gain in gains]) < 0.99
 
 
 def test_gains_need_the_same_text_and_two_pairs_for_an_error():
