@@ -18,6 +18,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("display",),
+    ("ablate",),
     ("compare", "bench", "export", "warmup"),
     ("launch",),
     ("run",),
@@ -55,7 +56,7 @@ HOME_OF = {
     "deepspeed": {"rl"},
     "transformers": {"models"},
     "submitit": {"launch"},
-    "matplotlib": {"bench"},
+    "matplotlib": {"bench", "ablate"},
     "triton": {"kernels"},
     "flash_attn": {"kernels"},
 }

@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``tlt compare``, ``tlt warmup``, ``tlt bench`` and ``tlt export-drafter``.
+"""The commands: ``tlt train``, ``compare``, ``ablate``, ``warmup``, ``bench`` and ``export-drafter``.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tlt_hpc import __version__
+from tlt_hpc.ablate import options as ablate_options
 from tlt_hpc.bench import options as bench_options
 from tlt_hpc.config import Config, UserError, load_config
 from tlt_hpc.export import options as export_options
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         num_ranks = launched_count(os.environ) or config.run.ranks
-        config, plan = plan_warmup(config, num_ranks) if options.command == "warmup" else plan_run(config, num_ranks)
+        config, plan = plan_command(config, options, num_ranks)
         if options.dry_run:
             if not rank:
                 print(plan)
@@ -58,6 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return RUNS[options.command](config, options)
     except UserError as error:
         return fail_together(error, rank or 0)
+
+
+def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) -> tuple[Config, str]:
+    """The configuration that a command runs, held against the files that it names, and the plan in words.
+
+    Raises:
+        ValueError: as ``plan_run``.
+    """
+    if options.command == "warmup":
+        return plan_warmup(config, num_ranks)
+    if options.command == "ablate":
+        return plan_ablation(config, options, num_ranks)
+    return plan_run(config, num_ranks)
 
 
 def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:
@@ -84,6 +98,19 @@ def plan_warmup(config: Config, num_ranks: int) -> tuple[Config, str]:
     assets = read_assets(config, num_ranks)
     check_sources(config, assets.tokenizer)
     return config, describe(config, assets.shape, num_ranks)
+
+
+def plan_ablation(config: Config, options: argparse.Namespace, num_ranks: int) -> tuple[Config, str]:
+    """The same for an ablation: the job's configuration as it is, and its arms.
+
+    Raises:
+        ValueError: as ``plan_run``, or an arm that the job cannot have, or nothing to resume.
+    """
+    from tlt_hpc.ablate import plan
+    from tlt_hpc.plan import read_assets
+
+    read_assets(config, num_ranks)
+    return config, plan.describe(plan.plan_ablation(config, ablate_options.read_options(options), num_ranks))
 
 
 def fail_together(error: UserError, rank: int) -> int:
@@ -136,7 +163,8 @@ def make_parser() -> argparse.ArgumentParser:
         "compare", help="run the same steps plain, with n-gram speculation and in full, and prove the text equal"
     )
     warmup = commands.add_parser("warmup", help="train the drafter before any reinforcement learning, or go on with it")
-    for command in (train, compare, warmup):
+    ablate = commands.add_parser("ablate", help="compare the drafter left out, frozen and trained in several ways")
+    for command in (train, compare, warmup, ablate):
         command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
         command.add_argument(
@@ -147,6 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     warmup.add_argument(
         "--from", dest="sources", nargs="+", metavar="RUN", help="learn from the responses that these runs have logged"
     )
+    ablate_options.add_ablate_options(ablate)
     bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
@@ -245,5 +274,30 @@ def run_warmup(config: Config, options: argparse.Namespace) -> int:
     return 0 if result.finished else STOPPED_EARLY
 
 
-RUNS = {"train": run_train, "compare": run_compare, "warmup": run_warmup}
+def run_ablate(config: Config, options: argparse.Namespace) -> int:
+    """``tlt ablate`` on this rank."""
+    from tlt_hpc.ablate.command import Stopped, ablate
+    from tlt_hpc.ablate.plan import plan_ablation
+    from tlt_hpc.ablate.report import write_report
+    from tlt_hpc.display import AblationScreens, print_ablation, print_stopped_ablation
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+
+    world = World.connect()
+    world.install_signal_handlers()
+    asked = ablate_options.read_options(options)
+    ending = ablate(plan_ablation(config, asked, world.size), world, AblationScreens(world.rank == 0))
+    leave_process_group()
+    if isinstance(ending, Stopped):
+        if world.rank == 0:
+            print_stopped_ablation(ending, options.config)
+        world.barrier()
+        return STOPPED_EARLY
+    if world.rank == 0:
+        print_ablation(ending, write_report(ending, asked.json, asked.plot))
+    world.barrier()
+    return 0 if ending.all_equal else 1
+
+
+RUNS = {"train": run_train, "compare": run_compare, "warmup": run_warmup, "ablate": run_ablate}
 """Commands that run a configuration on all ranks."""

@@ -155,6 +155,9 @@ class DrafterSection(Section):
     makes the step longer. Serial is there to be compared with."""
     serial_micro_steps: PositiveInt = 20
     """Micro-steps of each rank and step where ``place`` is ``serial``."""
+    serial_as: str = ""
+    """Folder of a run on as many ranks: where ``place`` is ``serial``, each rank takes as many micro-steps in a step as
+    it took there by that run's log, instead of ``serial_micro_steps``. Empty: none."""
     rollouts: Literal["fresh", "first"] = "fresh"
     """``fresh``: train on this step's responses and the last one's; ``first``: on those of the run's first step for
     ever, the control that shows what fresh ones are worth."""
@@ -424,6 +427,11 @@ def _check_drafter(drafter: DrafterSection) -> None:
         raise ConfigError(
             f"drafter.every_steps = {drafter.every_steps} says nothing with drafter.schedule = {drafter.schedule!r}; "
             "use drafter.schedule = 'every' or leave drafter.every_steps out"
+        )
+    if drafter.serial_as and drafter.place != "serial":
+        raise ConfigError(
+            f"drafter.serial_as = {drafter.serial_as!r} says nothing with drafter.place = {drafter.place!r}; "
+            "use drafter.place = 'serial' or leave drafter.serial_as out"
         )
     usual = {"schedule": "always", "place": "tail", "rollouts": "fresh"}
     for name, value in usual.items():

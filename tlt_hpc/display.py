@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -13,6 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from tlt_hpc.ablate.command import Stopped
+from tlt_hpc.ablate.figures import Figures, verdict
+from tlt_hpc.ablate.table import cells_of
 from tlt_hpc.compare import Comparison, ModeFigures
 from tlt_hpc.config import Config
 from tlt_hpc.launch.local import TERMINAL_VARIABLE
@@ -384,3 +388,52 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
         f"{drafter}\nnext: tlt train {config_path} drafter.form={form} drafter.init={drafter}",
         soft_wrap=True,
     )
+
+
+# -- tlt ablate -----------------------------------------------------------------------------------------------------
+
+
+class AblationScreens:
+    """Shows an ablation's runs one after another, on the first rank."""
+
+    def __init__(self, shows: bool) -> None:
+        self._shows = shows
+
+    def run(self) -> AbstractContextManager[Reporter]:
+        return make_reporter(self._shows)
+
+    def warmup(self) -> AbstractContextManager[WarmupReporter]:
+        return make_warmup_reporter(self._shows)
+
+    def say(self, text: str) -> None:
+        if self._shows:
+            make_console().print(text, soft_wrap=True)
+
+
+def print_ablation(figures: Figures, written: list[Path]) -> None:
+    """The table of ``tlt ablate``, whether the text was equal, and what it comes to."""
+    console = make_console()
+    guard = "on" if figures.tie_guard else "off"
+    table = Table(title=f"{figures.num_steps} steps on {figures.num_ranks} ranks, tie guard {guard}")
+    head, *rows = cells_of(figures)
+    for name in head:
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    mismatched = sum(arm.num_mismatched for arm in figures.arms)
+    console.print(
+        f"tokens equal: {_yes(figures.tokens_equal)} ({mismatched} mismatched); "
+        f"rewards equal: {_yes(figures.rewards_equal)}; final policy weights equal: {_yes(figures.policy_equal)}",
+        soft_wrap=True,
+    )
+    if verdict(figures):
+        console.print(verdict(figures), soft_wrap=True)
+    console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
+
+
+def print_stopped_ablation(ending: Stopped, config_path: str) -> None:
+    """How to go on."""
+    folder = ending.ablation.folder
+    text = f"stopped early ({ending.reason}); go on with: tlt ablate {config_path} --resume {folder}"
+    make_console().print(f"{text}, and the same overrides", soft_wrap=True)

@@ -68,6 +68,7 @@ _FREE_ON_RESUME = {
     "drafter.fall",
     "drafter.place",
     "drafter.serial_micro_steps",
+    "drafter.serial_as",
     "drafter.cache_folder",
     "drafter.cache_compression",
     "optimizer.zero_stage",

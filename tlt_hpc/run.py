@@ -99,7 +99,7 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
     with timer("gen"):
         tail = roll_out(job, step, reporter)
     with timer("drafter"):
-        train_serially(job, tail)
+        train_serially(job, step, tail)
     with timer("gen"):
         end_features(job, tail)
     merge = start_merge(job, tail.decision)

@@ -9,13 +9,17 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
+from tlt_hpc.config import UserError
 from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
 from tlt_hpc.job import Job
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey, Stream
 from tlt_hpc.rl.reward import Scorer, score
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import read_summary
 
 
 class RollingReporter(Protocol):
@@ -119,7 +123,7 @@ def is_over(job: Job) -> bool:
     return job.pulse.over or job.world.stop_requested
 
 
-def train_serially(job: Job, tail: Tail) -> None:
+def train_serially(job: Job, step: int, tail: Tail) -> None:
     """Where the drafter is trained in place of the tail: all ranks, right after the release.
 
     Before the update, so that features and head are of the same weights and the merge hides behind the update, as in
@@ -128,9 +132,27 @@ def train_serially(job: Job, tail: Tail) -> None:
     if tail.stopped or not tail.decision.trains or job.config.drafter.place != "serial":
         return
     assert job.drafting is not None
-    for _ in range(job.config.drafter.serial_micro_steps):
+    for _ in range(num_serial_micro_steps(job, step)):
         if not job.drafting.spot.micro_step(lambda: job.world.stop_requested):
             return
+
+
+def num_serial_micro_steps(job: Job, step: int) -> int:
+    """Micro-steps that this rank takes after a rollout: a fixed number, or what another run's log has of the step.
+
+    Raises:
+        UserError: that run has no log of the step and rank.
+    """
+    settings = job.config.drafter
+    if not settings.serial_as:
+        return settings.serial_micro_steps
+    path = RunFolder(Path(settings.serial_as)).rollout_log(step, job.world.rank)
+    if not path.is_file():
+        raise UserError(
+            f"drafter.serial_as = {settings.serial_as!r}: {path} does not exist; give the folder of a run on as many "
+            "ranks with as many steps"
+        )
+    return len(read_summary(path).micro_steps)
 
 
 def decide_training(job: Job, step: int) -> Decision:

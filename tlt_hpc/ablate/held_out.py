@@ -1,0 +1,113 @@
+"""How well each arm's last drafter drafts, whatever the clock did: one chain, the same prompts, the same policy.
+
+The policy after the last step is the same in all arms, and so is the text that it answers with. What differs is how
+many target passes a drafter's chain of four spares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from tlt_hpc.ablate.arms import WITHOUT_DRAFTER
+from tlt_hpc.ablate.options import ArmName
+from tlt_hpc.ablate.plan import Ablation
+from tlt_hpc.ablate.statistics import Passes
+from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.config import Config
+from tlt_hpc.drafting.schedule import JUDGED_DEPTH
+from tlt_hpc.job import choose_device, engine_settings, make_engine
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter_file import load_drafter
+from tlt_hpc.models.folder import DTYPES
+from tlt_hpc.mpi.world import World
+from tlt_hpc.plan import Assets, read_assets
+from tlt_hpc.records import Request, Rollout
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.warmup.texts import from_prompts
+
+STRATEGY = Strategy("drafter", JUDGED_DEPTH)
+_MASTER = ".master"
+
+
+def measure(ablation: Ablation, world: World) -> dict[ArmName, Passes] | None:
+    """Tokens and target passes of every held-out response, by arm that has a drafter; collective.
+
+    None where a signal ended it.
+
+    Raises:
+        ConfigError: too few prompts to hold any out.
+    """
+    arms = [arm for arm in ablation.arms if arm not in WITHOUT_DRAFTER]
+    if not arms:
+        return {}
+    config = ablation.config_of(arms[0])
+    assets = read_assets(config, world.size)
+    # of the warm-up's: draws of steps that no run comes to
+    requests = from_prompts(config, assets.prompts).validation_requests(config.run.seed)
+    decoder = load_policy(ablation, config, assets, world)
+    settings = settings_of(config, assets, world, len(requests))
+    own = requests[world.rank :: world.size]
+    measured: dict[ArmName, Passes] = {}
+    for arm in arms:
+        rollouts = answer(ablation, arm, decoder, settings, own, world)
+        shards = world.allgather(None if rollouts is None else sorted((r.key, counts(r)) for r in rollouts))
+        if None in shards:
+            return None
+        pairs = [pair for _, pair in sorted(item for shard in shards if shard is not None for item in shard)]
+        measured[arm] = Passes(tuple(tokens for tokens, _ in pairs), tuple(passes for _, passes in pairs))
+    return measured
+
+
+def counts(rollout: Rollout) -> tuple[int, int]:
+    """Tokens of a response, and the target passes that they took."""
+    return len(rollout.response_tokens), rollout.num_target_passes
+
+
+def load_policy(ablation: Ablation, config: Config, assets: Assets, world: World) -> Decoder:
+    """A decoder with the policy that the arms came to."""
+    folder = RunFolder(ablation.folder / ablation.arms[0])
+    checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).at(ablation.num_steps)
+    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], choose_device(config, world))
+    decoder.load(policy_weights(checkpoint), ablation.num_steps)
+    return decoder
+
+
+def policy_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a run's checkpoint under their Hugging Face names, one at a time."""
+    for name in checkpoint.names("policy"):
+        if name.endswith(_MASTER):
+            yield name.removesuffix(_MASTER), checkpoint.read("policy", name)
+
+
+def settings_of(config: Config, assets: Assets, world: World, num_requests: int) -> EngineSettings:
+    """The run's sampling. No tie guard: the text is not at stake, and accept lengths do not see one token."""
+    settings = engine_settings(config, assets, world)
+    return replace(
+        settings,
+        tie_guard=False,
+        strategies=(STRATEGY,),
+        max_live=min(settings.max_live, -(-num_requests // world.size)),
+    )
+
+
+def answer(
+    ablation: Ablation, arm: ArmName, decoder: Decoder, settings: EngineSettings, requests: list[Request], world: World
+) -> list[Rollout] | None:
+    """This rank's responses, drafted by the drafter that an arm left; None where the rank was asked to stop."""
+    place = str(ablation.folder / arm / "drafter")
+    engine = make_engine(decoder, settings, load_drafter(place, decoder, f"arm {arm!r}"))
+    engine.drafter_ready = True
+    if requests:
+        engine.calibrate(requests[:1])
+    engine.submit(requests)
+    while engine.has_work and not world.stop_requested:
+        engine.step()
+    num_left = engine.abort()
+    rollouts = engine.collect()
+    return None if num_left else rollouts

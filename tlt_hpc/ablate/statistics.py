@@ -1,0 +1,62 @@
+"""Differences between arms with the noise that they stand in. Pure: knows no run.
+
+Arms have the same text, so they are compared pair by pair: step by step, or response by response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_CLEAR = 2.0
+"""Standard errors from which a difference is called one."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Tokens and target passes of responses [N], in the same order for all arms."""
+
+    tokens: tuple[int, ...]
+    passes: tuple[int, ...]
+
+    @property
+    def accept_length(self) -> float:
+        return sum(self.tokens) / sum(self.passes)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much more than another an arm has, as a share of the other's, with its standard error (NaN: unknown)."""
+
+    share: float
+    error: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it stands out of its noise; never where the noise is unknown."""
+        return abs(self.share) > _CLEAR * self.error
+
+    @property
+    def text(self) -> str:
+        noise = "noise unknown" if math.isnan(self.error) else f"± {100 * self.error:.1f}"
+        return f"{100 * self.share:+.1f} % ({noise})"
+
+
+def gain_in_passes(arm: Passes, other: Passes) -> Gain:
+    """Of accept length on the same responses."""
+    assert arm.tokens == other.tokens, "the same text in both arms"
+    # tokens / passes over tokens / passes: the same tokens cancel
+    return ratio(other.passes, arm.passes)
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Gain:
+    """Sum of ``over`` [N] by the sum of ``under`` [N], pairs of one thing each, minus 1 (linearised standard error)."""
+    a, b = np.asarray(over, float), np.asarray(under, float)
+    quotient = float(a.sum() / b.sum())
+    if len(a) < 2:
+        return Gain(quotient - 1.0, math.nan)
+    rest = a - quotient * b
+    return Gain(quotient - 1.0, float(math.sqrt(len(a)) * rest.std(ddof=1) / b.sum()))
