@@ -144,10 +144,10 @@ def pair_loss(drafter, state, wanted, settings):
     else:
         normed = F.rms_norm(state, (128,), drafter.final_norm, drafter.shape.norm_epsilon)
         q = torch.softmax(drafter.head @ normed, 0)
-        p = p[drafter.token_ids]
+        p = p[drafter.token_ids]  # what lies outside cannot be drafted, and weighs nothing
     if settings.kind == "total-variation":
         return -sum(min(a, b) for a, b in zip(p, q, strict=True))
-    cross = -((p / p.sum()) * q.log()).sum()
+    cross = -(p * q.log()).sum()
     if settings.kind == "cross-entropy":
         return cross
     difference = (state - wanted).abs()
@@ -259,18 +259,56 @@ def test_an_untrained_one_begins_with_the_policys_head_as_it_is_then(tmp_path):
     trainer, cache = make_trainer(tmp_path)
     document = random_document(40, 5, 0)
     cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
-    trainer.begin(0)
     before = trainer.drafter.head.detach().clone()
-    trainer.learning_rate = 0.0
-    trainer.micro_step()
+    trainer.begin(0)
     decoder = embedded_decoder()
     assert not torch.equal(before, trainer.drafter.head)
     assert torch.equal(trainer.drafter.head, decoder.head[:NUM_TOKENS])
     assert torch.equal(trainer.drafter.final_norm, decoder.final_norm.weight)
+    assert trainer.micro_step()
     with torch.no_grad():
         trainer.drafter.head.zero_()
-    trainer.micro_step()
+    trainer.begin(1)
     assert not trainer.drafter.head.any(), "what has learned keeps its own"
+
+
+@pytest.mark.parametrize("tries", [False, True], ids=["idle", "nothing to train on"])
+def test_ranks_of_which_none_trained_are_equal_after_the_merge(tries, tmp_path):
+    first, cache = make_trainer(tmp_path / "0")
+    second, _ = make_trainer(tmp_path / "1")
+    cache.begin_step(0, 0)
+    for trainer in (first, second):
+        trainer.begin(0)
+    if tries:
+        assert not first.micro_step()
+    world = FakeWorld()
+    for trainer in (first, second):
+        trainer.start_merge(world)
+    assert len({trainer.finish_merge(world).sha256 for trainer in (first, second)}) == 1
+    assert not first.is_trained
+
+
+def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_path, monkeypatch, caplog):
+    trainer, cache = make_trainer(tmp_path, micro_step_tokens=2048)
+    document = random_document(40, 5, 0)
+    cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
+    trainer.begin(0)
+    before = trainer.sha256()
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tlt_hpc.drafting.spot.drafter_loss", fail)
+        for _ in range(3):
+            assert trainer.micro_step()
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.micro_step()
+    assert trainer.sha256() == before
+    assert trainer.records == []
+    assert "at most 256 tokens" in caplog.text
+    assert trainer.micro_step()
+    assert trainer.num_steps == 1
 
 
 def test_its_vocabulary_is_part_of_its_state_and_of_no_merge(tmp_path):

@@ -119,22 +119,25 @@ def _token_sum(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, k
     drafted = F.linear(states.to(head.dtype), head.detach()).float() if ids is None else drafter.logits(states).float()
     if kind == "total-variation":
         return total_variation(target, drafted, ids).sum()
-    return soft_cross_entropy(target if ids is None else target[:, ids], drafted).sum()
+    return soft_cross_entropy(target, drafted, ids).sum()
 
 
-def soft_cross_entropy(target: Tensor, drafted: Tensor) -> Tensor:
-    """Cross-entropy [T] of the drafter's distribution under the target's, both from logits [T, W].
+def soft_cross_entropy(target: Tensor, drafted: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Cross-entropy [T] - sum_v p_v log q_v over the draft vocabulary: target logits [T, V], drafted [T, W].
 
-    Over a draft vocabulary the target's is taken as it is among those tokens (EAGLE-3).
+    A position counts as far as the target's choice can be drafted at all: where its mass lies outside ``ids`` [W] there
+    is nothing to learn. (EAGLE-3's code leaves out positions whose likeliest token is outside, and rescales the rest.)
     """
-    return F.cross_entropy(drafted, target.softmax(-1), reduction="none")
+    p = target.softmax(-1)
+    return F.cross_entropy(drafted, p if ids is None else p[:, ids], reduction="none")
 
 
 def total_variation(target: Tensor, drafted: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Minus the probability [T] that a draft is accepted, - sum_v min(p_v, q_v): target [T, V], drafted [T, W].
+    """Minus the most that any draft can be accepted with [T], - sum_v min(p_v, q_v): target [T, V], drafted [T, W].
 
-    One less the total variation distance (Leviathan et al., arXiv 2211.17192, section 3.1). Tokens outside the draft
-    vocabulary ``ids`` [W] are never drafted.
+    One less the total variation distance, at temperature 1: what rejection sampling accepts (Leviathan et al., arXiv
+    2211.17192, section 3.1); shared noise accepts between that and (1 - TV) / (1 + TV) of one candidate. Tokens outside
+    the draft vocabulary ``ids`` [W] are never drafted.
     """
     p = target.softmax(-1)
     return -torch.minimum(p if ids is None else p[:, ids], drafted.softmax(-1)).sum(-1)

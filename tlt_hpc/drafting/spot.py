@@ -7,6 +7,7 @@ collective works (it hands one flat array to ``SumOverRanks``).
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import time
 from collections import deque
@@ -29,6 +30,8 @@ from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
 from tlt_hpc.models.eagle3 import Eagle3
 from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.storage.feature_cache import FeatureCache
+
+logger = logging.getLogger(__name__)
 
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0
 _LEAST_TOKENS = 256
@@ -106,6 +109,7 @@ class SpotTrainer:
         self._random = random.Random()
         self._rates: deque[float] = deque(maxlen=_RATES)
         """Tokens per second of the last micro-steps."""
+        self._most_tokens = settings.micro_step_tokens
         self._update_seconds = 0.0
         """Of the last update, once its gradient was there."""
         self._pending: Pending | None = None
@@ -120,6 +124,7 @@ class SpotTrainer:
         self._random = random.Random(f"{self._seed}/{step}/{self._rank}")
         self.records = []
         self.cut_seconds = 0.0
+        self._take_up_head()  # here, where all ranks do: where nobody trains, they must be equal after the merge too
 
     def micro_step(self, is_over: Callable[[], bool] = never) -> bool:
         """One optimiser step within the time budget; False where there is nothing to train on.
@@ -131,13 +136,31 @@ class SpotTrainer:
         try:
             return self._micro_step(start, is_over)
         except _ReleasedError:
-            for parameter in self._parameters.values():
-                parameter.grad = None
+            self._drop_gradients()
             self.cut_seconds += time.time() - start
             return True
+        except torch.OutOfMemoryError as error:
+            self._drop_gradients()
+            self._halve(error)
+            return True
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _halve(self, error: torch.OutOfMemoryError) -> None:
+        """Learn from half as many tokens at once from now on: the rollout's own memory is what it is."""
+        if self._most_tokens <= _LEAST_TOKENS:
+            raise error
+        self._most_tokens = max(_LEAST_TOKENS, self._most_tokens // 2)
+        logger.warning(
+            "a micro-step of the drafter ran out of device memory; from now on they have at most %d tokens: lower "
+            "drafter.micro_step_tokens or rollout.kv_bytes",
+            self._most_tokens,
+        )
+        torch.cuda.empty_cache()
 
     def _micro_step(self, start: float, is_over: Callable[[], bool]) -> bool:
-        self._take_up_head()
         if self._pool is None:
             self._pool = TrainingPool(self._cache, self._random)
         if not len(self._pool):
@@ -358,7 +381,7 @@ class SpotTrainer:
     def _num_tokens(self) -> int:
         """As many tokens as the time budget lets, by the slowest of the last micro-steps."""
         fitting = int(min(self._rates, default=0.0) * self._settings.micro_step_seconds)
-        return min(self._settings.micro_step_tokens, max(fitting, _LEAST_TOKENS))
+        return min(self._most_tokens, max(fitting, _LEAST_TOKENS))
 
 
 def _check(name: str, state: Mapping[str, Tensor], wanted: Tensor) -> None:

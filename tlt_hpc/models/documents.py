@@ -74,8 +74,10 @@ def attend_documents(lengths: Sequence[int] | None) -> Attend:
 def _attend(query: Tensor, key_value: Tensor, shown: Tensor | None) -> Tensor:
     """query [n, h, d], key_value [n, 2g, d] -> [n, h d]."""
     key, value = key_value.chunk(2, 1)
+    if query.is_cuda:  # in float32 the kernels that keep no scores know no shared heads
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, shown, is_causal=shown is None, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, shown, is_causal=shown is None, enable_gqa=not query.is_cuda)
     return out.squeeze(0).transpose(0, 1).reshape(len(query), -1)
 
 
