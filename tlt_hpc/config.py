@@ -131,7 +131,7 @@ class DrafterSection(Section):
     loss: Literal["auto", "feature", "cross-entropy", "total-variation"] = "auto"
     """``feature``: smooth-L1 on features plus soft cross-entropy, weighted by the two keys below (``auto`` for
     ``eagle``); ``cross-entropy``: that alone, on the draft vocabulary (``auto`` for ``eagle3``); ``total-variation``:
-    minus the probability that a draft is accepted."""
+    minus the most that a draft can be accepted with, sum of min(p, q)."""
     feature_loss_weight: NonNegative = 1.0
     token_loss_weight: NonNegative = 0.1
     unroll_steps: Count = 0
