@@ -427,6 +427,54 @@ def test_features_stay_within_the_ranks_bytes(straight, tmp_path):
     assert sum(len(FeatureCacheReader(path)) for path in feature_files(tmp_path)) < 36
 
 
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory) -> tuple[Path, str]:
+    """A warm-up whose bytes run out after two of its three parts, and the override that makes it so."""
+    folder = tmp_path_factory.mktemp("bounded")
+    start(folder / "all", MANY, "warmup.updates=1")
+    sizes = [path.stat().st_size for path in feature_files(folder / "all")]
+    assert len(sizes) == 3
+    bound = f"drafter.cache_bytes={sizes[0] + int(1.5 * sizes[1])}"
+    assert start(folder, MANY, bound).finished
+    assert len(feature_files(folder)) == 2
+    return folder, bound
+
+
+MANY = "warmup.responses=96"
+
+
+@pytest.mark.parametrize(("moment", "number"), [("capturing", 40), ("training", 1), ("learned", 2), ("learned", 6)])
+def test_where_bytes_ran_out_it_goes_on_to_the_same_bits_too(bounded, tmp_path, moment, number):
+    folder, bound = bounded
+    with pytest.raises(Killed):
+        start(tmp_path, MANY, bound, reporter=Reporter(moment, number))
+    assert start(tmp_path, MANY, bound).finished
+    assert len(feature_files(tmp_path)) == 2
+    assert_equal(tmp_path, folder)
+
+
+def test_a_lost_part_is_made_again_in_the_room_that_it_had(bounded, tmp_path):
+    folder, bound = bounded
+    with pytest.raises(Killed):
+        start(tmp_path, MANY, bound, reporter=Reporter("learned", 6))
+    feature_files(tmp_path)[0].unlink()
+    assert start(tmp_path, MANY, bound).finished
+    assert_equal(tmp_path, folder)
+
+
+@pytest.mark.mpi
+def test_once_training_has_begun_other_ranks_do_not_change_what_it_trains_on(bounded, tmp_path):
+    with pytest.raises(Killed):
+        start(tmp_path, MANY, bounded[1], reporter=Reporter("learned", 6))
+    before = {path: path.stat().st_mtime_ns for path in feature_files(tmp_path)}
+    assert run_on_ranks(2, finishes, str(tmp_path), MANY, bounded[1]) == [True, True]
+    assert {path: path.stat().st_mtime_ns for path in feature_files(tmp_path)} == before
+
+
+def finishes(folder: str, *overrides: str) -> bool:
+    return start(Path(folder), *overrides).finished
+
+
 def refusal(capsys, *arguments: str) -> str:
     assert main(["warmup", str(TINY), *arguments, "run.ranks=1"]) == 2
     captured = capsys.readouterr()

@@ -296,7 +296,7 @@ def run_ablate(config: Config, options: argparse.Namespace) -> int:
     if world.rank == 0:
         print_ablation(ending, write_report(ending, asked.json, asked.plot))
     world.barrier()
-    return 0 if ending.all_equal else 1
+    return 0 if ending.as_promised else 1
 
 
 RUNS = {"train": run_train, "compare": run_compare, "warmup": run_warmup, "ablate": run_ablate}

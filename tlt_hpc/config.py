@@ -222,7 +222,8 @@ class WarmupSection(Section):
     tokens: Count = 0
     """Response tokens to train on at most, repeats counted; 0: as many as the updates take."""
     minutes: NonNegative = 0.0
-    """Wall-clock minutes after which training ends with a last validation, restarts counted together; 0: never."""
+    """Wall-clock minutes after which training ends with a last validation, whatever the learning rate has come to (it
+    does not follow the clock), restarts counted together; 0: never."""
     batch_tokens: PositiveInt = 8192
     """Response tokens of one update, over all ranks; one response may exceed it."""
     learning_rate: Positive = 1e-3

@@ -98,8 +98,28 @@ class Figures:
         return len({arm.policy_sha256 for arm in self.arms}) == 1
 
     @property
+    def held_out_equal(self) -> bool:
+        """Whether the responses to held-out prompts are as long in all arms that have any."""
+        return len({arm.held_out.tokens for arm in self.arms if arm.held_out}) <= 1
+
+    @property
+    def equal(self) -> dict[str, bool]:
+        """What is held against the first arm's, and whether it is the same in all arms."""
+        return {
+            "tokens": self.tokens_equal,
+            "rewards": self.rewards_equal,
+            "policy": self.policy_equal,
+            "held_out": self.held_out_equal,
+        }
+
+    @property
     def all_equal(self) -> bool:
-        return self.tokens_equal and self.rewards_equal and self.policy_equal
+        return all(self.equal.values())
+
+    @property
+    def as_promised(self) -> bool:
+        """Whether the arms are equal as far as the tie guard promises: without it, in nothing."""
+        return self.all_equal or not self.tie_guard
 
     def find(self, name: ArmName) -> ArmFigures | None:
         """An arm by its name; None where it was not run."""
@@ -186,7 +206,27 @@ def step_figures(row: Mapping[str, Any]) -> StepFigures:
 # -- what it comes to -----------------------------------------------------------------------------------------------
 
 
+def differences(figures: Figures) -> str:
+    """What the arms do not have in common, and how they are compared then; empty where they are equal."""
+    if figures.all_equal:
+        return ""
+    names = {"tokens": "texts", "rewards": "rewards", "policy": "final policies", "held_out": "held-out texts"}
+    unequal = ", ".join(names[name] for name, equal in figures.equal.items() if not equal)
+    guard = "although the tie guard is on" if figures.tie_guard else "as they may with the tie guard off"
+    hows = {
+        "tokens": "; their seconds are those of different texts",
+        "held_out": "; held-out accept lengths are compared unpaired",
+    }
+    how = "".join(text for name, text in hows.items() if not figures.equal[name])
+    return f"The arms differ in {unequal}, {guard}{how}."
+
+
 def verdict(figures: Figures) -> str:
+    """What the arms do not have in common, then whether training in the tail pays; empty where nothing is said."""
+    return " ".join(filter(None, (differences(figures), comparison(figures))))
+
+
+def comparison(figures: Figures) -> str:
     """Whether training in the tail beats the frozen drafter, by how much, and in what noise; empty without both."""
     tail, frozen = figures.find("tail"), figures.find("frozen")
     if tail is None or frozen is None:
@@ -232,11 +272,7 @@ def to_tree(figures: Figures) -> dict[str, Any]:
         "tie_guard": figures.tie_guard,
         "window": figures.window,
         "own_depth": JUDGED_DEPTH,
-        "equal": {
-            "tokens": figures.tokens_equal,
-            "rewards": figures.rewards_equal,
-            "policy": figures.policy_equal,
-        },
+        "equal": figures.equal,
         "verdict": verdict(figures),
         "arms": {arm.arm: arm_tree(figures, arm) for arm in figures.arms},
     }

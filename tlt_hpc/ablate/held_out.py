@@ -1,7 +1,8 @@
-"""How well each arm's last drafter drafts, whatever the clock did: one chain, the same prompts, the same policy.
+"""How well each arm's last drafter drafts, whatever the clock did: one chain, the same prompts, the arm's policy.
 
-The policy after the last step is the same in all arms, and so is the text that it answers with. What differs is how
-many target passes a drafter's chain of four spares.
+With the tie guard the policy after the last step is the same in all arms, and so is the text that it answers with: what
+differs is how many target passes a drafter's chain of four spares. Without it every arm has a policy and a text of its
+own, and a drafter is judged on those that it was trained for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from tlt_hpc.ablate.arms import WITHOUT_DRAFTER
 from tlt_hpc.ablate.options import ArmName
-from tlt_hpc.ablate.plan import Ablation
+from tlt_hpc.ablate.plan import Ablation, digest_of
 from tlt_hpc.ablate.statistics import Passes
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
@@ -50,11 +51,14 @@ def measure(ablation: Ablation, world: World) -> dict[ArmName, Passes] | None:
     assets = read_assets(config, world.size)
     # of the warm-up's: draws of steps that no run comes to
     requests = from_prompts(config, assets.prompts).validation_requests(config.run.seed)
-    decoder = load_policy(ablation, config, assets, world)
+    decoder, loaded = Decoder(assets.shape, DTYPES[config.model.dtype], choose_device(config, world)), None
     settings = settings_of(config, assets, world, len(requests))
     own = requests[world.rank :: world.size]
     measured: dict[ArmName, Passes] = {}
     for arm in arms:
+        if loaded is None or digest_of(ablation, arm) != loaded:
+            load_policy(ablation, arm, decoder)
+            loaded = digest_of(ablation, arm)
         rollouts = answer(ablation, arm, decoder, settings, own, world)
         shards = world.allgather(None if rollouts is None else sorted((r.key, counts(r)) for r in rollouts))
         if None in shards:
@@ -69,13 +73,11 @@ def counts(rollout: Rollout) -> tuple[int, int]:
     return len(rollout.response_tokens), rollout.num_target_passes
 
 
-def load_policy(ablation: Ablation, config: Config, assets: Assets, world: World) -> Decoder:
-    """A decoder with the policy that the arms came to."""
-    folder = RunFolder(ablation.folder / ablation.arms[0])
-    checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).at(ablation.num_steps)
-    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], choose_device(config, world))
+def load_policy(ablation: Ablation, arm: ArmName, decoder: Decoder) -> None:
+    """Give a decoder the policy that an arm came to."""
+    folder = RunFolder(ablation.folder / arm)
+    checkpoint = CheckpointStore(folder.checkpoints, ablation.config.checkpoint.keep).at(ablation.num_steps)
     decoder.load(policy_weights(checkpoint), ablation.num_steps)
-    return decoder
 
 
 def policy_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,11 +88,10 @@ def policy_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def settings_of(config: Config, assets: Assets, world: World, num_requests: int) -> EngineSettings:
-    """The run's sampling. No tie guard: the text is not at stake, and accept lengths do not see one token."""
+    """The run's sampling, with its tie guard where it has one: a flipped tie would change the rest of a text."""
     settings = engine_settings(config, assets, world)
     return replace(
         settings,
-        tie_guard=False,
         strategies=(STRATEGY,),
         max_live=min(settings.max_live, -(-num_requests // world.size)),
     )

@@ -1,6 +1,6 @@
 """Differences between arms with the noise that they stand in. Pure: knows no run.
 
-Arms have the same text, so they are compared pair by pair: step by step, or response by response.
+Arms that have the same text are compared pair by pair: step by step, or response by response.
 """
 
 from __future__ import annotations
@@ -46,10 +46,18 @@ class Gain:
 
 
 def gain_in_passes(arm: Passes, other: Passes) -> Gain:
-    """Of accept length on the same responses."""
-    assert arm.tokens == other.tokens, "the same text in both arms"
+    """Of accept length on the same responses; where the arms' texts differ, as ratios of their own."""
+    if arm.tokens != other.tokens:
+        return gain_unpaired(arm, other)
     # tokens / passes over tokens / passes: the same tokens cancel
     return ratio(other.passes, arm.passes)
+
+
+def gain_unpaired(arm: Passes, other: Passes) -> Gain:
+    """Of accept length, where nothing is taken to be common to the two: their relative errors add up as squares."""
+    quotient = arm.accept_length / other.accept_length
+    errors = (ratio(each.tokens, each.passes).error / each.accept_length for each in (arm, other))
+    return Gain(quotient - 1.0, quotient * math.hypot(*errors))
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Gain:

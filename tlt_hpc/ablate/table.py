@@ -31,6 +31,9 @@ def _rows(figures: Figures) -> Mapping[str, Callable[[ArmFigures], str]]:
     def total(name: str, digits: int = 2) -> Callable[[ArmFigures], str]:
         return lambda arm: f"{arm.total(name):,.{digits}f}"
 
+    unlike: dict[str, Callable[[ArmFigures], str]] = {
+        "tokens unlike the first arm's": lambda arm: f"{arm.num_mismatched:,}"
+    }
     return {
         "held-out accept length": lambda arm: _number(arm.held_out.accept_length if arm.held_out else None, 3),
         f"own accept length, first {window}": lambda arm: _number(figures.first(arm), 3),
@@ -45,6 +48,7 @@ def _rows(figures: Figures) -> Mapping[str, Callable[[ArmFigures], str]]:
         "tokens trained on": lambda arm: f"{arm.num_trained_tokens:,}",
         "rollout speed, plain = 1": lambda arm: _number(figures.speedup(arm), 2),
         "rollout + serial speed": lambda arm: _number(figures.speedup(arm, with_serial=True), 2),
+        **({} if figures.tokens_equal else unlike),
     }
 
 

@@ -1,7 +1,8 @@
 """First phase of a warm-up: the target's features of all training texts, in parts that the ranks take in turn.
 
 A part is decoded from scratch by one engine, whatever came before it, and its file appears whole or not at all: so a
-part that a killed rank began is made again bit for bit, by any rank.
+part that a killed rank began is made again bit for bit, by any rank. Where the bytes of a rank run out, the parts that
+it made are all there will be: that follows from their files, and once training has begun from a list of them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tlt_hpc.warmup.texts import Text
 _MOST_FILLINGS = 4
 """Responses of a part, in fillings of the engine: its tail leaves rows empty, and a kill costs a part."""
 _SIZE_FILE = "part_size.json"
+_LIST_FILE = "parts.json"
 
 
 class CaptureReporter(Protocol):
@@ -55,7 +57,8 @@ class Part:
 
 def capture(parts: Parts, reporter: CaptureReporter) -> bool:
     """Make what is missing of the features; False where a stop vote came first. Collective."""
-    work = CaptureWork(parts, parts_of(parts))
+    all_parts, are_fixed = parts_of(parts)
+    work = CaptureWork(parts, all_parts, are_fixed)
     pulse, world = parts.pulse, parts.world
     pulse.begin(0)
     while not (roster := pulse.poll(work.status(world.stop_requested))).over:
@@ -76,14 +79,34 @@ def _report(roster: Roster, num_texts: int, reporter: CaptureReporter) -> None:
         reporter.capturing(num_texts - left, num_texts, sum(status.tokens for status in roster.statuses))
 
 
-def parts_of(parts: Parts) -> list[Part]:
-    """All parts of the training texts, the same on every rank and at every start; collective."""
+def parts_of(parts: Parts) -> tuple[list[Part], bool]:
+    """The parts of the training texts, the same on every rank, and whether they are those that training began on.
+
+    Before that they are all that there can be, the same at every start. Collective.
+    """
     num_texts = len(parts.texts.training)
-    size = parts.world.broadcast(_part_size(parts, num_texts) if parts.world.rank == 0 else 0)
-    return [
+    decided = (_part_size(parts, num_texts), _fixed_parts(parts)) if parts.world.rank == 0 else None
+    size, fixed = parts.world.broadcast(decided)  # type: ignore[misc]
+    found = [
         Part(index, start, min(start + size, num_texts), RunFolder(parts.features / f"part-{index:05d}"))
         for index, start in enumerate(range(0, num_texts, size))
     ]
+    return [part for part in found if fixed is None or part.index in fixed], fixed is not None
+
+
+def fix_parts(parts: Parts, made: Sequence[Part]) -> None:
+    """Let every later start train on these, whatever its ranks and their bytes would hold; on rank 0.
+
+    Raises:
+        WriteError: the disk refused.
+    """
+    with writing_beside(parts.features / _LIST_FILE) as part:
+        part.write_text(json.dumps({"parts": [each.index for each in made]}) + "\n", encoding="utf-8")
+
+
+def _fixed_parts(parts: Parts) -> set[int] | None:
+    path = parts.features / _LIST_FILE
+    return set(json.loads(path.read_text(encoding="utf-8"))["parts"]) if path.is_file() else None
 
 
 def _part_size(parts: Parts, num_texts: int) -> int:
@@ -106,11 +129,10 @@ def part_size(num_texts: int, num_ranks: int, most: int) -> int:
 class CaptureWork:
     """This rank's parts, one after another."""
 
-    def __init__(self, parts: Parts, all_parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Parts, all_parts: Sequence[Part], are_fixed: bool) -> None:
         self._parts, self._texts = parts, parts.texts
-        own = all_parts[parts.world.rank :: parts.world.size]
-        self._todo = [part for part in own if not part.file.exists()]
-        self._own = own
+        self._own, self._are_fixed = all_parts[parts.world.rank :: parts.world.size], are_fixed
+        self._todo = self._missing()
         self._num_tokens = 0
         self._open: tuple[Part, FeatureCache, RolloutEngine] | None = None
 
@@ -137,7 +159,7 @@ class CaptureWork:
             cache.end_step()
             self._num_tokens += engine.num_tokens
             self._open = None
-            self._stop_where_full()
+            self._todo = self._missing()
 
     def abandon(self) -> None:
         """Leave the part that is under way."""
@@ -151,7 +173,7 @@ class CaptureWork:
         texts = self._texts.training[part.start : part.end]
         size = self._parts.decoder.shape.hidden_size
         # a cache has half of its bytes for one step, and this one has no other
-        cache = FeatureCache(part.folder, 0, self._parts.served.num_features, size, 2 * self._room(), num_ranks=1)
+        cache = FeatureCache(part.folder, 0, self._parts.served.num_features, size, 2 * self._room(part), num_ranks=1)
         cache.recover()
         sink: FeatureSink = cache.begin_step(0, self._parts.decoder.version).append
         requests = requests_of(texts, part.start, self._parts.config.run.seed)
@@ -169,16 +191,23 @@ class CaptureWork:
         longest = max(text.num_tokens for text in texts)
         return replace(base, params=SamplingParams(1, temperature=0.0), strategies=(OFF,), max_prompt_tokens=longest)
 
-    def _used(self) -> list[int]:
-        return [part.file.stat().st_size for part in self._own if part.file.exists()]
+    def _missing(self) -> list[Part]:
+        """Own parts to make, but for those after which another would not fit the rank's budget of bytes."""
+        missing, sizes = [], [0]
+        for part in self._own:
+            if not self._are_fixed and self._parts.config.drafter.cache_bytes - sum(sizes) < max(sizes):
+                break
+            if part.file.exists():
+                sizes.append(part.file.stat().st_size)
+            else:
+                missing.append(part)
+        return missing
 
-    def _room(self) -> int:
-        return max(1, self._parts.config.drafter.cache_bytes - sum(self._used()))
-
-    def _stop_where_full(self) -> None:
-        """Leave the parts that would not fit the rank's budget of bytes."""
-        if self._room() < max(self._used()):
-            self._todo.clear()
+    def _room(self, part: Part) -> int:
+        """What the own parts before this one leave: those after it had the same, and it is to come to the same bits."""
+        before = (other.file for other in self._own if other.index < part.index)
+        used = sum(file.stat().st_size for file in before if file.exists())
+        return max(1, self._parts.config.drafter.cache_bytes - used)
 
 
 def requests_of(texts: Sequence[Text], start: int, seed: int) -> list[Request]:

@@ -17,7 +17,7 @@ from tlt_hpc.config import Config
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.drafter_facts import CurvePoint
-from tlt_hpc.warmup.capture import CaptureReporter, capture, parts_of
+from tlt_hpc.warmup.capture import CaptureReporter, capture, fix_parts, parts_of
 from tlt_hpc.warmup.keeping import keep_drafter, keep_facts, resume, save
 from tlt_hpc.warmup.parts import Parts, assemble
 from tlt_hpc.warmup.progress import Progress, end_reason, is_over, validation_is_due
@@ -82,9 +82,10 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
 
 def train(parts: Parts, progress: Progress, reporter: WarmupReporter) -> Progress:
     """Update and validate until it is over, or a stop vote comes; collective. What it returns has been saved."""
-    files = [part.file for part in parts_of(parts)]
-    with Shelf(parts.world.broadcast([path for path in files if path.exists()])) as shelf:
+    made = parts.world.broadcast([part for part in parts_of(parts)[0] if part.file.exists()])
+    with Shelf([part.file for part in made]) as shelf:
         if parts.world.rank == 0:
+            fix_parts(parts, made)
             reporter.training(len(shelf), sum(shelf.lengths))
         if progress.updates == 0:
             choose_vocabulary(parts, shelf)
