@@ -339,6 +339,37 @@ def test_the_shortest_of_a_step_give_way(tmp_path: Path, caplog: pytest.LogCaptu
     assert f"no room for {24 - num_kept} responses" in caplog.messages[0]
 
 
+def test_a_groups_tail_is_kept_though_its_prompt_gave_way(tmp_path: Path) -> None:
+    """The prompt's features come once, with the group's first response, which was short."""
+    writer = writer_of_rows(tmp_path / "a.h5", 1000)
+    tokens, prompt_length, features = make_document(1, 700, 201)
+    writer.append(*make_document(0, 10, 201, prompt_seed=1))
+    for length in (580, 150):
+        writer.append(*make_document(length, length, 208, prompt_seed=2))
+    writer.append(tokens, prompt_length, features[200:], 200)
+    assert_holds(writer.documents(), [(tokens[200:], 1, features[200:])])
+    writer.close()
+    with FeatureCacheReader(tmp_path / "a.h5") as reader:
+        assert_holds(reader, [(tokens[200:], 1, features[200:])])
+        assert reader.num_tokens == 701
+
+
+def test_a_short_response_to_a_new_prompt_evicts_no_longer_one(tmp_path: Path) -> None:
+    writer = writer_of_rows(tmp_path / "a.h5", 1000)
+    tail = make_document(1, 790, 201)
+    writer.append(*tail)
+    writer.append(*make_document(2, 5, 501))
+    assert_holds(writer.documents(), [tail])
+    assert writer.num_evicted == 1
+    writer.abandon()
+
+
+def writer_of_rows(path: Path, num_rows: int) -> FeatureCacheWriter:
+    """A writer with room for so many rows, or a few more."""
+    max_bytes = next(n for n in itertools.count(60_000, 100) if row_capacity(n, LAYERS, HIDDEN) >= num_rows)
+    return open_writer(path, max_bytes=max_bytes)
+
+
 def test_this_step_and_the_last_have_half_of_the_bytes_each(tmp_path: Path) -> None:
     cache, folder = FeatureCache(RunFolder(tmp_path), 0, 1, 2048, 4_000_000), RunFolder(tmp_path)
     for step in range(4):

@@ -109,7 +109,8 @@ class FeatureCacheWriter:
 
         ``tokens`` [T] int32, of which ``prompt_length`` P are the prompt's, 1 <= P < T; ``features`` [T - 1 - first,
         layer, hidden] uint16 of the positions from ``first`` on. ``first`` is 0, or P - 1 where the prompt's own
-        features came with an earlier response to it. Waits where the thread is too far behind, which is counted.
+        features came with an earlier response to it; where these are not kept, the response is, after the prompt's
+        last token alone. Waits where the thread is too far behind, which is counted.
 
         Raises:
             WriteError: a write did not reach the disk, now or before; the file can only be abandoned.
@@ -119,12 +120,8 @@ class FeatureCacheWriter:
         assert 1 <= prompt_length < len(tokens) and first in (0, prompt_length - 1)
         self._thread.check()
         self.num_appended += 1
-        split = prompt_length - 1 - first
-        prompt = self._kept.prompt(tokens[:prompt_length])
-        if prompt is None and first == 0:
-            prompt = self._kept.add_prompt(tokens[:prompt_length], features[:split])
-            self._note(prompt)
-        self._note(self._kept.add_response(tokens[prompt_length:], features[split:], prompt))
+        for span in self._kept.add(tokens, prompt_length, features, first):
+            self._note(span)
         if self._num_pending_bytes >= self._block_bytes:
             self._hand_over()
 
@@ -174,8 +171,8 @@ class FeatureCacheWriter:
         self._file.close()
         part_of(self.path).unlink(missing_ok=True)
 
-    def _note(self, span: Span | None) -> None:
-        if span is not None and span.features is not None:
+    def _note(self, span: Span) -> None:
+        if span.features is not None:
             self._pending.append(span)
             self._num_pending_bytes += span.features.nbytes
 
