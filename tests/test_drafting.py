@@ -1,7 +1,10 @@
 """The drafter's training: pairs aligned, packing without leaks, loss against a loop, merges, the update itself."""
 
 import random
+import time
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
 
+from tlt_hpc import tail
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
@@ -270,6 +274,43 @@ def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     drawn = [excerpt.document.tokens.tobytes() for _ in range(40) for excerpt in pool.draw(1000)]
     assert own.tokens.tobytes() in drawn
     assert "left out of the drafter's training" in caplog.text
+
+
+def test_a_full_disk_found_while_training_leaves_the_step_before(tmp_path, caplog):
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, 4)
+    cache.end_step()
+    writer = cache.begin_step(1, 1)
+    writer._block_bytes = 0
+    trainer.begin(1)
+    for i in range(4):
+        append(cache, random_document(400, 9, 100 + i))
+    writer.flush()
+    assert trainer.micro_step()
+    writer._file._bytes.error = OSError(28, "No space left on device")
+    writer._thread.put(writer._file.check, 0)
+    while not writer._thread._under_way[0][0].done():
+        time.sleep(0.001)
+    for _ in range(6):
+        assert trainer.micro_step()
+    assert len(caplog.messages) == 1 and "drafter.cache_folder" in caplog.messages[0]
+    assert len(cache.own_documents()) == 0
+
+
+@pytest.mark.parametrize("refused", ["opening", "writing"])
+def test_a_rollout_goes_through_without_the_cache(tmp_path, caplog, refused):
+    trainer, cache = make_trainer(tmp_path)
+    engine = make_engine(drafter=trainer.drafter)
+    job: Any = SimpleNamespace(drafting=SimpleNamespace(cache=cache, spot=trainer), engine=engine)
+    if refused == "opening":
+        (tmp_path / "cache").write_text("in the way of the steps' folders")
+    tail.begin_features(job, 1)
+    if refused == "writing":
+        cache._writer._file._bytes.error = OSError(28, "No space left on device")
+    generate(job.engine, gcd_requests(2, 2, 1))
+    assert trainer.micro_step() == (refused == "writing"), "what is in memory still serves"
+    tail.end_features(job, SimpleNamespace(stopped=False))
+    assert len(caplog.messages) == 1 and "drafter.cache_folder" in caplog.messages[0]
 
 
 def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):

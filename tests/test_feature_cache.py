@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -663,6 +664,48 @@ def test_a_failed_write_surfaces_at_the_next_call(tmp_path: Path, monkeypatch: p
     with pytest.raises(WriteError, match="No space left on device"):
         cache.end_step()
     assert size_on_disk(tmp_path) == 0 and num_threads() == 0
+
+
+def refuse_writes(cache: FeatureCache) -> None:
+    """Fill the disk under the cache's open file."""
+    assert cache._writer is not None
+    cache._writer._block_bytes = 0
+    cache._writer._file._bytes.error = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("notices", ["append", "end"])
+def test_a_full_disk_ends_the_steps_file_and_not_the_run(
+    tmp_path: Path, notices: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = open_cache(tmp_path)
+    run_step(cache, 0)
+    writer = cache.begin_step(1, 9)
+    refuse_writes(cache)
+    view = cache.own_documents()
+    for index in range(3 if notices == "append" else 1):
+        cache.append(*make_document(index, 40))
+        with suppress(WriteError):
+            writer._thread.drain()
+    with cache.giving_up():
+        cache.end_step()
+    assert len(caplog.messages) == 1 and "rank-0000.h5.part: No space left on device;" in caplog.messages[0]
+    assert "drafter.cache_folder" in caplog.messages[0] and "run.folder" not in caplog.messages[0]
+    cache.append(*make_document(9, 40))
+    assert not view.is_current and len(cache.own_documents()) == 0 and len(cache.previous_step_files()) == 1
+    run_step(cache, 2)
+    assert len(read_all(RunFolder(tmp_path).feature_cache(2, 0))) == 1, "the next step tries again"
+
+
+def test_a_step_whose_file_cannot_be_opened_goes_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache, path = open_cache(tmp_path), RunFolder(tmp_path).feature_cache(1, 0)
+    run_step(cache, 0)
+    path.parent.write_text("in the way of the step's folder")
+    with cache.giving_up():
+        cache.begin_step(1, 9)
+    cache.append(*make_document(0, 40))
+    assert len(cache.own_documents()) == 0 and len(cache.previous_step_files()) == 1
+    cache.end_step()
+    assert len(caplog.messages) == 1
 
 
 UNCAUGHT = """

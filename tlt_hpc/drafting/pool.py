@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.drafting.packing import Excerpt
 from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader
+from tlt_hpc.storage.folder import WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
 
 logger = logging.getLogger(__name__)
@@ -157,5 +158,8 @@ class TrainingPool:
         except DamagedFile as error:
             logger.warning("left out of the drafter's training: %s", error)
             self._damaged.add(place)
+            return None
+        except WriteError as error:  # of the own open file
+            self._cache.give_up(error)
             return None
         return Excerpt(document, start, num_pairs) if document is not None else None

@@ -72,6 +72,7 @@ class FeatureCacheWriter:
         self._features: hdf5.Dataset | None = None
         self.num_appended = 0
         """Responses, kept or not: a view of the open file is out of date once this has changed."""
+        self.is_open = True
         make_folder(path.parent)
         self._file = hdf5.NewFile(part_of(path), KIND)
         attributes = {"step": step, "weight_version": weight_version, "num_layers": num_layers}
@@ -167,6 +168,7 @@ class FeatureCacheWriter:
 
     def abandon(self) -> None:
         """End the thread, close without publishing and remove the part; does nothing after ``close``."""
+        self.is_open = False
         self._thread.close()
         self._file.close()
         part_of(self.path).unlink(missing_ok=True)
@@ -245,8 +247,8 @@ class OpenDocuments:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing was appended since."""
-        return self._num_appended == self._writer.num_appended
+        """Whether nothing was appended since, and the file is still open."""
+        return self._writer.is_open and self._num_appended == self._writer.num_appended
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -258,7 +260,7 @@ class OpenDocuments:
 
     def read(self, index: int, start: int = 0, count: int | None = None) -> Document | None:
         response = self._responses[index]
-        return self._writer.read(response, start, count) if response.is_kept else None
+        return self._writer.read(response, start, count) if response.is_kept and self._writer.is_open else None
 
 
 def _cut(extents: Iterable[Extent], rows: NDArray[np.uint16], most: int) -> Iterator[Piece]:
