@@ -140,6 +140,7 @@ class SpotTrainer:
         self._take_up_head()
         if self._pool is None:
             self._pool = TrainingPool(self._cache, self._random)
+        self._pool.refresh()
         if not len(self._pool):
             return False
         self._ask(is_over)
