@@ -82,6 +82,12 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
     }
 
 
+def test_the_control_keeps_its_first_step_with_the_run(tmp_path):
+    config = job("drafter.cache_folder=/local")
+    assert config_of(config, "control", 7, tmp_path, "elsewhere").drafter.cache_folder == ""
+    assert config_of(config, "tail", 7, tmp_path, "elsewhere").drafter.cache_folder == "/local"
+
+
 @pytest.mark.parametrize(
     ("override", "missing"),
     [

@@ -1,7 +1,10 @@
 """The drafter's training: pairs aligned, packing without leaks, loss against a loop, merges, the update itself."""
 
 import random
+import time
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
 
+from tlt_hpc import tail
 from tlt_hpc.config import DrafterSection
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
@@ -137,6 +141,7 @@ def test_the_pool_holds_own_documents_and_all_ranks_of_the_previous_step(tmp_pat
     writer = cache.begin_step(1, 1)
     writer.append(documents[8].tokens, documents[8].prompt_length, documents[8].features)
     pool = TrainingPool(cache, random.Random(0))
+    pool.refresh()
     assert len(pool) == 9
     by_tokens = {d.tokens.tobytes(): d for d in documents}
     seen = {}
@@ -192,6 +197,7 @@ def test_the_pool_draws_by_these_chances(tmp_path):
     own = random_document(59, 9, 3)
     append(cache.begin_step(1, 1), own)
     pool = TrainingPool(cache, random.Random(0))
+    pool.refresh()
     assert len(pool) == 3
     first = Counter(pool.draw(60)[0].document.tokens.tobytes() for _ in range(4000))
     weights = [(long, 81.0), (short, 30 * 0.25), (own, 50.0)]
@@ -210,11 +216,18 @@ def test_the_pool_takes_in_what_comes_later(tmp_path, monkeypatch):
     assert len(pool) == 0 and pool.draw(100) == []
     own, other = random_document(40, 9, 1), random_document(60, 9, 2)
     append(writer, own)
+    pool.refresh()
     assert len(pool) == 1 and set(drawn_tokens(pool, 5)) == {own.tokens.tobytes()}
     append(late, other)
     slow.end_step()
+    pool.refresh()
     assert len(pool) == 2 and set(drawn_tokens(pool, 50)) == {own.tokens.tobytes(), other.tokens.tobytes()}
     pool.close()
+
+
+def num_documents(pool):
+    pool.refresh()
+    return len(pool)
 
 
 def test_files_are_opened_a_few_at_a_time_own_first(tmp_path, monkeypatch):
@@ -227,7 +240,7 @@ def test_files_are_opened_a_few_at_a_time_own_first(tmp_path, monkeypatch):
     _, cache = make_trainer(tmp_path, 6)
     cache.begin_step(1, 1)
     pool = TrainingPool(cache, random.Random(0))
-    assert [len(pool) for _ in range(4)] == [3, 6, 7, 7]
+    assert [num_documents(pool) for _ in range(4)] == [3, 6, 7, 7]
     assert random_document(40, 9, 6).tokens.tobytes() in drawn_tokens(pool, 300)
     pool.close()
 
@@ -267,9 +280,60 @@ def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     own = random_document(40, 9, 99)
     writer.append(own.tokens, own.prompt_length, own.features)
     pool = TrainingPool(cache, random.Random(0))
+    pool.refresh()
     drawn = [excerpt.document.tokens.tobytes() for _ in range(40) for excerpt in pool.draw(1000)]
     assert own.tokens.tobytes() in drawn
     assert "left out of the drafter's training" in caplog.text
+
+
+def test_a_micro_step_opens_files_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool_module, "_OPENED_AT_ONCE", 3)
+    for rank in range(10):
+        _, other = make_trainer(tmp_path, rank)
+        append(other.begin_step(0, 0), random_document(40, 9, rank))
+        other.end_step()
+    trainer, cache = make_trainer(tmp_path)
+    cache.begin_step(1, 1)
+    trainer.begin(1)
+    assert trainer.micro_step() and len(trainer._pool) == 3
+    assert trainer.micro_step() and len(trainer._pool) == 6
+
+
+def test_a_full_disk_found_while_training_leaves_the_step_before(tmp_path, caplog):
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, 4)
+    cache.end_step()
+    writer = cache.begin_step(1, 1)
+    writer._block_bytes = 0
+    trainer.begin(1)
+    for i in range(4):
+        append(cache, random_document(400, 9, 100 + i))
+    writer.flush()
+    assert trainer.micro_step()
+    writer._file._bytes.error = OSError(28, "No space left on device")
+    writer._thread.put(writer._file.check, 0)
+    while not writer._thread._under_way[0][0].done():
+        time.sleep(0.001)
+    for _ in range(6):
+        assert trainer.micro_step()
+    assert len(caplog.messages) == 1 and "drafter.cache_folder" in caplog.messages[0]
+    assert len(cache.own_documents()) == 0
+
+
+@pytest.mark.parametrize("refused", ["opening", "writing"])
+def test_a_rollout_goes_through_without_the_cache(tmp_path, caplog, refused):
+    trainer, cache = make_trainer(tmp_path)
+    engine = make_engine(drafter=trainer.drafter)
+    job: Any = SimpleNamespace(drafting=SimpleNamespace(cache=cache, spot=trainer), engine=engine)
+    if refused == "opening":
+        (tmp_path / "cache").write_text("in the way of the steps' folders")
+    tail.begin_features(job, 1)
+    if refused == "writing":
+        cache._writer._file._bytes.error = OSError(28, "No space left on device")
+    generate(job.engine, gcd_requests(2, 2, 1))
+    assert trainer.micro_step() == (refused == "writing"), "what is in memory still serves"
+    tail.end_features(job, SimpleNamespace(stopped=False))
+    assert len(caplog.messages) == 1 and "drafter.cache_folder" in caplog.messages[0]
 
 
 def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,37 @@ def test_the_shortest_of_a_step_give_way(tmp_path: Path, caplog: pytest.LogCaptu
     assert f"no room for {24 - num_kept} responses" in caplog.messages[0]
 
 
+def test_a_groups_tail_is_kept_though_its_prompt_gave_way(tmp_path: Path) -> None:
+    """The prompt's features come once, with the group's first response, which was short."""
+    writer = writer_of_rows(tmp_path / "a.h5", 1000)
+    tokens, prompt_length, features = make_document(1, 700, 201)
+    writer.append(*make_document(0, 10, 201, prompt_seed=1))
+    for length in (580, 150):
+        writer.append(*make_document(length, length, 208, prompt_seed=2))
+    writer.append(tokens, prompt_length, features[200:], 200)
+    assert_holds(writer.documents(), [(tokens[200:], 1, features[200:])])
+    writer.close()
+    with FeatureCacheReader(tmp_path / "a.h5") as reader:
+        assert_holds(reader, [(tokens[200:], 1, features[200:])])
+        assert reader.num_tokens == 701
+
+
+def test_a_short_response_to_a_new_prompt_evicts_no_longer_one(tmp_path: Path) -> None:
+    writer = writer_of_rows(tmp_path / "a.h5", 1000)
+    tail = make_document(1, 790, 201)
+    writer.append(*tail)
+    writer.append(*make_document(2, 5, 501))
+    assert_holds(writer.documents(), [tail])
+    assert writer.num_evicted == 1
+    writer.abandon()
+
+
+def writer_of_rows(path: Path, num_rows: int) -> FeatureCacheWriter:
+    """A writer with room for so many rows, or a few more."""
+    max_bytes = next(n for n in itertools.count(60_000, 100) if row_capacity(n, LAYERS, HIDDEN) >= num_rows)
+    return open_writer(path, max_bytes=max_bytes)
+
+
 def test_this_step_and_the_last_have_half_of_the_bytes_each(tmp_path: Path) -> None:
     cache, folder = FeatureCache(RunFolder(tmp_path), 0, 1, 2048, 4_000_000), RunFolder(tmp_path)
     for step in range(4):
@@ -632,6 +664,48 @@ def test_a_failed_write_surfaces_at_the_next_call(tmp_path: Path, monkeypatch: p
     with pytest.raises(WriteError, match="No space left on device"):
         cache.end_step()
     assert size_on_disk(tmp_path) == 0 and num_threads() == 0
+
+
+def refuse_writes(cache: FeatureCache) -> None:
+    """Fill the disk under the cache's open file."""
+    assert cache._writer is not None
+    cache._writer._block_bytes = 0
+    cache._writer._file._bytes.error = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("notices", ["append", "end"])
+def test_a_full_disk_ends_the_steps_file_and_not_the_run(
+    tmp_path: Path, notices: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = open_cache(tmp_path)
+    run_step(cache, 0)
+    writer = cache.begin_step(1, 9)
+    refuse_writes(cache)
+    view = cache.own_documents()
+    for index in range(3 if notices == "append" else 1):
+        cache.append(*make_document(index, 40))
+        with suppress(WriteError):
+            writer._thread.drain()
+    with cache.giving_up():
+        cache.end_step()
+    assert len(caplog.messages) == 1 and "rank-0000.h5.part: No space left on device;" in caplog.messages[0]
+    assert "drafter.cache_folder" in caplog.messages[0] and "run.folder" not in caplog.messages[0]
+    cache.append(*make_document(9, 40))
+    assert not view.is_current and len(cache.own_documents()) == 0 and len(cache.previous_step_files()) == 1
+    run_step(cache, 2)
+    assert len(read_all(RunFolder(tmp_path).feature_cache(2, 0))) == 1, "the next step tries again"
+
+
+def test_a_step_whose_file_cannot_be_opened_goes_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache, path = open_cache(tmp_path), RunFolder(tmp_path).feature_cache(1, 0)
+    run_step(cache, 0)
+    path.parent.write_text("in the way of the step's folder")
+    with cache.giving_up():
+        cache.begin_step(1, 9)
+    cache.append(*make_document(0, 40))
+    assert len(cache.own_documents()) == 0 and len(cache.previous_step_files()) == 1
+    cache.end_step()
+    assert len(caplog.messages) == 1
 
 
 UNCAUGHT = """

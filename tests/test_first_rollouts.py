@@ -29,7 +29,8 @@ def write(cache: FeatureCache, step: int, num: int = 3) -> None:
 def drawn(cache: FeatureCache) -> set[int]:
     """What the pool draws from: the names of steps and ranks."""
     pool = TrainingPool(cache, random.Random(0))
-    names = {int(e.document.tokens[0]) for _ in range(40) if len(pool) for e in pool.draw(200)}
+    pool.refresh()
+    names = {int(e.document.tokens[0]) for _ in range(40) for e in pool.draw(200)}
     pool.close()
     return names
 
@@ -85,6 +86,7 @@ def test_a_run_rewound_to_its_start_forgets_the_old_first_step(tmp_path: Path) -
     cache.end_step()
     write(cache, 1)
     pool = TrainingPool(cache, random.Random(0))
+    pool.refresh()
     assert len(pool) == 1
     pool.close()
 

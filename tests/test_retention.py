@@ -20,11 +20,9 @@ def tokens(count, seed=0):
 
 
 def add(retention, length, prompt_length=1, group=0, first=0):
-    """As the writer does; whether the response was kept."""
-    prompt = retention.prompt(tokens(prompt_length, group))
-    if prompt is None and first == 0:
-        prompt = retention.add_prompt(tokens(prompt_length, group), rows(prompt_length - 1))
-    return retention.add_response(tokens(length, group), rows(length), prompt) is not None
+    """Whether the response was kept."""
+    features = rows(prompt_length - 1 + length - first)
+    return len(retention.add(tokens(prompt_length + length, group), prompt_length, features, first)) > 0
 
 
 def lengths(retention):
@@ -95,8 +93,16 @@ def test_prompts_without_responses_go_when_nothing_shorter_is_left():
     add(retention, 20, prompt_length=31, group=1)
     assert add(retention, 90, prompt_length=1, group=2)
     assert retention.space.num_held == 90 and retention.prompt(tokens(31, 1)) is None
-    assert not add(retention, 95, prompt_length=31, group=1, first=30), "its prompt is gone, which counts as evicted"
-    assert retention.num_evicted == 2
+
+
+def test_a_late_response_outlives_its_prompt():
+    """The group's tail comes without the prompt's rows, which gave way when its short responses did."""
+    retention = Retention(100)
+    add(retention, 5, prompt_length=21, group=1)
+    assert add(retention, 90, prompt_length=1, group=2) and retention.prompt(tokens(21, 1)) is None
+    assert add(retention, 95, prompt_length=21, group=1, first=20)
+    assert lengths(retention) == [95] and [prompt.tokens.tolist() for prompt in retention.prompts] == [[1]]
+    assert not add(retention, 95, prompt_length=21, group=1, first=20) and retention.num_evicted == 3
 
 
 def test_a_new_prompt_takes_the_rows_of_old_ones_before_responses():
@@ -104,8 +110,19 @@ def test_a_new_prompt_takes_the_rows_of_old_ones_before_responses():
     add(retention, 10, prompt_length=31, group=1)
     add(retention, 65, prompt_length=1, group=2)
     assert lengths(retention) == [65] and retention.space.num_held == 95
-    assert not add(retention, 5, prompt_length=36, group=3), "the prompt is kept for longer responses to come"
-    assert lengths(retention) == [65] and retention.prompt(tokens(36, 3)) and not retention.prompt(tokens(31, 1))
+    assert add(retention, 5, prompt_length=26, group=3) and not retention.prompt(tokens(31, 1))
+    assert lengths(retention) == [65, 5]
+
+
+def test_a_short_response_with_a_new_prompt_takes_nothing_from_longer_ones():
+    retention = Retention(100)
+    add(retention, 79, prompt_length=5, group=1)
+    assert not add(retention, 5, prompt_length=51, group=2)
+    assert not add(retention, 79, prompt_length=2, group=2), "as long is not longer"
+    assert lengths(retention) == [79] and retention.num_evicted == 2 and retention.prompt(tokens(51, 2)) is None
+    assert add(retention, 10, prompt_length=51, group=2, first=50), "without the prompt there is room"
+    assert not add(retention, 80, prompt_length=31, group=3) and lengths(retention) == [79, 10]
+    assert add(retention, 80, prompt_length=21, group=3) and lengths(retention) == [80]
 
 
 @pytest.mark.parametrize("seed", range(20))

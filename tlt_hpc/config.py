@@ -434,6 +434,11 @@ def _check_drafter(drafter: DrafterSection) -> None:
             f"drafter.serial_as = {drafter.serial_as!r} says nothing with drafter.place = {drafter.place!r}; "
             "use drafter.place = 'serial' or leave drafter.serial_as out"
         )
+    if drafter.rollouts == "first" and drafter.cache_folder:
+        raise ConfigError(
+            f"drafter.rollouts = 'first' with drafter.cache_folder = {drafter.cache_folder!r}: the first step must "
+            "stay as long as the run, which a node's disk does not; leave drafter.cache_folder out"
+        )
     usual = {"schedule": "always", "place": "tail", "rollouts": "fresh"}
     for name, value in usual.items():
         if not drafter.train and (given := vars(drafter)[name]) != value:

@@ -74,11 +74,13 @@ def worth_training(job: Job, roster: Roster) -> bool:
 
 
 def begin_features(job: Job, step: int) -> None:
-    """Open this rank's feature cache for the step, and have the engine fill it."""
+    """Open this rank's feature cache for the step, and have the engine fill it; a full disk leaves the step without."""
     if job.drafting is None:
         return
-    writer = job.drafting.cache.begin_step(step, job.engine.decoder.version)
-    job.engine.feature_sink = writer.append
+    cache = job.drafting.cache
+    with cache.giving_up():
+        cache.begin_step(step, job.engine.decoder.version)
+    job.engine.feature_sink = cache.append
     job.drafting.spot.begin(step)
 
 
@@ -89,7 +91,8 @@ def end_features(job: Job, tail: Tail) -> None:
     job.drafting.spot.end()
     if tail.stopped:
         job.drafting.cache.abandon_step()
-    else:
+        return
+    with job.drafting.cache.giving_up():
         job.drafting.cache.end_step()
 
 

@@ -86,6 +86,7 @@ def _drafter_keys(arm: ArmName, folder: Path, tv_drafter: str) -> dict[str, Any]
             "every_steps": 1,
             "place": "serial",
             "rollouts": "first",
+            "cache_folder": "",  # the first step stays with the run
             "serial_as": str(folder / "tail"),
         },
         "tail-random": {**_TRAINED, "place": "tail", "init": "random"},

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.drafting.packing import Excerpt
 from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader
+from tlt_hpc.storage.folder import WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
 
 logger = logging.getLogger(__name__)
@@ -74,12 +75,11 @@ class TrainingPool:
         self._weigh()
 
     def __len__(self) -> int:
-        """Documents to draw from, with what has come in since."""
-        self.refresh()
+        """Documents to draw from, as of the last ``refresh``."""
         return len(self._places)
 
     def refresh(self) -> None:
-        """Take in own responses that have finished and files that have appeared."""
+        """Take in own responses that have finished and files that have appeared; once in a micro-step is enough."""
         has_changed = self._open_more()
         if not self._own.is_current:
             self._own, has_changed = self._cache.own_documents(), True
@@ -89,9 +89,9 @@ class TrainingPool:
     def draw(self, num_tokens: int) -> list[Excerpt]:
         """Excerpts of distinct documents, at most ``num_tokens`` pairs together, drawn until the next would not fit.
 
-        The first is cut to a random window where it is longer than that; the others are whole.
+        The first is cut to a random window where it is longer than that; the others are whole. They are those that
+        ``refresh`` last found.
         """
-        self.refresh()
         drawn: list[Excerpt] = []
         taken: set[_Place] = set()
         room = num_tokens
@@ -157,5 +157,8 @@ class TrainingPool:
         except DamagedFile as error:
             logger.warning("left out of the drafter's training: %s", error)
             self._damaged.add(place)
+            return None
+        except WriteError as error:  # of the own open file
+            self._cache.give_up(error)
             return None
         return Excerpt(document, start, num_pairs) if document is not None else None

@@ -163,6 +163,7 @@ class SpotTrainer:
     def _micro_step(self, start: float, is_over: Callable[[], bool]) -> bool:
         if self._pool is None:
             self._pool = TrainingPool(self._cache, self._random)
+        self._pool.refresh()
         if not len(self._pool):
             return False
         self._ask(is_over)

@@ -48,3 +48,23 @@ class Documents(Protocol):
         Raises:
             DamagedFile: the file's data do not match their checksum.
         """
+
+
+class NoDocuments:
+    """A ``Documents`` without any, for ever."""
+
+    is_current = True
+
+    def __len__(self) -> int:
+        return 0
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.empty(0, np.int64)
+
+    @property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        return np.empty(0, np.int64)
+
+    def read(self, index: int, start: int = 0, count: int | None = None) -> Document | None:
+        raise AssertionError(f"document {index} of none")

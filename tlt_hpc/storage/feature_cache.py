@@ -8,15 +8,20 @@ file may be damaged, which its checksums show.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tlt_hpc.storage.documents import Document as Document
 from tlt_hpc.storage.documents import Documents as Documents
+from tlt_hpc.storage.documents import NoDocuments
 from tlt_hpc.storage.feature_file import FeatureCacheReader as FeatureCacheReader
 from tlt_hpc.storage.feature_writer import FeatureCacheWriter as FeatureCacheWriter
 from tlt_hpc.storage.feature_writer import OpenDocuments
-from tlt_hpc.storage.folder import RunFolder, rank_of
+from tlt_hpc.storage.folder import RunFolder, WriteError, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 
 _log = logging.getLogger(__name__)
@@ -71,12 +76,13 @@ class FeatureCache:
         return self._writer
 
     def end_step(self) -> None:
-        """Close and rename the open file, most of which is on disk by now.
+        """Close and rename the open file, most of which is on disk by now; nothing where it was given up.
 
         Raises:
             WriteError: the disk refused; the step's file is not published.
         """
-        assert self._writer is not None, "a step has begun"
+        if self._writer is None:
+            return
         writer, self._writer = self._writer, None
         writer.close()
         self._report(writer)
@@ -87,10 +93,34 @@ class FeatureCache:
             writer, self._writer = self._writer, None
             writer.abandon()
 
-    def own_documents(self) -> OpenDocuments:
-        """This step's documents so far, from the own open file."""
-        assert self._writer is not None, "a step has begun"
-        return self._writer.documents()
+    def append(
+        self, tokens: NDArray[np.int32], prompt_length: int, features: NDArray[np.uint16], first: int = 0
+    ) -> None:
+        """``FeatureCacheWriter.append`` to the open file, but that a disk that refuses ends the file, not the run."""
+        if self._writer is not None:
+            with self.giving_up():
+                self._writer.append(tokens, prompt_length, features, first)
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Go without the step's file where the disk refuses it inside: it is never worth a run."""
+        try:
+            yield
+        except WriteError as error:
+            self.give_up(error)
+
+    def give_up(self, error: WriteError) -> None:
+        """Drop the step's file, with a warning; the next step tries again."""
+        self.abandon_step()
+        text = (
+            "%s; step %d goes on without this rank's features for the drafter; make room there, lower "
+            "drafter.cache_bytes = %d, or set drafter.cache_folder to another file system"
+        )
+        _log.warning(text, error.fact, self._step, self._max_bytes)
+
+    def own_documents(self) -> OpenDocuments | NoDocuments:
+        """This step's documents so far, from the own open file; none where it was given up."""
+        return NoDocuments() if self._writer is None else self._writer.documents()
 
     def previous_step_files(self) -> list[Path]:
         """Closed files of the step before this one that this rank can see, own ones first, then by rank.

@@ -72,6 +72,7 @@ class FeatureCacheWriter:
         self._features: hdf5.Dataset | None = None
         self.num_appended = 0
         """Responses, kept or not: a view of the open file is out of date once this has changed."""
+        self.is_open = True
         make_folder(path.parent)
         self._file = hdf5.NewFile(part_of(path), KIND)
         attributes = {"step": step, "weight_version": weight_version, "num_layers": num_layers}
@@ -109,7 +110,8 @@ class FeatureCacheWriter:
 
         ``tokens`` [T] int32, of which ``prompt_length`` P are the prompt's, 1 <= P < T; ``features`` [T - 1 - first,
         layer, hidden] uint16 of the positions from ``first`` on. ``first`` is 0, or P - 1 where the prompt's own
-        features came with an earlier response to it. Waits where the thread is too far behind, which is counted.
+        features came with an earlier response to it; where these are not kept, the response is, after the prompt's
+        last token alone. Waits where the thread is too far behind, which is counted.
 
         Raises:
             WriteError: a write did not reach the disk, now or before; the file can only be abandoned.
@@ -119,12 +121,8 @@ class FeatureCacheWriter:
         assert 1 <= prompt_length < len(tokens) and first in (0, prompt_length - 1)
         self._thread.check()
         self.num_appended += 1
-        split = prompt_length - 1 - first
-        prompt = self._kept.prompt(tokens[:prompt_length])
-        if prompt is None and first == 0:
-            prompt = self._kept.add_prompt(tokens[:prompt_length], features[:split])
-            self._note(prompt)
-        self._note(self._kept.add_response(tokens[prompt_length:], features[split:], prompt))
+        for span in self._kept.add(tokens, prompt_length, features, first):
+            self._note(span)
         if self._num_pending_bytes >= self._block_bytes:
             self._hand_over()
 
@@ -170,12 +168,13 @@ class FeatureCacheWriter:
 
     def abandon(self) -> None:
         """End the thread, close without publishing and remove the part; does nothing after ``close``."""
+        self.is_open = False
         self._thread.close()
         self._file.close()
         part_of(self.path).unlink(missing_ok=True)
 
-    def _note(self, span: Span | None) -> None:
-        if span is not None and span.features is not None:
+    def _note(self, span: Span) -> None:
+        if span.features is not None:
             self._pending.append(span)
             self._num_pending_bytes += span.features.nbytes
 
@@ -248,8 +247,8 @@ class OpenDocuments:
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing was appended since."""
-        return self._num_appended == self._writer.num_appended
+        """Whether nothing was appended since, and the file is still open."""
+        return self._writer.is_open and self._num_appended == self._writer.num_appended
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -261,7 +260,7 @@ class OpenDocuments:
 
     def read(self, index: int, start: int = 0, count: int | None = None) -> Document | None:
         response = self._responses[index]
-        return self._writer.read(response, start, count) if response.is_kept else None
+        return self._writer.read(response, start, count) if response.is_kept and self._writer.is_open else None
 
 
 def _cut(extents: Iterable[Extent], rows: NDArray[np.uint16], most: int) -> Iterator[Piece]:

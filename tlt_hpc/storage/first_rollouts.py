@@ -10,35 +10,12 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tlt_hpc.storage.documents import Document
+from tlt_hpc.storage.documents import NoDocuments
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.feature_writer import FeatureCacheWriter, OpenDocuments
-from tlt_hpc.storage.folder import RunFolder, make_folder, part_of, publish
+from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder, part_of, publish
 
 FIRST_STEP = 0
-
-
-class NoDocuments:
-    """A ``Documents`` without any, for ever."""
-
-    is_current = True
-
-    def __len__(self) -> int:
-        return 0
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return np.empty(0, np.int64)
-
-    @property
-    def prompt_lengths(self) -> NDArray[np.int64]:
-        return np.empty(0, np.int64)
-
-    def read(self, index: int, start: int = 0, count: int | None = None) -> Document | None:
-        raise AssertionError(f"document {index} of none")
 
 
 class FirstRollouts(FeatureCache):
@@ -52,7 +29,7 @@ class FirstRollouts(FeatureCache):
             self._keep(kept)
         return super().begin_step(step, weight_version)
 
-    def own_documents(self) -> OpenDocuments | NoDocuments:  # type: ignore[override]
+    def own_documents(self) -> OpenDocuments | NoDocuments:
         """This step's so far while it is the first; later the first step is read from its files."""
         return super().own_documents() if self._step == FIRST_STEP else NoDocuments()
 
@@ -77,7 +54,10 @@ class FirstRollouts(FeatureCache):
         with suppress(OSError):  # a file system without hard links
             part_of(kept).hardlink_to(original)
         if not part_of(kept).exists():
-            shutil.copyfile(original, part_of(kept))
+            try:
+                shutil.copyfile(original, part_of(kept))
+            except OSError as error:
+                raise WriteError(kept, error) from error
         publish(kept, durable=False)
 
 

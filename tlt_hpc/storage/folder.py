@@ -15,8 +15,10 @@ class WriteError(OSError):
     """A file of the run could not be written (disk full, quota, permission); its text is one line with the remedy."""
 
     def __init__(self, path: Path, cause: OSError) -> None:
+        self.fact = f"cannot write {path}: {cause.strerror or cause}"
+        """The text without the remedy, for files that have another."""
         super().__init__(
-            f"cannot write {path}: {cause.strerror or cause}; nothing was published, so make room there "
+            f"{self.fact}; nothing was published, so make room there "
             "(or set run.folder to another file system) and start again"
         )
 

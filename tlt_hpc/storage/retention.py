@@ -1,8 +1,10 @@
 """Which responses of a step are kept within so many rows of features: the shortest go first. Pure: knows no file.
 
 A prompt's rows are held once, whatever the number of its responses. The tail of a rollout comes last and matters most,
-so a response that needs room takes it from shorter ones. Prompts make room for one another: those of which no response
-is kept go, the oldest first. They wait until then because a longer response of theirs may be on its way.
+so a response that needs room, with its prompt where that is new, takes it from shorter ones and never from one as long.
+Prompts make room for one another: those of which no response is kept go, the oldest first. They wait until then because
+a longer response of theirs may be on its way. Where it comes too late for its prompt's rows, which come but once, it is
+kept all the same, after the prompt's last token alone, which takes no rows.
 """
 
 from __future__ import annotations
@@ -74,22 +76,34 @@ class Retention:
         """The stored prompt of these tokens."""
         return self._prompts.get(tokens.tobytes())
 
-    def add_prompt(self, tokens: NDArray[np.int32], features: NDArray[np.uint16]) -> StoredPrompt | None:
-        """Store a new prompt; None where there is no room."""
-        others = (prompt for prompt in self._prompts.values() if not prompt.num_responses)
-        if not self._make_room(len(features), chain(others, self._shortest_first())):
-            return None
+    def add(
+        self, tokens: NDArray[np.int32], prompt_length: int, features: NDArray[np.uint16], first: int = 0
+    ) -> list[Span]:
+        """Store a response, with its prompt where that is new; the arguments are ``FeatureCacheWriter.append``'s.
+
+        Returns what was stored: nothing where only responses as long could make room for it all.
+        """
+        prompt = self.prompt(tokens[:prompt_length])
+        if prompt is None and first:  # the prompt's rows gave way, or were not taken
+            return self.add(tokens[first:], prompt_length - first, features)
+        split = prompt_length - 1 - first
+        num_prompt_rows = 0 if prompt else split
+        if not self._make_room_for(len(features) - split, num_prompt_rows, prompt):
+            self.num_evicted += 1
+            return []
+        if prompt is not None:
+            return [self._add_response(tokens[prompt_length:], features[split:], prompt)]
+        prompt = self._add_prompt(tokens[:prompt_length], features[:split])
+        return [prompt, self._add_response(tokens[prompt_length:], features[split:], prompt)]
+
+    def _add_prompt(self, tokens: NDArray[np.int32], features: NDArray[np.uint16]) -> StoredPrompt:
         prompt = StoredPrompt(tokens, features, len(features), self.space.take(len(features)))
         self._prompts[tokens.tobytes()] = prompt
         return prompt
 
-    def add_response(
-        self, tokens: NDArray[np.int32], features: NDArray[np.uint16], prompt: StoredPrompt | None
-    ) -> StoredResponse | None:
-        """Store a response; None where its prompt is not there, or only longer ones could make room for it."""
-        if prompt is None or not self._make_room_for(len(tokens), prompt):
-            self.num_evicted += 1
-            return None
+    def _add_response(
+        self, tokens: NDArray[np.int32], features: NDArray[np.uint16], prompt: StoredPrompt
+    ) -> StoredResponse:
         response = StoredResponse(tokens, features, len(tokens), self.space.take(len(tokens)), prompt=prompt)
         prompt.num_responses += 1
         self._responses[self._num_seen] = response
@@ -97,11 +111,16 @@ class Retention:
         self._num_seen += 1
         return response
 
-    def _make_room_for(self, length: int, prompt: StoredPrompt) -> bool:
+    def _make_room_for(self, length: int, num_prompt_rows: int, prompt: StoredPrompt | None) -> bool:
         shorter = takewhile(lambda response: response.num_rows < length, self._shortest_first())
-        return self._make_room(length, chain(shorter, self._prompts_of_shorter(length, prompt)))
+        prompts = self._prompts_of_shorter(length, prompt)
+        if not num_prompt_rows:
+            return self._make_room(length, chain(shorter, prompts))
+        idle = (other for other in self._prompts.values() if not other.num_responses)
+        others = (other for other in prompts if other.num_responses)
+        return self._make_room(num_prompt_rows + length, chain(idle, shorter, others))
 
-    def _prompts_of_shorter(self, length: int, but: StoredPrompt) -> Iterator[StoredPrompt]:
+    def _prompts_of_shorter(self, length: int, but: StoredPrompt | None) -> Iterator[StoredPrompt]:
         """Prompts all of whose responses are shorter, hence gone by the time that these are asked for."""
         needed = {id(response.prompt) for response in self._responses.values() if response.num_rows >= length}
         yield from (prompt for prompt in self._prompts.values() if id(prompt) not in needed and prompt is not but)
