@@ -465,6 +465,18 @@ def test_merge_is_the_token_weighted_mean_of_weights_and_moments(tmp_path):
         torch.testing.assert_close(trainers[0].state()[name], wanted, atol=1e-6, rtol=1e-5)
 
 
+def test_a_prompt_weighs_nothing_in_the_merge(tmp_path):
+    trainer, cache = make_trainer(tmp_path)
+    document = random_document(60, 50, 0)
+    cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
+    trainer.begin(0)
+    assert trainer.micro_step()
+    counted = int(pack([whole(document)], CPU).counts.sum())
+    assert [record.num_tokens for record in trainer.records] == [counted] and 0 < counted <= 10
+    trainer.start_merge(world := FakeWorld())
+    assert trainer.finish_merge(world).num_tokens == counted
+
+
 def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on(tmp_path):
     """Three idle moments: one rank trained three micro-steps, one had time for one, the last has only stubs."""
     trainers = [make_trainer(tmp_path / str(rank), rank)[0] for rank in range(3)]

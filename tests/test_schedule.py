@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tlt_hpc.config import ConfigError, DrafterSection, load_config
-from tlt_hpc.drafting.schedule import JUDGED_DEPTH, PATIENCE, DraftCounts, decide
+from tlt_hpc.drafting.schedule import BLIND_STEPS, JUDGED_DEPTH, PATIENCE, DraftCounts, decide, judge
 from tlt_hpc.plan import _check_strategies
 from tlt_hpc.rollout.tally import DraftTally
 from tlt_hpc.storage.folder import RunFolder
@@ -64,6 +64,31 @@ def test_steps_with_few_rounds_of_the_drafter_are_not_judged() -> None:
     judged, thin = counts_of(4.0), counts_of(1.5, sequences=150)
     assert decide(section, 2, [judged, thin]) == decide(section, 1, [judged])
     assert "accept length 4.00, best 4.00, resting under 3.60" in decide(section, 2, [judged, thin]).reason
+
+
+def test_few_rounds_of_several_steps_together_are_judged() -> None:
+    section = DrafterSection(**WARM)
+    judged, thin, nothing = counts_of(4.0), counts_of(1.5, sequences=90), counts_of(1.0, sequences=0)
+    past = [judged, thin, thin, nothing, thin, thin]
+    assert judge(past) == [pytest.approx(4.0), None, None, None, pytest.approx(1.5), None]
+    assert [decide(section, step, past[:step]).trains for step in (4, 5, 6)] == [False, True, True]
+
+
+@pytest.mark.parametrize("before", [[], [counts_of(4.0)] * 3])
+def test_a_drafter_that_is_no_longer_asked_trains_until_it_can_be_judged(before: list[DraftCounts]) -> None:
+    section, nothing = DrafterSection(**WARM), counts_of(1.0, sequences=0)
+    blind = [*before, *[nothing] * BLIND_STEPS]
+    assert not decide(section, len(blind) - 1, blind[:-1]).trains
+    assert decide(section, len(blind), blind).reason == "falling: nothing judged in 5 steps, training until there is"
+    seen = [decide(section, 99, [*blind, *more]).trains for more in ([nothing], [counts_of(4.0)], [counts_of(4.0)] * 2)]
+    assert seen == [True, False, False]
+
+
+def test_only_a_drafter_from_random_trains_while_it_grows() -> None:
+    lengths = [3.0] * 6 + [2.6, 4.0, 4.0]
+    assert decisions(lengths) == "." * 7 + "T.."
+    grows = [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.7, 2.5, 2.5]
+    assert decisions(grows) == "." * 7 + "T.." and decisions(grows, init="random")[-3:] == "TTT"
 
 
 def test_the_accept_length_is_the_same_whichever_depths_were_chosen() -> None:

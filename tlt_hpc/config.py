@@ -147,7 +147,8 @@ class DrafterSection(Section):
     """False: the drafter stays as it starts."""
     schedule: Literal["always", "every", "falling"] = "always"
     """Which steps train it: all; every ``every_steps``-th, the first among them; those from which its own accept length
-    has fallen by the share ``fall`` under its best until it is back at half the fall."""
+    has fallen by the share ``fall`` under its best until it is back at half the fall, or those after five in a row
+    that could not judge it; one that begins at random trains until it has stopped growing."""
     every_steps: PositiveInt = 1
     fall: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     place: Literal["tail", "serial"] = "tail"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 DRAFTER_FILE = drafter_file.DRAFTER_FILE
 _COUNTED_STEPS = 64
 """Steps whose prompts are counted for a draft vocabulary."""
+NFS_SECONDS = 60.0
+"""How long an NFS client may by default go on with an old listing of a folder."""
 # What may differ when a run is resumed: how long it goes on, where it runs, how often it saves, what it may occupy.
 # None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
 _FREE_ON_RESUME = {
@@ -156,17 +160,47 @@ def claim_folder(folder: RunFolder, config: Config, world: World) -> None:
     """Save the resolved configuration with the run, or check it against the one that is there; collective.
 
     Raises:
-        ConfigError: the folder holds a run of another configuration.
+        ConfigError: on all ranks, where the folder holds a run of another configuration, or not all of them see it.
     """
-    error = None
+    error, probe = "", folder.path / f"shared-{uuid4().hex}"
     if world.rank == 0:
         try:
             _claim(folder, config)
+            probe.touch()
         except (ConfigError, OSError) as caught:
             error = str(caught)
-    error = world.broadcast(error)
-    if error is not None:
+    error, name, writer = world.broadcast((error, probe.name, world.hostname))
+    if error:
         raise ConfigError(error)
+    try:
+        _check_shared(config, name, writer, world)
+    finally:
+        if world.rank == 0:
+            probe.unlink(missing_ok=True)
+
+
+def _check_shared(config: Config, name: str, writer: str, world: World) -> None:
+    """Refuse a folder in which not every rank finds the file that rank 0 left: a save would wait there for ever."""
+    seen = world.allgather((world.hostname, _comes_to_light(config.folder, name)))
+    for rank, (hostname, is_there) in enumerate(seen):
+        if not is_there:
+            raise ConfigError(
+                f"run.folder = {config.run.folder!r}: rank {rank} on {hostname} does not see what rank 0 on "
+                f"{writer} wrote there; use a folder that all nodes share"
+            )
+
+
+def _comes_to_light(folder: Path, name: str) -> bool:
+    """Whether a folder lists a file, within the time that NFS may take.
+
+    It is listed, not asked for the name: a client keeps for a while that a name was not there.
+    """
+    end = time.monotonic() + NFS_SECONDS
+    while not (folder.is_dir() and any(entry.name == name for entry in folder.iterdir())):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _claim(folder: RunFolder, config: Config) -> None:

@@ -108,6 +108,7 @@ class MicroStepRecord:
     start_seconds: float
     end_seconds: float
     num_tokens: int
+    """Pairs that the loss counts: a prompt's are read and teach nothing. They are its weight in the merge."""
     loss: float
 
 

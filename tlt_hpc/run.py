@@ -70,7 +70,7 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
         if world.rank == 0:
             reporter.started(config, step, memory_table(job))
         while step < config.run.num_steps and goes_on(job):
-            if not take_step(job, step, reporter):
+            if not take_step(job, step, reporter, is_saved=saved == step):
                 break
             step += 1
             if step % config.checkpoint.every_steps == 0:
@@ -92,8 +92,11 @@ def memory_table(job: Job) -> dict[str, int]:
     return job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
 
 
-def take_step(job: Job, step: int, reporter: Reporter) -> bool:
-    """One step of the run; False where a stop vote ended it before the policy changed."""
+def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -> bool:
+    """One step of the run; False where a stop vote ended it before the policy changed.
+
+    ``is_saved``, alike on all ranks: there is a checkpoint of this step already, so a stop leaves nothing to save.
+    """
     timer = PhaseTimer()
     shows = job.world.rank == 0
     with timer("gen"):
@@ -102,6 +105,8 @@ def take_step(job: Job, step: int, reporter: Reporter) -> bool:
         train_serially(job, step, tail)
     with timer("gen"):
         end_features(job, tail)
+    if tail.stopped and is_saved:
+        return False
     merge = start_merge(job, tail.decision)
     if tail.stopped:
         if shows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from tlt_hpc.config import DrafterSection
 
@@ -17,6 +18,8 @@ LEAST_SEQUENCES = 200
 """Rounds of single sequences that an accept length must rest on to be judged; its error is then about 3 %."""
 PATIENCE = 5
 """Judged steps over which a drafter that began at random must have stopped growing before its training pauses."""
+BLIND_STEPS = 5
+"""Steps in a row without a judgement after which the drafter trains: a bad one is asked too seldom to be judged."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class DraftCounts:
             length += survive
         return length
 
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        """Of the rounds of both."""
+        pairs = (self.reached, other.reached), (self.accepted, other.accepted)
+        return DraftCounts(*(tuple(map(add, mine, theirs)) for mine, theirs in pairs))
+
     def to_metrics(self) -> dict[str, float]:
         """Named numbers that can be summed over ranks."""
         parts = {"verified": self.reached, "accepted": self.accepted}
@@ -75,6 +83,9 @@ class DraftCounts:
         return cls(*columns)
 
 
+_NOTHING = DraftCounts((0.0,) * JUDGED_DEPTH, (0.0,) * JUDGED_DEPTH)
+
+
 def decide(settings: DrafterSection, step: int, past: Sequence[DraftCounts]) -> Decision:
     """Whether ``step`` trains the drafter, from the counts of the steps before it, oldest first."""
     if settings.schedule == "always":
@@ -83,28 +94,41 @@ def decide(settings: DrafterSection, step: int, past: Sequence[DraftCounts]) -> 
         rest = step % settings.every_steps
         due = "due" if rest == 0 else f"next at step {step - rest + settings.every_steps}"
         return Decision(rest == 0, f"every {settings.every_steps} steps: {due}")
-    judged = [counts.accept_length for counts in past if counts.num_sequences >= LEAST_SEQUENCES]
-    return _decide_falling(settings.fall, settings.init == "random", judged)
+    return _decide_falling(settings.fall, settings.init == "random", judge(past))
 
 
-def _decide_falling(fall: float, from_random: bool, lengths: Sequence[float]) -> Decision:
+def judge(past: Sequence[DraftCounts]) -> list[float | None]:
+    """The accept length that each step told; None where there were too few rounds, which then count for the next."""
+    lengths, pooled = list[float | None](), _NOTHING
+    for counts in past:
+        pooled = pooled + counts
+        is_enough = pooled.num_sequences >= LEAST_SEQUENCES
+        lengths.append(pooled.accept_length if is_enough else None)
+        pooled = _NOTHING if is_enough else pooled
+    return lengths
+
+
+def _decide_falling(fall: float, from_random: bool, lengths: Sequence[float | None]) -> Decision:
     """Training begins under (1 - fall) of the best accept length and ends at (1 - fall / 2): between them it stays as
-    it is. One that began at random trains from the start, until it also has stopped growing.
+    it is. It also begins after BLIND_STEPS without a judgement, until there is one. One that began at random trains
+    from the start, and never rests while it grows in training.
     """
-    if not lengths:
-        return Decision(from_random, "falling: nothing judged yet")
-    trains, bests = from_random, list[float]()
+    trains, bests, num_blind = from_random, list[float](), 0
+    state = "nothing judged yet"
     for length in lengths:
+        num_blind = num_blind + 1 if length is None else 0
+        if length is None:
+            if num_blind >= BLIND_STEPS:
+                trains, state = True, f"nothing judged in {num_blind} steps, training until there is"
+            continue
         bests.append(max([*bests[-1:], length]))
         low, back = (1 - fall) * bests[-1], (1 - fall / 2) * bests[-1]
-        trains = length < back or _grows(bests, fall, from_random) if trains else length < low
-    state = "training until" if trains else "resting under"
-    bound = back if trains else low
-    return Decision(trains, f"falling: accept length {lengths[-1]:.2f}, best {bests[-1]:.2f}, {state} {bound:.2f}")
+        trains = length < back or (from_random and _grows(bests, fall)) if trains else length < low
+        does = f"training until {back:.2f}" if trains else f"resting under {low:.2f}"
+        state = f"accept length {length:.2f}, best {bests[-1]:.2f}, {does}"
+    return Decision(trains, f"falling: {state}")
 
 
-def _grows(bests: Sequence[float], fall: float, from_random: bool) -> bool:
-    """Whether the best rose by more than half a fall within the last PATIENCE judged steps."""
-    if len(bests) > PATIENCE:
-        return bests[-1] > bests[-1 - PATIENCE] * (1 + fall / 2)
-    return from_random
+def _grows(bests: Sequence[float], fall: float) -> bool:
+    """Whether the best rose by more than half a fall within the last PATIENCE judged steps; yes before there are."""
+    return len(bests) <= PATIENCE or bests[-1] > bests[-1 - PATIENCE] * (1 + fall / 2)

@@ -182,7 +182,7 @@ class SpotTrainer:
         value = self._update(loss)
         end = time.time()
         self._rates.append(batch.num_tokens / max(end - opened, 1e-6))
-        self.records.append(MicroStepRecord(start, end, batch.num_tokens, value))
+        self.records.append(MicroStepRecord(start, end, int(batch.counts.sum()), value))
         return True
 
     def _take_up_head(self) -> None:
