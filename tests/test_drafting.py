@@ -458,7 +458,7 @@ def test_merge_is_the_token_weighted_mean_of_weights_and_moments(tmp_path):
     for trainer in trainers:
         trainer.start_merge(world)
     reports = [trainer.finish_merge(world) for trainer in trainers]
-    assert reports[0].sha256 == reports[1].sha256
+    assert reports[0].fingerprint == reports[1].fingerprint
     assert reports[0].num_tokens == sum(tokens)
     for name in set(states[0]) - {"num_steps"}:
         wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
@@ -497,7 +497,7 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on
     for trainer in trainers:
         trainer.start_merge(world)
     reports = [trainer.finish_merge(world) for trainer in trainers[::-1]]
-    assert len({report.sha256 for report in reports}) == 1
+    assert len({report.fingerprint for report in reports}) == 1
     assert reports[0].num_tokens == sum(tokens)
     for name in ("fc.weight", "fc.exp_avg", "fc.exp_avg_sq"):
         wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
@@ -506,10 +506,39 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on
 
 def test_merge_where_nobody_trained_changes_nothing(tmp_path):
     trainer, _ = make_trainer(tmp_path)
-    before = trainer.sha256()
+    before, fingerprint = trainer.sha256(), trainer.fingerprint()
     trainer.begin(0)
     trainer.start_merge(FakeWorld())
-    assert trainer.finish_merge(FakeWorld()).sha256 == before
+    assert trainer.finish_merge(FakeWorld()).fingerprint == fingerprint
+    assert trainer.sha256() == before
+
+
+def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught_without_a_digest_of_all(tmp_path, monkeypatch):
+    trainer, _ = make_trainer(tmp_path)
+    monkeypatch.delattr(SpotTrainer, "sha256")
+    trainer.begin(0)
+    weights = trainer._parameters["down"].data.flatten()
+    trainer.start_merge(world := FakeWorld())
+    trainer.finish_merge(world)
+
+    def differs(change):
+        before, kept = trainer.fingerprint(), weights.clone()
+        change(weights.view(torch.int32))
+        found = trainer.fingerprint() != before
+        weights.copy_(kept)
+        assert trainer.fingerprint() == before
+        return found
+
+    def an_ulp_up_and_one_down(bits):
+        bits[3] += 1
+        bits[4] -= 1
+
+    assert differs(lambda bits: bits[-1:].add_(1)) and differs(lambda bits: bits[:1].bitwise_xor_(-(2**31)))
+    assert differs(an_ulp_up_and_one_down)
+    trainer.start_merge(world)
+    world.allgather = lambda item: [item, (item[0], "another")]
+    with pytest.raises(AssertionError, match="drafters differ after the merge"):
+        trainer.finish_merge(world)
 
 
 def test_state_round_trip_and_a_foreign_drafter(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,12 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     run.resume(job)
     run.reserve_copy(job)
     reserved = job.checkpoints._copy.num_bytes
-    run.take_step(job, 0, Silent())
+    summaries: list[Any] = []
+    reporter, true_start = Silent(), run.start_merge
+    reporter.stepped = summaries.append
+    run.start_merge = lambda *given: time.sleep(2) or true_start(*given)
+    run.take_step(job, 0, reporter)
+    run.start_merge = true_start
     wanted = state_of(job)
     run.save_checkpoint(job, 1)
     run.take_step(job, 1, Silent())  # changes all of it in place
@@ -92,6 +98,7 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
         "tensors": sum(len(wanted[part]) for part in ("policy", "weights", "drafter", "served")),
         "drafter_steps": wanted["drafter_steps"],
         "reserved": reserved == taken > 0,
+        "refresh": [summary["timing_s/refresh"] for summary in summaries],
     }
 
 
@@ -135,3 +142,4 @@ def test_what_comes_back_is_what_there_was_at_the_save(tmp_path: Path, changes: 
         assert result["moved"] > result["tensors"] / 2, "the step after the save changed nothing"
         assert result["drafter_steps"] > 0, "nothing was trained in the tail"
         assert result["reserved"], "the first save asked for memory that was not taken before"
+        assert all(seconds > 2 for seconds in result["refresh"]), "posting the merge is in no phase"

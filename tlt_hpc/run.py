@@ -107,7 +107,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
         end_features(job, tail)
     if tail.stopped and is_saved:
         return False
-    merge = start_merge(job, tail.decision)
+    with timer("refresh"):  # the copy that is sent; the sum itself hides behind the update
+        merge = start_merge(job, tail.decision)
     if tail.stopped:
         if shows:
             reporter.phase(step, "stopping: saving a checkpoint")
