@@ -245,6 +245,7 @@ def write_run(path: Path, *, num_steps: int = 1, seconds: float = 4.0, token: in
             "training/global_step": step,
             "rollout/seconds": seconds,
             "timing_s/drafter": 1.0,
+            "timing_s/update_actor": 2.0,
             "timing_s/step": seconds + 3,
             "rollout/idle_rank_seconds": 1.0,
             "rollout/harvested_rank_seconds": 0.2,
@@ -302,9 +303,9 @@ def test_one_difference_is_seen_and_written(tmp_path, change, unequal):
     assert json.loads((figures.folder / "figures.json").read_text()) == tree
 
 
-def arm_figures(name: str, seconds: list[float], passes: list[int]) -> ArmFigures:
+def arm_figures(name: str, seconds: list[float], passes: list[int], update: float = 3.0) -> ArmFigures:
     counts = DraftCounts((10.0,) * 4, (5.0,) * 4)
-    steps = tuple(StepFigures(s, 0.0, s, 0.0, 0.0, 0, 10, 5.0, 1.0, counts) for s in seconds)
+    steps = tuple(StepFigures(s, 0.0, update, s, 0.0, 0.0, 0, 10, 5.0, 1.0, counts) for s in seconds)
     return ArmFigures(name, steps, "same", 0, True, 0, Passes((40,) * len(passes), tuple(passes)))
 
 
@@ -324,6 +325,14 @@ def test_the_verdict_follows_the_figures(tmp_path, tail_passes, tail_seconds, sa
     assert all(part in text for part in said), text
     assert "come to 2.500" in text
     assert verdict(replace(figures, arms=(frozen,))) == ""
+
+
+def test_speeds_are_not_compared_where_equal_updates_took_other_seconds(tmp_path):
+    frozen = arm_figures("frozen", [4.0] * 9, [20, 22, 18, 20])
+    tail = arm_figures("tail", [8.0] * 9, [20, 22, 18, 20], update=3.5)
+    text = verdict(Figures(tmp_path, 2, True, (frozen, tail)))
+    assert "equal policy updates took 10.5 s beside the tail and 9.0 s beside the frozen drafter." in text
+    assert "speed." not in text
 
 
 def test_the_error_of_a_ratio_is_its_spread_over_repetitions():

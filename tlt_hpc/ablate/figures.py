@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from tlt_hpc.drafting.schedule import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 
+_UNEVEN = 1.1
+"""Ratio of two arms' seconds for the same policy updates from which their speeds are not compared."""
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -26,6 +30,8 @@ class StepFigures:
     rollout_seconds: float
     serial_seconds: float
     """Wall-clock seconds after the rollout in which all ranks trained the drafter."""
+    update_seconds: float
+    """Of the policy, on the same tokens in every arm: where they differ, so did what the machine had free."""
     step_seconds: float
     idle_rank_seconds: float
     harvested_rank_seconds: float
@@ -192,6 +198,7 @@ def step_figures(row: Mapping[str, Any]) -> StepFigures:
     return StepFigures(
         rollout_seconds=row["rollout/seconds"],
         serial_seconds=row["timing_s/drafter"],
+        update_seconds=row["timing_s/update_actor"],
         step_seconds=row["timing_s/step"],
         idle_rank_seconds=row["rollout/idle_rank_seconds"],
         harvested_rank_seconds=row["rollout/harvested_rank_seconds"],
@@ -234,13 +241,13 @@ def comparison(figures: Figures) -> str:
     assert tail.held_out is not None and frozen.held_out is not None
     accept = gain_in_passes(tail.held_out, frozen.held_out)
     ours, theirs = (seconds_of(arm, figures.window) for arm in (tail, frozen))
-    seconds, speed = ratio(ours, theirs), ratio(theirs, ours)
+    seconds = ratio(ours, theirs)
     sentences = [
         f"After {figures.num_steps} steps the drafter trained in the tail has an accept length of "
         f"{tail.held_out.accept_length:.3f} on held-out prompts, the frozen one {frozen.held_out.accept_length:.3f}: "
         f"{accept.text}; its rollouts of the last {figures.window} took {sum(ours):.2f} s, frozen {sum(theirs):.2f} s: "
-        f"{seconds.text}. Training in the tail {judgement(accept)} the frozen drafter in accept length, and "
-        f"{judgement(speed)} it in speed."
+        f"{seconds.text}. Training in the tail {judgement(accept)} the frozen drafter in accept length"
+        f"{speed_judgement(tail, frozen, figures.window)}."
     ]
     control = figures.find("control")
     if control is not None and control.held_out is not None:
@@ -257,6 +264,17 @@ def judgement(gain: Gain) -> str:
     if not gain.is_clear:
         return "does not differ, beyond the noise, from"
     return "beats" if gain.share > 0 else "is behind"
+
+
+def speed_judgement(tail: ArmFigures, frozen: ArmFigures, window: int) -> str:
+    """The same for rollout seconds, unless the machine had other work in one of the arms."""
+    ours, theirs = (sum(step.update_seconds for step in arm.steps[-window:]) for arm in (tail, frozen))
+    if abs(math.log(ours / theirs)) > math.log(_UNEVEN):
+        return (
+            f"; speeds cannot be compared, for the machine had other work: equal policy updates took {ours:.1f} s "
+            f"beside the tail and {theirs:.1f} s beside the frozen drafter"
+        )
+    return f", and {judgement(ratio(seconds_of(frozen, window), seconds_of(tail, window)))} it in speed"
 
 
 def seconds_of(arm: ArmFigures, window: int) -> list[float]:
@@ -291,6 +309,7 @@ def arm_tree(figures: Figures, arm: ArmFigures) -> dict[str, Any]:
             for name in (
                 "rollout_seconds",
                 "serial_seconds",
+                "update_seconds",
                 "step_seconds",
                 "idle_rank_seconds",
                 "harvested_rank_seconds",

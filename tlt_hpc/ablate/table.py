@@ -41,6 +41,7 @@ def _rows(figures: Figures) -> Mapping[str, Callable[[ArmFigures], str]]:
         "accept length, all rounds": lambda arm: _number(arm.accept_length, 3),
         "rollout seconds": total("rollout_seconds"),
         "step seconds": total("step_seconds"),
+        "policy update seconds": total("update_seconds"),
         "idle rank-seconds": total("idle_rank_seconds"),
         "harvested rank-seconds": total("harvested_rank_seconds"),
         "serial training seconds": total("serial_seconds"),
