@@ -284,7 +284,7 @@ def test_ranks_of_which_none_trained_are_equal_after_the_merge(tries, tmp_path):
     world = FakeWorld()
     for trainer in (first, second):
         trainer.start_merge(world)
-    assert len({trainer.finish_merge(world).sha256 for trainer in (first, second)}) == 1
+    assert len({trainer.finish_merge(world).fingerprint for trainer in (first, second)}) == 1
     assert not first.is_trained
 
 
