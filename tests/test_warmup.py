@@ -372,8 +372,16 @@ def logged(tmp_path_factory):
     drafter = load_drafter("embedded:tiny", embedded_decoder(), "")
     engine = make_engine([Strategy("drafter", 4)], max_new_tokens=40, drafter=drafter)
     engine.drafter_ready = True
-    captured = {}
-    engine.feature_sink = lambda *found: captured.setdefault(found[0][:-1].tobytes(), found)
+    captured, prompts = {}, {}
+
+    def sink(tokens, prompt_length, features, first):
+        prompt = tokens[:prompt_length].tobytes()
+        if first:  # the prompt's came with the first of its responses
+            features = np.concatenate([prompts[prompt], features])
+        prompts[prompt] = features[: prompt_length - 1]
+        captured.setdefault(tokens[:-1].tobytes(), (prompt_length, features))
+
+    engine.feature_sink = sink
     # the last token is never fed to the model: another one there shows whether it is the logged one that is kept
     rollouts = [with_last_token(rollout, 7) for rollout in generate(engine, gcd_requests(12, 2))]
     folder = tmp_path_factory.mktemp("logged") / "run"
@@ -389,7 +397,7 @@ def test_logged_responses_get_the_features_they_were_decoded_with(logged, tmp_pa
     assert len({d.tokens[: d.prompt_length].tobytes() for d in found}) == len(prompts) - 2, "a fifth is held out"
     assert len(found) >= 18
     for document in found:
-        _, prompt_length, features = captured[document.tokens[:-1].tobytes()]
+        prompt_length, features = captured[document.tokens[:-1].tobytes()]
         assert document.tokens[-1] == 7
         assert document.prompt_length == prompt_length
         assert document.features.shape == features.shape
