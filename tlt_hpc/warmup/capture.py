@@ -132,17 +132,17 @@ class CaptureWork:
     def __init__(self, parts: Parts, all_parts: Sequence[Part], are_fixed: bool) -> None:
         self._parts, self._texts = parts, parts.texts
         self._own, self._are_fixed = all_parts[parts.world.rank :: parts.world.size], are_fixed
-        self._todo = self._missing()
+        self._left = self._missing()
         self._num_tokens = 0
         self._open: tuple[Part, FeatureCache, RolloutEngine] | None = None
 
     @property
     def is_done(self) -> bool:
-        return self._open is None and not self._todo
+        return self._open is None and not self._left
 
     def status(self, stop: bool) -> Status:
         """What this rank tells the others."""
-        waiting = sum(part.end - part.start for part in self._todo)
+        waiting = sum(part.end - part.start for part in self._left)
         left, tokens = waiting, self._num_tokens
         if self._open is not None:
             left, tokens = left + self._open[2].num_unfinished, tokens + self._open[2].num_tokens
@@ -151,7 +151,7 @@ class CaptureWork:
     def step(self) -> None:
         """One round of decoding; begins and ends parts."""
         if self._open is None:
-            self._begin(self._todo.pop(0))
+            self._begin(self._left.pop(0))
         assert self._open is not None
         _, cache, engine = self._open
         engine.step()
@@ -159,7 +159,7 @@ class CaptureWork:
             cache.end_step()
             self._num_tokens += engine.num_tokens
             self._open = None
-            self._todo = self._missing()
+            self._left = self._missing()
 
     def abandon(self) -> None:
         """Leave the part that is under way."""
