@@ -13,6 +13,7 @@ from tlt_hpc.config import load_config
 from tlt_hpc.records import FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.storage.step_lines import add_line
 
 CONFIG = load_config(Path(__file__).parent.parent / "jobs" / "tiny.toml")
 SECONDS = {"plain": 8.0, "ngram": 5.0, "full": 4.0}
@@ -52,7 +53,10 @@ def write_run(parent: Path, mode: str, tokens: list[list[int]], rewards: list[fl
     folder = RunFolder(parent / mode)
     folder.create()
     write_step(folder.rollout_log(0, 0), record)
-    folder.metrics.write_text(json.dumps({"rollout/seconds": SECONDS[mode], "timing_s/step": SECONDS[mode] + 2}) + "\n")
+    add_line(
+        folder.metrics,
+        {"training/global_step": 0, "rollout/seconds": SECONDS[mode], "timing_s/step": SECONDS[mode] + 2},
+    )
 
 
 def compare(parent: Path, *, change_token=False, change_reward=False, change_policy=False):

@@ -22,6 +22,7 @@ FLOORS = (
     ("compare", "bench", "export", "warmup"),
     ("launch",),
     ("run",),
+    ("replay",),
     ("tail",),
     ("job", "metrics"),
     ("plan",),

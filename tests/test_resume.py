@@ -21,6 +21,8 @@ OVERRIDES = [
 class Silent:
     """A reporter that shows nothing."""
 
+    def replayed(self, *_: object) -> None: ...
+
     def started(self, *_: object) -> None: ...
 
     def rolling(self, *_: object) -> None: ...
@@ -64,11 +66,12 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     from tlt_hpc.job import assemble
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.storage.step_lines import drop_lines
 
     config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
     world = World.connect()
     job = run.assemble(config, world)
-    run.resume(job)
+    run.resume(job, Silent())
     run.reserve_copy(job)
     reserved = job.checkpoints._copy.num_bytes
     summaries: list[Any] = []
@@ -84,8 +87,11 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     moved = differences(wanted, state_of(job))
     taken = job.checkpoints._copy.num_bytes
     job.close()
+    if world.rank == 0:
+        drop_lines(job.folder.metrics, 1)  # or the step after the save would be repeated from its log
     again = assemble(config, world)
-    step = run.resume(again)
+    saved, step = run.resume(again, Silent())
+    assert saved == step
     got = state_of(again)
     again.close()
     leave_process_group()
@@ -111,7 +117,7 @@ def stop_in_a_step(folder: str) -> list[list[Any]]:
 
     world = World.connect()
     job = run.assemble(load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"]), world)
-    run.resume(job)
+    run.resume(job, Silent())
     true_merge, merges, seen = run.finish_merge, [], []
     run.finish_merge = lambda job: merges.append(job) or true_merge(job)
     world.request_stop("test")

@@ -19,6 +19,7 @@ from tlt_hpc.records import SampleKey
 from tlt_hpc.run import Reporter, run
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
+from tlt_hpc.storage.step_lines import read_lines
 
 Mode = Literal["plain", "ngram", "full"]
 MODES: tuple[Mode, ...] = ("plain", "ngram", "full")
@@ -147,7 +148,7 @@ def num_mismatched(left: dict[SampleKey, np.ndarray], right: dict[SampleKey, np.
 
 def figures(folder: RunFolder, records: list[StepRecord], digest: str) -> ModeFigures:
     """One mode's figures, from its log and its metrics."""
-    metrics = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    metrics = list(read_lines(folder.metrics).values())
     rollouts = [rollout for record in records for rollout in record.rollouts]
     num_tokens = sum(len(rollout.response_tokens) for rollout in rollouts)
     return ModeFigures(

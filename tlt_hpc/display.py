@@ -63,6 +63,8 @@ def memory_line(memory: Mapping[str, int]) -> str:
 class SilentReporter:
     """Shows nothing: every rank but the first."""
 
+    def replayed(self, step: int) -> None: ...
+
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
 
     def rolling(self, step: int, roster: Roster) -> None: ...
@@ -77,6 +79,9 @@ class LineReporter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+
+    def replayed(self, step: int) -> None:
+        self._console.print(f"step {step}: its update repeated from the rollout log, nothing generated again")
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
         note = f", going on from step {first_step}" if first_step else ""
@@ -118,6 +123,9 @@ class LiveReporter:
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
+
+    def replayed(self, step: int) -> None:
+        self._show(f"step {step} repeated from the rollout log")
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
         self._rows = []

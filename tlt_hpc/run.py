@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -20,11 +19,14 @@ from tlt_hpc.metrics import DUE, LATE, MERGE_EXPOSED, StepSummary, summarise
 from tlt_hpc.models.piece import deal
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import MicroStepRecord, Request, Rollout, Stream
+from tlt_hpc.records import MicroStepRecord, Request, Stream
+from tlt_hpc.replay import replay
 from tlt_hpc.rl.advantage import group_advantages
+from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.storage.folder import rank_of, writing_beside
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.storage.step_lines import add_line, drop_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, shard, train_serially
 from tlt_hpc.timing import PhaseTimer
 
@@ -33,6 +35,8 @@ _CALIBRATION_RESPONSES = 8
 
 class Reporter(Protocol):
     """Whoever shows a run to its user; called on rank 0 alone."""
+
+    def replayed(self, step: int) -> None: ...
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
 
@@ -48,7 +52,7 @@ class RunResult:
     """Where a run stood when it ended; the same on every rank."""
 
     first_step: int
-    """The step it began with, after a checkpoint if there was one."""
+    """The step it began with, after what a checkpoint and the log had."""
     num_steps: int
     finished: bool
     policy_sha256: str
@@ -64,11 +68,15 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
     """
     job = assemble(config, world)
     try:
-        step = resume(job)
-        first = saved = step
+        saved, step = resume(job, reporter)
+        first = step
         reserve_copy(job)
         if world.rank == 0:
             reporter.started(config, step, memory_table(job))
+        if saved < step:  # so that nothing is replayed twice
+            saved = save_checkpoint(job, step)
+        if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
+            drop_lines(job.folder.metrics, step)  # logs that are about to be replaced are no committed step's
         while step < config.run.num_steps and goes_on(job):
             if not take_step(job, step, reporter, is_saved=saved == step):
                 break
@@ -119,7 +127,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
         reporter.phase(step, "reward")
     with timer("reward"):
         rewards = tail.scorer.rewards(tail.rollouts)
-        rollouts, all_rewards = gather(job, tail.rollouts, rewards)
+        rollouts, all_rewards = gather(job.world, tail.rollouts, rewards)
         advantages = group_advantages(all_rewards, job.config.rollout.group_size)
     if shows:
         reporter.phase(step, "update")
@@ -137,23 +145,12 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
     job.world.barrier()
     if shows:
         drop_foreign_logs(job, step)
-        append_metrics(job, summary, {"drafter/why": tail.decision.reason})
+        add_line(job.folder.metrics, {**summary.metrics, "drafter/why": tail.decision.reason})  # this commits the step
         reporter.stepped(summary)
     return True
 
 
 # -- reward and update ----------------------------------------------------------------------------------------------
-
-
-def gather(
-    job: Job, rollouts: list[Rollout], rewards: NDArray[np.float32]
-) -> tuple[list[Rollout], NDArray[np.float32]]:
-    """All ranks' rollouts and rewards, ordered by key: what the update reads does not depend on who finished when."""
-    pairs = [
-        pair for shard_pairs in job.world.allgather(list(zip(rollouts, rewards, strict=True))) for pair in shard_pairs
-    ]
-    pairs.sort(key=lambda pair: pair[0].key)
-    return [rollout for rollout, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float32)
 
 
 def start_merge(job: Job, decision: Decision) -> bool:
@@ -180,7 +177,7 @@ def unmerged(job: Job) -> MergeReport | None:
 def serve_drafter(job: Job) -> None:
     """Copy the trained drafter into the engine's."""
     assert job.drafting is not None
-    job.engine.load_drafter(job.drafting.spot.drafter.state_dict(), job.drafting.spot.is_trained)
+    job.engine.load_drafter(job.drafting.spot.served(), job.drafting.spot.is_trained)
 
 
 def load_policy(job: Job, version: int) -> None:
@@ -274,15 +271,6 @@ def drop_foreign_logs(job: Job, step: int) -> None:
             path.unlink()
 
 
-def append_metrics(job: Job, summary: StepSummary, notes: Mapping[str, str]) -> None:
-    """One line of metrics.jsonl a step; lines of steps that a resume repeats are dropped first."""
-    path = job.folder.metrics
-    kept = [line for line in path.read_text().splitlines() if line] if path.exists() else []
-    kept = [line for line in kept if json.loads(line)["training/global_step"] < summary.step]
-    with writing_beside(path) as part:
-        part.write_text("\n".join([*kept, json.dumps({**summary.metrics, **notes})]) + "\n")
-
-
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -320,16 +308,20 @@ def save_checkpoint(job: Job, step: int) -> int:
     return step
 
 
-def resume(job: Job) -> int:
-    """Load the newest checkpoint if there is one, the decoder's weights in any case; returns the first step to do."""
+def resume(job: Job, reporter: Reporter) -> tuple[int, int]:
+    """Load the newest checkpoint if there is one, repeat what was logged since, and load the engine's weights.
+
+    Returns the step of the checkpoint (0 without one) and the first step to do. Collective.
+    """
     checkpoint = newest_checkpoint(job)
-    step = 0
+    saved = 0
     if checkpoint is not None:
-        step = checkpoint.step
+        saved = checkpoint.step
         job.policy.load_state(lambda name: checkpoint.read("policy", name), checkpoint.state["optimizer_steps"])
         if job.drafting:
             names = checkpoint.names("drafter")
             job.drafting.spot.load_state({name: checkpoint.read("drafter", name) for name in names})
+    step = replay(job, saved, reporter.replayed)
     if job.drafting:
         serve_drafter(job)
     load_policy(job, step)
@@ -339,7 +331,7 @@ def resume(job: Job) -> int:
         job.engine.profile(requests, job.config.speculation.profile_seconds)
     if checkpoint is not None:
         job.engine.chooser.load_state(checkpoint.state["strategies"])
-    return step
+    return saved, step
 
 
 def calibration_requests(job: Job, step: int) -> list[Request]:

@@ -5,7 +5,6 @@ Knows neither the policy's update nor what is written of a step.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey, Stream
 from tlt_hpc.rl.reward import Scorer, score
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_summary
+from tlt_hpc.storage.step_lines import read_lines
 
 
 class RollingReporter(Protocol):
@@ -174,9 +174,8 @@ def decide_training(job: Job, step: int) -> Decision:
 
 def past_drafts(job: Job, step: int) -> list[DraftCounts]:
     """What the log tells of the learned drafter's rounds in the steps before ``step``."""
-    path = job.folder.metrics
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
-    return [DraftCounts.from_metrics(row) for row in rows if row["training/global_step"] < step]
+    lines = read_lines(job.folder.metrics)
+    return [DraftCounts.from_metrics(line) for number, line in lines.items() if number < step]
 
 
 def status(job: Job) -> Status:
@@ -189,16 +188,18 @@ def status(job: Job) -> Status:
 
 def shard(job: Job, step: int) -> list[Request]:
     """This rank's requests of a step: whole groups, or single samples of all groups."""
-    config, world = job.config, job.world
-    prompts = job.prompts.batch(step)
-    size = config.rollout.group_size
-    requests = [
-        Request(SampleKey(config.run.seed, Stream.TRAIN, step, draw, sample), prompt.tokens)
-        for draw, prompt in enumerate(prompts)
-        for sample in range(size)
+    unit = job.config.rollout.group_size if job.config.rollout.shard == "group" else 1
+    world = job.world
+    return [request for i, request in enumerate(requests_of(job, step)) if i // unit % world.size == world.rank]
+
+
+def requests_of(job: Job, step: int) -> list[Request]:
+    """All ranks' requests of a step, ordered by key."""
+    return [
+        Request(SampleKey(job.config.run.seed, Stream.TRAIN, step, draw, sample), prompt.tokens)
+        for draw, prompt in enumerate(job.prompts.batch(step))
+        for sample in range(job.config.rollout.group_size)
     ]
-    unit = size if config.rollout.shard == "group" else 1
-    return [request for i, request in enumerate(requests) if i // unit % world.size == world.rank]
 
 
 def judge(job: Job, step: int) -> Callable[[Rollout], float]:

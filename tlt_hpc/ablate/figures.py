@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tlt_hpc.compare import num_mismatched, rewards_by_key, tokens_by_key
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
+from tlt_hpc.storage.step_lines import read_lines
 
 _UNEVEN = 1.1
 """Ratio of two arms' seconds for the same policy updates from which their speeds are not compared."""
@@ -169,7 +169,7 @@ def read_arm(ablation: Ablation, arm: ArmName, held_out: Passes | None) -> ArmFi
     folder, first = RunFolder(ablation.folder / arm), RunFolder(ablation.folder / ablation.arms[0])
     digest = digest_of(ablation, arm)
     assert digest is not None, f"{arm} is not done"
-    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    rows = list(read_lines(folder.metrics).values())
     differences = [compare_step(first, folder, step, ablation.num_ranks) for step in range(ablation.num_steps)]
     return ArmFigures(
         arm=arm,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -21,6 +19,7 @@ from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.storage.drafter_facts import DrafterFacts, read_facts
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import Line, read_lines
 
 _ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"
 _DRAFTER_FOLDER = "drafter"
@@ -190,15 +189,9 @@ def _warmup_history(facts: DrafterFacts) -> History:
     )
 
 
-def _metrics(run: RunFolder | None) -> list[dict[str, Any]]:
+def _metrics(run: RunFolder | None) -> list[Line]:
     """The run's figures by step, ascending; none where it wrote none."""
-    if run is None or not run.metrics.is_file():
-        return []
-    try:
-        rows = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines() if line]
-        return sorted(rows, key=lambda row: float(row["training/global_step"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{run.metrics} cannot be read ({error}); mend or remove it") from None
+    return [] if run is None else list(read_lines(run.metrics).values())
 
 
 def _describe_data(config: Config) -> str:

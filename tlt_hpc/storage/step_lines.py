@@ -1,0 +1,59 @@
+"""``metrics.jsonl``: one line of JSON for each step that is committed. Knows no figure but the step's number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tlt_hpc.config import UserError
+from tlt_hpc.storage.folder import writing_beside
+
+STEP = "training/global_step"
+
+Line = Mapping[str, Any]
+
+
+def read_lines(path: Path) -> dict[int, Line]:
+    """The lines by step, ascending; none where there is no file.
+
+    Raises:
+        UserError: a line is not what a run writes.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        return {int(row[STEP]): row for row in sorted(rows, key=lambda row: float(row[STEP]))}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); mend or remove it") from None
+
+
+def add_line(path: Path, line: Line) -> None:
+    """Commit a step; lines of it and of later ones give way.
+
+    Raises:
+        WriteError: no room or no permission; the file is as before.
+    """
+    _write(path, [*_before(path, int(line[STEP])), line])
+
+
+def drop_lines(path: Path, step: int) -> None:
+    """Take back the lines from ``step`` on.
+
+    Raises:
+        WriteError: as ``add_line``.
+    """
+    kept = _before(path, step)
+    if len(kept) < len(read_lines(path)):
+        _write(path, kept)
+
+
+def _before(path: Path, step: int) -> list[Line]:
+    return [line for number, line in read_lines(path).items() if number < step]
+
+
+def _write(path: Path, lines: Iterable[Line]) -> None:
+    with writing_beside(path) as part:
+        part.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
