@@ -460,7 +460,7 @@ def test_merge_is_the_token_weighted_mean_of_weights_and_moments(tmp_path):
     reports = [trainer.finish_merge(world) for trainer in trainers]
     assert reports[0].fingerprint == reports[1].fingerprint
     assert reports[0].num_tokens == sum(tokens)
-    for name in set(states[0]) - {"num_steps"}:
+    for name in set(states[0]) - {"num_steps", "num_averaged"}:
         wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
         torch.testing.assert_close(trainers[0].state()[name], wanted, atol=1e-6, rtol=1e-5)
 
@@ -539,6 +539,77 @@ def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught_without_a_digest
     world.allgather = lambda item: [item, (item[0], "another")]
     with pytest.raises(AssertionError, match="drafters differ after the merge"):
         trainer.finish_merge(world)
+
+
+def merge(trainer):
+    trainer.start_merge(world := FakeWorld())
+    return trainer.finish_merge(world)
+
+
+def train_and_merge(trainer, step):
+    trainer.begin(step)
+    assert trainer.micro_step()
+    trainer.end()
+    merge(trainer)
+    return trainer.drafter.state_dict()["fc"].clone()
+
+
+def test_what_is_served_is_the_mean_over_the_last_merges(tmp_path):
+    trainer, cache = make_trainer(tmp_path, average_merges=3)
+    fill(cache, 0, 2)
+    weights = [train_and_merge(trainer, step) for step in range(4)]
+    served = trainer.served()["fc"]
+    mean = (weights[0] + weights[1] + weights[2]) / 3
+    torch.testing.assert_close(served, mean + (weights[3] - mean) / 3, atol=1e-6, rtol=1e-5)
+    assert not torch.allclose(served, weights[3], atol=1e-5), "the mean is what is trained"
+    before = trainer.served()["fc"].clone()
+    trainer.begin(4)
+    merge(trainer)
+    assert torch.equal(trainer.served()["fc"], before), "a step in which nobody trained is no merge"
+
+
+def test_a_warm_drafters_own_weights_are_the_first_of_the_mean(tmp_path):
+    trainer, cache = make_trainer(tmp_path, average_merges=3)
+    fill(cache, 0, 2)
+    warm = Eagle(embedded_decoder().shape, 7, torch.float32, CPU).state_dict()
+    trainer.start_from({f"{name}.weight": tensor for name, tensor in warm.items()})
+    assert torch.equal(trainer.served()["fc"], warm["fc"])
+    after = train_and_merge(trainer, 0)
+    torch.testing.assert_close(trainer.served()["fc"], (warm["fc"] + after) / 2, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"average_merges": 1}, {"train": False}])
+def test_without_a_mean_what_is_trained_is_served_and_nothing_more_is_held(tmp_path, settings):
+    trainer, cache = make_trainer(tmp_path, **settings)
+    fill(cache, 0, 2)
+    weights = [train_and_merge(trainer, step) for step in range(2)]
+    assert torch.equal(trainer.served()["fc"], weights[-1])
+    assert not trainer.memory_table().get("its average")
+    assert not [name for name in trainer.state() if name.endswith(".trained")]
+
+
+def test_a_mean_goes_on_where_it_was_saved(tmp_path):
+    trainer, cache = make_trainer(tmp_path, average_merges=3)
+    fill(cache, 0, 2)
+    for step in range(2):
+        train_and_merge(trainer, step)
+    state = trainer.state()
+    assert torch.equal(state["fc.weight"], trainer.served()["fc"]), "what is served is the file's drafter"
+    again = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0)
+    again.load_state(state)
+    assert again.sha256() == trainer.sha256()
+    again._rates.extend([1e9])
+    trainer._rates.extend([1e9] * 6)  # micro-steps of one size
+    for one in (trainer, again):
+        train_and_merge(one, 2)
+    assert torch.equal(again.served()["fc"], trainer.served()["fc"])
+
+    old = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0)  # goes on with a run without a mean
+    old.load_state({name: t for name, t in state.items() if not name.endswith(".trained") and name != "num_averaged"})
+    assert torch.equal(old.served()["fc"], state["fc.weight"])
+    assert torch.equal(old.drafter.state_dict()["fc"], state["fc.weight"])
+    after = train_and_merge(old, 2)
+    torch.testing.assert_close(old.served()["fc"], (state["fc.weight"] + after) / 2, atol=1e-6, rtol=1e-5)
 
 
 def test_state_round_trip_and_a_foreign_drafter(tmp_path):

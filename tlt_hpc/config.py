@@ -141,6 +141,9 @@ class DrafterSection(Section):
     micro_step_tokens: PositiveInt = 2048
     """Most tokens of one micro-step; the time budget may make it smaller."""
     micro_step_seconds: Positive = 0.2
+    average_merges: PositiveInt = 5
+    """The engine drafts with the mean of the drafter's weights after about so many of the last merges, which forgives a
+    learning rate that is too high; 1: with those of the last merge."""
     min_idle: PositiveInt = 1
     """Ranks that must be idle before any of them trains."""
     train: bool = True

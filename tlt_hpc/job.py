@@ -64,6 +64,7 @@ _FREE_ON_RESUME = {
     "speculation.window",
     "speculation.ngram_orders",
     "speculation.ngram_history_tokens",
+    "drafter.average_merges",
     "drafter.micro_step_tokens",
     "drafter.micro_step_seconds",
     "drafter.cache_bytes",

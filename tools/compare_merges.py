@@ -127,7 +127,9 @@ class Bench:
     def trainer(self, rule: str, start: str, cache: FeatureCache, rank: int, seed: int) -> SpotTrainer:
         kind = GradientTrainer if rule in SUMMING else SpotTrainer
         rate = self.options.learning_rate[start != "random"]
-        settings = DrafterSection(micro_step_tokens=self.options.tokens, micro_step_seconds=1e9, learning_rate=rate)
+        settings = DrafterSection(
+            micro_step_tokens=self.options.tokens, micro_step_seconds=1e9, learning_rate=rate, average_merges=1
+        )
         trainer = kind(self.decoder, cache, settings, seed, rank)
         if start != "random":
             trainer.start_from(drafter_file.read_drafter(start, self.decoder.shape, "--starts"))

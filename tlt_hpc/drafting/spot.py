@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.config import DrafterSection, UserError
+from tlt_hpc.drafting.average import WeightAverage
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.memory import activation_bytes
 from tlt_hpc.drafting.packing import PackedBatch, pack
@@ -33,6 +34,7 @@ from tlt_hpc.storage.feature_cache import FeatureCache
 
 logger = logging.getLogger(__name__)
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _BETAS, _MAX_GRAD_NORM = (0.9, 0.95), 1.0
 _LEAST_TOKENS = 256
 """Size of a micro-step that no time budget makes smaller, and of the first, before any was timed."""
@@ -106,6 +108,9 @@ class SpotTrainer:
         self._loss = LossSettings.of(settings)
         self._parameters = dict(self.drafter.named_parameters())
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
+        self._average = WeightAverage(
+            {name: p.data for name, p in self._parameters.items()}, settings.average_merges if settings.train else 1
+        )
         self.num_steps = 0
         """Optimiser steps that the drafter's weights have seen."""
         self._pool: TrainingPool | None = None
@@ -128,6 +133,8 @@ class SpotTrainer:
         self.records = []
         self.cut_seconds = 0.0
         self._take_up_head()  # here, where all ranks do: where nobody trains, they must be equal after the merge too
+        if self.is_trained and not self._average.num_taken:
+            self._average.take()  # a warm drafter's own weights are the first
 
     def micro_step(self, is_over: Callable[[], bool] = never) -> bool:
         """One optimiser step within the time budget; False where there is nothing to train on.
@@ -229,6 +236,7 @@ class SpotTrainer:
         copies = 1 if self._decoder.device.type == "cuda" else 2  # sent and received stand in host memory
         return {
             **table,
+            "its average": self._average.num_bytes,
             "its gradients": weights,
             "its activations (estimate)": self._activation_bytes(),
             "its merge": copies * 3 * weights,
@@ -287,6 +295,7 @@ class SpotTrainer:
         total = float(summed[-1])
         if total > 0:
             self._assign(summed[:-1].div_(total))
+            self._average.take()
         fingerprint = self.fingerprint()
         reports = world.allgather((self.num_steps, fingerprint))
         assert len({found for _, found in reports}) == 1, f"drafters differ after the merge: {reports}"
@@ -298,44 +307,73 @@ class SpotTrainer:
         """The report of a step without a merge: the drafter is the same as before, on this rank as on the others."""
         return MergeReport(0, self.num_steps, "", 0.0)
 
+    def served(self) -> dict[str, Tensor]:
+        """What the engine is to draft with, by parameter name: weights averaged over the last merges."""
+        return {**self.drafter.state_dict(), **self._average.means()}
+
     def sha256(self) -> str:
-        """Digest of weights and moments."""
+        """Digest of weights, moments and averaged weights."""
         digest = hashlib.sha256()
-        for tensor in self._state_tensors():
+        for tensor in self._all_tensors():
             digest.update(tensor.detach().cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """Of the bits of weights and moments, taken where they are: ``sha256`` would bring gigabytes to the host."""
-        sums = torch.stack([_bit_sum(tensor) for tensor in self._state_tensors()])
+        """Of the same bits, taken where they are: ``sha256`` would bring gigabytes to the host."""
+        sums = torch.stack([_bit_sum(tensor) for tensor in self._all_tensors()])
         return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
 
     # -- state --------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, moments and the step count by name, copied to the host."""
+        """Weights, averaged and as they are, moments and counters by name, copied to the host."""
         return {name: tensor.cpu().clone() for name, tensor in self.live_state().items()}
 
     def live_state(self) -> dict[str, Tensor]:
-        """``state``, but the tensors themselves, which the next micro-step or merge changes."""
-        names = [f"{name}.{part}" for name in self._parameters for part in ("weight", "exp_avg", "exp_avg_sq")]
-        state = {name: tensor.detach() for name, tensor in zip(names, self._state_tensors(), strict=True)}
-        return {**state, **self._vocabulary(), "num_steps": torch.tensor(self.num_steps)}
+        """``state``, but the tensors themselves, which the next micro-step or merge changes.
+
+        ``<name>.weight`` is what is served, and ``<name>.trained``, where it may differ, what training goes on with.
+        """
+        trained = {name: parameter.data for name, parameter in self._parameters.items()}
+        moments = {
+            f"{name}.{part}": moment
+            for name, both in self._moments.items()
+            for part, moment in zip(_MOMENTS, both, strict=True)
+        }
+        return {
+            **{f"{name}.weight": mean for name, mean in self._average.means().items()},
+            **({f"{name}.trained": weight for name, weight in trained.items()} if self._average.num_bytes else {}),
+            **moments,
+            **self._vocabulary(),
+            "num_averaged": torch.tensor(self._average.num_taken),
+            "num_steps": torch.tensor(self.num_steps),
+        }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """The inverse of ``state``.
+        """The inverse of ``state``, also of one that was averaged otherwise.
 
         Raises:
             UserError: a tensor is missing or has another shape.
         """
-        mine = self.state()
-        for name, tensor in mine.items():
-            _check(name, state, tensor)
+        trained = {name: f"{name}.{'trained' if f'{name}.trained' in state else 'weight'}" for name in self._parameters}
+        parts = [
+            (stored, tensor)
+            for name, parameter in self._parameters.items()
+            for stored, tensor in zip(
+                (trained[name], *(f"{name}.{part}" for part in _MOMENTS)),
+                (parameter.data, *self._moments[name]),
+                strict=True,
+            )
+        ]
+        for stored, tensor in (*parts, *((f"{name}.weight", p) for name, p in self._parameters.items())):
+            _check(stored, state, tensor)
         self.num_steps = int(state["num_steps"])
         self.is_trained |= self.num_steps > 0
         self._take_vocabulary(state)
-        names = [name for name in mine if name not in ("num_steps", TOKEN_IDS)]
-        self._assign(torch.cat([state[name].flatten() for name in names]).to(self._decoder.device))
+        for stored, tensor in parts:
+            tensor.copy_(state[stored])
+        averaged = int(state.get("num_averaged", torch.tensor(0)))
+        self._average.load({name: state[f"{name}.weight"] for name in self._parameters}, averaged)
 
     def start_from(self, state: Mapping[str, Tensor]) -> None:
         """Take up another drafter's weights, in any precision, but neither its moments nor its step count.
@@ -365,6 +403,9 @@ class SpotTrainer:
 
     def _state_tensors(self) -> list[Tensor]:
         return [tensor for name, p in self._parameters.items() for tensor in (p.data, *self._moments[name])]
+
+    def _all_tensors(self) -> list[Tensor]:
+        return [*self._state_tensors(), *self._average.means().values()]
 
     def _assign(self, flat: Tensor) -> None:
         tensors = self._state_tensors()

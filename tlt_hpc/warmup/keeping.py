@@ -11,16 +11,16 @@ from tlt_hpc.warmup.parts import Parts
 from tlt_hpc.warmup.progress import Progress, from_json, to_json
 from tlt_hpc.warmup.shelf import Shelf
 
-_MOMENTS = (".exp_avg", ".exp_avg_sq")
+_TRAINING = (".trained", ".exp_avg", ".exp_avg_sq")
 
 
 def keep_drafter(parts: Parts) -> None:
-    """Write the drafter, without the optimiser's moments, where ``drafter.init`` finds it.
+    """Write the drafter, without what only training needs, where ``drafter.init`` finds it.
 
     Raises:
         WriteError: the disk refused; the one before stays.
     """
-    state = {name: tensor for name, tensor in parts.trainer.state().items() if not name.endswith(_MOMENTS)}
+    state = {name: tensor for name, tensor in parts.trainer.state().items() if not name.endswith(_TRAINING)}
     with writing_beside(parts.drafter / DRAFTER_FILE) as path:
         save_file(state, path)
 

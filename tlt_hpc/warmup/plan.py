@@ -29,7 +29,7 @@ def config_of(config: Config) -> Config:
     rollout_strategy(config)
     validation_strategy(config)
     run = config.run.model_copy(update={"name": config.run.name + SUFFIX})
-    drafter = config.drafter.model_copy(update={"init": config.warmup.init})
+    drafter = config.drafter.model_copy(update={"init": config.warmup.init, "average_merges": 1})  # nothing is merged
     return config.model_copy(update={"run": run, "drafter": drafter})
 
 
