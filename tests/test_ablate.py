@@ -252,7 +252,7 @@ def write_run(path: Path, *, num_steps: int = 1, seconds: float = 4.0, token: in
             "drafter/steps": 2.0,
             "perf/total_num_tokens": 4.0,
             "drafter/spec_decode/mean_acceptance_length": 2.0,
-            "critic/rewards/mean": reward,
+            "critic/score/mean": reward,
             **DraftCounts((100.0, 50.0, 0.0, 0.0), (50.0, 25.0 * (1 + step), 0.0, 0.0)).to_metrics(),
         }
         lines.append(json.dumps(row))

@@ -23,7 +23,7 @@ FLOORS = (
     ("launch",),
     ("run",),
     ("replay",),
-    ("tail",),
+    ("tail", "update"),
     ("job", "metrics"),
     ("plan",),
     ("rollout", "drafting", "rl", "checkpoint", "data"),

@@ -13,10 +13,12 @@ from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.metrics import summarise
 from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
-from tlt_hpc.rl.policy import PolicyStats
+from tlt_hpc.rl.policy import PolicyStats, Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
 STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.01, 0.5, 1e-4, 60, 0.1, 0.9)
+
+UPDATE = Update(np.array([1, 0, 0, 0], np.float32), np.array([1.5, -0.5, -0.5, -0.5], np.float32), STATS)
 
 
 def rollout(draw: int, length: int, passes: int, reason: FinishReason) -> Rollout:
@@ -66,13 +68,15 @@ class TwoRanks:
 
 @pytest.fixture
 def summary():
-    return summarise(TwoRanks(), RECORDS[0], STATS, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
+    return summarise(TwoRanks(), RECORDS[0], UPDATE, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
 
 
 def test_figures_are_sums_over_the_ranks(summary):
     wanted = {
         "training/global_step": 4,
-        "critic/rewards/mean": 0.5,
+        "critic/score/mean": 0.5,
+        "critic/rewards/mean": 0.25,
+        "critic/advantages/max": 1.5,
         "response_length/mean": 10,
         "response_length/max": 20,
         "response_length/clip_ratio": 0.25,

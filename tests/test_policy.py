@@ -35,7 +35,7 @@ def make_config(**changes: Any) -> Config:
             "max_new_tokens": 32,
             "temperature": TEMPERATURE,
         },
-        "algorithm": {"updates_per_step": NUM_UPDATES},
+        "algorithm": {"updates_per_step": NUM_UPDATES, "clip_low": 0.2, "clip_high": 0.28},
         # A large epsilon: the key biases have no gradient but rounding, of which Adam would otherwise make full steps.
         "optimizer": {"learning_rate": 1e-2, "epsilon": 1e-3, "weight_decay": 0.1, "micro_batch_tokens": 48},
     }
@@ -142,7 +142,9 @@ class Reference:
             num_tokens = sum(rollouts[i].response_tokens.size for i in part)
             self.optimizer.zero_grad()
             for i in part:
-                (self.loss(rollouts[i], old[i], float(advantages[i])) / num_tokens).backward()
+                loss = self.loss(rollouts[i], old[i], float(advantages[i])) / num_tokens
+                loss.backward()
+                self.pg_loss += float(loss.detach()) / num_updates
             self.gradients.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
             limit = self.config.optimizer.max_grad_norm or math.inf
             self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
@@ -160,7 +162,6 @@ class Reference:
                 self.clipped += 1
             else:
                 total = total - ratio * advantage
-        self.pg_loss += float(total.detach())
         return total
 
 
@@ -212,7 +213,7 @@ def compare_with_reference(stages: list[int], changes: dict[str, Any]) -> list[d
                 "weights": distance(weights_of(policy), dict(reference.model.named_parameters())),
                 "moved": distance(dict(make_model().named_parameters()), dict(reference.model.named_parameters())),
                 "norm": abs(stats.grad_norm - float(np.mean(reference.norms[NUM_UPDATES:]))),
-                "pg_loss": abs(stats.pg_loss - reference.pg_loss / num_tokens),
+                "pg_loss": abs(stats.pg_loss - reference.pg_loss),
                 "entropy": abs(stats.entropy - reference.entropy / num_tokens),
                 "clipped": abs(stats.pg_clipfrac * num_tokens - reference.clipped),
                 "num_clipped": reference.clipped,
@@ -250,6 +251,103 @@ def test_without_clipping_the_gradient_is_not_clipped() -> None:
     """DeepSpeed clips at 1 unless told otherwise; here the norm is above that."""
     (result,) = run_on_ranks(1, compare_with_reference, [1], {"optimizer__max_grad_norm": 0.0})[0]
     assert result["weights"] < TOLERANCE and result["stats"][3] > 1.0, result
+
+
+# --- the other algorithms: the whole update's objective at once, by the papers' formulas ---
+
+
+def objective(config: Config, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]) -> torch.Tensor:
+    """Of one update: by response, all log-softmax rows, the tokens' log-probs now and before, and the advantage."""
+    algorithm, longest = config.algorithm, config.rollout.max_new_tokens
+    losses = []
+    for rows, log_probs, old, advantage in parts:
+        ratio = (log_probs - old).exp()
+        if algorithm.name == "gspo":
+            ratio = (log_probs - old).mean().exp().expand(len(old))
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+        elif algorithm.name == "cispo":
+            loss = -ratio.detach().clamp(max=6.0) * advantage * log_probs
+        else:
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        entropy = -(rows.exp() * rows).sum(-1)
+        losses.append(loss - algorithm.entropy_coefficient * entropy)
+    if algorithm.name == "dr-grpo":
+        return torch.stack([loss.sum() / longest for loss in losses]).mean()
+    if algorithm.name == "rloo":
+        return torch.stack([loss.sum() for loss in losses]).mean()
+    if algorithm.name == "gspo" or algorithm.aggregation == "seq-mean-token-mean":
+        return torch.stack([loss.mean() for loss in losses]).mean()
+    return torch.cat(losses).mean()
+
+
+def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[float]]:
+    """By algorithm: largest difference of any gradient, and the largest gradient, over two updates."""
+    world = connect()
+    results = []
+    for changes in every_change:
+        config = make_config(**changes)
+        rollouts, advantages = make_rollouts(), make_advantages()
+        policy = make_policy(config, world)
+        captured = capture_gradients(policy)
+        policy.update(rollouts, advantages)
+        policy.close()
+        reference = Reference(config)
+        with torch.no_grad():
+            old = [reference.log_probs(rollout) for rollout in rollouts]
+        for update in range(NUM_UPDATES):
+            parts = []
+            for i in range(update, len(rollouts), NUM_UPDATES):
+                rows = reference.log_softmax(rollouts[i])
+                tokens = rollouts[i].response_tokens.tolist()
+                parts.append((rows, rows[range(len(tokens)), tokens], old[i], float(advantages[i])))
+            reference.optimizer.zero_grad()
+            objective(config, parts).backward()
+            reference.gradients.append({n: p.grad.clone() for n, p in reference.model.named_parameters()})
+            torch.nn.utils.clip_grad_norm_(reference.model.parameters(), config.optimizer.max_grad_norm)
+            reference.optimizer.step()
+        largest = max(float(g.abs().max()) for each in reference.gradients for g in each.values())
+        results.append([max(map(distance, captured, reference.gradients)), largest])
+    leave()
+    return results
+
+
+ALGORITHMS: list[dict[str, Any]] = [
+    {"algorithm__name": "dr-grpo"},
+    {"algorithm__name": "rloo"},
+    {"algorithm__name": "gspo", "algorithm__clip_low": "auto", "algorithm__clip_high": "auto"},
+    {"algorithm__name": "cispo", "algorithm__clip_low": "auto", "algorithm__clip_high": "auto"},
+    {"algorithm__name": "grpo", "algorithm__aggregation": "seq-mean-token-mean", "algorithm__entropy_coefficient": 0.3},
+]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_algorithms_gradient_is_its_objectives(num_ranks: int) -> None:
+    for changes, (difference, largest) in zip(
+        ALGORITHMS, run_on_ranks(num_ranks, distances_from_objective, ALGORITHMS)[0], strict=True
+    ):
+        assert largest > 1e-3 and difference < TOLERANCE * max(1.0, largest), (changes, difference, largest)
+
+
+def distance_from_reference() -> list[list[float]]:
+    """Each response's summed estimate of the distance, by the policy's own function and by the formula."""
+    from tlt_hpc.rl.policy import Policy
+
+    world = connect()
+    config = make_config(algorithm__kl_coefficient=0.5, algorithm__kl_in="reward", algorithm__kl_estimator="k1")
+    policy = Policy(make_model(), config, world, reference=make_model())
+    rollouts = make_rollouts()
+    found = policy.reference_kl(rollouts).tolist()
+    plain = Reference(config)
+    with torch.no_grad():
+        wanted = [float((torch.from_numpy(r.log_probs) - plain.log_probs(r)).sum()) for r in rollouts]
+    policy.close()
+    leave()
+    return [found, wanted]
+
+
+def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens() -> None:
+    for found, wanted in run_on_ranks(2, distance_from_reference):
+        assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
 
 
 # --- repeatability, padding, the other settings ---

@@ -75,7 +75,7 @@ STATS = PolicyStats(
     lr=1e-3, num_tokens=100, old_log_prob_seconds=0.0, update_seconds=1.0,
 )  # fmt: skip
 LINE = {
-    "actor/grad_norm": 2.0, "actor/rollout_probs_diff_mean": 1e-7, "critic/rewards/mean": 0.5,
+    "actor/grad_norm": 2.0, "actor/rollout_probs_diff_mean": 1e-7, "critic/score/mean": 0.5,
     "perf/total_num_tokens": 100.0,
 }  # fmt: skip
 REWARDS = np.array([0, 1], np.float32)
@@ -93,7 +93,7 @@ def test_an_update_whose_last_bits_differ_is_the_runs_own() -> None:
         ({"grad_norm": float("nan")}, REWARDS, "actor/grad_norm nan"),
         ({"rollout_probs_diff_mean": 0.02}, REWARDS, "actor/rollout_probs_diff_mean 0.02"),
         ({"num_tokens": 99}, REWARDS, "perf/total_num_tokens 99"),
-        ({}, np.array([1, 1], np.float32), "critic/rewards/mean 1"),
+        ({}, np.array([1, 1], np.float32), "critic/score/mean 1"),
     ],
 )
 def test_another_runs_update_is_refused_with_both_values(changes: Any, rewards: Any, said: str) -> None:
@@ -194,7 +194,7 @@ def test_a_missing_rank_and_other_rewards_are_not_taken_for_the_step(straight: P
     shutil.rmtree(broken / "tiny" / "checkpoints" / f"step-{STEPS:06d}")
     write_step(first, replace(record, rewards=1 - record.rewards))
     shown = train(broken, status=2)
-    assert "rewards/mean" in shown and "log and checkpoint are not of one run" in shown and "Traceback" not in shown
+    assert "score/mean" in shown and "log and checkpoint are not of one run" in shown and "Traceback" not in shown
     assert len(read_lines(broken / "tiny" / "metrics.jsonl")) == STEPS, "nothing is lost"
 
 

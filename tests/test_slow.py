@@ -20,7 +20,7 @@ def test_reward_on_held_out_problems_rises_within_30_steps(tmp_path, seed):
     command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.seed={seed}", f"run.folder={tmp_path}"]
     subprocess.run(command, check=True, cwd=ROOT)
     rows = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    rewards = np.array([row["critic/rewards/mean"] for row in rows])
+    rewards = np.array([row["critic/score/mean"] for row in rows])
     assert len(rewards) == 30
     rise = rewards[-5:].mean() - rewards[:2].mean()
     print(f"seed {seed}: {rewards[:2].mean():.3f} -> {rewards[-5:].mean():.3f}")

@@ -187,10 +187,32 @@ class DrafterSection(Section):
 
 
 class AlgorithmSection(Section):
-    name: Literal["grpo"] = "grpo"
-    clip_low: Positive = 0.2
-    clip_high: Positive = 0.28
+    name: Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"] = "grpo"
+    """What ``auto`` stands for in the keys below (``rl/algorithms.py``); each may be set by itself."""
+    advantage: Literal["auto", "group", "group-mean", "leave-one-out", "batch", "group-mean-batch"] = "auto"
+    """``group``: reward less its group's mean, over its standard deviation; ``group-mean``: not divided;
+    ``leave-one-out``: less the mean of the others in the group; ``batch``: normalised over all tokens of the step;
+    ``group-mean-batch``: less the group's mean, then normalised so."""
+    loss: Literal["auto", "clip", "sequence-clip", "weight-clip"] = "auto"
+    """``clip``: PPO's, each token by its ratio; ``sequence-clip``: by its response's (GSPO); ``weight-clip``: the ratio
+    is a bounded weight, and no token loses its gradient (CISPO)."""
+    aggregation: Literal[
+        "auto", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "auto"
+    """How the losses of a step's tokens are added up; ``-norm`` divides by ``rollout.max_new_tokens``."""
+    clip_low: Literal["auto"] | NonNegative = "auto"
+    """The ratio is kept above 1 less this."""
+    clip_high: Literal["auto"] | NonNegative = "auto"
+    """The ratio is kept below 1 plus this."""
     kl_coefficient: NonNegative = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """``loss``: added to each token's; ``reward``: each response's sum over its tokens is taken from its reward."""
+    entropy_coefficient: NonNegative = 0.0
+    """Times the policy's entropy is taken from each token's loss."""
+    overlong_buffer: Count = 0
+    """The last so many of ``rollout.max_new_tokens`` cost reward, evenly up to ``overlong_penalty`` (DAPO); 0: none."""
+    overlong_penalty: NonNegative = 1.0
     updates_per_step: PositiveInt = 1
     """Optimiser steps that one step's rollouts are cut into."""
 
@@ -412,6 +434,7 @@ def _check_combinations(config: Config) -> None:
             f"rollout.min_new_tokens = {config.rollout.min_new_tokens} exceeds rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}; lower it"
         )
+    _check_algorithm(config)
     _check_drafter(config.drafter)
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
@@ -419,6 +442,30 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError(
             f"rollout.tie_guard = 'on' with model.dtype = {config.model.dtype!r}: the guard band would cover a large "
             "share of all tokens; use model.dtype = 'float32' or rollout.tie_guard = 'auto'"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.clip_low != "auto" and algorithm.clip_low > 1:
+        raise ConfigError(
+            f"algorithm.clip_low = {algorithm.clip_low}: a ratio is never below 0, so a bound below it is none; use "
+            "1.0 for none"
+        )
+    if algorithm.kl_in == "reward" and not algorithm.kl_coefficient:
+        raise ConfigError(
+            f"algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = {algorithm.kl_coefficient}; set "
+            "a coefficient, or leave algorithm.kl_in out"
+        )
+    if algorithm.kl_in == "loss" and algorithm.kl_coefficient and algorithm.kl_estimator == "k1":
+        raise ConfigError(
+            "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss' has no effect in the mean; use 'k3', or "
+            "algorithm.kl_in = 'reward'"
+        )
+    if algorithm.overlong_buffer > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is more than rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}; lower it"
         )
 
 

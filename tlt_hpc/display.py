@@ -42,7 +42,7 @@ def step_cells(summary: StepSummary) -> tuple[str, ...]:
     """The figures of a step, in the order of the table's columns."""
     return (
         f"{summary.step + 1}",
-        f"{summary['critic/rewards/mean']:.3f}",
+        f"{summary['critic/score/mean']:.3f}",
         f"{summary['response_length/mean']:.0f}",
         f"{summary['response_length/max']:.0f}",
         f"{summary['drafter/spec_decode/mean_acceptance_length']:.2f}",

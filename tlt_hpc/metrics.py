@@ -11,7 +11,7 @@ from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import FinishReason
-from tlt_hpc.rl.policy import PolicyStats
+from tlt_hpc.rl.policy import Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
 LATE = "rollout/late_seconds"
@@ -55,7 +55,7 @@ class StepSummary:
 
 
 def summarise(
-    world: World, record: StepRecord, stats: PolicyStats, merge: MergeReport | None, seconds: Mapping[str, float]
+    world: World, record: StepRecord, update: Update, merge: MergeReport | None, seconds: Mapping[str, float]
 ) -> StepSummary:
     """Gather all ranks' records of a step into one set of figures; collective.
 
@@ -63,20 +63,20 @@ def summarise(
     """
     ranks = world.allgather(summarise_rank(record))
     lengths = np.concatenate([rank.lengths for rank in ranks])
-    rewards = np.concatenate([rank.rewards for rank in ranks])
+    scores = np.concatenate([rank.rewards for rank in ranks])
     tokens = int(lengths.sum())
     last_token = max(rank.last_token_seconds for rank in ranks)
     metrics = {
         "training/global_step": float(record.step),
-        "critic/rewards/mean": float(rewards.mean()),
-        "critic/rewards/max": float(rewards.max()),
-        "critic/rewards/min": float(rewards.min()),
+        **_spread("critic/score", scores),
+        **_spread("critic/rewards", update.rewards),
+        **_spread("critic/advantages", update.advantages),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
         "response_length/p50": float(np.median(lengths)),
         "response_length/clip_ratio": sum(rank.num_cut for rank in ranks) / len(lengths),
-        **{f"actor/{name}": float(value) for name, value in vars(stats).items()},
+        **{f"actor/{name}": float(value) for name, value in vars(update.stats).items()},
         **{f"timing_s/{name}": value for name, value in seconds.items()},
         "perf/total_num_tokens": float(tokens),
         "perf/throughput": tokens / seconds["step"],
@@ -126,6 +126,13 @@ def summarise_rank(record: StepRecord) -> RankSummary:
         strategy_tokens=dict(zip(record.strategy_names, record.strategy_tokens.tolist(), strict=True)),
         own=record.metrics,
     )
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {
+        f"{name}/{part}": float(value)
+        for part, value in (("mean", values.mean()), ("max", values.max()), ("min", values.min()))
+    }
 
 
 def _mean(values: list[float]) -> float:

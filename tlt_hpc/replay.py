@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from tlt_hpc.config import UserError
 from tlt_hpc.job import Job
 from tlt_hpc.records import Request, Rollout, SampleKey
-from tlt_hpc.rl.advantage import group_advantages
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.policy import PolicyStats
 from tlt_hpc.storage.folder import RunFolder
@@ -24,6 +23,7 @@ from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_step
 from tlt_hpc.storage.step_lines import Line, read_lines
 from tlt_hpc.tail import requests_of
+from tlt_hpc.update import update_policy
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> int:
         if logged is None:
             break
         rollouts, rewards = logged
-        stats = job.policy.update(rollouts, group_advantages(rewards, job.config.rollout.group_size))
+        stats = update_policy(job, rollouts, rewards).stats
         check_update(job.folder, step, rewards, stats, committed[step])
         if job.world.rank == 0:
             shown(step)
@@ -108,7 +108,7 @@ def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], sta
         ReplayError: with both values.
     """
     for name, found, tolerance in (
-        ("critic/rewards/mean", float(rewards.mean()), 1e-6),
+        ("critic/score/mean", float(rewards.mean()), 1e-6),
         ("perf/total_num_tokens", stats.num_tokens, 0),
         ("actor/grad_norm", stats.grad_norm, _NORM_TOLERANCE * line["actor/grad_norm"]),
         ("actor/rollout_probs_diff_mean", stats.rollout_probs_diff_mean, _PROBS_TOLERANCE),

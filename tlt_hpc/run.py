@@ -21,7 +21,6 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import MicroStepRecord, Request, Stream
 from tlt_hpc.replay import replay
-from tlt_hpc.rl.advantage import group_advantages
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.storage.folder import rank_of, writing_beside
@@ -29,6 +28,7 @@ from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, shard, train_serially
 from tlt_hpc.timing import PhaseTimer
+from tlt_hpc.update import update_policy
 
 _CALIBRATION_RESPONSES = 8
 
@@ -127,20 +127,19 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
         reporter.phase(step, "reward")
     with timer("reward"):
         rewards = tail.scorer.rewards(tail.rollouts)
-        rollouts, all_rewards = gather(job.world, tail.rollouts, rewards)
-        advantages = group_advantages(all_rewards, job.config.rollout.group_size)
+        rollouts, scores = gather(job.world, tail.rollouts, rewards)
     if shows:
         reporter.phase(step, "update")
     # the merge has no other MPI call to make progress in while torch communicates
     with timer("update_actor"), job.pulse.progressing():
-        stats = job.policy.update(rollouts, advantages)
+        update = update_policy(job, rollouts, scores)
     with timer("refresh"):
         merged = finish_merge(job) if merge else unmerged(job)
         load_policy(job, step + 1)
     own = {rollout.key for rollout in tail.rollouts}
-    own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
+    own_advantages = np.array([a for r, a in zip(rollouts, update.advantages, strict=True) if r.key in own])
     record = make_record(job, step, tail, rewards, own_advantages, merged)
-    summary = summarise(job.world, record, stats, merged, timer.take())
+    summary = summarise(job.world, record, update, merged, timer.take())
     write_step(job.folder.rollout_log(step, job.world.rank), record)
     job.world.barrier()
     if shows:

@@ -205,7 +205,7 @@ def step_figures(row: Mapping[str, Any]) -> StepFigures:
         num_updates=int(row["drafter/steps"]),
         num_tokens=int(tokens),
         num_passes=tokens / row["drafter/spec_decode/mean_acceptance_length"],
-        reward=row["critic/rewards/mean"],
+        reward=row["critic/score/mean"],
         drafts=DraftCounts.from_metrics(row),
     )
 

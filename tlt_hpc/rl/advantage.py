@@ -1,15 +1,48 @@
-"""Owns the step from rewards to advantages; knows no tensors, no model and no ranks."""
+"""Owns the step from rewards to advantages; knows no tensor, no model and no ranks.
+
+Rewards are those of a whole step, ordered by group, so an advantage does not depend on which rank had which response.
+"""
 
 from __future__ import annotations
+
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.rl.algorithms import AdvantageName
+
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as verl does."""
+BATCH_EPSILON = 1e-8
+"""Added to the variance of a batch, as verl and OpenRLHF do."""
+
+Floats = NDArray[np.float32]
 
 
-def group_advantages(rewards: NDArray[np.float32], group_size: int) -> NDArray[np.float32]:
+def advantages_of(kind: AdvantageName, rewards: Floats, lengths: NDArray[np.int64], group_size: int) -> Floats:
+    """One advantage a response, [G * S] float32.
+
+    Args:
+        kind: see the functions below.
+        rewards: [G * S], ordered by group.
+        lengths: [G * S], response tokens, which those kinds count by that normalise over the batch.
+        group_size: S, at least 2.
+    """
+    if kind == "group":
+        return group_advantages(rewards, group_size)
+    if kind == "group-mean":
+        return centred_advantages(rewards, group_size)
+    if kind == "leave-one-out":
+        return leave_one_out_advantages(rewards, group_size)
+    if kind == "batch":
+        return whiten(rewards.astype(np.float64), lengths)
+    if kind == "group-mean-batch":
+        return whiten(centred_advantages(rewards, group_size).astype(np.float64), lengths)
+    assert_never(kind)
+
+
+def group_advantages(rewards: Floats, group_size: int) -> Floats:
     """GRPO: each reward less its group's mean, over its group's standard deviation (DeepSeekMath, section 4.1.2).
 
     The standard deviation is the unbiased one (n - 1) plus 1e-6, the convention of verl and TRL. A group whose rewards
@@ -22,11 +55,55 @@ def group_advantages(rewards: NDArray[np.float32], group_size: int) -> NDArray[n
     Returns:
         [G * S] float32, in the order of ``rewards``.
     """
+    groups, centred = _groups(rewards, group_size)
+    deviation = groups.std(axis=1, ddof=1, keepdims=True)
+    advantages: NDArray[np.float64] = centred / (deviation + STD_EPSILON)
+    return advantages.reshape(-1).astype(np.float32)
+
+
+def centred_advantages(rewards: Floats, group_size: int) -> Floats:
+    """Dr.GRPO: each reward less its group's mean (2503.20783, section 3.2). Arguments as ``group_advantages``."""
+    return _groups(rewards, group_size)[1].reshape(-1).astype(np.float32)
+
+
+def leave_one_out_advantages(rewards: Floats, group_size: int) -> Floats:
+    """RLOO: each reward less the mean of the others in its group (2402.14740, eq. 8). Arguments as above."""
+    centred = _groups(rewards, group_size)[1]
+    return (centred * (group_size / (group_size - 1))).reshape(-1).astype(np.float32)
+
+
+def whiten(values: NDArray[np.float64], lengths: NDArray[np.int64]) -> Floats:
+    """REINFORCE++: less the batch's mean, over its standard deviation, both over tokens (2501.03262, eq. 8).
+
+    ``values`` and ``lengths`` [N]: every response counts as often as it has tokens. The variance is the unbiased one.
+    A batch of equal values gives zeros.
+    """
+    assert values.shape == lengths.shape and lengths.min() >= 1
+    total = int(lengths.sum())
+    centred = values - (values * lengths).sum() / total
+    if np.ptp(values) == 0:
+        return np.zeros(values.size, np.float32)
+    variance = (centred**2 * lengths).sum() / (total - 1)
+    whitened: NDArray[np.float64] = centred / np.sqrt(variance + BATCH_EPSILON)
+    return whitened.astype(np.float32)
+
+
+def overlong_penalties(lengths: NDArray[np.int64], longest: int, buffer: int, penalty: float) -> Floats:
+    """DAPO's soft overlong punishment (2503.14476, eq. 13): what a reward loses, [N] float32, none above zero.
+
+    Zero up to ``longest - buffer`` tokens, then falling evenly to ``-penalty`` at ``longest``.
+    """
+    assert 0 < buffer <= longest, f"a buffer of {buffer} tokens in {longest}"
+    exceeded = np.maximum(lengths - (longest - buffer), 0) / buffer
+    return (-penalty * np.minimum(exceeded, 1.0)).astype(np.float32)
+
+
+def _groups(rewards: Floats, group_size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Rewards by group [G, S], and the same less each group's mean, exactly zero where a group's are all equal."""
     assert group_size >= 2, f"group_size = {group_size}: a group of one has no spread"
     assert rewards.ndim == 1 and rewards.size % group_size == 0, f"{rewards.shape} is not groups of {group_size}"
     groups = rewards.astype(np.float64).reshape(-1, group_size)
     centred: NDArray[np.float64] = groups - groups.mean(axis=1, keepdims=True)
-    advantages: NDArray[np.float64] = centred / (groups.std(axis=1, ddof=1, keepdims=True) + STD_EPSILON)
-    # The mean of equal numbers may be off by a rounding error, which the tiny denominator would blow up.
-    advantages[np.ptp(groups, axis=1) == 0] = 0.0
-    return advantages.reshape(-1).astype(np.float32)
+    # The mean of equal numbers may be off by a rounding error, which a tiny denominator would blow up.
+    centred[np.ptp(groups, axis=1) == 0] = 0.0
+    return groups, centred

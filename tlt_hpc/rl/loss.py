@@ -5,7 +5,13 @@ Shapes: T tokens, flat over all samples; V vocabulary.
 
 from __future__ import annotations
 
+from typing import Literal, assert_never
+
 import torch
+
+from tlt_hpc.rl.algorithms import LossName
+
+KLName = Literal["k1", "k2", "k3"]
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped here, so that one wild token gives a large loss and not an infinite one (as verl does)."""
@@ -28,39 +34,113 @@ def token_log_probs(logits: torch.Tensor, targets: torch.Tensor, temperature: fl
     return chosen - scaled.logsumexp(-1)
 
 
-@torch.no_grad()
 def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy [T] in nats of the temperature-scaled softmax of ``logits`` [T, V]; carries no gradient."""
+    """Entropy [T] in nats of the temperature-scaled softmax of ``logits`` [T, V]."""
     log_probs = (logits.float() / temperature).log_softmax(-1)
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
-def grpo_loss(
+# -- policy losses: one value a token, and where a bound took effect --------------------------------------------------
+
+
+def policy_loss(
+    kind: LossName,
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
     advantages: torch.Tensor,
-    mask: torch.Tensor,
+    rows: torch.Tensor,
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The clipped policy-gradient loss of each token (PPO, eq. 7; the two-sided clip is DAPO's).
+    """The loss of each token, and as bool where a bound took effect; all [T].
 
-    All tensors have one shape; sum the losses and divide by the global token count for the token mean.
-
-    Returns:
-        Loss per token, zero where ``mask`` is false; and, as bool, where the clip took effect.
+    Args:
+        kind: see the functions below.
+        log_probs: of the policy that is trained; they alone carry a gradient.
+        old_log_probs: of the policy that the update began with.
+        rows: the response that each token is of, int64, 0 to N - 1, every token of a response among them.
     """
-    ratio = (log_probs - old_log_probs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    if kind == "clip":
+        return clipped_loss(log_probs, old_log_probs, advantages, clip_low, clip_high)
+    if kind == "sequence-clip":
+        return sequence_clipped_loss(log_probs, old_log_probs, advantages, rows, clip_low, clip_high)
+    if kind == "weight-clip":
+        return weight_clipped_loss(log_probs, old_log_probs, advantages, clip_low, clip_high)
+    assert_never(kind)
+
+
+def clipped_loss(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Minus min(ratio A, clip(ratio, 1 - low, 1 + high) A) (PPO, 1707.06347, eq. 7; two bounds: DAPO, eq. 8).
+
+    Shapes and results as ``policy_loss``.
+    """
+    ratio = _ratio(log_probs - old_log_probs)
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    zero = torch.zeros((), dtype=log_probs.dtype, device=log_probs.device)
-    return torch.where(mask, torch.maximum(unclipped, clipped), zero), (clipped > unclipped) & mask
+    return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def kl_k3(log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) from the policy's samples: exp(d) - d - 1, d = reference - policy.
+def sequence_clipped_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    rows: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``clipped_loss`` by the whole response's ratio, the geometric mean of its tokens' (GSPO, 2507.18071, eq. 7).
 
-    Never negative (Schulman's k3; DeepSeekMath eq. 4). All tensors have one shape.
+    Each token has the response's value, and the gradient of its own share, so that the mean over a response's tokens
+    is the response's loss (GSPO-token, eq. 13 and 14). Shapes and results as ``policy_loss``.
     """
-    difference = (reference_log_probs - log_probs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    return difference.exp() - difference - 1.0
+    difference = log_probs - old_log_probs
+    mean = _mean_by_row(difference.detach(), rows)
+    # the value of the mean, the gradient of the token's own term
+    return clipped_loss(
+        mean + (log_probs - log_probs.detach()), torch.zeros_like(mean), advantages, clip_low, clip_high
+    )
+
+
+def weight_clipped_loss(
+    log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Minus clip(ratio) A log-prob, the clipped ratio a constant; no token loses its gradient (MiniMax-M1, eq. 4).
+
+    Shapes and results as ``policy_loss``.
+    """
+    ratio = _ratio((log_probs - old_log_probs).detach())
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * log_probs, weight != ratio
+
+
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def _mean_by_row(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Each token's row's mean, [T]."""
+    if not rows.numel():
+        return values
+    sums = values.new_zeros(int(rows.max()) + 1).index_add_(0, rows, values)
+    return (sums / rows.bincount().clamp(min=1))[rows]
+
+
+# -- distance from the reference --------------------------------------------------------------------------------------
+
+
+def kl_estimate(kind: KLName, log_probs: torch.Tensor, reference_log_probs: torch.Tensor) -> torch.Tensor:
+    """Per-token estimate of KL(policy || reference) from the policy's own samples; all tensors have one shape.
+
+    With d = log-prob - reference: ``k1`` = d, unbiased, and as a loss without effect in the mean; ``k2`` = d^2 / 2;
+    ``k3`` = exp(-d) - 1 + d, unbiased and never negative (Schulman, "Approximating KL divergence"; DeepSeekMath eq. 4).
+    """
+    difference = (log_probs - reference_log_probs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * difference.square()
+    if kind == "k3":
+        return (-difference).exp() - 1.0 + difference
+    assert_never(kind)

@@ -29,9 +29,11 @@ from numpy.typing import NDArray
 from tlt_hpc.config import Config
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.records import Rollout
+from tlt_hpc.rl.aggregation import token_weights
+from tlt_hpc.rl.algorithms import recipe_of
 from tlt_hpc.rl.batches import Indices, pad, plan_updates
 from tlt_hpc.rl.distributed import lengthen_timeouts
-from tlt_hpc.rl.loss import grpo_loss, kl_k3, token_entropy, token_log_probs
+from tlt_hpc.rl.loss import kl_estimate, policy_loss, token_entropy, token_log_probs
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -46,12 +48,13 @@ class PolicyStats:
     """One step's update, the same on all ranks: token means over all of the step's updates."""
 
     pg_loss: float
+    """As the algorithm aggregates it, mean over the updates."""
     entropy: float
     ppo_kl: float
     """Mean of old minus new log-probability."""
     pg_clipfrac: float
     kl_loss: float
-    """k3 estimate against the reference; 0 without one."""
+    """Estimate of the distance from the reference; 0 where it is no part of the loss."""
     rollout_probs_diff_mean: float
     """Mean distance of a token's probability before the update from the one recorded in the rollout."""
     grad_norm: float
@@ -66,12 +69,28 @@ class PolicyStats:
 
 
 @dataclass(frozen=True)
+class Update:
+    """What an update was made from, of all ranks' responses ordered by key, and how it went."""
+
+    rewards: NDArray[np.float32]
+    """[N]: scores less what the algorithm takes for length and distance from the reference."""
+    advantages: NDArray[np.float32]
+    """[N]."""
+    stats: PolicyStats
+
+
+@dataclass(frozen=True)
 class _Batch:
-    """A micro-batch on the device: see ``batches.MicroBatch``; advantages and log-probs are [T], as targets."""
+    """A micro-batch on the device: see ``batches.MicroBatch``.
+
+    What a token counts in the loss, its response's advantage and its recorded log-probability are [T], as targets.
+    """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     targets: torch.Tensor
+    rows: torch.Tensor
+    weights: torch.Tensor
     advantages: torch.Tensor
     rollout_log_probs: torch.Tensor
 
@@ -99,6 +118,7 @@ class Policy:
         self._temperature = config.rollout.temperature or 1.0
         self.engine = _start_engine(model, config, world.size)
         self._parameters = dict(model.named_parameters())
+        self._recipe = recipe_of(config.algorithm)
         self._reference = reference
         if reference is not None:
             reference.requires_grad_(False).eval().to(self.engine.device)
@@ -111,7 +131,7 @@ class Policy:
         return self._num_steps
 
     def update(self, rollouts: Sequence[Rollout], advantages: NDArray[np.float32]) -> PolicyStats:
-        """Train on one step's rollouts, ``updates_per_step`` times on a part of them each (GRPO, token mean).
+        """Train on one step's rollouts, ``updates_per_step`` times on a part of them each.
 
         Args:
             rollouts: all of the step, of all ranks, ordered by key; the same on every rank.
@@ -122,25 +142,37 @@ class Policy:
         """
         keys = [rollout.key for rollout in rollouts]
         assert keys == sorted(keys) and len(keys) == advantages.size, "rollouts ordered by key, one advantage each"
-        plans = plan_updates(
-            [rollout.prompt_tokens.size + rollout.response_tokens.size for rollout in rollouts],
-            self._config.algorithm.updates_per_step,
-            self._world.size,
-            self._config.optimizer.micro_batch_tokens,
-        )
+        plans = self._plan(rollouts, self._config.algorithm.updates_per_step)
         own = [
-            [self._load_batch(rollouts, advantages, indices) for indices in plan[self._world.rank]] for plan in plans
+            [self._load_batch(rollouts, advantages, weights, indices) for indices in plan[self._world.rank]]
+            for plan, weights in ((plan, self._weights(rollouts, plan)) for plan in plans)
         ]
         self.engine.train()
         started = time.perf_counter()
         old = self._old_log_probs(own)
         updating = time.perf_counter()
         sums, norms = np.zeros(6), []
-        for plan, batches, old_log_probs in zip(plans, own, old, strict=True):
-            sums += self._accumulate(batches, old_log_probs, _num_response_tokens(rollouts, plan))
+        for batches, old_log_probs in zip(own, old, strict=True):
+            sums += self._accumulate(batches, old_log_probs)
             norms.append(self._step())
         seconds = (updating - started, time.perf_counter() - updating)
         return self._stats(sums, norms, sum(rollout.response_tokens.size for rollout in rollouts), seconds)
+
+    def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
+        """Each response's distance from the reference, summed over its tokens as they were logged; [N]. Collective.
+
+        Args:
+            rollouts: all of the step, of all ranks; the same on every rank.
+        """
+        assert self._reference is not None, "there is no reference"
+        (plan,) = self._plan(rollouts, 1)
+        sums, nothing = np.zeros(len(rollouts)), np.zeros(len(rollouts))
+        for indices in plan[self._world.rank]:
+            batch = self._load_batch(rollouts, nothing, nothing, indices)
+            reference = self._log_probs(self._reference, batch)
+            kl = kl_estimate(self._config.algorithm.kl_estimator, batch.rollout_log_probs, reference)
+            np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
+        return self._world.sum(sums)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names, one at a time, on every rank; a tied weight comes once.
@@ -211,11 +243,29 @@ class Policy:
         self.engine = None  # the last reference to DeepSpeed's groups, whose threads must end before Python does
         self._parameters.clear()
 
-    def _load_batch(self, rollouts: Sequence[Rollout], advantages: NDArray[np.float32], indices: Indices) -> _Batch:
+    def _plan(self, rollouts: Sequence[Rollout], num_updates: int) -> list[list[list[Indices]]]:
+        return plan_updates(
+            [rollout.prompt_tokens.size + rollout.response_tokens.size for rollout in rollouts],
+            num_updates,
+            self._world.size,
+            self._config.optimizer.micro_batch_tokens,
+        )
+
+    def _weights(self, rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> NDArray[np.float64]:
+        """What a token of each response counts in the loss of one update; [N], zero for those of other updates."""
+        indices = [index for share in plan for part in share for index in part]
+        lengths = [rollouts[index].response_tokens.size for index in indices]
+        weights = np.zeros(len(rollouts))
+        weights[indices] = token_weights(lengths, self._recipe.aggregation, self._config.rollout.max_new_tokens)
+        return weights
+
+    def _load_batch(
+        self, rollouts: Sequence[Rollout], advantages: NDArray[Any], weights: NDArray[np.float64], indices: Indices
+    ) -> _Batch:
         micro = pad([rollouts[index] for index in indices])
-        own = advantages[list(indices)].astype(np.float32)
+        own, counts = (values[list(indices)].astype(np.float32)[micro.rows] for values in (advantages, weights))
         recorded = [np.zeros(0, np.float32), *(rollouts[index].log_probs for index in indices)]
-        arrays = (micro.tokens, micro.mask, micro.targets, own[micro.rows], np.concatenate(recorded))
+        arrays = (micro.tokens, micro.mask, micro.targets, micro.rows, counts, own, np.concatenate(recorded))
         return _Batch(*(torch.from_numpy(array).to(self.engine.device) for array in arrays))
 
     def _logits(self, model: Callable[..., Any], batch: _Batch) -> torch.Tensor:
@@ -235,39 +285,39 @@ class Policy:
             return [[None] * len(own[0])]
         return [[self._log_probs(self.engine, batch) for batch in batches] for batches in own]
 
-    def _accumulate(
-        self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], num_tokens: int
-    ) -> NDArray[np.float64]:
+    def _accumulate(self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None]) -> NDArray[np.float64]:
         """Gradient of one update's loss over all micro-batches and ranks; returns this rank's sums for the stats."""
         sums = np.zeros(6)
         for index, (batch, old_log_probs) in enumerate(zip(batches, old, strict=True)):
             self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             loss, batch_sums = self._loss(batch, old_log_probs)
-            # DeepSpeed averages over ranks; the token mean is over all ranks' tokens.
-            self.engine.backward(loss * (self._world.size / num_tokens), scale_wrt_gas=False)
+            # DeepSpeed averages over ranks; the tokens' weights are those of all ranks' tokens.
+            self.engine.backward(loss * self._world.size, scale_wrt_gas=False)
             sums += batch_sums
         return sums
 
     def _loss(self, batch: _Batch, old: torch.Tensor | None) -> tuple[torch.Tensor, NDArray[np.float64]]:
-        """Summed loss of a micro-batch and the sums for the stats: loss, entropy, KL to old, clipped, KL, mismatch."""
-        algorithm = self._config.algorithm
+        """This micro-batch's part of the loss, and the sums for the stats."""
+        algorithm, recipe = self._config.algorithm, self._recipe
         logits = self._logits(self.engine, batch)
         log_probs = token_log_probs(logits, batch.targets, self._temperature)
         old = log_probs.detach() if old is None else old
-        everywhere = torch.ones_like(old, dtype=torch.bool)
-        pg_losses, clipped = grpo_loss(
-            log_probs, old, batch.advantages, everywhere, algorithm.clip_low, algorithm.clip_high
+        pg_losses, clipped = policy_loss(
+            recipe.loss, log_probs, old, batch.advantages, batch.rows, recipe.clip_low, recipe.clip_high
         )
-        loss, kl = pg_losses.sum(), torch.zeros_like(old)
-        if self._reference is not None:
-            kl = kl_k3(log_probs, self._log_probs(self._reference, batch))
-            loss = loss + algorithm.kl_coefficient * kl.sum()
-        with torch.no_grad():
+        losses, kl = pg_losses, torch.zeros_like(old)
+        if self._reference is not None and algorithm.kl_in == "loss":
+            kl = kl_estimate(algorithm.kl_estimator, log_probs, self._log_probs(self._reference, batch))
+            losses = losses + algorithm.kl_coefficient * kl
+        with torch.set_grad_enabled(algorithm.entropy_coefficient > 0):
             entropy = token_entropy(logits, self._temperature)
+        if algorithm.entropy_coefficient:
+            losses = losses - algorithm.entropy_coefficient * entropy
+        with torch.no_grad():
             mismatch = (old.exp() - batch.rollout_log_probs.exp()).abs()
-            per_token = (pg_losses, entropy, old - log_probs, clipped, kl, mismatch)
+            per_token = (pg_losses * batch.weights, entropy, old - log_probs, clipped, kl, mismatch)
             sums = torch.stack([values.double().sum() for values in per_token])
-        return loss, sums.cpu().numpy()
+        return (losses * batch.weights).sum(), sums.cpu().numpy()
 
     def _step(self) -> float:
         """One optimiser step; returns the gradient's global norm before clipping."""
@@ -300,11 +350,11 @@ class Policy:
     def _stats(
         self, sums: NDArray[np.float64], norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
     ) -> PolicyStats:
-        means = (self._world.sum(sums) / num_tokens).tolist()
-        pg_loss, entropy, ppo_kl, clipped, kl, mismatch = means
+        totals = self._world.sum(sums)
+        entropy, ppo_kl, clipped, kl, mismatch = (totals[1:] / num_tokens).tolist()
         old_seconds, update_seconds = np.max(self._world.allgather(seconds), axis=0).tolist()
         return PolicyStats(
-            pg_loss=pg_loss,
+            pg_loss=float(totals[0]) / len(norms),
             entropy=entropy,
             ppo_kl=ppo_kl,
             pg_clipfrac=clipped,
@@ -337,7 +387,7 @@ class Policy:
         self._set_learning_rate(0.0)
         self.engine.train()
         self.engine.set_gradient_accumulation_boundary(True)
-        nothing = self._load_batch([], np.zeros(0, np.float32), ())
+        nothing = self._load_batch([], np.zeros(0), np.zeros(0), ())
         self.engine.backward(self._logits(self.engine, nothing).sum(), scale_wrt_gas=False)
         self.engine.step()
         self._has_state = True
@@ -432,8 +482,3 @@ def _make_optimizer(model: torch.nn.Module, config: Config, offloaded: bool) -> 
         eps=settings.epsilon,
         weight_decay=settings.weight_decay,
     )
-
-
-def _num_response_tokens(rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> int:
-    """Response tokens of one update over all ranks, which all of them can count without asking."""
-    return sum(rollouts[index].response_tokens.size for share in plan for indices in share for index in indices)

@@ -1,0 +1,245 @@
+"""The algorithms' parts against values worked out by hand, and what a name stands for against the papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tlt_hpc.config import AlgorithmSection, ConfigError, load_config
+from tlt_hpc.rl.advantage import (
+    advantages_of,
+    centred_advantages,
+    leave_one_out_advantages,
+    overlong_penalties,
+    whiten,
+)
+from tlt_hpc.rl.aggregation import token_weights
+from tlt_hpc.rl.algorithms import RECIPES, Recipe, recipe_of
+from tlt_hpc.rl.loss import (
+    clipped_loss,
+    kl_estimate,
+    policy_loss,
+    sequence_clipped_loss,
+    weight_clipped_loss,
+)
+
+ROOT = Path(__file__).parent.parent
+REWARDS = np.array([1, 0, 0, 3, 2, 2, 2, 2], np.float32)
+LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8])
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_name_of_the_configuration_has_a_recipe_and_no_other() -> None:
+    names = AlgorithmSection.model_fields["name"].annotation.__args__  # type: ignore[union-attr]
+    assert set(RECIPES) == set(names)
+
+
+def test_a_part_may_be_set_by_itself() -> None:
+    section = AlgorithmSection(name="gspo", aggregation="token-mean", clip_high=0.5)
+    assert recipe_of(section) == Recipe("group", "sequence-clip", "token-mean", 3e-4, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("grpo", ("group", "clip", "token-mean", 0.2, 0.2)),
+        ("dr-grpo", ("group-mean", "clip", "seq-mean-token-sum-norm", 0.2, 0.2)),
+        ("dapo", ("group", "clip", "token-mean", 0.2, 0.28)),
+        ("rloo", ("leave-one-out", "clip", "seq-mean-token-sum", 0.2, 0.2)),
+        ("gspo", ("group", "sequence-clip", "seq-mean-token-mean", 3e-4, 4e-4)),
+    ],
+)
+def test_what_a_name_stands_for(name: Any, parts: Any) -> None:
+    assert recipe_of(AlgorithmSection(name=name)) == Recipe(*parts)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.name=ppo", "algorithm.name"),
+        ("algorithm.aggregation=mean", "algorithm.aggregation"),
+        ("algorithm.clip_low=-0.1", "algorithm.clip_low"),
+        ("algorithm.clip_high=wide", "algorithm.clip_high"),
+        (
+            "algorithm.overlong_buffer=4096",
+            "algorithm.overlong_buffer = 4096 is more than rollout.max_new_tokens = 512; lower it",
+        ),
+        (
+            "algorithm.kl_in=reward",
+            "algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = 0.0; set a coefficient, or leave "
+            "algorithm.kl_in out",
+        ),
+        (
+            "algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1",
+            "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss' has no effect in the mean; use 'k3', or "
+            "algorithm.kl_in = 'reward'",
+        ),
+        (
+            "algorithm.clip_low=1.5",
+            "algorithm.clip_low = 1.5: a ratio is never below 0, so a bound below it is none; use 1.0 for none",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ROOT / "jobs" / "tiny.toml", override.split())
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+# -- advantages -------------------------------------------------------------------------------------------------------
+
+
+def test_the_groups_mean_is_the_baseline() -> None:
+    assert centred_advantages(REWARDS, 4).tolist() == [0, -1, -1, 2, 0, 0, 0, 0]
+
+
+def test_leave_one_out_is_the_reward_less_the_others_mean() -> None:
+    wanted = [1 - 1, 0 - 4 / 3, 0 - 4 / 3, 3 - 1 / 3, 0, 0, 0, 0]
+    assert leave_one_out_advantages(REWARDS, 4).tolist() == pytest.approx(wanted)
+
+
+def test_whitened_values_have_mean_zero_and_variance_one_over_tokens() -> None:
+    whitened = whiten(REWARDS.astype(np.float64), LENGTHS)
+    tokens = np.repeat(whitened.astype(np.float64), LENGTHS)
+    assert tokens.mean() == pytest.approx(0, abs=1e-6) and tokens.var(ddof=1) == pytest.approx(1, abs=1e-6)
+    assert (np.argsort(whitened, kind="stable") == np.argsort(REWARDS, kind="stable")).all()
+    assert whiten(np.full(3, 0.1), np.array([1, 2, 3])).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("group-mean", centred_advantages(REWARDS, 4)),
+        ("leave-one-out", leave_one_out_advantages(REWARDS, 4)),
+        ("batch", whiten(REWARDS.astype(np.float64), LENGTHS)),
+        ("group-mean-batch", whiten(centred_advantages(REWARDS, 4).astype(np.float64), LENGTHS)),
+    ],
+)
+def test_an_advantage_is_found_by_its_name(kind: Any, wanted: Any) -> None:
+    found = advantages_of(kind, REWARDS, LENGTHS, 4)
+    assert found.dtype == np.float32 and found.tolist() == wanted.tolist()
+
+
+def test_coming_close_to_the_longest_costs_evenly() -> None:
+    lengths = np.array([1, 80, 81, 90, 100, 120])
+    assert overlong_penalties(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5, -0.5])
+
+
+# -- aggregation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("token-mean", [1 / 6, 1 / 6, 1 / 6]),
+        ("seq-mean-token-mean", [1 / 3, 1 / 6, 1 / 9]),
+        ("seq-mean-token-sum", [1 / 3, 1 / 3, 1 / 3]),
+        ("seq-mean-token-sum-norm", [1 / 30, 1 / 30, 1 / 30]),
+    ],
+)
+def test_what_a_token_counts(kind: Any, wanted: list[float]) -> None:
+    weights = token_weights([1, 2, 3], kind, norm_length=10)
+    assert weights.tolist() == pytest.approx(wanted)
+    if kind.endswith("mean"):
+        assert float((weights * [1, 2, 3]).sum()) == pytest.approx(1), "a mean of ones is one"
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
+
+def tensors(ratios: list[float], advantages: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    old = torch.full((len(ratios),), -1.5, dtype=torch.float64)
+    log_probs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    return log_probs, old, torch.tensor(advantages, dtype=torch.float64)
+
+
+def test_the_sequence_ratio_is_the_geometric_mean_of_its_tokens() -> None:
+    log_probs, old, advantages = tensors([2.0, 0.5, 1.21, 1.0], [3.0, 3.0, 1.0, 1.0])
+    rows = torch.tensor([0, 0, 1, 1])
+    losses, clipped = sequence_clipped_loss(log_probs, old, advantages, rows, 0.2, 0.05)
+    assert losses.tolist() == pytest.approx([-3.0, -3.0, -1.05, -1.05])  # 1.0, and 1.1 held at 1.05
+    assert clipped.tolist() == [False, False, True, True]
+    losses.sum().backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == pytest.approx([-3.0, -3.0, 0.0, 0.0])
+
+
+def test_the_sequence_loss_has_the_gradient_of_the_papers_sequence_objective() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_probs = (-torch.rand(9, generator=generator, dtype=torch.float64)).requires_grad_()
+    old = log_probs.detach() + 0.1 * torch.randn(9, generator=generator, dtype=torch.float64)
+    rows, advantage = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2]), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    lengths = rows.bincount()
+    wanted = torch.zeros((), dtype=torch.float64)
+    for row in range(3):
+        ratio = ((log_probs - old)[rows == row].sum() / lengths[row]).exp()  # eq. 7
+        wanted = wanted - torch.minimum(ratio * advantage[row], ratio.clamp(0.95, 1.05) * advantage[row]) / 3  # eq. 5
+    (by_paper,) = torch.autograd.grad(wanted, log_probs)
+    losses, _ = sequence_clipped_loss(log_probs, old, advantage[rows], rows, 0.05, 0.05)
+    loss = (losses * torch.from_numpy(token_weights(lengths.tolist(), "seq-mean-token-mean", 1))[rows]).sum()
+    (by_token,) = torch.autograd.grad(loss, log_probs)
+    assert loss.item() == pytest.approx(wanted.item())
+    torch.testing.assert_close(by_token, by_paper)
+    assert by_paper.abs().max() > 0
+
+
+def test_a_clipped_weight_leaves_every_token_its_gradient() -> None:
+    log_probs, old, advantages = tensors([9.0, 2.0, 0.01], [1.0, -1.0, 2.0])
+    losses, clipped = weight_clipped_loss(log_probs, old, advantages, 1.0, 5.0)
+    losses.sum().backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == pytest.approx([-6.0, 2.0, -0.02])
+    assert clipped.tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("kind", ["clip", "sequence-clip", "weight-clip"])
+def test_at_ratio_one_every_loss_has_the_policy_gradient(kind: Any) -> None:
+    log_probs, old, advantages = tensors([1.0, 1.0, 1.0], [1.0, -0.5, 2.0])
+    losses, clipped = policy_loss(kind, log_probs, old, advantages, torch.tensor([0, 0, 1]), 0.2, 0.2)
+    losses.sum().backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == pytest.approx([-1.0, 0.5, -2.0])
+    assert not clipped.any()
+
+
+def test_a_micro_batch_of_nothing_has_no_loss() -> None:
+    nothing = torch.zeros(0)
+    for kind in ("clip", "sequence-clip", "weight-clip"):
+        losses, clipped = policy_loss(kind, nothing, nothing, nothing, nothing.long(), 0.2, 0.2)
+        assert losses.shape == clipped.shape == (0,)
+
+
+def test_a_wild_ratio_stays_finite_whatever_the_loss() -> None:
+    one = torch.tensor([0.0])
+    for kind in ("clip", "sequence-clip", "weight-clip"):
+        losses, _ = policy_loss(kind, one, one - 500, -torch.ones(1), torch.tensor([0]), 0.2, 0.2)
+        assert losses.isfinite().all()
+
+
+def test_two_bounds_are_daposs() -> None:
+    log_probs, old, advantages = tensors([1.25, 1.25, 0.75], [1.0, 1.0, -1.0])
+    assert clipped_loss(log_probs, old, advantages, 0.2, 0.28)[0].tolist() == pytest.approx([-1.25, -1.25, 0.8])
+    assert clipped_loss(log_probs, old, advantages, 0.2, 0.2)[0].tolist() == pytest.approx([-1.2, -1.2, 0.8])
+
+
+# -- distance from the reference --------------------------------------------------------------------------------------
+
+
+def test_the_estimates_of_the_distance() -> None:
+    policy, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    assert kl_estimate("k1", policy, reference).tolist() == pytest.approx([0.5, -1.0])
+    assert kl_estimate("k2", policy, reference).tolist() == pytest.approx([0.125, 0.5])
+    assert kl_estimate("k3", policy, reference).tolist() == pytest.approx([np.exp(-0.5) - 0.5, np.exp(1.0) - 2.0])
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("k1", 0.005), ("k3", 0.005), ("k2", 0.02)])
+def test_the_estimates_mean_is_the_distance(kind: Any, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = torch.randn(2, 20, generator=generator).mul(0.3).log_softmax(-1)
+    exact = float((policy.exp() * (policy - reference)).sum())
+    samples = policy.exp().multinomial(200_000, replacement=True, generator=generator)
+    found = float(kl_estimate(kind, policy[samples], reference[samples]).mean())
+    assert exact > 0.05 and found == pytest.approx(exact, abs=tolerance)

@@ -1,0 +1,45 @@
+"""From a step's responses and rewards to the policy's update: penalties, advantages, optimiser steps.
+
+The same whether the responses were generated a moment ago or come from the log. Knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.config import AlgorithmSection
+from tlt_hpc.job import Job
+from tlt_hpc.records import Rollout
+from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
+from tlt_hpc.rl.algorithms import recipe_of
+from tlt_hpc.rl.policy import Update
+
+
+def update_policy(job: Job, rollouts: Sequence[Rollout], scores: NDArray[np.float32]) -> Update:
+    """Train the policy on a step's responses; collective, with the same arguments on every rank.
+
+    Args:
+        rollouts: all of the step, ordered by key.
+        scores: [N] float32, theirs.
+
+    Raises:
+        FloatingPointError: the gradient is not finite.
+    """
+    algorithm = job.config.algorithm
+    lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)
+    rewards = scores + length_penalties(algorithm, lengths, job.config.rollout.max_new_tokens)
+    if algorithm.kl_coefficient and algorithm.kl_in == "reward":
+        rewards = (rewards - algorithm.kl_coefficient * job.policy.reference_kl(rollouts)).astype(np.float32)
+    kind = recipe_of(algorithm).advantage
+    advantages = advantages_of(kind, rewards, lengths, job.config.rollout.group_size)
+    return Update(rewards, advantages, job.policy.update(rollouts, advantages))
+
+
+def length_penalties(algorithm: AlgorithmSection, lengths: NDArray[np.int64], longest: int) -> NDArray[np.float32]:
+    """What responses lose for coming close to the longest, [N]."""
+    if not algorithm.overlong_buffer:
+        return np.zeros(lengths.size, np.float32)
+    return overlong_penalties(lengths, longest, algorithm.overlong_buffer, algorithm.overlong_penalty)
