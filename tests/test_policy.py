@@ -266,7 +266,7 @@ def objective(config: Config, parts: list[tuple[torch.Tensor, torch.Tensor, torc
             ratio = (log_probs - old).mean().exp().expand(len(old))
             loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
         elif algorithm.name == "cispo":
-            loss = -ratio.detach().clamp(max=6.0) * advantage * log_probs
+            loss = -ratio.detach().clamp(max=5.0) * advantage * log_probs
         else:
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
         entropy = -(rows.exp() * rows).sum(-1)

@@ -38,8 +38,8 @@ RECIPES = {
     "reinforce++-baseline": Recipe("group-mean-batch", "clip", "token-mean", 0.2, 0.2),
     # Group Sequence Policy Optimization (2507.18071), eq. 5 and section 5.1.
     "gspo": Recipe("group", "sequence-clip", "seq-mean-token-mean", 3e-4, 4e-4),
-    # MiniMax-M1 (2506.13585), eq. 4 and 5: no lower bound; it does not tell the upper one.
-    "cispo": Recipe("group", "weight-clip", "token-mean", 1.0, 5.0),
+    # MiniMax-M1 (2506.13585), eq. 4 and 5: no lower bound; it does not tell the upper one, and TRL advises 5 in all.
+    "cispo": Recipe("group", "weight-clip", "token-mean", 1.0, 4.0),
 }
 """By name, as their papers have them where the field agrees with the paper."""
 
