@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tlt_hpc.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.rl.advantage import group_advantages
-from tlt_hpc.rl.batches import balance, cut_micro_batches, mini_batches, pad, plan_updates
+from tlt_hpc.rl.batches import balance, cut_micro_batches, mini_batches, pack, plan_updates
 
 lengths_strategy = st.lists(st.integers(2, 300), min_size=1, max_size=40)
 
@@ -53,7 +53,7 @@ def test_a_plan_holds_every_sample_once_within_the_budget(
     lengths: list[int], num_ranks: int, budget: int, data: st.DataObject
 ) -> None:
     num_updates = data.draw(st.sampled_from([n for n in range(1, len(lengths) + 1) if len(lengths) % n == 0]))
-    plan = plan_updates(lengths, num_updates, num_ranks, budget)
+    plan = plan_updates(lengths, num_updates, num_ranks, budget, dear_length=100.0)
     assert len(plan) == num_updates
     for update, ranks in enumerate(plan):
         assert len(ranks) == num_ranks
@@ -62,7 +62,7 @@ def test_a_plan_holds_every_sample_once_within_the_budget(
         planned = [index for micro_batches in ranks for indices in micro_batches for index in indices]
         assert sorted(planned) == list(range(update, len(lengths), num_updates))
         for indices in (indices for micro_batches in ranks for indices in micro_batches if len(indices) > 1):
-            assert len(indices) * max(lengths[index] for index in indices) <= budget
+            assert sum(lengths[index] for index in indices) <= budget
 
 
 @given(lengths=lengths_strategy, num_ranks=st.integers(1, 6))
@@ -77,8 +77,17 @@ def test_mini_batches_do_not_depend_on_ranks_and_mix_the_prompts() -> None:
         assert [group_of[index] for index in indices] == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_long_sample_counts_more_than_its_tokens() -> None:
+    """Attention grows with the square of the length."""
+    (ranks,) = plan_updates([390, 200, 200, 200], 1, 2, 10_000, dear_length=100.0)
+    assert ranks == [[(0,)], [(1, 2, 3)]]
+    (ranks,) = plan_updates([390, 200, 200, 200], 1, 2, 10_000, dear_length=1e9)
+    assert ranks == [[(0, 3)], [(1, 2)]]
+
+
 def test_micro_batches_fill_the_budget_longest_first() -> None:
     assert cut_micro_batches([0, 1, 2, 3], [5, 10, 5, 4], 10) == [(1,), (0, 2), (3,)]
+    assert cut_micro_batches([0, 1, 2, 3], [6, 7, 3, 4], 10) == [(1, 2), (0, 3)]
     assert cut_micro_batches([], [], 10) == []
 
 
@@ -95,14 +104,16 @@ def make_rollout(prompt: list[int], response: list[int]) -> Rollout:
     )
 
 
-def test_padding_keeps_the_positions_that_predict_responses() -> None:
-    micro = pad([make_rollout([1, 2, 3], [4, 5]), make_rollout([6, 7], [8])])
-    assert micro.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]]
-    # The last four positions: 7 predicts 8, 3 predicts 4, 4 predicts 5.
-    assert micro.mask.tolist() == [[False, True, True, False], [True, False, False, False]]
+def test_packing_keeps_the_positions_that_predict_responses() -> None:
+    micro = pack([make_rollout([1, 2, 3], [4, 5]), make_rollout([6, 7], [8])])
+    assert micro.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert micro.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert micro.lengths == (5, 3)
+    assert micro.tokens[micro.where].tolist() == [3, 4, 7], "3 predicts 4, 4 predicts 5, 7 predicts 8"
     assert micro.targets.tolist() == [4, 5, 8] and micro.rows.tolist() == [0, 0, 1]
 
 
 def test_an_empty_micro_batch_predicts_nothing() -> None:
-    micro = pad([])
-    assert micro.tokens.size > 0 and not micro.mask.any() and micro.targets.size == micro.rows.size == 0
+    micro = pack([])
+    assert micro.tokens.size == sum(micro.lengths) > 0
+    assert micro.where.size == micro.targets.size == micro.rows.size == 0

@@ -74,6 +74,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_packing.py",
         "bench_checkpoint.py",
         "bench_cache.py",
+        "bench_update.py",
     },
     "jobs": set[str](),
 }

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from tlt_hpc.rl.loss import clipped_loss, kl_estimate, token_entropy, token_log_probs
+from tlt_hpc.models.policy_model import token_entropy, token_log_probs
+from tlt_hpc.rl.loss import clipped_loss, kl_estimate
 
 
 def losses_of(ratios: list[float], advantages: list[float]) -> tuple[list, list]:

@@ -173,9 +173,7 @@ def capture_gradients(policy: Any) -> list[dict[str, torch.Tensor]]:
     step = policy.engine.step
 
     def record_and_step() -> None:
-        captured.append(
-            {name: safe_get_full_grad(p).detach().clone() for name, p in policy.engine.module.named_parameters()}
-        )
+        captured.append({name: safe_get_full_grad(p).detach().clone() for name, p in policy._parameters.items()})
         step()
 
     policy.engine.step = record_and_step

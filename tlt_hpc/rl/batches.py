@@ -1,4 +1,4 @@
-"""Owns how a step's samples become mini-batches, ranks' shares and padded micro-batches; knows no model and no tensors.
+"""Owns how a step's samples become mini-batches, ranks' shares and packed micro-batches; knows no model and no tensors.
 
 Everything here is a pure function of the rollouts in the order of their keys, so a run repeats bit for bit.
 """
@@ -19,21 +19,23 @@ Indices = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Right-padded sequences of one forward and backward pass.
+    """Prompts with their responses, end to end, of one forward and backward pass.
 
-    ``tokens`` [B, L] int64. Only the last K positions have a response token after them in any row: ``mask`` [B, K] is
-    true where position L - K + k predicts one. ``targets`` [T] int64 are those tokens and ``rows`` [T] int64 their row,
-    in the order in which ``mask`` selects them: by row, then by position.
+    ``tokens`` and ``positions`` [T] int64, positions counted from each document's start; ``lengths`` of the documents,
+    T together. ``where`` [R] int64 are the places before a response token, ``targets`` [R] int64 those tokens and
+    ``rows`` [R] int64 their document: by document, then by position.
     """
 
     tokens: NDArray[np.int64]
-    mask: NDArray[np.bool_]
+    positions: NDArray[np.int64]
+    lengths: tuple[int, ...]
+    where: NDArray[np.int64]
     targets: NDArray[np.int64]
     rows: NDArray[np.int64]
 
 
 def plan_updates(
-    lengths: Sequence[int], num_updates: int, num_ranks: int, token_budget: int
+    lengths: Sequence[int], num_updates: int, num_ranks: int, token_budget: int, dear_length: float
 ) -> list[list[list[Indices]]]:
     """For each update and rank, its micro-batches.
 
@@ -43,11 +45,13 @@ def plan_updates(
     Args:
         lengths: tokens of each sample, prompt and response.
         num_updates: divides the number of samples.
-        token_budget: most padded tokens of one micro-batch; a single sample may exceed it.
+        token_budget: most tokens of one micro-batch; a single sample may exceed it.
+        dear_length: tokens of a sample at which its attention costs as much as all else.
     """
     plans = []
+    costs = [length * (1 + length / dear_length) for length in lengths]
     for indices in mini_batches(len(lengths), num_updates):
-        shares = balance(indices, lengths, num_ranks)
+        shares = balance(indices, costs, num_ranks)
         cuts = [cut_micro_batches(share, lengths, token_budget) for share in shares]
         most = max(len(cut) for cut in cuts)
         plans.append([cut + [()] * (most - len(cut)) for cut in cuts])
@@ -60,46 +64,49 @@ def mini_batches(num_samples: int, num_updates: int) -> list[Indices]:
     return [tuple(range(update, num_samples, num_updates)) for update in range(num_updates)]
 
 
-def balance(indices: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Share samples out over ranks by tokens: the longest first, each to the rank with the fewest tokens so far."""
+def balance(indices: Sequence[int], costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Share samples out over ranks by cost: the dearest first, each to the rank with the least so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for index in sorted(indices, key=lambda index: (-lengths[index], index)):
+    loads = [0.0] * num_ranks
+    for index in sorted(indices, key=lambda index: (-costs[index], index)):
         rank = loads.index(min(loads))
         shares[rank].append(index)
-        loads[rank] += lengths[index]
+        loads[rank] += costs[index]
     return shares
 
 
 def cut_micro_batches(indices: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[Indices]:
-    """Cut one rank's samples, longest first, so that rows times longest stays within the budget."""
+    """Cut one rank's samples, longest first, so that the tokens of each part stay within the budget.
+
+    The parts are as few as first-fit finds: a short sample goes where a long one has left room.
+    """
     batches: list[list[int]] = []
-    width = 0
+    rooms: list[int] = []
     for index in sorted(indices, key=lambda index: (-lengths[index], index)):
-        if not batches or (len(batches[-1]) + 1) * width > token_budget:
+        fitting = next((i for i, room in enumerate(rooms) if lengths[index] <= room), None)
+        if fitting is None:
             batches.append([])
-            width = lengths[index]
-        batches[-1].append(index)
+            rooms.append(token_budget)
+            fitting = len(rooms) - 1
+        batches[fitting].append(index)
+        rooms[fitting] -= lengths[index]
     return [tuple(batch) for batch in batches]
 
 
-def pad(rollouts: Sequence[Rollout], pad_token: int = 0) -> MicroBatch:
-    """Lay rollouts out as the rows of one micro-batch; none gives a row of padding that predicts nothing.
-
-    The padding lies behind the causal mask of every real token, so its value and length change nothing.
-    """
+def pack(rollouts: Sequence[Rollout], pad_token: int = 0) -> MicroBatch:
+    """Lay rollouts end to end; none gives a document of two tokens that predicts nothing."""
     if not rollouts:
         nothing = np.zeros(0, np.int64)
-        return MicroBatch(np.full((1, 2), pad_token, np.int64), np.zeros((1, 1), np.bool_), nothing, nothing)
-    starts = np.array([rollout.prompt_tokens.size for rollout in rollouts])
-    ends = starts + [rollout.response_tokens.size for rollout in rollouts]
-    assert starts.min() >= 1, "an empty prompt has no position that predicts the first response token"
-    tokens = np.full((len(rollouts), int(ends.max())), pad_token, np.int64)
-    for row, rollout in enumerate(rollouts):
-        tokens[row, : starts[row]] = rollout.prompt_tokens
-        tokens[row, starts[row] : ends[row]] = rollout.response_tokens
-    first = int(starts.min()) - 1
-    positions = np.arange(first, tokens.shape[1])
-    mask = (positions >= starts[:, None] - 1) & (positions < ends[:, None] - 1)
-    rows, columns = np.nonzero(mask)
-    return MicroBatch(tokens, mask, tokens[rows, columns + first + 1], rows.astype(np.int64))
+        return MicroBatch(np.full(2, pad_token, np.int64), np.arange(2), (2,), nothing, nothing, nothing)
+    prompts = np.array([rollout.prompt_tokens.size for rollout in rollouts])
+    responses = np.array([rollout.response_tokens.size for rollout in rollouts])
+    assert prompts.min() >= 1, "an empty prompt has no position that predicts the first response token"
+    lengths = prompts + responses
+    starts = np.cumsum(lengths) - lengths
+    tokens = np.concatenate([part for each in rollouts for part in (each.prompt_tokens, each.response_tokens)])
+    tokens = tokens.astype(np.int64)
+    rows = np.repeat(np.arange(len(rollouts)), responses)
+    within = np.arange(rows.size) - np.repeat(np.cumsum(responses) - responses, responses)
+    where = (starts + prompts - 1)[rows] + within
+    positions = np.arange(tokens.size) - np.repeat(starts, lengths)
+    return MicroBatch(tokens, positions, tuple(lengths.tolist()), where, tokens[where + 1], rows)

@@ -1,6 +1,6 @@
 """Owns the formulas of the policy loss, as pure functions of tensors; knows no model, no batch layout and no ranks.
 
-Shapes: T tokens, flat over all samples; V vocabulary.
+Shapes: T tokens, flat over all samples.
 """
 
 from __future__ import annotations
@@ -15,29 +15,6 @@ KLName = Literal["k1", "k2", "k3"]
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped here, so that one wild token gives a large loss and not an infinite one (as verl does)."""
-
-
-def token_log_probs(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probability of each target token under the temperature-scaled softmax, before top-k, top-p and min-p.
-
-    Args:
-        logits: [T, V], any floating dtype; computed in float32.
-        targets: [T] int64.
-        temperature: above 0.
-
-    Returns:
-        [T] float32.
-    """
-    assert temperature > 0, f"temperature = {temperature}"
-    scaled = logits.float() / temperature
-    chosen = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return chosen - scaled.logsumexp(-1)
-
-
-def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy [T] in nats of the temperature-scaled softmax of ``logits`` [T, V]."""
-    log_probs = (logits.float() / temperature).log_softmax(-1)
-    return -(log_probs.exp() * log_probs).sum(-1)
 
 
 # -- policy losses: one value a token, and where a bound took effect --------------------------------------------------

@@ -28,12 +28,13 @@ from numpy.typing import NDArray
 
 from tlt_hpc.config import Config
 from tlt_hpc.models.piece import Piece, deal
+from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.algorithms import recipe_of
-from tlt_hpc.rl.batches import Indices, pad, plan_updates
+from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.distributed import lengthen_timeouts
-from tlt_hpc.rl.loss import kl_estimate, policy_loss, token_entropy, token_log_probs
+from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -86,8 +87,10 @@ class _Batch:
     What a token counts in the loss, its response's advantage and its recorded log-probability are [T], as targets.
     """
 
+    lengths: tuple[int, ...]
     tokens: torch.Tensor
-    mask: torch.Tensor
+    positions: torch.Tensor
+    where: torch.Tensor
     targets: torch.Tensor
     rows: torch.Tensor
     weights: torch.Tensor
@@ -116,12 +119,14 @@ class Policy:
         self._config, self._world = config, world
         # The rollout of temperature 0 is no sample of any softmax; its groups are all equal and teach nothing anyway.
         self._temperature = config.rollout.temperature or 1.0
-        self.engine = _start_engine(model, config, world.size)
         self._parameters = dict(model.named_parameters())
+        self._dear_length = dear_length(model)
+        self.engine = _start_engine(PolicyModel(model), config, world.size)
         self._recipe = recipe_of(config.algorithm)
-        self._reference = reference
+        self._reference: torch.nn.Module | None = None
         if reference is not None:
             reference.requires_grad_(False).eval().to(self.engine.device)
+            self._reference = PolicyModel(reference)
         self._num_steps = 0
         self._has_state = False
 
@@ -249,6 +254,7 @@ class Policy:
             num_updates,
             self._world.size,
             self._config.optimizer.micro_batch_tokens,
+            self._dear_length,
         )
 
     def _weights(self, rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> NDArray[np.float64]:
@@ -262,22 +268,25 @@ class Policy:
     def _load_batch(
         self, rollouts: Sequence[Rollout], advantages: NDArray[Any], weights: NDArray[np.float64], indices: Indices
     ) -> _Batch:
-        micro = pad([rollouts[index] for index in indices])
+        micro = pack([rollouts[index] for index in indices])
         own, counts = (values[list(indices)].astype(np.float32)[micro.rows] for values in (advantages, weights))
         recorded = [np.zeros(0, np.float32), *(rollouts[index].log_probs for index in indices)]
-        arrays = (micro.tokens, micro.mask, micro.targets, micro.rows, counts, own, np.concatenate(recorded))
-        return _Batch(*(torch.from_numpy(array).to(self.engine.device) for array in arrays))
+        arrays = (
+            *(micro.tokens, micro.positions, micro.where, micro.targets, micro.rows),
+            *(counts, own, np.concatenate(recorded)),
+        )
+        return _Batch(micro.lengths, *(torch.from_numpy(array).to(self.engine.device) for array in arrays))
 
-    def _logits(self, model: Callable[..., Any], batch: _Batch) -> torch.Tensor:
-        """Logits [T, V] at the positions that predict a response token."""
-        # Right padding needs no attention mask: causality hides it from every real token.
-        output = model(input_ids=batch.tokens, use_cache=False, logits_to_keep=batch.mask.shape[1])
-        logits: torch.Tensor = output.logits[batch.mask]
-        return logits
+    def _forward(self, model: Callable[..., Any], batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of the response tokens, and the entropy where each was drawn; [R] both."""
+        entropy_counts = self._config.algorithm.entropy_coefficient > 0
+        inputs = (batch.tokens, batch.positions, batch.lengths, batch.where, batch.targets)
+        log_probs, entropy = model(*inputs, self._temperature, entropy_counts)
+        return log_probs, entropy
 
+    @torch.no_grad()
     def _log_probs(self, model: Callable[..., Any], batch: _Batch) -> torch.Tensor:
-        with torch.no_grad():
-            return token_log_probs(self._logits(model, batch), batch.targets, self._temperature)
+        return self._forward(model, batch)[0]
 
     def _old_log_probs(self, own: Sequence[Sequence[_Batch]]) -> list[list[torch.Tensor | None]]:
         """Log-probs before the first update; None where the only update computes them itself."""
@@ -299,8 +308,7 @@ class Policy:
     def _loss(self, batch: _Batch, old: torch.Tensor | None) -> tuple[torch.Tensor, NDArray[np.float64]]:
         """This micro-batch's part of the loss, and the sums for the stats."""
         algorithm, recipe = self._config.algorithm, self._recipe
-        logits = self._logits(self.engine, batch)
-        log_probs = token_log_probs(logits, batch.targets, self._temperature)
+        log_probs, entropy = self._forward(self.engine, batch)
         old = log_probs.detach() if old is None else old
         pg_losses, clipped = policy_loss(
             recipe.loss, log_probs, old, batch.advantages, batch.rows, recipe.clip_low, recipe.clip_high
@@ -309,8 +317,6 @@ class Policy:
         if self._reference is not None and algorithm.kl_in == "loss":
             kl = kl_estimate(algorithm.kl_estimator, log_probs, self._log_probs(self._reference, batch))
             losses = losses + algorithm.kl_coefficient * kl
-        with torch.set_grad_enabled(algorithm.entropy_coefficient > 0):
-            entropy = token_entropy(logits, self._temperature)
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * entropy
         with torch.no_grad():
@@ -388,7 +394,7 @@ class Policy:
         self.engine.train()
         self.engine.set_gradient_accumulation_boundary(True)
         nothing = self._load_batch([], np.zeros(0), np.zeros(0), ())
-        self.engine.backward(self._logits(self.engine, nothing).sum(), scale_wrt_gas=False)
+        self.engine.backward(self._forward(self.engine, nothing)[0].sum(), scale_wrt_gas=False)
         self.engine.step()
         self._has_state = True
         self._set_step_count(self._num_steps)
@@ -453,6 +459,18 @@ def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[st
         "communication_data_type": "fp32",
         "zero_optimization": zero,
     }
+
+
+def dear_length(model: torch.nn.Module) -> float:
+    """Tokens of a document at which its attention costs as much as the products with the model's weights.
+
+    A product takes 2 operations a weight and token; attention, 4 a width, layer and token that is seen, of which there
+    are half as many as the document has.
+    """
+    config: Any = model.config
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    width: int = config.num_hidden_layers * config.hidden_size
+    return weights / width
 
 
 def _start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:

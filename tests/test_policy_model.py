@@ -1,0 +1,123 @@
+"""Packed documents against transformers' own forward pass over each alone; logits in chunks against all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tlt_hpc.models import policy_model
+from tlt_hpc.models.policy_model import PolicyModel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+}  # fmt: skip
+LENGTHS = (7, 2, 160, 31)
+TEMPERATURE = 0.8
+
+
+def make_model(kind: str = "qwen2", **changes: Any) -> Any:
+    torch.manual_seed(5)
+    model, config = {
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+        "llama": (LlamaForCausalLM, LlamaConfig),
+    }[kind]
+    sizes = {**SIZES, **({"head_dim": 16} if kind == "qwen3" else {}), **changes}
+    return model(config(**sizes))
+
+
+def make_batch() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(50, (sum(LENGTHS),), generator=generator)
+    ends = torch.tensor(LENGTHS).cumsum(0)
+    where = torch.cat(
+        [torch.arange(int(end) - length // 2 - 1, int(end) - 1) for end, length in zip(ends, LENGTHS, strict=True)]
+    )
+    return {
+        "tokens": tokens,
+        "positions": torch.cat([torch.arange(length) for length in LENGTHS]),
+        "lengths": LENGTHS,
+        "where": where,
+        "targets": tokens[where + 1],
+        "temperature": TEMPERATURE,
+    }
+
+
+def by_document(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies at the same places, each document in a pass of its own."""
+    documents = torch.split(batch["tokens"], LENGTHS)
+    rows = torch.cat([(model(input_ids=d[None]).logits[0] / TEMPERATURE).log_softmax(-1) for d in documents])
+    rows = rows[batch["where"]]
+    return rows.gather(1, batch["targets"][:, None])[:, 0], -(rows.exp() * rows).sum(-1)
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_packed_documents_are_what_they_are_alone(kind: str) -> None:
+    model, batch = make_model(kind), make_batch()
+    wanted, entropy = by_document(model, batch)
+    plain = gradients(model, wanted.sum() + 0.3 * entropy.sum())
+    found, found_entropy = PolicyModel(model)(**batch, entropy_has_gradient=True)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found_entropy, entropy, atol=1e-5, rtol=1e-5)
+    for name, gradient in gradients(model, found.sum() + 0.3 * found_entropy.sum()).items():
+        torch.testing.assert_close(gradient, plain[name], atol=1e-4, rtol=1e-4, msg=name)
+    assert max(float(g.abs().max()) for g in plain.values()) > 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_in_chunks_have_the_same_values_and_gradients(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch()
+    policy = PolicyModel(make_model(tie_word_embeddings=tied))
+    whole, _ = policy(**batch)
+    wanted = gradients(policy.inner, whole.square().sum())
+    monkeypatch.setattr(policy_model, "_CHUNK_LOGITS", 50 * 16)
+    widest, true_read = [], policy_model._read
+    monkeypatch.setattr(
+        policy_model, "_read", lambda hidden, *rest: widest.append(len(hidden)) or true_read(hidden, *rest)
+    )
+    chunked, _ = policy(**batch)
+    forward = len(widest)
+    torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-6)
+    for name, gradient in gradients(policy.inner, chunked.square().sum()).items():
+        torch.testing.assert_close(gradient, wanted[name], atol=1e-4, rtol=1e-4, msg=name)
+    assert max(widest) == 16 and forward == -(-len(whole) // 16) and len(widest) == 2 * forward, "kept, not made again"
+
+
+def test_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
+    policy, batch = PolicyModel(make_model()), make_batch()
+    assert not policy(**batch)[1].requires_grad
+    assert policy(**batch, entropy_has_gradient=True)[1].requires_grad
+
+
+def test_checkpointed_layers_are_told_of_the_documents_too() -> None:
+    model, batch = make_model(), make_batch()
+    wanted = gradients(model, PolicyModel(model)(**batch)[0].sum())
+    model.gradient_checkpointing_enable()
+    model.train()
+    for name, gradient in gradients(model, PolicyModel(model)(**batch)[0].sum()).items():
+        torch.testing.assert_close(gradient, wanted[name], msg=name)
+
+
+def test_no_place_to_read_still_has_a_gradient_of_zero() -> None:
+    policy, nothing = PolicyModel(make_model()), torch.zeros(0, dtype=torch.int64)
+    log_probs, entropy = policy(torch.tensor([1, 2]), torch.arange(2), (2,), nothing, nothing, 1.0)
+    assert log_probs.shape == entropy.shape == (0,)
+    assert all(not gradient.any() for gradient in gradients(policy.inner, log_probs.sum()).values())
+
+
+def test_the_names_of_the_parameters_stay_the_models_own() -> None:
+    model = make_model()
+    before = [name for name, _ in model.named_parameters()]
+    policy = PolicyModel(model)
+    assert [name for name, _ in model.named_parameters()] == before
+    assert len(list(policy.parameters())) == len(before), "the head's weight is not held twice"
