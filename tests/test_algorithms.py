@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tlt_hpc.config import AlgorithmSection, ConfigError, load_config
+from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, parse_config, to_toml
+from tlt_hpc.recipes import RECIPES, Recipe
 from tlt_hpc.rl.advantage import (
     advantages_of,
     centred_advantages,
@@ -18,7 +20,6 @@ from tlt_hpc.rl.advantage import (
     whiten,
 )
 from tlt_hpc.rl.aggregation import token_weights
-from tlt_hpc.rl.algorithms import RECIPES, Recipe, recipe_of
 from tlt_hpc.rl.loss import (
     clipped_loss,
     kl_estimate,
@@ -42,7 +43,7 @@ def test_every_name_of_the_configuration_has_a_recipe_and_no_other() -> None:
 
 def test_a_part_may_be_set_by_itself() -> None:
     section = AlgorithmSection(name="gspo", aggregation="token-mean", clip_high=0.5)
-    assert recipe_of(section) == Recipe("group", "sequence-clip", "token-mean", 3e-4, 0.5)
+    assert section.recipe == Recipe("group", "sequence-clip", "token-mean", 3e-4, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,40 @@ def test_a_part_may_be_set_by_itself() -> None:
     ],
 )
 def test_what_a_name_stands_for(name: Any, parts: Any) -> None:
-    assert recipe_of(AlgorithmSection(name=name)) == Recipe(*parts)
+    assert AlgorithmSection(name=name).recipe == Recipe(*parts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bounds"),
+    [
+        (["algorithm.name=grpo", "algorithm.loss=sequence-clip"], (3e-4, 4e-4)),
+        (["algorithm.name=gspo", "algorithm.loss=clip"], (0.2, 0.2)),
+        (["algorithm.name=dapo", "algorithm.loss=clip"], (0.2, 0.28)),
+        (["algorithm.name=cispo", "algorithm.clip_high=1"], (1.0, 1.0)),
+    ],
+)
+def test_bounds_are_those_of_the_loss(overrides: list[str], bounds: tuple[float, float]) -> None:
+    recipe = load_config(ROOT / "jobs" / "tiny.toml", overrides).algorithm.recipe
+    assert (recipe.clip_low, recipe.clip_high) == bounds
+
+
+@pytest.mark.parametrize("job", ["tiny", "qwen7b", "r1_qwen7b"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_shipped_job_takes_any_name_as_it_is(job: str, name: str) -> None:
+    config = load_config(ROOT / "jobs" / f"{job}.toml", [f"algorithm.name={name}"])
+    assert config.algorithm.recipe == RECIPES[config.algorithm.name]
+
+
+def test_what_a_run_saves_is_resolved() -> None:
+    text = to_toml(load_config(ROOT / "jobs" / "tiny.toml", ["algorithm.name=gspo"]))
+    section = text[text.index("[algorithm]") : text.index("[optimizer]")]
+    assert "clip_high = 0.0004" in section and 'kl_estimator = "k3"' in section and "auto" not in section
+    assert parse_config(tomllib.loads(text)).algorithm.recipe == RECIPES["gspo"]
+
+
+def test_one_response_a_prompt_suits_an_advantage_without_groups() -> None:
+    config = load_config(ROOT / "jobs" / "tiny.toml", ["algorithm.name=reinforce++", "rollout.group_size=1"])
+    assert config.rollout.group_size == 1
 
 
 @pytest.mark.parametrize(
@@ -64,8 +98,23 @@ def test_what_a_name_stands_for(name: Any, parts: Any) -> None:
     [
         ("algorithm.name=ppo", "algorithm.name"),
         ("algorithm.aggregation=mean", "algorithm.aggregation"),
-        ("algorithm.clip_low=-0.1", "algorithm.clip_low"),
-        ("algorithm.clip_high=wide", "algorithm.clip_high"),
+        ("algorithm.clip_low=-0.1", "algorithm.clip_low = -0.1: use a number of 0 or more, or 'auto'"),
+        ("algorithm.clip_high=wide", "algorithm.clip_high = 'wide': use a number of 0 or more, or 'auto'"),
+        ("algorithm.clip_high=inf", "algorithm.clip_high = inf: use a number of 0 or more, or 'auto'"),
+        (
+            "algorithm.name=rloo rollout.group_size=1 rollout.prompts_per_step=16",
+            "rollout.group_size = 1 with algorithm.name = 'rloo', whose advantage needs a group; use "
+            "rollout.group_size of 2 or more, or algorithm.name = 'reinforce++'",
+        ),
+        (
+            "algorithm.kl_in=reward algorithm.kl_coefficient=0.1",
+            "algorithm.kl_in = 'reward' with algorithm.advantage = 'group', which divides by the group's deviation",
+        ),
+        (
+            "algorithm.name=rloo algorithm.kl_in=reward algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k3",
+            "algorithm.kl_estimator = 'k3' with algorithm.kl_in = 'reward': the mean of its gradient there is not the "
+            "distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss",
+        ),
         (
             "algorithm.overlong_buffer=4096",
             "algorithm.overlong_buffer = 4096 is more than rollout.max_new_tokens = 512; lower it",
@@ -77,8 +126,8 @@ def test_what_a_name_stands_for(name: Any, parts: Any) -> None:
         ),
         (
             "algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1",
-            "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss' has no effect in the mean; use 'k3', or "
-            "algorithm.kl_in = 'reward'",
+            "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss': the mean of its gradient there is not the "
+            "distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss",
         ),
         (
             "algorithm.clip_low=1.5",
@@ -233,6 +282,30 @@ def test_the_estimates_of_the_distance() -> None:
     assert kl_estimate("k1", policy, reference).tolist() == pytest.approx([0.5, -1.0])
     assert kl_estimate("k2", policy, reference).tolist() == pytest.approx([0.125, 0.5])
     assert kl_estimate("k3", policy, reference).tolist() == pytest.approx([np.exp(-0.5) - 0.5, np.exp(1.0) - 2.0])
+
+
+def test_only_k1_of_the_reward_and_k2_k3_of_the_loss_have_the_distances_gradient() -> None:
+    """Exact expectations over a vocabulary of 20, near the reference, where k3 in the reward points elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(20, generator=generator, dtype=torch.float64).log_softmax(-1)
+    away = torch.randn(20, generator=generator, dtype=torch.float64)
+    logits = (reference + 0.05 * away).requires_grad_()
+    log_probs = logits.log_softmax(-1)
+    chances = log_probs.exp().detach()
+    (wanted,) = torch.autograd.grad((log_probs.exp() * (log_probs - reference)).sum(), logits, retain_graph=True)
+
+    def cosine(surrogate: torch.Tensor) -> float:
+        (found,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
+        return float(torch.cosine_similarity(found, wanted, dim=0))
+
+    def in_reward(kind: Any) -> torch.Tensor:
+        return (chances * kl_estimate(kind, log_probs, reference).detach() * log_probs).sum()
+
+    def in_loss(kind: Any) -> torch.Tensor:
+        return (chances * kl_estimate(kind, log_probs, reference)).sum()
+
+    assert cosine(in_reward("k1")) > 0.999 and cosine(in_reward("k3")) < 0.5
+    assert cosine(in_loss("k2")) > 0.999 and cosine(in_loss("k3")) > 0.99
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("k1", 0.005), ("k3", 0.005), ("k2", 0.02)])

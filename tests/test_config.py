@@ -68,7 +68,7 @@ def test_wrong_values_are_named(override: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.group_size=1"], ["rollout.group_size = 1", "'grpo'", "2 or more"]),
+        (["rollout.group_size=1"], ["rollout.group_size = 1", "'dapo'", "2 or more"]),
         (["algorithm.updates_per_step=3"], ["updates_per_step = 3", "128 samples", "use 1"]),
         (["model.dtype=bfloat16", "rollout.tie_guard=on"], ["tie_guard = 'on'", "'bfloat16'", "'auto'"]),
         (

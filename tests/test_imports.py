@@ -30,6 +30,7 @@ FLOORS = (
     ("models",),
     ("mpi", "storage", "kernels"),
     ("config", "records", "timing"),
+    ("recipes",),
     ("",),  # the package itself: its version
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
@@ -46,7 +47,8 @@ MAY_KNOW = {
     "bench": {"rollout", "models", "data", "config", "records"},
     "export": {"checkpoint", "models", "storage", "config"},
     "records": set(),
-    "config": set(),
+    "config": {"recipes"},
+    "recipes": set(),
     "timing": set(),
 }
 
@@ -61,7 +63,20 @@ HOME_OF = {
     "triton": {"kernels"},
     "flash_attn": {"kernels"},
 }
-WITHOUT_TORCH = {"mpi", "storage", "config", "records", "timing", "data", "launch", "plan", "cli", "display", "compare"}
+WITHOUT_TORCH = {
+    "mpi",
+    "storage",
+    "config",
+    "records",
+    "recipes",
+    "timing",
+    "data",
+    "launch",
+    "plan",
+    "cli",
+    "display",
+    "compare",
+}
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {
         "make_tiny_model.py",

@@ -32,7 +32,7 @@ OVERRIDES = [
 # that is "writing", while the checkpoint after the first step is written, beside the rollout of the next.
 DYING = """
 import os, signal, sys
-from tlt_hpc import cli, run
+from tlt_hpc import cli, replay, run
 from tlt_hpc.checkpoint import save
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.mpi.world import World
@@ -67,6 +67,21 @@ def take_step(job, step, reporter, is_saved):
     return true_step(job, step, reporter, is_saved)
 run.take_step = take_step
 
+true_write_step = run.write_step
+def write_step(path, record):
+    if record.rank != RANK:  # the one that dies has written its log, the other not yet
+        import time
+        time.sleep(1 if PLACE == "logged" and steps[0] >= 1 else 0)
+    true_write_step(path, record)
+    die_there("logged", record.rank)
+run.write_step = write_step
+
+def replaying(job, *_):
+    steps[0] = 1
+    return job.world.rank
+
+dying(replay, "update_policy", "replaying", replaying)
+dying(run, "drop_foreign_logs", "committing", lambda job, *_: None)
 dying(SpotTrainer, "micro_step", "training", lambda trainer, *_: None)
 dying(run, "start_merge", "merging", lambda job, *_: job.world.rank)
 sys.exit(cli.main())
@@ -136,7 +151,14 @@ def die(folder: Path, place: str, rank: int, num_steps: int) -> None:
     assert process.returncode not in (0, 75) and "Traceback" not in out, f"nobody died at {place!r}\n{out}"
 
 
-@pytest.mark.parametrize("places", [("writing", "merging"), pytest.param(("training",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("writing", "logged"),
+        pytest.param(("training", "merging"), marks=pytest.mark.slow),
+        pytest.param(("writing", "replaying", "committing"), marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_a_place_it_ends_as_if_it_had_not_been(tmp_path, places):
     source = random.Random(4)
     straight, broken = tmp_path / "straight", tmp_path / "broken"

@@ -18,7 +18,7 @@ from tlt_hpc.storage.rollout_log import StepRecord
 
 STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.01, 0.5, 1e-4, 60, 0.1, 0.9)
 
-UPDATE = Update(np.array([1, 0, 0, 0], np.float32), np.array([1.5, -0.5, -0.5, -0.5], np.float32), STATS)
+UPDATE = Update(np.array([1, 0, 0, 0], np.float32), np.array([1.5, -0.5, -0.5, -0.5], np.float32), 0.125, STATS)
 
 
 def rollout(draw: int, length: int, passes: int, reason: FinishReason) -> Rollout:
@@ -77,6 +77,7 @@ def test_figures_are_sums_over_the_ranks(summary):
         "critic/score/mean": 0.5,
         "critic/rewards/mean": 0.25,
         "critic/advantages/max": 1.5,
+        "actor/reward_kl_penalty": 0.125,
         "response_length/mean": 10,
         "response_length/max": 20,
         "response_length/clip_ratio": 0.25,

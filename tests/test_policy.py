@@ -326,25 +326,32 @@ def test_every_algorithms_gradient_is_its_objectives(num_ranks: int) -> None:
         assert largest > 1e-3 and difference < TOLERANCE * max(1.0, largest), (changes, difference, largest)
 
 
-def distance_from_reference() -> list[list[float]]:
+def distance_from_reference(stage: int) -> list[list[float]]:
     """Each response's summed estimate of the distance, by the policy's own function and by the formula."""
     from tlt_hpc.rl.policy import Policy
 
     world = connect()
-    config = make_config(algorithm__kl_coefficient=0.5, algorithm__kl_in="reward", algorithm__kl_estimator="k1")
-    policy = Policy(make_model(), config, world, reference=make_model())
+    config = make_config(
+        algorithm__name="rloo", algorithm__kl_coefficient=0.5, algorithm__kl_in="reward", optimizer__zero_stage=stage
+    )
+    away = make_model()
+    with torch.no_grad():
+        for parameter in away.parameters():
+            parameter.mul_(1.3)
+    policy = Policy(make_model(), config, world, reference=away)
     rollouts = make_rollouts()
     found = policy.reference_kl(rollouts).tolist()
-    plain = Reference(config)
+    plain, other = Reference(config), Reference(config)
+    other.model.load_state_dict(away.state_dict())
     with torch.no_grad():
-        wanted = [float((torch.from_numpy(r.log_probs) - plain.log_probs(r)).sum()) for r in rollouts]
+        wanted = [float((plain.log_probs(r) - other.log_probs(r)).sum()) for r in rollouts]
     policy.close()
     leave()
     return [found, wanted]
 
 
 def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens() -> None:
-    for found, wanted in run_on_ranks(2, distance_from_reference):
+    for found, wanted in run_on_ranks(2, distance_from_reference, 3):
         assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
 
 

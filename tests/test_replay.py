@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ import pytest
 import torch
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import UserError
-from tlt_hpc.replay import ReplayError, check_update
+from tlt_hpc.config import UserError, load_config
+from tlt_hpc.records import FinishReason, Prompt, Rollout, RolloutTiming
+from tlt_hpc.replay import ReplayError, check_update, is_committed, read_ranks
 from tlt_hpc.rl.policy import PolicyStats
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import read_step, write_step
+from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
+from tlt_hpc.tail import requests_of
 
 ROOT = Path(__file__).parent.parent
 STEPS, SAVED = 4, 2
@@ -57,7 +60,9 @@ def test_dropping_lines_leaves_the_earlier_ones_and_no_other_file(tmp_path: Path
     assert path.stat().st_ino == before, "nothing to drop, yet written anew"
     drop_lines(path, 1)
     assert list(read_lines(path)) == [0]
-    assert list(tmp_path.iterdir()) == [path]
+    beside = tmp_path / "metrics.dropped-000001.jsonl"
+    assert list(read_lines(beside)) == [1, 2], "nothing is lost"
+    assert set(tmp_path.iterdir()) == {path, beside}
 
 
 @pytest.mark.parametrize("text", ["{", '{"no": 1}', "[1]", '{"training/global_step": "x"}'])
@@ -75,7 +80,7 @@ STATS = PolicyStats(
     lr=1e-3, num_tokens=100, old_log_prob_seconds=0.0, update_seconds=1.0,
 )  # fmt: skip
 LINE = {
-    "actor/grad_norm": 2.0, "actor/rollout_probs_diff_mean": 1e-7, "critic/score/mean": 0.5,
+    "actor/rollout_probs_diff_mean": 1e-7, "critic/score/mean": 0.5,
     "perf/total_num_tokens": 100.0,
 }  # fmt: skip
 REWARDS = np.array([0, 1], np.float32)
@@ -89,9 +94,13 @@ def test_an_update_whose_last_bits_differ_is_the_runs_own() -> None:
 @pytest.mark.parametrize(
     ("changes", "rewards", "said"),
     [
-        ({"grad_norm": 2.2}, REWARDS, "actor/grad_norm 2.2 where run/metrics.jsonl has 2:"),
-        ({"grad_norm": float("nan")}, REWARDS, "actor/grad_norm nan"),
-        ({"rollout_probs_diff_mean": 0.02}, REWARDS, "actor/rollout_probs_diff_mean 0.02"),
+        (
+            {"rollout_probs_diff_mean": 0.002},
+            REWARDS,
+            "actor/rollout_probs_diff_mean 0.002 where run/metrics.jsonl has 1e-07: log and checkpoint are not of one "
+            "run; set checkpoint.replay = false to generate the steps again",
+        ),
+        ({"rollout_probs_diff_mean": float("nan")}, REWARDS, "actor/rollout_probs_diff_mean nan"),
         ({"num_tokens": 99}, REWARDS, "perf/total_num_tokens 99"),
         ({}, np.array([1, 1], np.float32), "critic/score/mean 1"),
     ],
@@ -100,6 +109,82 @@ def test_another_runs_update_is_refused_with_both_values(changes: Any, rewards: 
     with pytest.raises(ReplayError, match=re.escape(said)) as caught:
         check_update(RunFolder(Path("run")), 7, rewards, replace(STATS, **changes), LINE)
     assert str(caught.value).startswith("step 7, repeated from run/rollouts")
+
+
+class OneRank:
+    rank, size = 0, 1
+
+    def broadcast(self, item: Any) -> Any:
+        return item
+
+    def allgather(self, item: Any) -> list[Any]:
+        return [item]
+
+
+def make_job(folder: Path, prompts: list[list[int]]) -> Any:
+    """What reading the log asks of a job: its folder, its world, and the requests of a step."""
+    drawn = [Prompt(np.array(tokens, np.int32), "", "", "test") for tokens in prompts]
+    config = load_config(ROOT / "jobs" / "tiny.toml", ["rollout.group_size=2"])
+    return SimpleNamespace(
+        world=OneRank(), folder=RunFolder(folder), config=config, prompts=SimpleNamespace(batch=lambda step: drawn)
+    )
+
+
+def log_step(job: Any, step: int, weights: int) -> Path:
+    rollouts = tuple(
+        Rollout(
+            r.key, r.prompt_tokens, np.array([7], np.int32), np.zeros(1, np.float32), FinishReason.EOS, weights, 1, 0.0
+        )
+        for r in requests_of(job, step)
+    )
+    nothing = np.zeros(0, np.int64)
+    rewards = np.arange(len(rollouts), dtype=np.float32)
+    record = StepRecord(
+        step, 0, 1, rollouts, rewards, rewards, RolloutTiming(0.0, 1.0, 2.0), (), 0.0, (), nothing, nothing,
+        np.zeros((0, 2), np.int32), 0, {},
+    )  # fmt: skip
+    job.folder.create()
+    path: Path = job.folder.rollout_log(step, 0)
+    write_step(path, record)
+    return path
+
+
+def test_a_whole_step_is_read_in_the_order_of_its_keys(tmp_path: Path) -> None:
+    job = make_job(tmp_path, [[3, 4], [5]])
+    log_step(job, 2, weights=2)
+    logged = read_ranks(job, 2)
+    assert logged is not None
+    assert [(r.key.draw, r.key.sample) for r in logged[0]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert logged[1].tolist() == [0, 1, 2, 3]
+
+
+def test_responses_of_other_weights_are_generated_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = make_job(tmp_path, [[3, 4]])
+    log_step(job, 2, weights=1)
+    assert read_ranks(job, 2) is None
+    assert "step 2 and those after it are generated again" in caplog.text and "weights 1" in caplog.text
+
+
+def test_responses_to_other_prompts_end_the_run(tmp_path: Path) -> None:
+    log_step(make_job(tmp_path, [[3, 4]]), 2, weights=2)
+    with pytest.raises(ReplayError, match=r"another prompt than data\.source = 'embedded:gcd' gives; restore that, or"):
+        read_ranks(make_job(tmp_path, [[3, 5]]), 2)
+
+
+def test_a_file_that_cannot_be_read_now_is_no_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path, [[3, 4]])
+    path = log_step(job, 2, weights=2)
+
+    def stale(_: Path) -> StepRecord:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr("tlt_hpc.replay.read_step", stale)
+    with pytest.raises(ReplayError, match=rf"{path}: .*Stale file handle; nothing was changed: start again"):
+        read_ranks(job, 2)
+
+
+def test_a_line_of_an_earlier_version_commits_nothing() -> None:
+    assert is_committed(LINE) and not is_committed({"critic/rewards/mean": 0.5}) and not is_committed(None)
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
@@ -165,7 +250,7 @@ def test_a_damaged_log_is_named_and_its_step_generated_again(straight: Path, bro
     damaged.write_bytes(content)
     shown = train(broken)
     assert "step 2: its update repeated" in shown
-    assert "step 3 is generated again" in shown and damaged.name in shown
+    assert "step 3 and those after it are generated again" in shown and damaged.name in shown
     assert "going on from step 3" in shown
     assert dict(logs(broken, 3))[damaged] != inode
     assert_same_policy(broken, straight)
@@ -178,7 +263,7 @@ def test_a_step_without_its_line_was_under_way(straight: Path, broken: Path) -> 
     drop_lines(broken / "tiny" / "metrics.jsonl", 3)
     before = logs(broken, 3)
     shown = train(broken)
-    assert "going on from step 3" in shown and "is generated again" not in shown
+    assert "going on from step 3" in shown and "are generated again" not in shown
     assert all(now != then for now, then in zip(logs(broken, 3), before, strict=True))
     assert_same_policy(broken, straight)
 
@@ -188,7 +273,7 @@ def test_a_missing_rank_and_other_rewards_are_not_taken_for_the_step(straight: P
     (first, _), _ = logs(broken, 2)
     record = read_step(first)
     first.unlink()
-    assert "lacks responses of step 2" in train(broken)
+    assert "lacks 8 of the 16 responses of step 2" in train(broken)
     assert_same_policy(broken, straight)
 
     shutil.rmtree(broken / "tiny" / "checkpoints" / f"step-{STEPS:06d}")
@@ -204,5 +289,6 @@ def test_another_number_of_ranks_takes_the_log_up_too(straight: Path, broken: Pa
     assert f"going on from step {STEPS}" in train(broken, ranks=1)
     assert [logs(broken, step) for step in range(STEPS)] == before
     wanted, got = policy(straight), policy(broken)
-    for name in (name for name in wanted if name.endswith(".master")):
+    # keys' biases have no gradient but rounding, of which Adam makes full steps
+    for name in (name for name in wanted if name.endswith(".master") and "k_proj.bias" not in name):
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)

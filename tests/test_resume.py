@@ -41,6 +41,9 @@ def state_of(job: Any) -> dict[str, Any]:
         "weights": {name: weight.clone() for name, weight in job.policy.named_weights()},
         "drafter": job.drafting.spot.state(),
         "drafter_steps": job.drafting.spot.num_steps,
+        "served is not trained": bool(
+            (job.drafting.served.state_dict()["fc"] != job.drafting.spot.drafter.state_dict()["fc"]).any()
+        ),
         "served": {name: tensor.clone() for name, tensor in job.drafting.served.state_dict().items()},
         "chooser": json.loads(json.dumps(job.engine.chooser.state())),
     }
@@ -103,6 +106,7 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
         "moved": len(moved),
         "tensors": sum(len(wanted[part]) for part in ("policy", "weights", "drafter", "served")),
         "drafter_steps": wanted["drafter_steps"],
+        "averaged": wanted["served is not trained"],
         "reserved": reserved == taken > 0,
         "refresh": [summary["timing_s/refresh"] for summary in summaries],
     }
@@ -147,5 +151,6 @@ def test_what_comes_back_is_what_there_was_at_the_save(tmp_path: Path, changes: 
         assert result["differences"] == []
         assert result["moved"] > result["tensors"] / 2, "the step after the save changed nothing"
         assert result["drafter_steps"] > 0, "nothing was trained in the tail"
+        assert result["averaged"], "the engine drafts with the last merge's weights"
         assert result["reserved"], "the first save asked for memory that was not taken before"
         assert all(seconds > 2 for seconds in result["refresh"]), "posting the merge is in no phase"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tlt_hpc.recipes import RECIPES
 from tlt_hpc.rl.aggregation import token_weights
-from tlt_hpc.rl.algorithms import RECIPES
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
 trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="trl is installed by requirements/cpu.txt")

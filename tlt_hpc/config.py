@@ -1,4 +1,4 @@
-"""The configuration of a run: TOML in, frozen and validated sections out. Knows no other module.
+"""The configuration of a run: TOML in, frozen and validated sections out. Knows recipes alone.
 
 Every mistake a user can make ends as one ``ConfigError`` line that names the key, the value and the remedy.
 """
@@ -13,7 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from tlt_hpc.recipes import (
+    GROUP_ADVANTAGES,
+    AdvantageName,
+    AggregationName,
+    AlgorithmName,
+    KLName,
+    LossName,
+    Recipe,
+    recipe_with,
+)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -186,28 +197,38 @@ class DrafterSection(Section):
         return self.unroll_steps or (1 if self.form == "eagle" else 7)
 
 
+def _bound(value: object) -> object:
+    if value == "auto" or (isinstance(value, int | float) and 0 <= value < math.inf and not isinstance(value, bool)):
+        return value
+    raise ValueError("use a number of 0 or more, or 'auto'")
+
+
+Bound = Annotated[float | Literal["auto"], BeforeValidator(_bound)]
+
+
 class AlgorithmSection(Section):
-    name: Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"] = "grpo"
-    """What ``auto`` stands for in the keys below (``rl/algorithms.py``); each may be set by itself."""
-    advantage: Literal["auto", "group", "group-mean", "leave-one-out", "batch", "group-mean-batch"] = "auto"
+    """Parts that are ``auto`` take what the name stands for (``recipes.py``); what is saved with a run is resolved."""
+
+    name: AlgorithmName = "grpo"
+    advantage: Literal["auto", AdvantageName] = "auto"
     """``group``: reward less its group's mean, over its standard deviation; ``group-mean``: not divided;
     ``leave-one-out``: less the mean of the others in the group; ``batch``: normalised over all tokens of the step;
     ``group-mean-batch``: less the group's mean, then normalised so."""
-    loss: Literal["auto", "clip", "sequence-clip", "weight-clip"] = "auto"
+    loss: Literal["auto", LossName] = "auto"
     """``clip``: PPO's, each token by its ratio; ``sequence-clip``: by its response's (GSPO); ``weight-clip``: the ratio
     is a bounded weight, and no token loses its gradient (CISPO)."""
-    aggregation: Literal[
-        "auto", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "auto"
+    aggregation: Literal["auto", AggregationName] = "auto"
     """How the losses of a step's tokens are added up; ``-norm`` divides by ``rollout.max_new_tokens``."""
-    clip_low: Literal["auto"] | NonNegative = "auto"
+    clip_low: Bound = "auto"
     """The ratio is kept above 1 less this."""
-    clip_high: Literal["auto"] | NonNegative = "auto"
+    clip_high: Bound = "auto"
     """The ratio is kept below 1 plus this."""
     kl_coefficient: NonNegative = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     """``loss``: added to each token's; ``reward``: each response's sum over its tokens is taken from its reward."""
+    kl_estimator: Literal["auto", KLName] = "auto"
+    """``k1``, of which only the reward's gradient is the distance's; ``k2`` or ``k3`` in the loss. ``auto``: k3 in the
+    loss, k1 in the reward."""
     entropy_coefficient: NonNegative = 0.0
     """Times the policy's entropy is taken from each token's loss."""
     overlong_buffer: Count = 0
@@ -215,6 +236,22 @@ class AlgorithmSection(Section):
     overlong_penalty: NonNegative = 1.0
     updates_per_step: PositiveInt = 1
     """Optimiser steps that one step's rollouts are cut into."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """All parts."""
+        return recipe_with(self.name, self.advantage, self.loss, self.aggregation, self.clip_low, self.clip_high)
+
+    @property
+    def kl(self) -> KLName:
+        """How the distance from the reference is estimated."""
+        if self.kl_estimator != "auto":
+            return self.kl_estimator
+        return "k3" if self.kl_in == "loss" else "k1"
+
+    def resolved(self) -> AlgorithmSection:
+        """The same with every ``auto`` replaced, which a later version's recipes cannot change."""
+        return self.model_copy(update={**vars(self.recipe), "kl_estimator": self.kl})
 
 
 class OptimizerSection(Section):
@@ -272,6 +309,9 @@ class WarmupSection(Section):
 class CheckpointSection(Section):
     every_steps: PositiveInt = 10
     keep: PositiveInt = 2
+    replay: bool = True
+    """Repeat the updates of logged steps that no checkpoint has; off: generate these steps again, and train the drafter
+    in their tails again."""
     background: bool = True
     """Write while the next step goes on; off: the step waits for the disk, and what was done is never lost again."""
 
@@ -334,6 +374,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_one_line(error)) from None
+    config = config.model_copy(update={"algorithm": config.algorithm.resolved()})
     _check_combinations(config)
     return config
 
@@ -411,10 +452,10 @@ def _toml_value(value: Any) -> str:
 
 
 def _check_combinations(config: Config) -> None:
-    if config.rollout.group_size < 2:
+    if config.rollout.group_size < 2 and config.algorithm.recipe.advantage in GROUP_ADVANTAGES:
         raise ConfigError(
             f"rollout.group_size = {config.rollout.group_size} with algorithm.name = {config.algorithm.name!r}, "
-            "whose advantage needs a group; use rollout.group_size of 2 or more"
+            "whose advantage needs a group; use rollout.group_size of 2 or more, or algorithm.name = 'reinforce++'"
         )
     if config.samples_per_step % config.algorithm.updates_per_step:
         raise ConfigError(
@@ -446,10 +487,10 @@ def _check_combinations(config: Config) -> None:
 
 
 def _check_algorithm(config: Config) -> None:
-    algorithm = config.algorithm
-    if algorithm.clip_low != "auto" and algorithm.clip_low > 1:
+    algorithm, recipe = config.algorithm, config.algorithm.recipe
+    if recipe.clip_low > 1:
         raise ConfigError(
-            f"algorithm.clip_low = {algorithm.clip_low}: a ratio is never below 0, so a bound below it is none; use "
+            f"algorithm.clip_low = {recipe.clip_low}: a ratio is never below 0, so a bound below it is none; use "
             "1.0 for none"
         )
     if algorithm.kl_in == "reward" and not algorithm.kl_coefficient:
@@ -457,10 +498,16 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = {algorithm.kl_coefficient}; set "
             "a coefficient, or leave algorithm.kl_in out"
         )
-    if algorithm.kl_in == "loss" and algorithm.kl_coefficient and algorithm.kl_estimator == "k1":
+    if algorithm.kl_in == "reward" and recipe.advantage == "group":
         raise ConfigError(
-            "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss' has no effect in the mean; use 'k3', or "
-            "algorithm.kl_in = 'reward'"
+            "algorithm.kl_in = 'reward' with algorithm.advantage = 'group', which divides by the group's deviation: "
+            "where the answers are all right or all wrong only the distance is left, however small its coefficient; "
+            "use algorithm.kl_in = 'loss', or another advantage"
+        )
+    if algorithm.kl_coefficient and (algorithm.kl_in == "reward") != (algorithm.kl_estimator == "k1"):
+        raise ConfigError(
+            f"algorithm.kl_estimator = {algorithm.kl_estimator!r} with algorithm.kl_in = {algorithm.kl_in!r}: the mean "
+            "of its gradient there is not the distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss"
         )
     if algorithm.overlong_buffer > config.rollout.max_new_tokens:
         raise ConfigError(
@@ -512,8 +559,13 @@ def _one_line(error: ValidationError) -> str:
         return f"unknown key {key!r}{_closest(location)}"
     if first["type"] == "missing":
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
-    remedy = _LISTS.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
+    remedy = _LISTS.get(first["type"]) or _plain(first["msg"])
     return f"{key} = {first['input']!r}: {remedy}"
+
+
+def _plain(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
 
 
 def _closest(location: list[str]) -> str:

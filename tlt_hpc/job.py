@@ -82,6 +82,7 @@ _FREE_ON_RESUME = {
     "checkpoint.every_steps",
     "checkpoint.keep",
     "checkpoint.background",
+    "checkpoint.replay",
     *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
 }
 

@@ -14,6 +14,7 @@ from tlt_hpc.records import FinishReason
 from tlt_hpc.rl.policy import Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
+SCORE, TOKENS = "critic/score/mean", "perf/total_num_tokens"
 LATE = "rollout/late_seconds"
 """From a rank's knowing of the release to its leaving the loop."""
 MERGE_EXPOSED = "drafter/merge_exposed_seconds"
@@ -71,6 +72,7 @@ def summarise(
         **_spread("critic/score", scores),
         **_spread("critic/rewards", update.rewards),
         **_spread("critic/advantages", update.advantages),
+        "actor/reward_kl_penalty": update.reward_kl,
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/min": float(lengths.min()),
@@ -78,7 +80,7 @@ def summarise(
         "response_length/clip_ratio": sum(rank.num_cut for rank in ranks) / len(lengths),
         **{f"actor/{name}": float(value) for name, value in vars(update.stats).items()},
         **{f"timing_s/{name}": value for name, value in seconds.items()},
-        "perf/total_num_tokens": float(tokens),
+        TOKENS: float(tokens),
         "perf/throughput": tokens / seconds["step"],
         "drafter/spec_decode/mean_acceptance_length": tokens / sum(rank.num_row_passes for rank in ranks),
         "drafter/steps": float(sum(rank.num_micro_steps for rank in ranks)),

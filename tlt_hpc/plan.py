@@ -60,7 +60,7 @@ def _check_strategies(config: Config) -> None:
 
 def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
     """The plan in words, then the resolved configuration as TOML."""
-    rollout, algorithm = config.rollout, config.algorithm
+    rollout, algorithm, recipe = config.rollout, config.algorithm, config.algorithm.recipe
     lines = [
         f"run         {config.folder}: {config.run.num_steps} steps on {num_ranks} ranks, seed {config.run.seed}",
         f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
@@ -70,7 +70,9 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
         f"speculation {config.speculation.mode}, off, {', '.join(config.speculation.strategies)}; "
         f"drafter from {config.drafter.init}",
-        f"update      {algorithm.name}, {algorithm.updates_per_step} optimiser steps a step, "
+        f"update      {algorithm.name}: advantage {recipe.advantage}, {recipe.loss} {recipe.clip_low} and "
+        f"{recipe.clip_high}, {recipe.aggregation}; {algorithm.updates_per_step} optimiser steps a step"
+        f"{', where no ratio reaches a bound' if algorithm.updates_per_step == 1 else ''}, "
         f"learning rate {config.optimizer.learning_rate}, ZeRO {config.optimizer.zero_stage}",
         f"checkpoint  every {config.checkpoint.every_steps} steps, the last {config.checkpoint.keep} kept",
     ]

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from tlt_hpc.config import UserError
 from tlt_hpc.job import Job
-from tlt_hpc.records import Request, Rollout, SampleKey
+from tlt_hpc.metrics import SCORE, TOKENS
+from tlt_hpc.records import Rollout
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.policy import PolicyStats
 from tlt_hpc.storage.folder import RunFolder
@@ -27,11 +28,8 @@ from tlt_hpc.update import update_policy
 
 logger = logging.getLogger(__name__)
 
-_NORM_TOLERANCE, _PROBS_TOLERANCE = 0.05, 0.01
-"""Relative, of the gradient's norm; of the mean distance of a token's probability from the logged one.
-
-On other ranks, or a device whose sums have no fixed order, an update's last bits differ: nothing that these would see.
-"""
+_PROBS_TOLERANCE = 1e-4
+"""On other ranks, or a device whose sums have no fixed order, an update's last bits differ: far less than this."""
 
 
 class ReplayError(UserError):
@@ -48,7 +46,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> int:
         ReplayError: on all ranks, where an update is not the one that the run made.
     """
     committed = job.world.broadcast(read_lines(job.folder.metrics) if job.world.rank == 0 else {})
-    while step < job.config.run.num_steps and step in committed and not job.world.agree_to_stop():
+    while step < job.config.run.num_steps and is_committed(committed.get(step)) and not job.world.agree_to_stop():
         logged = read_ranks(job, step)
         if logged is None:
             break
@@ -61,61 +59,83 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> int:
     return step
 
 
+def is_committed(line: Line | None) -> bool:
+    """Whether a step has a line that a repetition can be held against; one of an earlier version has not."""
+    return line is not None and {SCORE, TOKENS, "actor/rollout_probs_diff_mean"} <= line.keys()
+
+
 def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32]] | None:
     """All responses of a step and their rewards, ordered by key; None where the log lacks any. Collective.
 
     The files are dealt over the ranks, however many wrote them.
+
+    Raises:
+        ReplayError: on all ranks, where a file is there and cannot be read now, or the responses are to other prompts.
     """
     paths = job.world.broadcast(job.folder.rollout_logs(step) if job.world.rank == 0 else [])
     rollouts: list[Rollout] = []
-    rewards, trouble = [np.zeros(0, np.float32)], ""
+    rewards, damaged, unreadable = [np.zeros(0, np.float32)], "", ""
     for path in paths[job.world.rank :: job.world.size]:
         try:
             record = read_step(path)
-        except (DamagedFile, OSError) as error:
-            trouble = str(error)
-            break
-        rollouts += record.rollouts
-        rewards.append(record.rewards)
-    troubles = [each for each in job.world.allgather(trouble) if each]
+        except (DamagedFile, FileNotFoundError) as error:
+            damaged = str(error)
+        except OSError as error:
+            unreadable = f"{path}: {error}"
+        else:
+            rollouts += record.rollouts
+            rewards.append(record.rewards)
+    troubles = job.world.allgather((damaged, unreadable))
     everything = gather(job.world, rollouts, np.concatenate(rewards))
-    if not troubles and not is_whole(everything[0], requests_of(job, step), step):
-        troubles = [f"{job.folder.rollouts} lacks responses of step {step}, or has others"]
-    if troubles:
+    for _, trouble in troubles:
+        if trouble:
+            raise ReplayError(f"{trouble}; nothing was changed: start again when it can be read")
+    lacking = next((trouble for trouble, _ in troubles if trouble), "") or what_lacks(everything[0], job, step)
+    if lacking:
         if job.world.rank == 0:
-            logger.warning("step %d is generated again: %s", step, troubles[0])
+            logger.warning("step %d and those after it are generated again: %s", step, lacking)
         return None
     return everything
 
 
-def is_whole(rollouts: Sequence[Rollout], requests: Sequence[Request], step: int) -> bool:
-    """Whether these are the responses to the step's requests, all of them, by the step's weights."""
+def what_lacks(rollouts: Sequence[Rollout], job: Job, step: int) -> str:
+    """What the log lacks of the responses to the step's requests by the step's weights; empty where it has all.
 
-    def prompts(of: Sequence[Request] | Sequence[Rollout]) -> dict[SampleKey, bytes]:
-        return {each.key: np.asarray(each.prompt_tokens, np.int32).tobytes() for each in of}
-
-    return (
-        len(rollouts) == len(requests)
-        and prompts(rollouts) == prompts(requests)
-        and all(rollout.weight_version == step for rollout in rollouts)
-    )
+    Raises:
+        ReplayError: it has responses to other prompts.
+    """
+    asked = {request.key: request.prompt_tokens.tobytes() for request in requests_of(job, step)}
+    for rollout in rollouts:
+        if asked.get(rollout.key) != rollout.prompt_tokens.astype(np.int32).tobytes():
+            raise ReplayError(
+                f"{job.folder.rollouts} has a response of step {step} to another prompt than data.source = "
+                f"{job.config.data.source!r} gives; restore that, or set checkpoint.replay = false to generate the "
+                "steps again"
+            )
+        if rollout.weight_version != step:
+            return f"{job.folder.rollouts} has responses of weights {rollout.weight_version}"
+    count = len(asked) - len(rollouts)
+    return f"{job.folder.rollouts} lacks {count} of the {len(asked)} responses of step {step}" if count else ""
 
 
 def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], stats: PolicyStats, line: Line) -> None:
     """Refuse an update that is not the one the run's metrics tell of: then log and checkpoint are of different runs.
 
+    Judged by how far the logged probabilities are from those of the weights that were loaded: in float32 1e-7 where
+    they belong together, 1e-3 and more where the weights are those of a few steps earlier or later.
+
     Raises:
         ReplayError: with both values.
     """
+    mismatch = "actor/rollout_probs_diff_mean"
     for name, found, tolerance in (
-        ("critic/score/mean", float(rewards.mean()), 1e-6),
-        ("perf/total_num_tokens", stats.num_tokens, 0),
-        ("actor/grad_norm", stats.grad_norm, _NORM_TOLERANCE * line["actor/grad_norm"]),
-        ("actor/rollout_probs_diff_mean", stats.rollout_probs_diff_mean, _PROBS_TOLERANCE),
+        (SCORE, float(rewards.mean()), 1e-6),
+        (TOKENS, stats.num_tokens, 0),
+        (mismatch, stats.rollout_probs_diff_mean, 2 * line[mismatch] + _PROBS_TOLERANCE),
     ):
         if not abs(found - line[name]) <= tolerance:
             raise ReplayError(
                 f"step {step}, repeated from {folder.rollouts}, has {name} {found:.6g} where {folder.metrics} has "
-                f"{line[name]:.6g}: log and checkpoint are not of one run; to generate the steps from {step} on "
-                "again, remove their lines from metrics.jsonl"
+                f"{line[name]:.6g}: log and checkpoint are not of one run; set checkpoint.replay = false to generate "
+                "the steps again"
             )

@@ -320,7 +320,7 @@ def resume(job: Job, reporter: Reporter) -> tuple[int, int]:
         if job.drafting:
             names = checkpoint.names("drafter")
             job.drafting.spot.load_state({name: checkpoint.read("drafter", name) for name in names})
-    step = replay(job, saved, reporter.replayed)
+    step = replay(job, saved, reporter.replayed) if job.config.checkpoint.replay else saved
     if job.drafting:
         serve_drafter(job)
     load_policy(job, step)

@@ -14,7 +14,6 @@ from tlt_hpc.config import AlgorithmSection
 from tlt_hpc.job import Job
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
-from tlt_hpc.rl.algorithms import recipe_of
 from tlt_hpc.rl.policy import Update
 
 
@@ -31,11 +30,13 @@ def update_policy(job: Job, rollouts: Sequence[Rollout], scores: NDArray[np.floa
     algorithm = job.config.algorithm
     lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)
     rewards = scores + length_penalties(algorithm, lengths, job.config.rollout.max_new_tokens)
+    kl = np.zeros(len(rollouts))
     if algorithm.kl_coefficient and algorithm.kl_in == "reward":
-        rewards = (rewards - algorithm.kl_coefficient * job.policy.reference_kl(rollouts)).astype(np.float32)
-    kind = recipe_of(algorithm).advantage
+        kl = job.policy.reference_kl(rollouts)
+        rewards = (rewards - algorithm.kl_coefficient * kl).astype(np.float32)
+    kind = algorithm.recipe.advantage
     advantages = advantages_of(kind, rewards, lengths, job.config.rollout.group_size)
-    return Update(rewards, advantages, job.policy.update(rollouts, advantages))
+    return Update(rewards, advantages, float(kl.sum() / lengths.sum()), job.policy.update(rollouts, advantages))
 
 
 def length_penalties(algorithm: AlgorithmSection, lengths: NDArray[np.int64], longest: int) -> NDArray[np.float32]:

@@ -66,6 +66,7 @@ def config_of(config: Config, arm: ArmName, num_steps: int, folder: Path, tv_dra
     """The configuration of one arm's run in ``folder``: nothing differs but the arm, the length and the place."""
     tree = config.model_dump()
     tree["run"] |= {"name": arm, "folder": str(folder), "num_steps": num_steps}
+    tree["checkpoint"]["replay"] = False  # it would leave out updates of the drafter, which are what is compared
     tree["speculation"]["mode"] = arm if arm in WITHOUT_DRAFTER else "full"
     tree["drafter"] |= _drafter_keys(arm, folder, tv_drafter)
     return parse_config(tree)

@@ -5,13 +5,11 @@ Shapes: T tokens, flat over all samples.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 
-from tlt_hpc.rl.algorithms import LossName
-
-KLName = Literal["k1", "k2", "k3"]
+from tlt_hpc.recipes import KLName, LossName
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped here, so that one wild token gives a large loss and not an infinite one (as verl does)."""

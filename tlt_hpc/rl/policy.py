@@ -31,7 +31,6 @@ from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.aggregation import token_weights
-from tlt_hpc.rl.algorithms import recipe_of
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.distributed import lengthen_timeouts
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
@@ -77,6 +76,8 @@ class Update:
     """[N]: scores less what the algorithm takes for length and distance from the reference."""
     advantages: NDArray[np.float32]
     """[N]."""
+    reward_kl: float
+    """Mean over tokens of the distance that was taken from the rewards; 0 where it is no part of them."""
     stats: PolicyStats
 
 
@@ -122,7 +123,7 @@ class Policy:
         self._parameters = dict(model.named_parameters())
         self._dear_length = dear_length(model)
         self.engine = _start_engine(PolicyModel(model), config, world.size)
-        self._recipe = recipe_of(config.algorithm)
+        self._recipe = config.algorithm.recipe
         self._reference: torch.nn.Module | None = None
         if reference is not None:
             reference.requires_grad_(False).eval().to(self.engine.device)
@@ -164,7 +165,9 @@ class Policy:
         return self._stats(sums, norms, sum(rollout.response_tokens.size for rollout in rollouts), seconds)
 
     def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
-        """Each response's distance from the reference, summed over its tokens as they were logged; [N]. Collective.
+        """Each response's distance from the reference before the update, summed over its tokens; [N]. Collective.
+
+        From this policy's own pass, not from the rollout's log-probabilities, whose last bits tell how it was decoded.
 
         Args:
             rollouts: all of the step, of all ranks; the same on every rank.
@@ -174,8 +177,8 @@ class Policy:
         sums, nothing = np.zeros(len(rollouts)), np.zeros(len(rollouts))
         for indices in plan[self._world.rank]:
             batch = self._load_batch(rollouts, nothing, nothing, indices)
-            reference = self._log_probs(self._reference, batch)
-            kl = kl_estimate(self._config.algorithm.kl_estimator, batch.rollout_log_probs, reference)
+            log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference, batch)
+            kl = kl_estimate(self._config.algorithm.kl, log_probs, reference)
             np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
         return self._world.sum(sums)
 
@@ -315,7 +318,7 @@ class Policy:
         )
         losses, kl = pg_losses, torch.zeros_like(old)
         if self._reference is not None and algorithm.kl_in == "loss":
-            kl = kl_estimate(algorithm.kl_estimator, log_probs, self._log_probs(self._reference, batch))
+            kl = kl_estimate(algorithm.kl, log_probs, self._log_probs(self._reference, batch))
             losses = losses + algorithm.kl_coefficient * kl
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * entropy

@@ -26,7 +26,7 @@ def read_lines(path: Path) -> dict[int, Line]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
         return {int(row[STEP]): row for row in sorted(rows, key=lambda row: float(row[STEP]))}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{path} cannot be read ({error}); mend or remove it") from None
 
 
@@ -40,13 +40,15 @@ def add_line(path: Path, line: Line) -> None:
 
 
 def drop_lines(path: Path, step: int) -> None:
-    """Take back the lines from ``step`` on.
+    """Take back the lines from ``step`` on; they are kept in a file beside, ``metrics.dropped-000007.jsonl``.
 
     Raises:
         WriteError: as ``add_line``.
     """
     kept = _before(path, step)
-    if len(kept) < len(read_lines(path)):
+    dropped = [line for number, line in read_lines(path).items() if number >= step]
+    if dropped:
+        _write(path.with_name(f"{path.stem}.dropped-{step:06d}{path.suffix}"), dropped)
         _write(path, kept)
 
 

@@ -1,0 +1,68 @@
+"""What an algorithm's name stands for: an advantage, a loss of a token with its bounds, and how tokens are added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+AlgorithmName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"]
+AdvantageName = Literal["group", "group-mean", "leave-one-out", "batch", "group-mean-batch"]
+LossName = Literal["clip", "sequence-clip", "weight-clip"]
+AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+KLName = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The parts of an algorithm, each a function of ``rl/advantage.py``, ``rl/loss.py`` and ``rl/aggregation.py``."""
+
+    advantage: AdvantageName
+    loss: LossName
+    aggregation: AggregationName
+    clip_low: float
+    clip_high: float
+
+
+RECIPES: dict[AlgorithmName, Recipe] = {
+    # DeepSeekMath (2402.03300), section 4.1; its own mean is "seq-mean-token-mean", the token mean what the field runs.
+    "grpo": Recipe("group", "clip", "token-mean", 0.2, 0.2),
+    # Understanding R1-Zero-Like Training (2503.20783), section 3: no standard deviation, a constant length.
+    "dr-grpo": Recipe("group-mean", "clip", "seq-mean-token-sum-norm", 0.2, 0.2),
+    # DAPO (2503.14476), section 3: clip-higher and a token mean.
+    "dapo": Recipe("group", "clip", "token-mean", 0.2, 0.28),
+    # Back to Basics (2402.14740): REINFORCE on whole responses, the others' mean as baseline.
+    "rloo": Recipe("leave-one-out", "clip", "seq-mean-token-sum", 0.2, 0.2),
+    # REINFORCE++ (2501.03262): advantages normalised over the whole batch.
+    "reinforce++": Recipe("batch", "clip", "token-mean", 0.2, 0.2),
+    # The same paper: the group's mean as baseline, then normalised over the batch.
+    "reinforce++-baseline": Recipe("group-mean-batch", "clip", "token-mean", 0.2, 0.2),
+    # Group Sequence Policy Optimization (2507.18071), eq. 5 and section 5.1.
+    "gspo": Recipe("group", "sequence-clip", "seq-mean-token-mean", 3e-4, 4e-4),
+    # MiniMax-M1 (2506.13585), eq. 4 and 5: no lower bound; it does not tell the upper one, and TRL advises 5 in all.
+    "cispo": Recipe("group", "weight-clip", "token-mean", 1.0, 4.0),
+}
+"""By name, as their papers have them where the field agrees with the paper."""
+
+BOUNDS: dict[LossName, tuple[float, float]] = {
+    "clip": (0.2, 0.2),
+    "sequence-clip": (3e-4, 4e-4),
+    "weight-clip": (1.0, 4.0),
+}
+"""``clip_low`` and ``clip_high`` of a loss that is not its algorithm's own: ratios of responses move far less."""
+
+GROUP_ADVANTAGES: frozenset[AdvantageName] = frozenset(RECIPES[name].advantage for name in RECIPES) - {"batch"}
+"""Those that need more than one response to a prompt."""
+
+
+def recipe_with(name: AlgorithmName, advantage: str, loss: str, aggregation: str, low: object, high: object) -> Recipe:
+    """The named algorithm's parts, each replaced where something else than ``auto`` is given."""
+    own = RECIPES[name]
+    kind: LossName = own.loss if loss == "auto" else loss  # type: ignore[assignment]
+    bounds = (own.clip_low, own.clip_high) if kind == own.loss else BOUNDS[kind]
+    return Recipe(
+        advantage=own.advantage if advantage == "auto" else advantage,  # type: ignore[arg-type]
+        loss=kind,
+        aggregation=own.aggregation if aggregation == "auto" else aggregation,  # type: ignore[arg-type]
+        clip_low=bounds[0] if low == "auto" else float(low),  # type: ignore[arg-type]
+        clip_high=bounds[1] if high == "auto" else float(high),  # type: ignore[arg-type]
+    )
