@@ -266,7 +266,7 @@ class OptimizerSection(Section):
     offload: bool = False
     """Keep optimiser state in host memory."""
     micro_batch_tokens: PositiveInt = 8192
-    """Padded tokens of one forward and backward pass on one rank; one sequence may exceed it."""
+    """Tokens of one forward and backward pass on one rank; one sequence may exceed it."""
 
 
 class WarmupSection(Section):
