@@ -33,7 +33,7 @@ def policy_loss(
         kind: see the functions below.
         log_probs: of the policy that is trained; they alone carry a gradient.
         old_log_probs: of the policy that the update began with.
-        rows: the response that each token is of, int64, 0 to N - 1, every token of a response among them.
+        rows: the response that each token is of, int64; all tokens of a response, standing together.
     """
     if kind == "clip":
         return clipped_loss(log_probs, old_log_probs, advantages, clip_low, clip_high)
@@ -95,11 +95,12 @@ def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _mean_by_row(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Each token's row's mean, [T]."""
+    """Each token's row's mean, [T]; a row's tokens stand together."""
     if not rows.numel():
         return values
-    sums = values.new_zeros(int(rows.max()) + 1).index_add_(0, rows, values)
-    return (sums / rows.bincount().clamp(min=1))[rows]
+    counts = rows.unique_consecutive(return_counts=True)[1]
+    means = torch.segment_reduce(values, "mean", lengths=counts)  # in one order on every device
+    return means.repeat_interleave(counts)
 
 
 # -- distance from the reference --------------------------------------------------------------------------------------
