@@ -98,7 +98,7 @@ def _mean_by_row(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Each token's row's mean, [T]; a row's tokens stand together."""
     if not rows.numel():
         return values
-    counts = rows.unique_consecutive(return_counts=True)[1]
+    counts = rows.unique_consecutive(return_counts=True)[1]  # type: ignore[no-untyped-call]
     means = torch.segment_reduce(values, "mean", lengths=counts)  # in one order on every device
     return means.repeat_interleave(counts)
 
