@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``compare``, ``ablate``, ``warmup``, ``bench`` and ``export-drafter``.
+"""The commands: ``tlt train``, ``compare``, ``ablate``, ``warmup``, ``bench`` and those that export.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -179,6 +179,8 @@ def make_parser() -> argparse.ArgumentParser:
     bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
+    policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
+    export_options.add_policy_options(policy)
     return parser
 
 
@@ -198,7 +200,19 @@ def run_export(options: argparse.Namespace) -> None:
     run(checked)
 
 
-ALONE: dict[str, Callable[[argparse.Namespace], None]] = {"bench": run_bench, "export-drafter": run_export}
+def run_export_policy(options: argparse.Namespace) -> None:
+    """``tlt export-policy``."""
+    checked = export_options.read_policy_options(options)
+    from tlt_hpc.export.policy import run
+
+    run(checked)
+
+
+ALONE: dict[str, Callable[[argparse.Namespace], None]] = {
+    "bench": run_bench,
+    "export-drafter": run_export,
+    "export-policy": run_export_policy,
+}
 """Commands that run in this process alone, without a configuration."""
 
 

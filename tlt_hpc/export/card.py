@@ -148,7 +148,7 @@ def advice(source: Source) -> str:
         return "The target checks every draft: a drafter that fits it badly makes serving slower, not different."
     return (
         f"It was trained on that policy's own text and hidden states. {POLICY_FOLDER} stands for the policy's weights "
-        f"as a Hugging Face folder, which is not written here; with the model that the run started from "
+        "as a Hugging Face folder, which tlt export-policy writes; with the model that the run started from "
         f"({source.target.path}) the text is as right, but fewer drafts are accepted."
     )
 

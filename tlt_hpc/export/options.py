@@ -1,13 +1,16 @@
-"""The options of ``tlt export-drafter``: what may be asked for, and what makes no sense. Knows nothing heavy."""
+"""The options of the exports: what may be asked for, and what makes no sense. Knows nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 
+DtypeName = Literal["bfloat16", "float16", "float32"]
 FORMATS = ("sglang", "vllm", "speculators", "eagle")
 
 
@@ -48,3 +51,51 @@ def read_options(given: argparse.Namespace) -> ExportOptions:
     name = given.format if given.step is None else f"{given.format}-step-{given.step:06d}"
     output = given.output or Path(given.place) / "export" / name
     return ExportOptions(place=given.place, format=given.format, output=output, step=given.step, model=given.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """``tlt export-policy``."""
+
+    place: str
+    """A run's folder."""
+    output: Path
+    step: int | None
+    """The checkpoint to take; None: the newest."""
+    model: str | None
+    """The start model, where it lies elsewhere now."""
+    dtype: DtypeName
+    shard_gigabytes: float
+    """Most of one file of weights, in 10^9 bytes."""
+
+
+def add_policy_options(command: argparse.ArgumentParser) -> None:
+    """The options, on the parser of ``tlt export-policy``."""
+    add = command.add_argument
+    add("place", metavar="RUN", help="a run's folder")
+    add("--output", type=Path, metavar="FOLDER", help="where to write it (default RUN/export/policy)")
+    add("--step", type=int, metavar="N", help="take the checkpoint of this step (default: the newest)")
+    add("--model", metavar="FOLDER", help="the model that the run began with, where it has moved")
+    add("--dtype", choices=get_args(DtypeName), default="bfloat16", help="of the weights (default bfloat16)")
+    add("--shard-gb", type=float, default=5.0, metavar="GB", help="most of one file of weights (default 5)")
+
+
+def read_policy_options(given: argparse.Namespace) -> PolicyOptions:
+    """The options, completed and checked.
+
+    Raises:
+        UserError: an option that makes no sense.
+    """
+    if given.step is not None and given.step < 1:
+        raise UserError(f"--step {given.step} is no checkpoint; use the number of a folder below RUN/checkpoints")
+    if not 0.001 <= given.shard_gb < math.inf:
+        raise UserError(f"--shard-gb {given.shard_gb}: give at least 0.001, e.g. 5")
+    name = "policy" if given.step is None else f"policy-step-{given.step:06d}"
+    return PolicyOptions(
+        place=given.place,
+        output=given.output or Path(given.place) / "export" / name,
+        step=given.step,
+        model=given.model,
+        dtype=given.dtype,
+        shard_gigabytes=given.shard_gb,
+    )

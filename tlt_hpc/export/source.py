@@ -74,7 +74,7 @@ def open_source(options: ExportOptions) -> Source:
         ValueError: there is none, a file is broken, or the target is unknown; one line with the remedy.
     """
     found = _find(options)
-    config = _config_of(found.run)
+    config = config_of(found.run)
     target = _target(options, config)
     drafter = drafter_from(found.stored, target.shape, str(found.origin))
     return Source(found.origin, drafter, target, _history(found, config), lambda: _embedding(found, target))
@@ -95,7 +95,7 @@ def _find(options: ExportOptions) -> _Found:
 
 def _in_run(options: ExportOptions, run: RunFolder) -> _Found:
     """The newest checkpoint, or the one asked for; the file of a finished run where its checkpoints are gone."""
-    checkpoint = _checkpoint(run, options.step)
+    checkpoint = checkpoint_at(run, options.step)
     if checkpoint is not None and checkpoint.names("drafter"):
         stored = {name: checkpoint.read("drafter", name) for name in checkpoint.names("drafter") if _is_read(name)}
         return _Found(checkpoint.folder, stored, run, checkpoint.step, checkpoint)
@@ -122,7 +122,12 @@ def _is_read(name: str) -> bool:
     return name.endswith(".weight") or name in (TOKEN_IDS, _NUM_UPDATES)
 
 
-def _checkpoint(run: RunFolder, step: int | None) -> Checkpoint | None:
+def checkpoint_at(run: RunFolder, step: int | None) -> Checkpoint | None:
+    """The checkpoint of a step, or the newest; None where there is none.
+
+    Raises:
+        UserError: no such checkpoint.
+    """
     if step is None:
         return CheckpointStore(run.checkpoints, keep=1).newest()
     try:
@@ -138,7 +143,12 @@ def _run_around(folder: Path) -> RunFolder | None:
     )
 
 
-def _config_of(run: RunFolder | None) -> Config | None:
+def config_of(run: RunFolder | None) -> Config | None:
+    """A run's configuration; None where it has none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     if run is None or not run.config.is_file():
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -38,18 +39,31 @@ def write(folder: Path, files: Files, card: str) -> None:
     Raises:
         UserError: the disk refused; what was there before is still there.
     """
+
+    def fill(part: Path) -> Iterator[Path]:
+        save_file(files.tensors, part / WEIGHTS, metadata={"format": "pt"})
+        (part / CONFIG).write_text(json.dumps(files.config, indent=2) + "\n", encoding="utf-8")
+        (part / CARD).write_text(card, encoding="utf-8")
+        yield from (part / name for name in (WEIGHTS, CONFIG, CARD))
+
+    write_folder(folder, fill)
+
+
+def write_folder(folder: Path, fill: Callable[[Path], Iterable[Path]]) -> None:
+    """Have ``fill`` write files into a folder beside, sync what it gives back, and rename; an earlier one gives way.
+
+    Raises:
+        UserError: the disk refused; what was there before is still there.
+    """
     final = folder.resolve()
     part = final.with_name(final.name + PART_SUFFIX)
     try:
         make_folder(final.parent)
         shutil.rmtree(part, ignore_errors=True)  # a killed export's
         part.mkdir()
-        save_file(files.tensors, part / WEIGHTS, metadata={"format": "pt"})
-        (part / CONFIG).write_text(json.dumps(files.config, indent=2) + "\n", encoding="utf-8")
-        (part / CARD).write_text(card, encoding="utf-8")
-        for name in (WEIGHTS, CONFIG, CARD):
-            share(part / name)
-            sync(part / name)
+        for path in fill(part):
+            share(path)
+            sync(path)
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)
@@ -57,7 +71,15 @@ def write(folder: Path, files: Files, card: str) -> None:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
         raise UserError(f"cannot write {folder}: {error}; make room there or choose another --output") from None
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def is_marked(folder: Path, mark: str) -> bool:
+    """Whether a folder's card says that it is an export."""
+    return (folder / CARD).is_file() and mark in (folder / CARD).read_text(errors="replace")
 
 
 def _is_export(folder: Path, names: set[str]) -> bool:
-    return names <= {WEIGHTS, CONFIG, CARD} and CARD in names and MARK in (folder / CARD).read_text(errors="replace")
+    return names <= {WEIGHTS, CONFIG, CARD} and is_marked(folder, MARK)
