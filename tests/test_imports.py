@@ -17,7 +17,7 @@ PACKAGE = "tlt_hpc"
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("display",),
+    ("display", "inspect_data"),
     ("ablate",),
     ("compare", "bench", "export", "warmup"),
     ("launch",),
@@ -59,9 +59,25 @@ HOME_OF = {
     "submitit": {"launch"},
     "matplotlib": {"bench", "ablate"},
     "triton": {"kernels"},
+    "pyarrow": {"data"},
+    "jinja2": {"data"},
+    "reasoning_gym": {"data"},
     "flash_attn": {"kernels"},
 }
-WITHOUT_TORCH = {"mpi", "storage", "config", "records", "timing", "data", "launch", "plan", "cli", "display", "compare"}
+WITHOUT_TORCH = {
+    "mpi",
+    "storage",
+    "config",
+    "records",
+    "timing",
+    "data",
+    "launch",
+    "plan",
+    "cli",
+    "display",
+    "compare",
+    "inspect_data",
+}
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {
         "make_tiny_model.py",

@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``compare``, ``ablate``, ``warmup``, ``bench`` and ``export-drafter``.
+"""The commands: ``tlt train``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``export-drafter`` and ``data inspect``.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -125,6 +125,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
+    if options.command == "data" and not any(argument.startswith("-") for argument in rest):
+        options.overrides, rest = [*options.overrides, *rest], []
     if options.command in ALONE:
         if rest:
             named = f"bench {options.bench}" if options.command == "bench" else options.command
@@ -179,6 +181,17 @@ def make_parser() -> argparse.ArgumentParser:
     bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
+    data = commands.add_parser("data", help="look at what a run would train on").add_subparsers(
+        dest="data", required=True
+    )
+    inspect = data.add_parser(
+        "inspect", help="count rows, lengths and duplicates, and name broken rows; status 1: there are"
+    )
+    inspect.add_argument(
+        "file", metavar="FILE", help="a file, folder, pattern or task as data.source has it, or a job's TOML"
+    )
+    inspect.add_argument("--model", metavar="FOLDER", help="counts tokens, and renders chats by this model's template")
+    inspect.add_argument("overrides", nargs="*", metavar="data.key=value", help="e.g. data.prompt_key=problem")
     return parser
 
 
@@ -198,21 +211,31 @@ def run_export(options: argparse.Namespace) -> None:
     run(checked)
 
 
-ALONE: dict[str, Callable[[argparse.Namespace], None]] = {"bench": run_bench, "export-drafter": run_export}
+def run_data(options: argparse.Namespace) -> int:
+    """``tlt data inspect``."""
+    from tlt_hpc.inspect_data import run
+
+    return run(options.file, options.model, options.overrides)
+
+
+ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "bench": run_bench,
+    "export-drafter": run_export,
+    "data": run_data,
+}
 """Commands that run in this process alone, without a configuration."""
 
 
-def run_alone(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+def run_alone(command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     """Run such a command; its user's mistakes end as one line."""
     try:
-        command(options)
+        return command(options) or 0
     except ValueError as error:
         print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("tlt: stopped; nothing was written", file=sys.stderr)
         return INTERRUPTED
-    return 0
 
 
 def run_train(config: Config, options: argparse.Namespace) -> int:
