@@ -54,6 +54,11 @@ def _as_source(value: object) -> object:
     return value if isinstance(value, str) else paths
 
 
+def _as_day(value: object) -> object:
+    """A day that TOML has read as one, in words."""
+    return value.isoformat() if isinstance(value, date) else value
+
+
 def _as_arguments(value: object) -> object:
     """A table that TOML can hold again."""
     try:
@@ -100,7 +105,7 @@ class DataSection(Section):
     """What becomes of rows without a prompt or an answer, or of another form."""
     chat_template: Annotated[str, Field(min_length=1)] = "auto"
     """Renders prompts that are lists of messages: the model folder's own (``auto``), or a file of Jinja."""
-    template_date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = "2024-07-26"
+    template_date: Annotated[str, BeforeValidator(_as_day), Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = "2024-07-26"
     """What templates that write today's date take for today, so that no prompt depends on the day of the run."""
     system_prompt: str = ""
     """Stands before every list of messages that has no system message of its own."""

@@ -79,4 +79,10 @@ def _print(console: Console, config: Config, found: Inspection, has_tokens: bool
 def _cells(counts: SourceCounts, has_tokens: bool) -> tuple[str | Text, ...]:
     lengths = np.quantile(counts.lengths, (0, 0.5, 0.95, 1), method="nearest") if has_tokens else ()
     tokens = (*(f"{length:.0f}" for length in lengths), f"{counts.num_overlong:,}") if has_tokens else ("-",) * 5
-    return Text(counts.source), f"{len(counts.lengths):,}", *tokens, f"{counts.num_repeated:,}", f"{counts.num_unanswered:,}"
+    return (
+        Text(counts.source),
+        f"{len(counts.lengths):,}",
+        *tokens,
+        f"{counts.num_repeated:,}",
+        f"{counts.num_unanswered:,}",
+    )

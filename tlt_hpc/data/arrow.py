@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from tlt_hpc.config import ConfigError
 from tlt_hpc.data.jsonl import digest_of
-from tlt_hpc.data.rows import Row, RowError
+from tlt_hpc.data.rows import Row, RowError, first_line
 
 _FILE_MAGIC = b"ARROW1"
 """How Arrow's file format begins; ``datasets`` writes the stream format, which has no such mark."""
@@ -33,7 +33,7 @@ class ArrowRows:
         try:
             return {name: column[index].as_py() for name, column in self._columns.items()}
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-            raise RowError(self.where(index), f"cannot be read ({_first_line(error)}); write the file again") from None
+            raise RowError(self.where(index), f"cannot be read ({first_line(error)}); write the file again") from None
 
     def where(self, index: int) -> str:
         return f"{self._path} row {index}"
@@ -57,7 +57,7 @@ def open_parquet(path: Path, wanted: frozenset[str]) -> ArrowRows:
             table = file.read(columns=[name for name in names if name in wanted] or names)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
-            f"data.source: {path} cannot be read as parquet ({_first_line(error)}); write or download it again"
+            f"data.source: {path} cannot be read as parquet ({first_line(error)}); write or download it again"
         ) from None
     return ArrowRows(path, "parquet", table)
 
@@ -75,7 +75,7 @@ def open_arrow(path: Path, wanted: frozenset[str]) -> ArrowRows:
         table = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
-            f"data.source: {path} cannot be read as Arrow ({_first_line(error)}); write or download it again"
+            f"data.source: {path} cannot be read as Arrow ({first_line(error)}); write or download it again"
         ) from None
     names = _without_doubles(path, table.column_names)
     return ArrowRows(path, "arrow", table.select([name for name in names if name in wanted] or names))
@@ -91,7 +91,3 @@ def _without_doubles(path: Path, names: list[str]) -> list[str]:
 def _names(schema: pa.Schema) -> frozenset[str]:
     inner = {f"{field.name}.{part.name}" for field in schema if pa.types.is_struct(field.type) for part in field.type}
     return frozenset(field.name for field in schema) | inner
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tlt_hpc.config import ConfigError, DataSection
+from tlt_hpc.data.rows import first_line
 from tlt_hpc.records import ChatFormat
 
 Message = Mapping[str, Any]
@@ -60,7 +61,7 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
-            raise ChatError(str(error).partition("\n")[0] or type(error).__name__) from None
+            raise ChatError(first_line(error)) from None
 
 
 def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:

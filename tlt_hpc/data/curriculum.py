@@ -12,6 +12,7 @@ import numpy as np
 
 from tlt_hpc.config import ConfigError
 from tlt_hpc.data.order import Indices
+from tlt_hpc.data.rows import first_line
 
 
 @dataclass(frozen=True)
@@ -102,4 +103,4 @@ class CurriculumOrder:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -17,8 +18,6 @@ from tlt_hpc.config import ConfigError
 Indices = NDArray[np.int64]
 EpochOrder = Callable[[int], Indices]
 """The rows of an epoch, by its number: as many as there are rows."""
-
-_AHEAD = 4096
 
 
 class Draws(Protocol):
@@ -67,18 +66,14 @@ class GoodRows:
         self._first: list[int] = []
         self._num_judged = 0
 
-    @property
-    def num_judged(self) -> int:
-        """Rows judged so far, those of the first epoch's beginning."""
-        return self._num_judged
-
     def rows(self, start: int, stop: int) -> list[int]:
         """As ``Draws.rows``.
 
         Raises:
             ConfigError: no row is left.
         """
-        self.judge(stop)
+        while len(self._first) < stop and self._num_judged < len(self._is_good):
+            self._judge(stop - len(self._first))
         if stop <= len(self._first):
             return self._first[start:stop]
         if not self._first:
@@ -86,16 +81,17 @@ class GoodRows:
         places = (divmod(number, len(self._first)) for number in range(start, stop))
         return [int(self._kept(epoch)[place]) for epoch, place in places]
 
-    def judge(self, num_good: int, most: int | None = None) -> None:
-        """Go on in the first epoch until there are so many good rows, or ``most`` are judged, or it ends."""
-        order = self._order(0)
-        end = len(order) if most is None else min(most, len(order))
-        while len(self._first) < num_good and self._num_judged < end:
-            row = int(order[self._num_judged])
-            if self._keeps(row):
-                self._first.append(row)
-                self._is_good[row] = True
-            self._num_judged += 1
+    def look_ahead(self, count: int) -> None:
+        """Judge the first ``count`` rows of the first epoch, unless that has been done."""
+        self._judge(count - self._num_judged)
+
+    def _judge(self, count: int) -> None:
+        """Judge the next rows of the first epoch, in the order of the files: a mistake is named where it is first."""
+        block = self._order(0)[self._num_judged : self._num_judged + max(count, 0)]
+        for row in np.sort(block):
+            self._is_good[row] = self._keeps(int(row))
+        self._first += block[self._is_good[block]].tolist()
+        self._num_judged += len(block)
 
     def _kept(self, epoch: int) -> Indices:
         order = self._order(epoch)
@@ -104,6 +100,4 @@ class GoodRows:
 
 def _keeping_last(order: EpochOrder) -> EpochOrder:
     """The same, the last two epochs kept: a step may span two."""
-    from functools import lru_cache
-
     return lru_cache(maxsize=2)(order)

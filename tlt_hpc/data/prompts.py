@@ -246,7 +246,7 @@ def _facts(reader: PromptReader, index: int, place: int) -> RowFacts:
 def _check_first(draws: Draws, sieve: Sieve, seed: int) -> None:
     """Read the rows that are drawn first, in the order of the files where none is to be left out."""
     if isinstance(draws, GoodRows):
-        draws.judge(CHECKED_ROWS, CHECKED_ROWS)
+        draws.look_ahead(CHECKED_ROWS)
     elif not sieve.leaves_out:
         for row in sorted(set(draws.rows(0, min(len(sieve.reader), CHECKED_ROWS)))):
             sieve.read(row)

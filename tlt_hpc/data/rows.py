@@ -86,3 +86,8 @@ def nested_columns(tree: Mapping[str, Any]) -> frozenset[str]:
     """The keys of a mapping, and those of the mappings in it as ``outer.inner``."""
     inner = {f"{key}.{name}" for key, value in tree.items() if isinstance(value, Mapping) for name in value}
     return frozenset(tree) | frozenset(inner)
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, without the lines that follow."""
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -120,18 +120,18 @@ def _prompt(value: Any, path: str, where: str) -> str | Messages:
         raise RowError(where, f"{path!r} is neither a text nor a list of messages but {_kind(value)}; mend the row")
     if not value:
         raise RowError(where, f"{path!r} is an empty list of messages; mend or remove the row")
-    return tuple(_message(message, f"{where}: message {i} of {path!r}") for i, message in enumerate(value))
+    return tuple(_message(message, where, f"message {i} of {path!r}") for i, message in enumerate(value))
 
 
-def _message(message: Any, where: str) -> Mapping[str, Any]:
+def _message(message: Any, where: str, which: str) -> Mapping[str, Any]:
     """A message without its nulls, as transformers drops them before it renders."""
     if not isinstance(message, Mapping):
-        raise RowError(where, f"is {_kind(message)}; it needs 'role' and 'content'")
+        raise RowError(where, f"{which} is {_kind(message)}; it needs 'role' and 'content'")
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
-            raise RowError(where, f"{name!r} is {_kind(message.get(name))}; it needs to be a text")
+            raise RowError(where, f"{which}: {name!r} is {_kind(message.get(name))}; it needs to be a text")
     if message["role"] not in _ROLES:
-        raise RowError(where, f"role {message['role']!r} is none of {', '.join(_ROLES)}; rename it")
+        raise RowError(where, f"{which}: role {message['role']!r} is none of {', '.join(_ROLES)}; rename it")
     return {key: value for key, value in message.items() if value is not None}
 
 

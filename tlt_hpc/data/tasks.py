@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tlt_hpc.config import TASK_PREFIX, ConfigError, UserError
-from tlt_hpc.data.rows import Row, RowError
+from tlt_hpc.data.rows import Row, RowError, first_line
 
 _PROBED = 16
 
@@ -75,5 +75,6 @@ def _make(name: str, size: int, seed: int, arguments: Mapping[str, Any]) -> Any:
         return reasoning_gym.create_dataset(name, **{**arguments, "size": size, "seed": seed})
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"data.task_args = {dict(arguments)!r}: {TASK_PREFIX + name!r} refuses them ({error}); mend data.task_args"
+            f"data.task_args = {dict(arguments)!r}: {TASK_PREFIX + name!r} refuses them ({first_line(error)}); "
+            "mend data.task_args"
         ) from None
