@@ -108,6 +108,34 @@ def test_other_settings_of_the_data_are_the_configurations_to_refuse(tmp_path: P
     )
 
 
+class OnTwoNodes(Alone):
+    """What the second of two ranks sees, whose files are others than the first one's."""
+
+    rank, size, hostname = 1, 2, "there"
+
+    def __init__(self, first: Any) -> None:
+        self._first = first
+
+    def allgather(self, item: Any) -> list[Any]:
+        return [("here", self._first if isinstance(item[1], bytes) else item[1]), item]
+
+    def broadcast(self, item: Any) -> Any:
+        return "", next(Path().glob("*")).name, "here"
+
+
+def test_files_that_differ_between_nodes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path / "tiny")
+    (tmp_path / "tiny" / "probe").touch()
+    path = write_jsonl(tmp_path / "a.jsonl", gcd_rows(5))
+    config = config_of(path, f"run.folder={tmp_path}")
+    with pytest.raises(ConfigError) as caught:
+        claim_folder(RunFolder(config.folder), config, OnTwoNodes(b"another"), open_data(path))
+    assert str(caught.value) == (
+        "data.source: rank 1 on there draws other prompts than rank 0 on here; give all nodes the same files"
+    )
+
+
 def test_a_run_from_before_is_given_its_fingerprints(tmp_path: Path) -> None:
     claim_data(tmp_path, {"data.source": "a"})
     claim_data(tmp_path, {"data.source": "a", "chat template": "b"})

@@ -122,6 +122,10 @@ MEND = "; mend or remove the row"
     [
         ([], "'prompt' is an empty list of messages" + MEND),
         ({"role": "user"}, "'prompt' is neither a text nor a list of messages but an object; mend the row"),
+        (
+            [{"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}],
+            "'prompt' ends with a message of the assistant, so with an answer; cut it off",
+        ),
         (["hello"], "message 0 of 'prompt' is a text; it needs 'role' and 'content'"),
         ([{"role": "user"}], "message 0 of 'prompt': 'content' is null; it needs to be a text"),
         ([{"from": "human", "value": "1="}], "message 0 of 'prompt': 'role' is null; it needs to be a text"),

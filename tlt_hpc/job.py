@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
@@ -183,6 +184,8 @@ def claim_folder(folder: RunFolder, config: Config, world: World, prompts: Promp
         raise ConfigError(error)
     try:
         _check_shared(config, name, writer, world)
+        if prompts is not None:
+            _check_same_prompts(prompts, world)
     finally:
         if world.rank == 0:
             probe.unlink(missing_ok=True)
@@ -196,6 +199,18 @@ def _check_shared(config: Config, name: str, writer: str, world: World) -> None:
             raise ConfigError(
                 f"run.folder = {config.run.folder!r}: rank {rank} on {hostname} does not see what rank 0 on "
                 f"{writer} wrote there; use a folder that all nodes share"
+            )
+
+
+def _check_same_prompts(prompts: PromptSource, world: World) -> None:
+    """Refuse data that is not the same on all nodes: ranks would generate, and score, different prompts as one."""
+    tokens = b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in prompts.batch(0))
+    seen = world.allgather((world.hostname, sha256(tokens).digest()))
+    for rank, (hostname, mark) in enumerate(seen):
+        if mark != seen[0][1]:
+            raise ConfigError(
+                f"data.source: rank {rank} on {hostname} draws other prompts than rank 0 on {seen[0][0]}; "
+                "give all nodes the same files"
             )
 
 

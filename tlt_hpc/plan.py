@@ -67,6 +67,7 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
         f"run         {config.folder}: {config.run.num_steps} steps on {num_ranks} ranks, seed {config.run.seed}",
         f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
         f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        f"data        {config.data.source_name}, prompts of at most {config.data.max_prompt_tokens} tokens",
         f"rollout     {rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, at most "
         f"{rollout.max_new_tokens} tokens, temperature {rollout.temperature}; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",

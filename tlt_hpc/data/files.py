@@ -60,7 +60,7 @@ def stamp_of(path: Path) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _open(path: Path, changed: int, size: int, wanted: frozenset[str]) -> Rows:
     from tlt_hpc.data.arrow import open_arrow, open_parquet
     from tlt_hpc.data.jsonl import JsonlRows

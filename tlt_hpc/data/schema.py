@@ -120,7 +120,10 @@ def _prompt(value: Any, path: str, where: str) -> str | Messages:
         raise RowError(where, f"{path!r} is neither a text nor a list of messages but {_kind(value)}; mend the row")
     if not value:
         raise RowError(where, f"{path!r} is an empty list of messages; mend or remove the row")
-    return tuple(_message(message, where, f"message {i} of {path!r}") for i, message in enumerate(value))
+    messages = tuple(_message(message, where, f"message {i} of {path!r}") for i, message in enumerate(value))
+    if messages[-1]["role"] == "assistant":  # as in data for supervised training, where it is the answer
+        raise RowError(where, f"{path!r} ends with a message of the assistant, so with an answer; cut it off")
+    return messages
 
 
 def _message(message: Any, where: str, which: str) -> Mapping[str, Any]:
