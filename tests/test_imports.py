@@ -17,7 +17,7 @@ PACKAGE = "tlt_hpc"
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("display",),
+    ("display", "inspect_data"),
     ("ablate",),
     ("compare", "bench", "export", "warmup"),
     ("launch",),
@@ -61,6 +61,9 @@ HOME_OF = {
     "submitit": {"launch"},
     "matplotlib": {"bench", "ablate"},
     "triton": {"kernels"},
+    "pyarrow": {"data"},
+    "jinja2": {"data"},
+    "reasoning_gym": {"data"},
     "flash_attn": {"kernels"},
 }
 WITHOUT_TORCH = {
@@ -76,6 +79,7 @@ WITHOUT_TORCH = {
     "cli",
     "display",
     "compare",
+    "inspect_data",
 }
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {

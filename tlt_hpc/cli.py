@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``compare``, ``ablate``, ``warmup``, ``bench`` and those that export.
+"""The commands: ``tlt train``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``data inspect`` and those that export.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -125,6 +125,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
+    if options.command == "data" and not any(argument.startswith("-") for argument in rest):
+        options.overrides, rest = [*options.overrides, *rest], []
     if options.command in ALONE:
         if rest:
             named = f"bench {options.bench}" if options.command == "bench" else options.command
@@ -181,6 +183,17 @@ def make_parser() -> argparse.ArgumentParser:
     export_options.add_export_options(export)
     policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
     export_options.add_policy_options(policy)
+    data = commands.add_parser("data", help="look at what a run would train on").add_subparsers(
+        dest="data", required=True
+    )
+    inspect = data.add_parser(
+        "inspect", help="count rows, lengths and duplicates, and name broken rows; status 1: there are"
+    )
+    inspect.add_argument(
+        "file", metavar="FILE", help="a file, folder, pattern or task as data.source has it, or a job's TOML"
+    )
+    inspect.add_argument("--model", metavar="FOLDER", help="counts tokens, and renders chats by this model's template")
+    inspect.add_argument("overrides", nargs="*", metavar="data.key=value", help="e.g. data.prompt_key=problem")
     return parser
 
 
@@ -208,25 +221,32 @@ def run_export_policy(options: argparse.Namespace) -> None:
     run(checked)
 
 
-ALONE: dict[str, Callable[[argparse.Namespace], None]] = {
+def run_data(options: argparse.Namespace) -> int:
+    """``tlt data inspect``."""
+    from tlt_hpc.inspect_data import run
+
+    return run(options.file, options.model, options.overrides)
+
+
+ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "bench": run_bench,
     "export-drafter": run_export,
     "export-policy": run_export_policy,
+    "data": run_data,
 }
 """Commands that run in this process alone, without a configuration."""
 
 
-def run_alone(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+def run_alone(command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     """Run such a command; its user's mistakes end as one line."""
     try:
-        command(options)
+        return command(options) or 0
     except ValueError as error:
         print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("tlt: stopped; nothing was written", file=sys.stderr)
         return INTERRUPTED
-    return 0
 
 
 def run_train(config: Config, options: argparse.Namespace) -> int:

@@ -10,10 +10,12 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from tlt_hpc.recipes import (
     GROUP_ADVANTAGES,
@@ -38,6 +40,7 @@ LossKind = Literal["feature", "cross-entropy", "total-variation"]
 
 EMBEDDED_MODEL = "embedded:tiny"
 EMBEDDED_TASK = "embedded:gcd"
+TASK_PREFIX = "reasoning-gym:"
 
 
 class UserError(ValueError):
@@ -52,6 +55,28 @@ class Section(BaseModel):
     """Frozen, strict about unknown keys, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+def _as_source(value: object) -> object:
+    """A path, or a list of them as TOML has it."""
+    paths = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        raise PydanticCustomError("source", "give a file, a folder, a pattern or a task, or a list of files")
+    return value if isinstance(value, str) else paths
+
+
+def _as_day(value: object) -> object:
+    """A day that TOML has read as one, in words."""
+    return value.isoformat() if isinstance(value, date) else value
+
+
+def _as_arguments(value: object) -> object:
+    """A table that TOML can hold again."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise PydanticCustomError("arguments", "give numbers, texts, booleans and lists alone") from error
+    return value
 
 
 class RunSection(Section):
@@ -72,11 +97,42 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    source: str
-    """A .jsonl file with ``prompt`` and ``answer``, or ``embedded:gcd``."""
+    source: Annotated[str | tuple[str, ...], BeforeValidator(_as_source)]
+    """``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of them, or a pattern (``data/*.parquet``); a folder
+    of them, as the hub has it or as ``datasets`` saves it; ``reasoning-gym:NAME``. ``~``, ``$NAME`` are expanded."""
+    split: Annotated[str, Field(min_length=1)] = "train"
+    """Which split of a folder that has several."""
+    prompt_key: str = ""
+    """Column of the prompt, a text or a list of messages; empty: the first there is of ``prompt``, ``problem``,
+    ``question``, ``messages``. Dots lead into a column: ``input.text``."""
+    answer_key: str = ""
+    """Column of the answer; empty: the first of ``reward_model.ground_truth``, ``answer``, ``ground_truth``."""
     reward: Literal["boxed", "math"] = "boxed"
     """``boxed``: the text of the last \\boxed{} equals the answer; ``math``: equal as mathematics (math-verify)."""
     max_prompt_tokens: PositiveInt = 1024
+    overlong: Literal["error", "drop"] = "error"
+    """What becomes of prompts over ``max_prompt_tokens``."""
+    broken_rows: Literal["error", "skip"] = "error"
+    """What becomes of rows without a prompt or an answer, or of another form."""
+    chat_template: Annotated[str, Field(min_length=1)] = "auto"
+    """Renders prompts that are lists of messages: the model folder's own (``auto``), or a file of Jinja."""
+    template_date: Annotated[str, BeforeValidator(_as_day), Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] = "2024-07-26"
+    """What templates that write today's date take for today, so that no prompt depends on the day of the run."""
+    system_prompt: str = ""
+    """Stands before every list of messages that has no system message of its own."""
+    text_prompts: Literal["raw", "chat"] = "raw"
+    """``raw``: a prompt that is a text is fed as it stands; ``chat``: as the message of a user, rendered."""
+    curriculum: str = ""
+    """``path.py:name``: a function (epoch, rows) that gives the order of an epoch's rows. Empty: shuffled."""
+    task_size: PositiveInt = 10_000
+    """Problems of a ``reasoning-gym`` task, made from ``run.seed``."""
+    task_args: Annotated[dict[str, Any], BeforeValidator(_as_arguments)] = {}
+    """What that task's configuration takes beside, such as ``{max_digits = 3}``."""
+
+    @property
+    def source_name(self) -> str:
+        """The source in words."""
+        return self.source if isinstance(self.source, str) else ", ".join(self.source)
 
 
 class RolloutSection(Section):
@@ -445,6 +501,8 @@ def _toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(str(key))} = {_toml_value(v)}" for key, v in value.items()) + "}"
     if isinstance(value, str):
         # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -477,6 +535,7 @@ def _check_combinations(config: Config) -> None:
         )
     _check_algorithm(config)
     _check_drafter(config.drafter)
+    _check_data(config.data)
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
     if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
@@ -544,6 +603,18 @@ def _check_drafter(drafter: DrafterSection) -> None:
                 f"drafter.{name} = {given!r} with drafter.train = false, which trains nothing; "
                 f"use drafter.train = true or leave drafter.{name} out"
             )
+
+
+def _check_data(data: DataSection) -> None:
+    try:
+        date.fromisoformat(data.template_date)
+    except ValueError as error:
+        raise ConfigError(f"data.template_date = {data.template_date!r}: {error}; give a day as 2024-07-26") from None
+    if data.task_args and not (isinstance(data.source, str) and data.source.startswith(TASK_PREFIX)):
+        raise ConfigError(
+            f"data.task_args = {data.task_args!r} says nothing with data.source = {data.source_name!r}; "
+            f"use data.source = '{TASK_PREFIX}NAME' or leave data.task_args out"
+        )
 
 
 _LISTS = {"tuple_type": 'give a list, such as ["a", "b"]', "too_short": "give a list of one or more"}

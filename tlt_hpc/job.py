@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, WarmupSection, load_config, to_toml
+from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
@@ -53,6 +55,8 @@ _FREE_ON_RESUME = {
     "run.folder",
     "model.path",
     "model.device",
+    "data.overlong",  # what of these two may change data/claim.py says
+    "data.broken_rows",
     "rollout.max_live",
     "rollout.kv_bytes",
     "rollout.page_size",
@@ -125,6 +129,8 @@ class Job:
 def assemble(config: Config, world: World) -> Job:
     """Build all parts; collective."""
     assets = read_assets(config, world.size)
+    if world.rank == 0 and assets.prompts.warning:
+        logger.warning("%s", assets.prompts.warning)
     device = choose_device(config, world)
     warm = None
     if config.speculation.mode == "full":
@@ -134,7 +140,8 @@ def assemble(config: Config, world: World) -> Job:
     drafting = (
         make_drafting(config, world, folder, decoder, assets, warm) if config.speculation.mode == "full" else None
     )
-    claim_folder(folder, config, world)  # last of what may find a mistake of the user's: nothing is written before
+    # last of what may find a mistake of the user's: nothing is written before
+    claim_folder(folder, config, world, assets.prompts)
     if drafting:
         drafting.cache.recover()
     engine = make_engine(decoder, engine_settings(config, assets, world), drafting.served if drafting else None)
@@ -158,8 +165,8 @@ def assemble(config: Config, world: World) -> Job:
     )
 
 
-def claim_folder(folder: RunFolder, config: Config, world: World) -> None:
-    """Save the resolved configuration with the run, or check it against the one that is there; collective.
+def claim_folder(folder: RunFolder, config: Config, world: World, prompts: PromptSource | None = None) -> None:
+    """Save configuration and fingerprints of the data with the run, or check them against what is there; collective.
 
     Raises:
         ConfigError: on all ranks, where the folder holds a run of another configuration, or not all of them see it.
@@ -168,6 +175,8 @@ def claim_folder(folder: RunFolder, config: Config, world: World) -> None:
     if world.rank == 0:
         try:
             _claim(folder, config)
+            if prompts is not None:
+                claim_data(folder.path, prompts.fingerprints())
             probe.touch()
         except (ConfigError, OSError) as caught:
             error = str(caught)
@@ -176,6 +185,8 @@ def claim_folder(folder: RunFolder, config: Config, world: World) -> None:
         raise ConfigError(error)
     try:
         _check_shared(config, name, writer, world)
+        if prompts is not None:
+            _check_same_prompts(prompts, world)
     finally:
         if world.rank == 0:
             probe.unlink(missing_ok=True)
@@ -189,6 +200,18 @@ def _check_shared(config: Config, name: str, writer: str, world: World) -> None:
             raise ConfigError(
                 f"run.folder = {config.run.folder!r}: rank {rank} on {hostname} does not see what rank 0 on "
                 f"{writer} wrote there; use a folder that all nodes share"
+            )
+
+
+def _check_same_prompts(prompts: PromptSource, world: World) -> None:
+    """Refuse data that is not the same on all nodes: ranks would generate, and score, different prompts as one."""
+    tokens = b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in prompts.batch(0))
+    seen = world.allgather((world.hostname, sha256(tokens).digest()))
+    for rank, (hostname, mark) in enumerate(seen):
+        if mark != seen[0][1]:
+            raise ConfigError(
+                f"data.source: rank {rank} on {hostname} draws other prompts than rank 0 on {seen[0][0]}; "
+                "give all nodes the same files"
             )
 
 

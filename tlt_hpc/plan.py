@@ -11,6 +11,7 @@ from tlt_hpc.config import Config, ConfigError, check_model_limits, check_ranks,
 from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
+from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.rollout.strategy import strategies_of
 
 
@@ -37,7 +38,8 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     check_model_limits(config, shape.max_positions)
     _check_strategies(config)
     tokenizer = load_tokenizer(folder)
-    return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), open_prompts(config, tokenizer))
+    prompts = open_prompts(config, tokenizer, read_chat_format(folder))
+    return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), prompts)
 
 
 def _check_strategies(config: Config) -> None:
@@ -65,6 +67,7 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
         f"run         {config.folder}: {config.run.num_steps} steps on {num_ranks} ranks, seed {config.run.seed}",
         f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
         f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        f"data        {config.data.source_name}, prompts of at most {config.data.max_prompt_tokens} tokens",
         f"rollout     {rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, at most "
         f"{rollout.max_new_tokens} tokens, temperature {rollout.temperature}; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",

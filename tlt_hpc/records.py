@@ -50,6 +50,17 @@ class Prompt:
     text: str
     answer: str
     source: str
+    """The row's ``data_source``: which data it is of, by which its reward is chosen."""
+    extra: str = ""
+    """What else the row has for a reward, as JSON: ``extra_info``, ``reward_model``, ``ability``; empty: nothing."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a model wants a chat written: its template in Jinja (empty: it has none) and its special tokens by name."""
+
+    template: str = ""
+    special_tokens: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

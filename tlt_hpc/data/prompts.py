@@ -1,18 +1,34 @@
-"""Which prompts a step draws: a pure function of (seed, step), whatever the ranks. Knows no model and no reward."""
+"""Which prompts a step draws: a pure function of data, seed and step, whatever the ranks. Knows no model or reward."""
 
 from __future__ import annotations
 
-import json
+import logging
 import random
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError
+from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, DataSection
+from tlt_hpc.data.chat import read_template
+from tlt_hpc.data.curriculum import CurriculumOrder, RowFacts
+from tlt_hpc.data.files import find_files, open_rows, stamp_of
 from tlt_hpc.data.gcd import MAX_NUMBER, Split, draw_from_split
-from tlt_hpc.records import Prompt
+from tlt_hpc.data.jsonl import digest_of
+from tlt_hpc.data.order import AllRows, Draws, GoodRows, shuffled
+from tlt_hpc.data.reader import OverlongError, PromptReader, encode
+from tlt_hpc.data.rows import RowError
+from tlt_hpc.data.schema import difficulty_of, wanted_columns
+from tlt_hpc.records import ChatFormat, Prompt
+
+CHECKED_ROWS = 10_000
+"""Rows that are read before a run starts, those that it draws first: a second or two on one core."""
+_KEPT_STEPS = 4
+
+logger = logging.getLogger(__name__)
 
 
 class PromptSource(Protocol):
@@ -22,27 +38,47 @@ class PromptSource(Protocol):
         """The prompts of a step, in draw order."""
         ...
 
+    def fingerprints(self) -> Mapping[str, str]:
+        """What the prompts are made from, by name: what may not change while a run goes on. Reads all files again."""
+        ...
 
-def open_prompts(config: Config, tokenizer: Tokenizer) -> PromptSource:
+    @property
+    def warning(self) -> str:
+        """What a user should know of rows that are left out, in one line; empty: nothing."""
+        ...
+
+
+def open_prompts(config: Config, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> PromptSource:
     """The prompt source that the configuration names.
 
+    Files that stay as they are are read and checked once in a process, whoever asks.
+
     Raises:
-        ValueError: no such file, or a row without ``prompt`` and ``answer``, or a prompt over the limit.
+        ValueError: no such file, or a row that cannot be used, or a prompt over the limit.
     """
     if config.data.source == EMBEDDED_TASK:
-        longest = len(make_prompt(tokenizer, f"gcd({MAX_NUMBER},{MAX_NUMBER})=", "", "gcd").tokens)
-        if longest > config.data.max_prompt_tokens:
-            raise ConfigError(
-                f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, but prompts of {EMBEDDED_TASK!r} "
-                f"have up to {longest} tokens; use data.max_prompt_tokens = {longest} or more"
-            )
-        return GcdPrompts(tokenizer, config.run.seed, config.rollout.prompts_per_step)
-    rows = read_jsonl(Path(config.data.source), tokenizer, config.data.max_prompt_tokens)
-    return ShuffledPrompts(rows, config.run.seed, config.rollout.prompts_per_step)
+        return _open_gcd(config, tokenizer)
+    stamps = tuple(map(stamp_of, _files_of(config.data)))
+    count = config.rollout.prompts_per_step
+    return _open(config.data.model_dump_json(), config.run.seed, count, tokenizer, chat or ChatFormat(), stamps)
+
+
+def open_reader(
+    data: DataSection, seed: int, tokenizer: Tokenizer | None, chat: ChatFormat | None = None
+) -> PromptReader:
+    """The prompts of ``data`` row by row, in the order of the files: for evaluation and inspection.
+
+    Raises:
+        ConfigError: no such file, no such column, or no template.
+    """
+    rows = open_rows(data, seed, wanted_columns(data))
+    return PromptReader(data, rows, tokenizer, read_template(data, chat or ChatFormat()))
 
 
 class GcdPrompts:
     """Fresh problems of the embedded task at every step, from one of its splits."""
+
+    warning = ""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, prompts_per_step: int, split: Split = "train") -> None:
         self._tokenizer, self._seed, self._count, self._split = tokenizer, seed, prompts_per_step, split
@@ -52,57 +88,165 @@ class GcdPrompts:
         problems = [draw_from_split(source, self._split) for _ in range(self._count)]
         return [make_prompt(self._tokenizer, p.prompt, p.answer, "gcd") for p in problems]
 
+    def fingerprints(self) -> Mapping[str, str]:
+        return {"data.source": EMBEDDED_TASK}
 
-class ShuffledPrompts:
-    """A fixed list, shuffled anew every epoch; a step may span two epochs."""
 
-    def __init__(self, prompts: list[Prompt], seed: int, prompts_per_step: int) -> None:
-        self._prompts, self._seed, self._count = prompts, seed, prompts_per_step
+class FilePrompts:
+    """Rows of files or of a task, every epoch in an order of its own; a step may span two epochs."""
+
+    def __init__(self, data: DataSection, reader: PromptReader, seed: int, prompts_per_step: int) -> None:
+        """Reads the rows that are drawn first.
+
+        Raises:
+            ValueError: one of them cannot be used.
+        """
+        self._data, self._count = data, prompts_per_step
+        self._sieve = Sieve(data, reader)
+        self._draws = _make_draws(data, self._sieve, seed)
+        self._reader = reader
+        self._recent = lru_cache(maxsize=_KEPT_STEPS)(self._batch)
+        _check_first(self._draws, self._sieve, seed)
+        self.warning = self._sieve.warning
 
     def batch(self, step: int) -> list[Prompt]:
-        drawn = range(step * self._count, (step + 1) * self._count)
-        orders = {epoch: self._order(epoch) for epoch in {i // len(self._prompts) for i in drawn}}
-        return [self._prompts[orders[i // len(self._prompts)][i % len(self._prompts)]] for i in drawn]
+        return list(self._recent(step))
 
-    def _order(self, epoch: int) -> list[int]:
-        order = list(range(len(self._prompts)))
-        random.Random(f"epoch/{self._seed}/{epoch}").shuffle(order)
-        return order
+    def fingerprints(self) -> Mapping[str, str]:
+        found = {"data.source": self._reader.rows.digest(), "chat template": self._reader.template_digest}
+        if self._data.curriculum:
+            found["data.curriculum"] = digest_of(Path(self._data.curriculum.rpartition(":")[0]))
+        return found | {"data.overlong": self._data.overlong, "data.broken_rows": self._data.broken_rows}
+
+    def _batch(self, step: int) -> tuple[Prompt, ...]:
+        drawn = self._draws.rows(step * self._count, (step + 1) * self._count)
+        return tuple(map(self._sieve.read, drawn))
 
 
-def read_jsonl(path: Path, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
-    """Prompts of a .jsonl file whose rows have ``prompt`` and ``answer``.
+class Sieve:
+    """Keeps the rows that can be used, and counts the others; where these are not to be left out it raises."""
 
-    Raises:
-        ValueError: naming file and line.
-    """
-    if not path.is_file():
-        raise ValueError(f"data.source = {str(path)!r} does not exist; give a .jsonl file or 'embedded:gcd'")
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            prompts.append(_parse_row(line, f"{path}:{number}", tokenizer, max_prompt_tokens))
-    if not prompts:
-        raise ValueError(f"data.source = {str(path)!r} has no rows; each line needs a 'prompt' and an 'answer'")
-    return prompts
+    def __init__(self, data: DataSection, reader: PromptReader) -> None:
+        self._data, self.reader = data, reader
+        self._overlong: dict[int, RowError] = {}
+        self._broken: dict[int, RowError] = {}
+        self._num_seen = 0
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether any row may be left out."""
+        return self._data.overlong == "drop" or self._data.broken_rows == "skip"
+
+    @property
+    def warning(self) -> str:
+        """How many rows have been left out so far, and the first of each kind."""
+        kinds = ((self._broken, "broken and skipped"), (self._overlong, "too long and dropped"))
+        parts = [f"{len(rows):,} {what}, the first {_in_short(rows[min(rows)])}" for rows, what in kinds if rows]
+        looked_at = f"of {self._num_seen:,} rows looked at"
+        return f"data.source = {self._data.source_name!r}: {looked_at} {'; '.join(parts)}" if parts else ""
+
+    def keeps(self, index: int) -> bool:
+        """Whether a row can be used.
+
+        Raises:
+            RowError: it cannot, and is not to be left out.
+        """
+        self._num_seen += 1
+        try:
+            self.read(index)
+        except OverlongError as error:
+            if self._data.overlong == "error":
+                raise
+            self._overlong[index] = error
+        except RowError as error:
+            if self._data.broken_rows == "error":
+                raise
+            self._broken[index] = error
+        else:
+            return True
+        return False
+
+    def read(self, index: int) -> Prompt:
+        """A row's prompt.
+
+        Raises:
+            RowError: as ``PromptReader.read``, with what else would help.
+        """
+        try:
+            return self.reader.read(index)
+        except OverlongError:
+            raise
+        except RowError as error:
+            raise RowError(error.where, f"{error.reason}, or set data.broken_rows = 'skip'") from None
+
+
+def _in_short(error: RowError) -> str:
+    """Without the remedy."""
+    return f"{error.where}: {error.reason.partition(';')[0]}"
 
 
 def make_prompt(tokenizer: Tokenizer, text: str, answer: str, source: str) -> Prompt:
     """A prompt tokenized as it stands: marks such as a chat template's are in the text or nowhere."""
-    return Prompt(np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32), text, answer, source)
+    return Prompt(encode(tokenizer, text), text, answer, source)
 
 
-def _parse_row(line: str, where: str, tokenizer: Tokenizer, max_prompt_tokens: int) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg}); each line must be one JSON object") from None
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or row.get("answer") is None:
-        raise ValueError(f"{where}: needs a text 'prompt' and an 'answer'; mend or remove the row")
-    prompt = make_prompt(tokenizer, row["prompt"], str(row["answer"]), str(row.get("data_source", "jsonl")))
-    if not 0 < len(prompt.tokens) <= max_prompt_tokens:
-        raise ValueError(
-            f"{where}: prompt of {len(prompt.tokens)} tokens, data.max_prompt_tokens = {max_prompt_tokens}; "
-            "raise the limit or remove the row"
+def _open_gcd(config: Config, tokenizer: Tokenizer) -> GcdPrompts:
+    longest = len(encode(tokenizer, f"gcd({MAX_NUMBER},{MAX_NUMBER})="))
+    if longest > config.data.max_prompt_tokens:
+        raise ConfigError(
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens}, but prompts of {EMBEDDED_TASK!r} "
+            f"have up to {longest} tokens; use data.max_prompt_tokens = {longest} or more"
         )
-    return prompt
+    return GcdPrompts(tokenizer, config.run.seed, config.rollout.prompts_per_step)
+
+
+@lru_cache(maxsize=4)
+def _open(
+    settings: str, seed: int, count: int, tokenizer: Tokenizer, chat: ChatFormat, stamps: tuple[tuple[int, int], ...]
+) -> FilePrompts:
+    """``stamps``, of the files that are read, make a changed file another one."""
+    data = DataSection.model_validate_json(settings)
+    return FilePrompts(data, open_reader(data, seed, tokenizer, chat), seed, count)
+
+
+def _files_of(data: DataSection) -> list[Path]:
+    """All files that the prompts are made from."""
+    is_task = isinstance(data.source, str) and data.source.startswith(TASK_PREFIX)
+    beside = (Path(data.chat_template), Path(data.curriculum.rpartition(":")[0]))
+    return [*([] if is_task else find_files(data)), *(path for path in beside if path.is_file())]
+
+
+def _make_draws(data: DataSection, sieve: Sieve, seed: int) -> Draws:
+    num_rows = len(sieve.reader)
+    if data.curriculum:
+        return _by_curriculum(data, sieve)
+    if sieve.leaves_out:
+        return GoodRows(num_rows, lambda epoch: shuffled(num_rows, seed, epoch), sieve.keeps, data.source_name)
+    return AllRows(num_rows, lambda epoch: shuffled(num_rows, seed, epoch))
+
+
+def _by_curriculum(data: DataSection, sieve: Sieve) -> AllRows:
+    """A curriculum is told of all rows that can be used, so they are all read first."""
+    good = [row for row in range(len(sieve.reader)) if not sieve.leaves_out or sieve.keeps(row)]
+    if not good:
+        raise ConfigError(f"data.source = {data.source_name!r} has no usable row; `tlt data inspect` says why")
+    order = CurriculumOrder(data.curriculum, [_facts(sieve.reader, row, place) for place, row in enumerate(good)])
+    rows = np.array(good, np.int64)
+    return AllRows(len(rows), lambda epoch: rows[order(epoch)])
+
+
+def _facts(reader: PromptReader, index: int, place: int) -> RowFacts:
+    row = reader.rows[index]
+    source = row.get("data_source")
+    return RowFacts(
+        place, reader.rows.kind if source is None else str(source), str(row.get("ability") or ""), difficulty_of(row)
+    )
+
+
+def _check_first(draws: Draws, sieve: Sieve, seed: int) -> None:
+    """Read the rows that are drawn first, in the order of the files where none is to be left out."""
+    if isinstance(draws, GoodRows):
+        draws.look_ahead(CHECKED_ROWS)
+    elif not sieve.leaves_out:
+        for row in sorted(set(draws.rows(0, min(len(sieve.reader), CHECKED_ROWS)))):
+            sieve.read(row)

@@ -164,7 +164,7 @@ def card(config: Config, checkpoint: Checkpoint, options: PolicyOptions) -> str:
         "from": config.model.path,
         "run": f"{options.place}, step {checkpoint.step}",
         "algorithm": f"{algorithm.name} (advantage {algorithm.advantage}, loss {algorithm.loss})",
-        "data": config.data.source,
+        "data": config.data.source_name,
         "samples a step": f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size}",
         "sampled at": f"temperature {config.rollout.temperature}",
         "learning rate": str(config.optimizer.learning_rate),

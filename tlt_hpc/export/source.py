@@ -206,7 +206,7 @@ def _metrics(run: RunFolder | None) -> list[Line]:
 
 def _describe_data(config: Config) -> str:
     rollout = config.rollout
-    return f"{config.data.source}, {rollout.prompts_per_step} prompts x {rollout.group_size} responses a step"
+    return f"{config.data.source_name}, {rollout.prompts_per_step} prompts x {rollout.group_size} responses a step"
 
 
 def _embedding(found: _Found, target: Target) -> tuple[Tensor, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,48 +11,16 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.tokenizer import embedded as embedded
+from tlt_hpc.models.tokenizer import find_model as find_model
+from tlt_hpc.models.tokenizer import load_tokenizer as load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"
-
-
-def find_model(path: str) -> Path:
-    """The folder of ``embedded:tiny`` or of a path.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
-    folder = embedded("tiny") if path == EMBEDDED_MODEL else Path(path)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"model.path = {path!r}: no config.json in that folder; download the model there first "
-            "(compute nodes have no internet) or use 'embedded:tiny'"
-        )
-    return folder
-
-
-def embedded(name: str) -> Path:
-    """A folder of the package's own data."""
-    return Path(str(resources.files("tlt_hpc") / "assets" / name))
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The fast tokenizer of a model folder.
-
-    Raises:
-        ValueError: the folder has no tokenizer.json.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(
-            f"model folder {folder} has no tokenizer.json; save the fast tokenizer there with save_pretrained"
-        )
-    return Tokenizer.from_file(str(path))
 
 
 def num_used_tokens(tokenizer: Tokenizer, shape: ModelShape) -> int:

@@ -35,7 +35,7 @@ def keep_facts(parts: Parts, shelf: Shelf, progress: Progress) -> None:
     assert best is not None, "validated once"
     facts = DrafterFacts(
         target=config.model.path,
-        data=", ".join(config.warmup.sources) or config.data.source,
+        data=", ".join(config.warmup.sources) or config.data.source_name,
         init=config.warmup.init,
         num_responses=len(shelf),
         num_tokens=sum(shelf.lengths),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, UserError, load_config
+from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.job import choose_device, claim_folder, engine_settings, make_drafting, read_drafter
 from tlt_hpc.models.decoder import Decoder
@@ -77,7 +78,7 @@ def assemble(config: Config, world: World) -> Parts:
     folder = RunFolder(config.folder)
     # the cache that comes with it is a run's; a warm-up keeps its features in parts
     drafting = make_drafting(config, world, folder, decoder, assets, warm)
-    claim(folder, config, world)
+    claim(folder, config, world, None if config.warmup.sources else assets.prompts)
     return Parts(
         config=config,
         world=world,
@@ -118,8 +119,8 @@ def training_folder(folder: RunFolder) -> Path:
     return folder.path / "training"
 
 
-def claim(folder: RunFolder, config: Config, world: World) -> None:
-    """Save the configuration, or check it against the one that is there; collective.
+def claim(folder: RunFolder, config: Config, world: World, prompts: PromptSource | None = None) -> None:
+    """Save the configuration, and fingerprints of the data that it answers, or check them; collective.
 
     Raises:
         ConfigError: the folder holds a warm-up of other responses, or a training with other settings.
@@ -127,7 +128,7 @@ def claim(folder: RunFolder, config: Config, world: World) -> None:
     error = world.broadcast(_conflict(folder, config) if world.rank == 0 else None)
     if error is not None:
         raise ConfigError(error)
-    claim_folder(folder, config, world)
+    claim_folder(folder, config, world, prompts)
 
 
 def _conflict(folder: RunFolder, config: Config) -> str | None:

@@ -104,7 +104,7 @@ def _check_vocabulary(source: str, folder: RunFolder, tokenizer: Tokenizer) -> N
 def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
     """The plan in words, then the resolved configuration as TOML."""
     warmup, rollout = config.warmup, config.rollout
-    origin = f"logged in {', '.join(warmup.sources)}" if warmup.sources else f"to prompts of {config.data.source}"
+    origin = f"logged in {', '.join(warmup.sources)}" if warmup.sources else f"to prompts of {config.data.source_name}"
     speculates = "" if warmup.sources else f", decoded with {strategy_name(config)}"
     bounds = [f"{warmup.tokens:,} tokens"] * bool(warmup.tokens) + [f"{warmup.minutes:g} min"] * bool(warmup.minutes)
     lines = [

@@ -1,0 +1,304 @@
+"""Chat templates: what is rendered is, token for token, what transformers renders; and what has no template."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers.utils.chat_template_utils as theirs
+from data_sets import PLAIN, all_prompts, gcd_rows, reader_of, texts, verl_row, write_jsonl
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.data.prompts import open_reader
+from tlt_hpc.data.rows import RowError
+from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
+from tlt_hpc.records import ChatFormat
+
+TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
+SMOLLM2 = Path.home() / ".cache" / "tlt_hpc" / "smollm2-135m-instruct"
+
+# After Qwen2.5's: a default system message, trimmed blocks, tools, tojson.
+QWEN = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}{{ tools | tojson }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "tool" %}
+        {{- {"role": "tool", "content": message.content} | tojson(indent=2) }}
+        {%- continue %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+# After Qwen3's and DeepSeek's: namespaces, slices, reversed loops, splits at the end of thinking.
+REASONING = """{%- set ns = namespace(multi=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi and message.role == "user" and not(message.content.startswith('<tool')) %}
+        {%- set ns.multi = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token if bos_token is defined else '(none)' }}
+{%- for message in messages %}
+  {%- if message.role == "assistant" %}
+    {%- if message.reasoning_content is string %}{{- '<think>' ~ message.reasoning_content.strip('\\n') ~ '</think>' }}
+    {%- elif '</think>' in message.content %}{{- message.content.split('</think>')[-1].lstrip('\\n') }}
+    {%- else %}{% generation %}{{- message.content }}{% endgeneration %}{%- endif %}
+    {{- eos_token }}
+  {%- else %}<|{{ message.role }}|>{{ message.content | trim }}{{ loop.index > ns.last }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|><think>
+{% endif %}"""
+# After Llama 3.2's.
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+STRICT = """{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}{{ m['content'] }}{% endfor %}"""
+EVERYTHING = """{% set d = dict(a=1) %}{% set e = dict.fromkeys(['x'], 2) %}{{ d.a }}{{ e['x'] }}
+{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson }}
+    {% if m.content == 'stop' %}{% break %}{% endif %}
+{% endfor %}
+{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}{{ pad_token is defined }}"""
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Pairs of bytes, learned on the templates, and three special tokens."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<|user|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([QWEN, REASONING, STRICT] * 3, trainer)
+    return made
+
+
+def folder_with(template: str | None, place: Path, **settings: Any) -> Path:
+    """A model folder with this chat template."""
+    place.mkdir(parents=True, exist_ok=True)
+    tokenizer().save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}))
+    if template is not None:
+        (place / "chat_template.jinja").write_text(template)
+    return place
+
+
+def both(folder: Path, chats: list[list[dict[str, Any]]], place: Path, *overrides: str) -> None:
+    """Hold our prompts against transformers', text and tokens."""
+    path = write_jsonl(place / "chats.jsonl", [{"prompt": chat, "answer": "1"} for chat in chats])
+    config = load_config(TINY, [f"data.source={path}", "data.max_prompt_tokens=900", *overrides])
+    reader = open_reader(config.data, 0, load_tokenizer(folder), read_chat_format(folder))
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    for index, chat in enumerate(chats):
+        prompt = reader.read(index)
+        wanted = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)
+        assert prompt.text == tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        assert prompt.tokens.tolist() == list(wanted["input_ids"])
+
+
+def chats(count: int, first: str = "user") -> list[list[dict[str, Any]]]:
+    """Random chats, with letters of all kinds, marks of templates, and spaces at the ends."""
+    draw = random.Random(count)
+    pieces = [
+        "Hello",
+        " world ",
+        "\n",
+        "  ",
+        "Größe",
+        "数学",
+        "🙂",
+        "<|im_end|>",
+        "<|im_start|>",
+        "</think>",
+        "{{ x }}",
+    ]
+    pieces += ['"q"', "<b>&amp;</b>", "\\frac{1}{2}", "é", "\t", "stop", "", "12345"]
+    text = lambda: "".join(draw.choices(pieces, k=draw.randint(1, 8)))  # noqa: E731
+    found = []
+    for _ in range(count):
+        roles = [first, *draw.choices(["user", "assistant", "tool", "system"], k=draw.randint(0, 4)), "user"]
+        found.append([{"role": role, "content": text()} for role in roles])
+    return found
+
+
+@pytest.mark.parametrize("template", [QWEN, REASONING, EVERYTHING], ids=["qwen", "reasoning", "everything"])
+def test_templates_render_as_transformers_renders_them(template: str, tmp_path: Path) -> None:
+    tokens = {"eos_token": "<|im_end|>", "bos_token": {"__type": "AddedToken", "content": "<|im_start|>"}}
+    folder = folder_with(template, tmp_path / "model", **tokens)
+    both(folder, chats(40) + chats(20, "system"), tmp_path)
+
+
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="`make smollm2` unpacks the model")
+def test_smollm2s_own_template(tmp_path: Path) -> None:
+    both(SMOLLM2, chats(60) + chats(20, "system"), tmp_path)
+
+
+def test_reasoning_under_any_of_its_names(tmp_path: Path) -> None:
+    answers = [{name: "I think"} for name in ("reasoning_content", "thinking", "reasoning")]
+    turns = [
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", **answer},
+            {"role": "user", "content": "c", "name": None},
+        ]
+        for answer in answers
+    ]
+    both(folder_with(REASONING, tmp_path / "model", eos_token="<|im_end|>"), turns, tmp_path)
+
+
+def test_templates_in_the_tokenizers_configuration(tmp_path: Path) -> None:
+    chat = [[{"role": "user", "content": "1,2"}]]
+    both(folder_with(None, tmp_path / "one", chat_template=QWEN), chat, tmp_path)
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": QWEN}]
+    both(folder_with(None, tmp_path / "two", chat_template=several), chat, tmp_path)
+    both(folder_with(QWEN, tmp_path / "three", chat_template="another"), chat, tmp_path)
+    folder = folder_with(None, tmp_path / "four", chat_template=several[:1])
+    with pytest.raises(UserError, match=r"has the chat templates tool_use and no default; save the one you want"):
+        read_chat_format(folder)
+
+
+def test_the_date_is_the_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers takes the clock's, with which a prompt would depend on the day of the run."""
+
+    class Then(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Then:
+            return cls(2025, 3, 1, 12)
+
+    monkeypatch.setattr(theirs, "datetime", Then)
+    folder = folder_with(DATED, tmp_path / "model")
+    both(folder, [[{"role": "user", "content": "1"}]], tmp_path, "data.template_date=2025-03-01")
+
+
+def test_a_tokenizer_that_was_saved_with_truncation(tmp_path: Path) -> None:
+    folder = folder_with(QWEN, tmp_path / "model")
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    stored["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    both(folder, [[{"role": "user", "content": "1,2,3,4"}]], tmp_path)
+
+
+# --- what is fed, and what is refused ---
+
+
+def chat_file(place: Path, *messages: tuple[str, str]) -> Path:
+    row = {"prompt": [{"role": role, "content": content} for role, content in messages], "answer": "1"}
+    return write_jsonl(place / "chat.jsonl", [row])
+
+
+def test_a_text_is_fed_as_it_stands_unless_asked(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1,2", "answer": "1"}])
+    assert texts(all_prompts(path, chat=PLAIN)) == ["1,2"]
+    assert texts(all_prompts(path, "data.text_prompts=chat", chat=PLAIN)) == ["1,2="]
+
+
+def test_the_system_prompt_stands_before_chats_that_have_none(tmp_path: Path) -> None:
+    system = "data.system_prompt='8,'"
+    path = chat_file(tmp_path, ("user", "1"))
+    assert texts(all_prompts(path, system, chat=PLAIN)) == ["8,1="]
+    assert texts(all_prompts(chat_file(tmp_path, ("system", "9,"), ("user", "1")), system, chat=PLAIN)) == ["9,1="]
+    text = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1,2", "answer": "1"}])
+    assert texts(all_prompts(text, system, "data.text_prompts=chat", chat=PLAIN)) == ["8,1,2="]
+    with pytest.raises(ConfigError) as caught:
+        all_prompts(text, system, chat=PLAIN)
+    assert str(caught.value) == (
+        f"data.system_prompt is set, but the prompt of {text}:1 is a text that is fed as it stands; "
+        "set data.text_prompts = 'chat' or leave data.system_prompt out"
+    )
+
+
+def test_a_template_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }},")
+    override = f"data.chat_template={tmp_path}/mine.jinja"
+    assert texts(all_prompts(chat_file(tmp_path, ("user", "1")), override, chat=PLAIN)) == ["1,"]
+
+
+def test_a_chat_without_a_template(tmp_path: Path) -> None:
+    path = chat_file(tmp_path, ("user", "1"))
+    for skip in ((), ("data.broken_rows=skip",)):  # no fault of the row
+        with pytest.raises(ConfigError) as caught:
+            all_prompts(path, *skip, chat=ChatFormat())
+        assert str(caught.value) == (
+            f"{path}:1: the prompt is a list of messages, and the model folder has no chat template; "
+            "give a file of Jinja in data.chat_template, or use prompts that are texts"
+        )
+
+
+def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
+    path = chat_file(tmp_path, ("user", "1"))
+    with pytest.raises(ConfigError) as caught:
+        all_prompts(path, chat=ChatFormat("\n{% for x in %}"))
+    assert str(caught.value) == (
+        "the model folder: the chat template is no Jinja (line 2: Expected an expression, got 'end of statement "
+        "block'); mend it or give another in data.chat_template"
+    )
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("{{ x")
+    with pytest.raises(
+        ConfigError, match=r"^data\.chat_template = '.*bad\.jinja': the chat template is no Jinja \(line"
+    ):
+        all_prompts(path, f"data.chat_template={bad}")
+    with pytest.raises(ConfigError, match=r"none\.jinja': No such file or directory; give a file of Jinja or 'auto'"):
+        all_prompts(path, f"data.chat_template={tmp_path}/none.jinja")
+    bad.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"bad\.jinja' is not UTF-8; give a file of Jinja or 'auto'"):
+        all_prompts(path, f"data.chat_template={bad}")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (STRICT, "Conversation roles must alternate user/assistant"),
+        ("{{ messages[7].content }}", "list object has no element 7"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
+        ("{% set ns = namespace(_x=1) %}", "a namespace takes no name with an underscore in front"),
+        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big. The sandbox blocks ranges larger than"),
+    ],
+)
+def test_messages_that_a_template_refuses(template: str, reason: str, tmp_path: Path) -> None:
+    path = chat_file(tmp_path, ("user", "1"), ("user", "2"))
+    with pytest.raises(RowError) as caught:
+        all_prompts(path, chat=ChatFormat(template))
+    assert str(caught.value).startswith(f"{path}:1: the chat template refuses the messages: {reason}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_chat_that_renders_to_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RowError, match=r"chat\.jsonl:1: prompt of 0 tokens; mend or remove the row"):
+        all_prompts(chat_file(tmp_path, ("user", "1")), chat=ChatFormat("{% if no %}{% endif %}"))
+
+
+def test_a_model_folder_with_broken_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON .*; download it again"):
+        read_chat_format(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is no JSON object; download it again"):
+        read_chat_format(tmp_path)
+
+
+def test_verl_rows_in_a_run_with_the_models_template(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [verl_row(6), verl_row(8)])
+    reader = reader_of(path, chat=ChatFormat("{{ messages[0].content }},"))
+    assert [reader.read(i).text for i in range(2)] == ["gcd(6,4)=,", "gcd(8,4)=,"]
+    assert len(gcd_rows(1)) == 1

@@ -1,0 +1,111 @@
+"""``tlt data inspect``: its counts, its exit status, its lines, and that it loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from data_sets import TINY, gcd_row, reader_of, verl_row, write_jsonl, write_parquet
+
+from tlt_hpc.cli import main
+from tlt_hpc.data.inspect import inspect
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_counts(tmp_path: Path) -> None:
+    rows = [gcd_row(i, data_source="ab"[i % 2]) for i in (3, 4, 5, 6, 3)]
+    rows += [gcd_row(7, data_source="a", answer=""), {"prompt": "1=" * 10, "answer": "1", "data_source": "a"}]
+    found = inspect(reader_of(write_jsonl(tmp_path / "a.jsonl", [*rows, *["{"] * 25])), 16)
+    a, b = found.sources
+    assert (found.num_rows, found.num_broken, len(found.broken)) == (32, 25, 20)
+    assert (a.source, a.lengths.tolist(), a.num_overlong, a.num_unanswered) == ("a", [5, 6, 6, 20], 1, 1)
+    assert (b.source, b.lengths.tolist(), b.num_repeated, b.num_unanswered) == ("b", [5, 6, 5], 1, 0)
+
+
+def inspected(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
+    status = main(["data", "inspect", *arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_table_and_status_0(tmp_path: Path, capsys: Captured) -> None:
+    path = str(write_jsonl(tmp_path / "a.jsonl", [gcd_row(i) for i in range(1, 8)]))
+    status, out, err = inspected(capsys, path, "--model", "embedded:tiny", "max_prompt_tokens=5")
+    assert (status, err) == (0, "")
+    assert "7 rows, 0 broken" in out
+    (line,) = (line for line in out.splitlines() if "│ jsonl" in line)
+    assert [cell.strip() for cell in line.strip("│").split("│")] == ["jsonl", "7", "5", "5", "6", "6", "3", "0", "0"]
+    assert "prompts over data.max_prompt_tokens = 5: 3\n" in out
+
+
+def test_broken_rows_are_named_and_status_is_1(tmp_path: Path, capsys: Captured) -> None:
+    rows = [
+        verl_row(1, "[red]set[/red]"),
+        *({**verl_row(i), "reward_model": {"ground_truth": None}} for i in range(22)),
+    ]
+    path = str(write_parquet(tmp_path / "a.parquet", rows))
+    status, out, _ = inspected(capsys, path)
+    assert status == 1
+    assert "[red]set[/red]" in out
+    assert "no tokens counted: give --model FOLDER\n" in out
+    assert f"{path} row 1: 'reward_model.ground_truth' is null; mend or remove the row\n" in out
+    assert out.count("is null") == 20
+    assert out.endswith("... and 2 more broken rows\n")
+
+
+def test_a_job_file_says_what_to_look_at(tmp_path: Path, capsys: Captured) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(1), gcd_row(1)])
+    status, out, _ = inspected(capsys, str(TINY), f"data.source={path}")
+    assert status == 0
+    assert "prompts over data.max_prompt_tokens = 16: 0\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.jsonl"], "tlt: data.source = 'none.jsonl' does not exist; give a .jsonl, "),
+        (
+            ["a.jsonl", "prompt_key=text"],
+            "tlt: data.source = 'a.jsonl' has no column 'text'; it has answer, prompt: name ",
+        ),
+        (["a.jsonl", "data.prompt_kye=text"], "tlt: unknown key 'data.prompt_kye'; did you mean 'data.prompt_key'?"),
+        (["a.jsonl", "--model", "none"], "tlt: model.path = 'none': no config.json in that folder; "),
+        (["embedded:gcd"], "tlt: 'embedded:gcd' makes its problems anew at every step; give a file, folder or task"),
+        (
+            ["chat.jsonl", "--model", "embedded:tiny"],
+            "tlt: chat.jsonl:1: the prompt is a list of messages, and the model",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    arguments: list[str], message: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", [gcd_row(1)])
+    write_jsonl(tmp_path / "chat.jsonl", [verl_row(1)])
+    status, out, err = inspected(capsys, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(message)
+
+
+def test_an_unknown_option_is_refused(capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "inspect", "a.jsonl", "--modle", "x"])
+    assert "unknown argument --modle; see tlt data --help" in capsys.readouterr().err
+
+
+def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [verl_row(1)])
+    code = (
+        "import sys; from tlt_hpc.cli import main; main(['data', 'inspect', sys.argv[1]])\n"
+        "print('loaded', *{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], cwd=TINY.parent.parent, capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.partition("loaded ")[2].split())
+    assert "pyarrow" in loaded
+    assert not {"torch", "transformers", "mpi4py", "h5py", "deepspeed", "datasets", "pandas"} & loaded

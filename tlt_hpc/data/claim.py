@@ -1,0 +1,54 @@
+"""What of a run's data is kept with the run, and refused where it has changed when the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tlt_hpc.config import ConfigError
+
+FILE = "data.json"
+_STRICTER = {("drop", "error"), ("skip", "error")}
+"""Once rows were left out, a run goes on leaving them out: else its draws would shift. The other way nothing shifts."""
+
+
+def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
+    """Keep ``facts`` of the data in a run's folder, or hold them against those that are there.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    path = folder / FILE
+    if path.exists():
+        old = _read(path)
+        for key in sorted(set(old) & set(facts)):
+            _check(folder, key, old[key], facts[key])
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(dict(facts), indent=1) + "\n", encoding="utf-8")
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _check(folder: Path, key: str, old: str, new: str) -> None:
+    if key in ("data.overlong", "data.broken_rows"):
+        if (old, new) in _STRICTER:
+            raise ConfigError(
+                f"{folder} holds a run with {key} = {old!r}, now {new!r}; rows that it left out would be missed: "
+                "resume with the old value or give another run.name"
+            )
+    elif old != new:
+        raise ConfigError(
+            f"{folder} holds a run whose {key} was another ({old[:12]} then, {new[:12]} now); "
+            "give it back as it was or give another run.name"
+        )
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ConfigError(f"{path} is damaged; remove it to go on with the data as it is now") from None
+    return found

@@ -1,0 +1,110 @@
+"""Turns rows into prompts: rendered and tokenized when they are asked for. Knows no order and no step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tlt_hpc.config import ConfigError, DataSection
+from tlt_hpc.data.chat import ChatError, ChatTemplate, Message
+from tlt_hpc.data.rows import RowError, Rows
+from tlt_hpc.data.schema import Messages, choose_columns, take_apart
+from tlt_hpc.records import Prompt
+
+
+class OverlongError(RowError):
+    """A prompt of more tokens than the limit."""
+
+    def __init__(self, where: str, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            where,
+            f"prompt of {num_tokens} tokens, data.max_prompt_tokens = {limit}; raise the limit, remove the row or set "
+            "data.overlong = 'drop'",
+        )
+
+
+class PromptReader:
+    """A data set's prompts by row."""
+
+    def __init__(
+        self, data: DataSection, rows: Rows, tokenizer: Tokenizer | None, template: ChatTemplate | None
+    ) -> None:
+        """Without a tokenizer prompts have no tokens, and messages are not rendered.
+
+        Raises:
+            ConfigError: the rows have no such columns.
+        """
+        self.rows = rows
+        self._data, self._tokenizer, self._template = data, tokenizer, template
+        self._columns = choose_columns(data, rows.columns())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def template_digest(self) -> str:
+        """SHA-256 of the chat template, empty where there is none."""
+        return hashlib.sha256(self._template.text.encode()).hexdigest() if self._template else ""
+
+    def read(self, index: int) -> Prompt:
+        """A row's prompt.
+
+        Raises:
+            RowError: the row is broken; ``OverlongError``: it is too long.
+            ConfigError: the row is of a kind that the configuration does not provide for.
+        """
+        prompt = self.read_unlimited(index)
+        if len(prompt.tokens) > self._data.max_prompt_tokens:
+            raise OverlongError(self.rows.where(index), len(prompt.tokens), self._data.max_prompt_tokens)
+        return prompt
+
+    def read_unlimited(self, index: int) -> Prompt:
+        """The same, whatever its length."""
+        where = self.rows.where(index)
+        row = take_apart(self.rows[index], self._columns, self.rows.kind, where)
+        text = self._write(row.prompt, where)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RowError(where, "the prompt has half of a surrogate pair; mend the row") from None
+        tokens = encode(self._tokenizer, text) if self._tokenizer else np.empty(0, np.int32)
+        if self._tokenizer and not len(tokens):
+            raise RowError(where, "prompt of 0 tokens; mend or remove the row")
+        return Prompt(tokens, text, row.answer, row.source, row.extra)
+
+    def _write(self, prompt: str | Messages, where: str) -> str:
+        """The text that the model is fed."""
+        if self._tokenizer is None:
+            return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
+        system = self._data.system_prompt
+        if isinstance(prompt, str):
+            if self._data.text_prompts == "raw":
+                if system:
+                    raise ConfigError(
+                        f"data.system_prompt is set, but the prompt of {where} is a text that is fed as it stands; "
+                        "set data.text_prompts = 'chat' or leave data.system_prompt out"
+                    )
+                return prompt
+            prompt = ({"role": "user", "content": prompt},)
+        if system and prompt[0]["role"] != "system":
+            prompt = ({"role": "system", "content": system}, *prompt)
+        return self._render(prompt, where)
+
+    def _render(self, messages: tuple[Message, ...], where: str) -> str:
+        if self._template is None:
+            raise ConfigError(
+                f"{where}: the prompt is a list of messages, and the model folder has no chat template; "
+                "give a file of Jinja in data.chat_template, or use prompts that are texts"
+            )
+        try:
+            return self._template.render(messages)
+        except ChatError as error:
+            raise RowError(where, f"the chat template refuses the messages: {error}; mend the row") from None
+
+
+def encode(tokenizer: Tokenizer, text: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """A text's tokens [P] as it stands: marks such as a chat template's are in the text or nowhere."""
+    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)

@@ -1,0 +1,103 @@
+"""What of a model folder is text: where it lies, its tokenizer, its chat template. Knows no weights and no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tlt_hpc.config import EMBEDDED_MODEL, UserError
+from tlt_hpc.records import ChatFormat
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Those that transformers hands to a template by name."""
+
+
+def find_model(path: str) -> Path:
+    """The folder of ``embedded:tiny`` or of a path.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    folder = embedded("tiny") if path == EMBEDDED_MODEL else Path(path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model.path = {path!r}: no config.json in that folder; download the model there first "
+            "(compute nodes have no internet) or use 'embedded:tiny'"
+        )
+    return folder
+
+
+def embedded(name: str) -> Path:
+    """A folder of the package's own data."""
+    return Path(str(resources.files("tlt_hpc") / "assets" / name))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The fast tokenizer of a model folder; read once while the file stays as it is.
+
+    Raises:
+        ValueError: the folder has no tokenizer.json.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model folder {folder} has no tokenizer.json; save the fast tokenizer there with save_pretrained"
+        )
+    found = path.stat()
+    return _read_tokenizer(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=4)
+def _read_tokenizer(path: Path, changed: int, size: int) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()  # some files keep how their training cut and padded, which transformers undoes too
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def read_chat_format(folder: Path) -> ChatFormat:
+    """The chat template of a model folder, found as transformers finds it; empty where it has none.
+
+    Raises:
+        UserError: a file that is no JSON, or several templates and no default.
+    """
+    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"  # of newer folders; it goes before the configuration's
+    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    if isinstance(template, list):
+        template = _default_of(template, folder)
+    named = {name: _text_of(settings.get(name)) for name in _SPECIAL_TOKENS}
+    return ChatFormat(template or "", tuple((name, text) for name, text in named.items() if text is not None))
+
+
+def _default_of(templates: list[Mapping[str, str]], folder: Path) -> str:
+    by_name = {entry["name"]: entry["template"] for entry in templates}
+    if "default" not in by_name:
+        raise UserError(
+            f"model folder {folder} has the chat templates {', '.join(sorted(by_name))} and no default; "
+            "save the one you want as a file and give data.chat_template"
+        )
+    return by_name["default"]
+
+
+def _text_of(token: Any) -> str | None:
+    """A special token, which is a text or an object around it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no JSON object; download it again")
+    return found
