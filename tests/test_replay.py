@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -68,9 +69,19 @@ def test_dropping_lines_leaves_the_earlier_ones_and_no_other_file(tmp_path: Path
 @pytest.mark.parametrize("text", ["{", '{"no": 1}', "[1]", '{"training/global_step": "x"}'])
 def test_a_line_that_no_run_wrote_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(text + "\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read .*; mend or remove it"):
+    path.write_text(json.dumps(line(0)) + "\n" + text + "\n" + json.dumps(line(1)) + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no line that a run writes .*; restore it, or remove it"):
         read_lines(path)
+
+
+def test_a_last_line_that_was_cut_off_commits_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = json.dumps(line(0)) + "\n" + json.dumps(line(1)) + "\n"
+    path.write_text(whole[:-5])
+    assert list(read_lines(path)) == [0]
+    assert "metrics.jsonl:2 is cut off and not counted" in caplog.text
+    add_line(path, line(1))
+    assert path.read_text() == whole
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -399,6 +399,7 @@ def read_drafter(init: str, form: Form, shape: ModelShape, key: str = "drafter.i
     found = "eagle3" if TOKEN_IDS in weights else "eagle"
     if found != form:
         raise ConfigError(
-            f"{key} = {init!r} is of the form {found!r}; set drafter.form = {found!r}, or {key} = 'random'"
+            f"{key} = {init!r} is of the form {found!r}; set drafter.form = {found!r}, or {key} to 'random' or to what "
+            f"tlt warmup makes with drafter.form={form}"
         )
     return weights

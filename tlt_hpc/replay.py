@@ -46,6 +46,13 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> int:
         ReplayError: on all ranks, where an update is not the one that the run made.
     """
     committed = job.world.broadcast(read_lines(job.folder.metrics) if job.world.rank == 0 else {})
+    missing = next((number for number in range(step) if number not in committed), None)
+    if missing is not None and job.world.rank == 0:
+        logger.warning(
+            "%s has no line of step %d, which the checkpoint of step %d is beyond: what was logged since cannot be "
+            "taken up where its line is missing, and its steps are generated again",
+            job.folder.metrics, missing, step,
+        )  # fmt: skip
     while step < job.config.run.num_steps and is_committed(committed.get(step)) and not job.world.agree_to_stop():
         logged = read_ranks(job, step)
         if logged is None:

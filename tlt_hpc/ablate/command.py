@@ -25,7 +25,7 @@ from tlt_hpc.run import Reporter, run
 from tlt_hpc.warmup.command import WarmupReporter, warm_up
 from tlt_hpc.warmup.plan import config_of as warmup_config_of
 
-_THROWN_AWAY = "thrown-away"
+_THROWN_AWAY = "first-start-not-counted"
 
 
 class Screens(Protocol):

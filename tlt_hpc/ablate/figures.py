@@ -240,23 +240,27 @@ def comparison(figures: Figures) -> str:
         return ""
     assert tail.held_out is not None and frozen.held_out is not None
     accept = gain_in_passes(tail.held_out, frozen.held_out)
-    ours, theirs = (seconds_of(arm, figures.window) for arm in (tail, frozen))
-    seconds = ratio(ours, theirs)
     sentences = [
         f"After {figures.num_steps} steps the drafter trained in the tail has an accept length of "
         f"{tail.held_out.accept_length:.3f} on held-out prompts, the frozen one {frozen.held_out.accept_length:.3f}: "
-        f"{accept.text}; its rollouts of the last {figures.window} took {sum(ours):.2f} s, frozen {sum(theirs):.2f} s: "
-        f"{seconds.text}. Training in the tail {judgement(accept)} the frozen drafter in accept length"
+        f"{accept.text}. Training in the tail {judgement(accept)} the frozen drafter in accept length"
         f"{speed_judgement(tail, frozen, figures.window)}."
     ]
     control = figures.find("control")
     if control is not None and control.held_out is not None:
         fresh = gain_in_passes(tail.held_out, control.held_out)
         sentences.append(
-            f"As many updates on the first step's rollouts come to {control.held_out.accept_length:.3f}: fresh "
-            f"rollouts are worth {fresh.text}."
+            f"As many updates on the first step's rollouts, of {tokens_an_update(control)} tokens each (the tail's had "
+            f"{tokens_an_update(tail)}), come to {control.held_out.accept_length:.3f}: fresh rollouts are worth "
+            f"{fresh.text}."
         )
     return " ".join(sentences)
+
+
+def tokens_an_update(arm: ArmFigures) -> int:
+    """Mean tokens of a drafter's update; 0 where there was none."""
+    updates = sum(step.num_updates for step in arm.steps)
+    return round(arm.num_trained_tokens / updates) if updates else 0
 
 
 def judgement(gain: Gain) -> str:
@@ -274,7 +278,11 @@ def speed_judgement(tail: ArmFigures, frozen: ArmFigures, window: int) -> str:
             f"; speeds cannot be compared, for the machine had other work: equal policy updates took {ours:.1f} s "
             f"beside the tail and {theirs:.1f} s beside the frozen drafter"
         )
-    return f", and {judgement(ratio(seconds_of(frozen, window), seconds_of(tail, window)))} it in speed"
+    mine, frozens = seconds_of(tail, window), seconds_of(frozen, window)
+    return (
+        f", and {judgement(ratio(frozens, mine))} it in speed: its rollouts of the last {window} steps took "
+        f"{sum(mine):.2f} s, frozen {sum(frozens):.2f} s ({ratio(mine, frozens).text})"
+    )
 
 
 def seconds_of(arm: ArmFigures, window: int) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ class WriteError(OSError):
     def __init__(self, path: Path, cause: OSError) -> None:
         self.fact = f"cannot write {path}: {cause.strerror or cause}"
         """The text without the remedy, for files that have another."""
+        forbidden = cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        remedy = "see to it that you may write there" if forbidden else "make room there"
         super().__init__(
-            f"{self.fact}; nothing was published, so make room there "
-            "(or set run.folder to another file system) and start again"
+            f"{self.fact}; what was there is as before: {remedy} (or set run.folder to another place) and start again"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,36 @@ from typing import Any
 from tlt_hpc.config import UserError
 from tlt_hpc.storage.folder import writing_beside
 
+logger = logging.getLogger(__name__)
+
 STEP = "training/global_step"
 
 Line = Mapping[str, Any]
 
 
 def read_lines(path: Path) -> dict[int, Line]:
-    """The lines by step, ascending; none where there is no file.
+    """The lines by step, ascending; none where there is no file. A last line that was cut off does not count.
 
     Raises:
         UserError: a line is not what a run writes.
     """
     if not path.is_file():
         return {}
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-        return {int(row[STEP]): row for row in sorted(rows, key=lambda row: float(row[STEP]))}
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise UserError(f"{path} cannot be read ({error}); mend or remove it") from None
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    rows: dict[int, Line] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            if line:
+                row = json.loads(line)
+                rows[int(row[STEP])] = row
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            if number == len(lines):  # cut off before its end, so it commits nothing
+                logger.warning("%s:%d is cut off and not counted", path, number)
+                continue
+            raise UserError(
+                f"{path}:{number} is no line that a run writes ({error}); restore it, or remove it and those after it"
+            ) from None
+    return dict(sorted(rows.items()))
 
 
 def add_line(path: Path, line: Line) -> None:
