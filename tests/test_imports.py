@@ -26,7 +26,7 @@ FLOORS = (
     ("tail",),
     ("job", "metrics"),
     ("plan",),
-    ("rollout", "drafting", "rl", "checkpoint", "data"),
+    ("rollout", "drafting", "rl", "rewards", "checkpoint", "data"),
     ("models",),
     ("mpi", "storage", "kernels"),
     ("config", "records", "timing"),
@@ -40,6 +40,7 @@ MAY_KNOW = {
     "kernels": set(),
     "drafting": {"models", "storage", "config", "records"},
     "data": {"config", "records"},
+    "rewards": {"config", "records"},
     "storage": {"records", "config"},
     "mpi": {"config"},
     "launch": {"config"},
@@ -60,8 +61,11 @@ HOME_OF = {
     "matplotlib": {"bench", "ablate"},
     "triton": {"kernels"},
     "flash_attn": {"kernels"},
+    "math_verify": {"rewards"},
 }
-WITHOUT_TORCH = {"mpi", "storage", "config", "records", "timing", "data", "launch", "plan", "cli", "display", "compare"}
+WITHOUT_TORCH = {
+    "mpi", "storage", "config", "records", "timing", "data", "rewards", "launch", "plan", "cli", "display", "compare",
+}  # fmt: skip
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {
         "make_tiny_model.py",

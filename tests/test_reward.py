@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tlt_hpc.records import FinishReason, Rollout, SampleKey
-from tlt_hpc.rl.reward import Scorer, score
+from tlt_hpc.rewards.scorer import Scorer, score
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
 from tlt_hpc.job import Job
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey, Stream
-from tlt_hpc.rl.reward import Scorer, score
+from tlt_hpc.rewards.scorer import Scorer, score
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_summary
 from tlt_hpc.storage.step_lines import read_lines
