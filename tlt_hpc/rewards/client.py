@@ -27,6 +27,7 @@ _AT_ONCE = 64
 """Answers a worker that the server may have: enough to keep it busy through one of the rank's micro-steps."""
 _CHARACTERS_AT_ONCE = 8_000_000
 _RECEIVED_BYTES = 2**20
+_ENDING_SECONDS = 5.0
 _STALLED_SECONDS = 60.0
 """Beyond the far limit of an answer: a server that is silent for so long is stopped or stuck."""
 
@@ -145,8 +146,7 @@ class RewardClient:
     def _restart(self) -> None:
         """Start the server again, with what it had; what it died of alone is not tried a third time."""
         self._socket.close()
-        self._process.kill()
-        status = self._process.wait()
+        status = self._end()
         if not self._is_ready:
             raise UserError(
                 f"the server of rewards ended with status {status} before it was ready; what it said stands above: "
@@ -160,6 +160,14 @@ class RewardClient:
         self._at_server.clear()
         self._waiting.extendleft(reversed(lost))
         self._start()
+
+    def _end(self) -> int:
+        """The exit status of a server that has closed its socket."""
+        try:
+            return self._process.wait(timeout=_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def _has_room(self) -> bool:
         """Whether the server may have one more answer: one at a time while it may die of them."""

@@ -24,9 +24,8 @@ from tlt_hpc.rewards.frames import read_frame, write_frame
 from tlt_hpc.rewards.sandbox import namespaces
 from tlt_hpc.rewards.sandbox.program import Descriptors, body_of, confine, run_to_the_end
 
-ASLEEP_SECONDS = 10.0
 _AWAKE_SHARE = 0.01
-"""A process that has had less of a core for so many seconds waits for something, however loaded the machine is."""
+"""Of a core: with less, a process waits for something, however loaded the machine is."""
 _LOOK_SECONDS = 0.25
 _COMMON = ("array", "bisect", "cmath", "collections", "copy", "ctypes", "dataclasses", "datetime", "decimal", "enum",
            "fractions", "functools", "hashlib", "heapq", "io", "itertools", "json", "math", "operator", "queue",
@@ -116,7 +115,7 @@ def _watch(ours: int, pids: list[int], request: dict[str, Any]) -> tuple[bytes, 
         if seconds > request["cpu_seconds"]:
             return b"", "cpu"
         now = time.monotonic()
-        if now - looked_at > ASLEEP_SECONDS:
+        if now - looked_at > request["asleep_seconds"]:
             if seconds - used < _AWAKE_SHARE * (now - looked_at):
                 return b"", "asleep"
             looked_at, used = now, seconds
@@ -190,6 +189,9 @@ def _add_site_builtins() -> None:
 def main(project: str) -> None:
     """Build the walls, then run what is asked for; in a child, the program itself."""
     sys.path.remove(project)
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # process 1 hears no signal of its namespace that it has no handler for
     _import_common()
     _add_site_builtins()
     libraries = namespaces.library_folders()

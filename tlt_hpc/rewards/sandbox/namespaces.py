@@ -6,6 +6,7 @@ user namespaces. Each refusal names the call.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -51,7 +52,8 @@ def unshare() -> bool:
     if os.geteuid() == 0:
         if _libc.unshare(_WALLS) == 0:
             return True
-        _become_nobody()
+        with contextlib.suppress(PermissionError):  # a root without rights is anybody
+            _become_nobody()
     uid, gid = os.geteuid(), os.getegid()
     _check(_libc.unshare(_NEWUSER | _WALLS), "unshare(user, mount, process, network and IPC namespaces)")
     _write("/proc/self/setgroups", "deny")

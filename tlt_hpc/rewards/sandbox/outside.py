@@ -31,6 +31,8 @@ class Limits:
     cpu_seconds: float
     memory_bytes: int
     output_bytes: int
+    asleep_seconds: float = 10.0
+    """Of the clock, with less than a hundredth of them on a core: such a program waits, however loaded the machine."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ _RESULT_FD, _CALLS_FD = 3, 4
 _FILE_BYTES = 64 * 2**20
 _NUM_FILES = 64
 _NAME = "solution.py"
+_REPLACED: list[object] = []
+"""Streams of the process that this one was forked from: if they went, they would close the program's descriptors."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,20 @@ def confine(request: dict[str, Any], descriptors: Descriptors, base_bytes: int) 
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
+        _, allowed = resource.getrlimit(limit)
+        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
         resource.setrlimit(limit, (most, most))
     seccomp.install()
-    sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8")  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8")  # noqa: SIM115
+    _replace_streams()
     sys.argv[:] = [_NAME]
+
+
+def _replace_streams() -> None:
+    """Text streams on descriptors 0 to 2, as an interpreter starts with."""
+    _REPLACED.extend([sys.__stdin__, sys.__stdout__, sys.__stderr__])
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115
 
 
 def body_of(request: dict[str, Any]) -> Callable[[], object]:
