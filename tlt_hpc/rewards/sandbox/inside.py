@@ -83,7 +83,7 @@ class Programs:
         os.close(theirs)
         os.close(stdin)
         pids = [pid] if self._server is None else [pid, self._server]
-        output, failure = _watch(ours, pids, request)
+        output, failure = _watch(ours, self._requests.fileno(), pids, request)
         os.close(ours)
         outcome = _end(pids, failure)
         with contextlib.suppress(ProcessLookupError):
@@ -92,8 +92,8 @@ class Programs:
         return None
 
 
-def _watch(ours: int, pids: list[int], request: dict[str, Any]) -> tuple[bytes, str | None]:
-    """What the first process wrote until it ended, or why it was not waited for.
+def _watch(ours: int, requests: int, pids: list[int], request: dict[str, Any]) -> tuple[bytes, str | None]:
+    """What the first process wrote until it ended, or why it was not waited for; ends all where outside is gone.
 
     The limits are of CPU time, of all processes together; the clock serves only to see one that stands still.
     """
@@ -101,14 +101,18 @@ def _watch(ours: int, pids: list[int], request: dict[str, Any]) -> tuple[bytes, 
     looked_at, used = time.monotonic(), 0.0
     pause = 0.001
     while True:
-        if is_open:
-            select.select([ours], [], [], _LOOK_SECONDS)
-            is_open = _take(ours, output)
-        elif os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        ready, _, _ = select.select(
+            [ours, requests] if is_open else [requests], [], [], _LOOK_SECONDS if is_open else pause
+        )
+        if requests in ready:  # nothing is asked while something runs
+            os._exit(0)
+        if ours in ready:
+            received = os.read(ours, 65536)
+            output += received
+            is_open = bool(received)
+        elif not is_open and os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT):
             return bytes(output), None
-        else:
-            time.sleep(pause)
-            pause = min(2 * pause, _LOOK_SECONDS)
+        pause = pause if is_open else min(2 * pause, _LOOK_SECONDS)
         if len(output) > request["output_bytes"]:
             return b"", "output"
         seconds = sum(map(_cpu_seconds, pids))
@@ -119,15 +123,6 @@ def _watch(ours: int, pids: list[int], request: dict[str, Any]) -> tuple[bytes, 
             if seconds - used < _AWAKE_SHARE * (now - looked_at):
                 return b"", "asleep"
             looked_at, used = now, seconds
-
-
-def _take(ours: int, output: bytearray) -> bool:
-    """Append what is there; False at the end."""
-    if not select.select([ours], [], [], 0)[0]:
-        return True
-    received = os.read(ours, 65536)
-    output += received
-    return bool(received)
 
 
 def _cpu_seconds(pid: int) -> float:
