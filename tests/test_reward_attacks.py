@@ -16,7 +16,7 @@ from attacks import ASSERTED, ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.sandbox.outside import Limits, Sandbox, SandboxError, try_sandbox
+from tlt_hpc.rewards.sandbox.outside import Limits, Sandbox, SandboxError, Template, working_template
 from tlt_hpc.rewards.standing import settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,12 +25,14 @@ SETTINGS = settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def allowed() -> None:
+@pytest.fixture(scope="module")
+def template() -> Iterator[Template]:
     try:
-        try_sandbox()
+        template = working_template()
     except SandboxError as error:
         pytest.skip(str(error))
+    yield template
+    template.close()
 
 
 @pytest.fixture
@@ -45,10 +47,10 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_attack(attack: Attack, secret: Path) -> None:
+def test_attack(attack: Attack, secret: Path, template: Template) -> None:
     """It is contained, and an honest program in the same sandbox still does its work."""
     code = attack.code.replace("{secret}", str(secret)).replace("{pid}", str(os.getpid()))
-    with Sandbox() as sandbox:
+    with Sandbox(template) as sandbox:
         outcome = sandbox.run(code, "3", LIMITS)
         honest = sandbox.run("print(int(input()) * 2)", "21", Limits(5.0, 2**28, 1000))
     assert "breached" not in outcome.output
@@ -62,23 +64,27 @@ def test_there_are_enough_of_them() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 30
 
 
-def test_nothing_outlives_its_answer(secret: Path) -> None:
+def test_nothing_outlives_its_answer(template: Template) -> None:
     """Threads, and a checker with its program, are all there is; all are gone with the sandbox, and so is process 1."""
     before = children_of(os.getpid())
-    with Sandbox() as sandbox:
+    assert before, "the template"
+    with Sandbox(template) as sandbox:
         sandbox.run(
             "import threading, time\nthreading.Thread(target=time.sleep, args=[9], daemon=True).start()", "", LIMITS
         )
         sandbox.check("def f(): return 1", ["assert f() == 1"], LIMITS)
         inside = children_of(os.getpid()) - before
         assert len(inside) >= 2, "the one that waits and process 1"
-    assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+    end = time.monotonic() + 1.0  # for the entries of processes that have ended
+    while any(map(is_alive, inside)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(map(is_alive, inside))
 
 
 def test_a_judge_that_is_killed_takes_the_program_with_it() -> None:
     program = (
         "from tlt_hpc.rewards.sandbox.outside import *\n"
-        "s = Sandbox(); print('up', flush=True)\n"
+        "s = Sandbox(Template()); print('up', flush=True)\n"
         "s.run('while True: pass', '', Limits(60.0, 2**28, 1000))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -117,10 +123,10 @@ def children_of(pid: int) -> set[int]:
     return found
 
 
-def test_an_answer_finds_nothing_of_the_last_one() -> None:
-    with Sandbox() as sandbox:
+def test_an_answer_finds_nothing_of_the_last_one(template: Template) -> None:
+    with Sandbox(template) as sandbox:
         assert sandbox.run("open('left', 'w').write('x')\nprint('wrote')", "", LIMITS).output == "wrote\n"
-    with Sandbox() as sandbox:
+    with Sandbox(template) as sandbox:
         assert sandbox.run("import os\nprint(os.listdir())", "", LIMITS).output == "[]\n"
 
 
@@ -128,14 +134,14 @@ def test_an_answer_finds_nothing_of_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("truth", [DOUBLE, CALLED, ASSERTED], ids=["script", "call", "assertions"])
-def test_the_honest_program_is_paid(truth: str) -> None:
-    assert passes_tests(f"```python\n{HONEST[truth]}\n```", truth, SETTINGS) == Verdict(1.0)
+def test_the_honest_program_is_paid(truth: str, template: Template) -> None:
+    assert passes_tests(f"```python\n{HONEST[truth]}\n```", truth, SETTINGS, template) == Verdict(1.0)
 
 
 @pytest.mark.parametrize("truth", [DOUBLE, CALLED, ASSERTED], ids=["script", "call", "assertions"])
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forgery_is_not_paid(name: str, truth: str) -> None:
-    assert passes_tests(f"```python\n{FORGERIES[name]}\n```", truth, SETTINGS).reward == 0.0
+def test_a_forgery_is_not_paid(name: str, truth: str, template: Template) -> None:
+    assert passes_tests(f"```python\n{FORGERIES[name]}\n```", truth, SETTINGS, template).reward == 0.0
 
 
 # --- where there is no sandbox ---
@@ -145,7 +151,7 @@ def sandbox_as(*prefix: str, python: str = SYSTEM_PYTHON) -> subprocess.Complete
     """Run an attack and an honest program in a sandbox that a process of other rights makes."""
     program = (
         "from tlt_hpc.rewards.sandbox.outside import *\n"
-        "with Sandbox() as s:\n"
+        "with Sandbox(working_template()) as s:\n"
         "    for code in ('import os; print(os.getuid(), os.listdir(\"/\"),'\n"
         "                 ' [os.statvfs(f).f_flag & 1 for f in (\"/\", os.__file__, \"/tmp\")])',\n"
         "                 'open(\"/etc/passwd\")',\n"

@@ -18,6 +18,7 @@ from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
 from tlt_hpc.rewards.code import extract_program, passes_tests, read_tests, same_output
 from tlt_hpc.rewards.frames import FrameBuffer, pack
+from tlt_hpc.rewards.sandbox.outside import Template
 from tlt_hpc.rewards.sandbox.values import decode, encode
 from tlt_hpc.rewards.standing import settings_of
 
@@ -344,6 +345,60 @@ def test_verdicts_depend_on_neither_the_number_of_workers_nor_the_load_nor_the_o
     assert seen[0] == {text: seen[1][text] for text in texts}
 
 
+# --- the sandbox as the server has it ---
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[RewardClient]:
+    client = RewardClient(settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)))
+    client.wait_until_ready()
+    yield client
+    client.close()
+
+
+ADDS_ONE = json.dumps(["assert f(1) == 2"])
+
+
+def test_programs_go_through_the_server(coder: RewardClient) -> None:
+    texts = ["def f(n): return n + 1", "def f(n): return n", "import os\nos.abort()", "x = [0] * 10**9"]
+    verdicts = ask(coder, *texts, kind="code", truth=ADDS_ONE)
+    assert [verdict.reward for verdict in verdicts] == [1, 0, 0, 0]
+    assert [verdict.failure for verdict in verdicts] == [None, None, None, None], "of a checker whose program is gone"
+    script = json.dumps({"inputs": [""], "outputs": [""]})
+    verdicts = ask(coder, *texts[2:], kind="code", truth=script)
+    assert verdicts == [
+        Verdict.failed(Failure.CRASH, "the program was killed by signal 6"),
+        Verdict.failed(Failure.MEMORY),
+    ]
+
+
+def test_a_template_that_dies_is_replaced_and_no_answer_pays_for_it(coder: RewardClient) -> None:
+    numbers = [coder.submit(Answer("code", "a", "def f(n): return n + 1", ADDS_ONE)) for _ in range(20)]
+    wait_until(lambda: (coder.pump() or coder.num_judged) > 3)
+    (template,) = [pid for pid in children_of(coder.server_pid) if b"inside" in cmdline(pid)]
+    os.kill(template, signal.SIGKILL)
+    assert [verdict.reward for verdict in coder.wait(numbers).values()] == [1.0] * 20
+    assert coder.num_restarts == 1
+
+
+def children_of(parent: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 # --- frames and values ---
 
 
@@ -385,6 +440,13 @@ UNEQUAL = "'inputs' and 'outputs' must be lists of one length, with one test or 
 CODE = settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256))
 
 
+@pytest.fixture(scope="module")
+def template() -> Iterator[Template]:
+    template = Template()
+    yield template
+    template.close()
+
+
 @pytest.mark.parametrize(
     ("program", "truth", "wanted"),
     [
@@ -421,18 +483,18 @@ CODE = settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
         ("print({'a', 'b', 'c', 'd'} == set(list('abcd')), hash('a'))", {"inputs": ["", ""], "outputs": ["", ""]}, 0.0),
     ],
 )  # fmt: skip
-def test_programs_are_judged_by_their_tests(program: str, truth: object, wanted: float) -> None:
+def test_programs_are_judged_by_their_tests(template: Template, program: str, truth: object, wanted: float) -> None:
     given = truth if isinstance(truth, str) else json.dumps(truth)
-    assert passes_tests(f"I think\n```python\n{program}\n```\nis it", given, CODE) == Verdict(wanted)
+    assert passes_tests(f"I think\n```python\n{program}\n```\nis it", given, CODE, template) == Verdict(wanted)
 
 
-def test_cpu_time_is_counted_over_all_tests_of_an_answer() -> None:
+def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> None:
     program = "import time\nwhile time.process_time() < 0.1: pass\nprint(1)"
     limited = settings_of(RewardSection(default="code", cpu_seconds=0.5))
     truth = json.dumps({"inputs": [""] * 2, "outputs": ["1"] * 2})
-    assert passes_tests(program, truth, limited) == Verdict(1.0)
+    assert passes_tests(program, truth, limited, template) == Verdict(1.0)
     truth = json.dumps({"inputs": [""] * 9, "outputs": ["1"] * 9})
-    assert passes_tests(program, truth, limited) == Verdict.failed(Failure.CPU, "more than 0.5 s of CPU time")
+    assert passes_tests(program, truth, limited, template) == Verdict.failed(Failure.CPU, "more than 0.5 s of CPU time")
 
 
 @pytest.mark.parametrize(
@@ -449,8 +511,10 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer() -> None:
         ("assert f(", "'assert f(' is no assertion: '(' was never closed"),
     ],
 )  # fmt: skip
-def test_tests_that_cannot_be_read(truth: str, trouble: str) -> None:
-    assert passes_tests("pass", truth, CODE) == Verdict.failed(Failure.UNREADABLE, f"tests {truth[:80]!r}: {trouble}")
+def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str) -> None:
+    assert passes_tests("pass", truth, CODE, template) == Verdict.failed(
+        Failure.UNREADABLE, f"tests {truth[:80]!r}: {trouble}"
+    )
 
 
 def test_tests_in_json_in_json() -> None:

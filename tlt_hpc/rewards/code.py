@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from tlt_hpc.rewards.answer import Failure, Settings, Verdict
-from tlt_hpc.rewards.sandbox.outside import Limits, Outcome, Sandbox
+from tlt_hpc.rewards.sandbox.outside import Limits, Outcome, Sandbox, Template
 from tlt_hpc.rewards.sandbox.values import decode, encode
 
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -50,7 +50,7 @@ class _Budget:
         return Limits(left, self.settings.memory_mb * 2**20, 4 * len(expected) * 2 + _SPARE_OUTPUT_BYTES)
 
 
-def passes_tests(text: str, truth: str, settings: Settings) -> Verdict:
+def passes_tests(text: str, truth: str, settings: Settings, template: Template) -> Verdict:
     """1.0 where the response's program passes all tests.
 
     Raises:
@@ -61,7 +61,7 @@ def passes_tests(text: str, truth: str, settings: Settings) -> Verdict:
     except ValueError as error:
         return Verdict.failed(Failure.UNREADABLE, f"tests {truth[:80]!r}: {error}")
     code, budget = extract_program(text), _Budget(settings)
-    with Sandbox() as sandbox:
+    with Sandbox(template) as sandbox:
         if tests.assertions:
             return _run_assertions(sandbox, code, tests.assertions, budget)
         for stdin, expected in tests.scripts:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tlt_hpc.rewards import text
 from tlt_hpc.rewards.answer import Answer, Settings, Verdict
 from tlt_hpc.rewards.functions import RewardFunction, call_function
+from tlt_hpc.rewards.sandbox.outside import Template
 
 WORKER_KINDS = ("math", "code", "function")
 """Kinds that parse or run what others wrote: only in a process that can be killed."""
@@ -27,9 +29,20 @@ def needs_worker(kind: str, settings: Settings) -> bool:
     return kind in WORKER_KINDS or (has_form and bool(settings.format_pattern))  # a pattern may take for ever
 
 
-def judge(answer: Answer, settings: Settings, function: RewardFunction | None = None) -> Verdict:
+@dataclass(frozen=True)
+class Means:
+    """What only a server has, for kinds that need it."""
+
+    function: RewardFunction | None = None
+    template: Template | None = None
+
+
+NO_MEANS = Means()
+
+
+def judge(answer: Answer, settings: Settings, means: Means = NO_MEANS) -> Verdict:
     """An answer's reward, its form mixed in; where it could not be judged its form does not count either."""
-    verdict = _judge(answer, settings, function)
+    verdict = _judge(answer, settings, means)
     if verdict.failure or answer.kind == "format" or not settings.format_weight:
         return verdict
     weight = settings.format_weight
@@ -43,7 +56,7 @@ def form(response: str, settings: Settings) -> float:
     return text.tags(response, settings.format_tags)
 
 
-def _judge(answer: Answer, settings: Settings, function: RewardFunction | None) -> Verdict:
+def _judge(answer: Answer, settings: Settings, means: Means) -> Verdict:
     match answer.kind:
         case "boxed":
             return text.boxed(answer.text, answer.truth)
@@ -60,8 +73,9 @@ def _judge(answer: Answer, settings: Settings, function: RewardFunction | None) 
         case "code":
             from tlt_hpc.rewards.code import passes_tests
 
-            return passes_tests(answer.text, answer.truth, settings)
+            assert means.template is not None
+            return passes_tests(answer.text, answer.truth, settings, means.template)
         case "function":
-            assert function is not None
-            return call_function(function, answer)
+            assert means.function is not None
+            return call_function(means.function, answer)
     raise AssertionError(f"no judge for {answer.kind!r}")

@@ -22,7 +22,9 @@ from typing import Any
 
 from tlt_hpc.rewards.answer import Answer, JudgeError, Settings, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.rewards.functions import RewardFunction, load_function
+from tlt_hpc.rewards.functions import load_function
+from tlt_hpc.rewards.judge import Means
+from tlt_hpc.rewards.sandbox.outside import working_template
 from tlt_hpc.rewards.worker import Worker, start_worker
 
 _RECEIVED_BYTES = 2**20
@@ -33,8 +35,8 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 class Server:
     """The queue of answers and the children at work on some of them."""
 
-    def __init__(self, channel: socket.socket, settings: Settings, function: RewardFunction | None) -> None:
-        self._channel, self._settings, self._function = channel, settings, function
+    def __init__(self, channel: socket.socket, settings: Settings, means: Means) -> None:
+        self._channel, self._settings, self._means = channel, settings, means
         self._waiting: deque[tuple[int, Answer]] = deque()
         self._workers: dict[int, Worker] = {}
         self._woken, wakes = os.pipe()
@@ -80,10 +82,12 @@ class Server:
     def _start(self) -> None:
         while self._waiting and len(self._workers) < self._settings.workers:
             number, answer = self._waiting.popleft()
-            worker = start_worker(number, answer, self._settings, self._function, self._own_fds)
+            worker = start_worker(number, answer, self._settings, self._means, self._own_fds)
             self._workers[worker.pid] = worker
 
     def _reap(self) -> None:
+        if self._means.template and not self._means.template.is_alive:
+            raise RuntimeError("the template of sandboxes has died")  # a new server brings a new one
         for worker in list(self._workers.values()):
             if worker.has_ended():
                 del self._workers[worker.pid]
@@ -104,8 +108,8 @@ class Server:
         self._channel.sendall(pack({"number": number, "verdict": verdict.to_json()}))
 
 
-def prepare(settings: Settings) -> RewardFunction | None:
-    """Import all that the judges need, and try the sandbox; the user's function.
+def prepare(settings: Settings) -> Means:
+    """Import all that the judges need, and try the sandbox.
 
     Raises:
         SandboxError: this machine has none, and the kind ``code`` is asked for.
@@ -116,10 +120,12 @@ def prepare(settings: Settings) -> RewardFunction | None:
 
         mathematics.warm_up()
     if "code" in settings.kinds:
-        from tlt_hpc.rewards.sandbox.outside import try_sandbox
+        from tlt_hpc.rewards import code  # noqa: F401
 
-        try_sandbox()
-    return load_function(settings.function) if "function" in settings.kinds else None
+    return Means(
+        function=load_function(settings.function) if "function" in settings.kinds else None,
+        template=working_template() if "code" in settings.kinds else None,
+    )
 
 
 def tell_error(channel: socket.socket, function: str, error: BaseException) -> None:
@@ -141,12 +147,12 @@ def main() -> None:
     frames = FrameBuffer()
     settings = Settings.from_json(_first(channel, frames))
     sys.excepthook = lambda _kind, error, _trace: tell_error(channel, settings.function, error)
-    function = prepare(settings)
+    means = prepare(settings)
     sys.excepthook = sys.__excepthook__
     channel.sendall(pack({"ready": True}))
     gc.collect()
     gc.freeze()  # children share these pages: none of them is to touch them only to count
-    server = Server(channel, settings, function)
+    server = Server(channel, settings, means)
     try:
         server.serve(frames)
     except (BrokenPipeError, ConnectionResetError):

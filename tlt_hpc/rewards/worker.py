@@ -20,8 +20,7 @@ from pathlib import Path
 
 from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.rewards.functions import RewardFunction
-from tlt_hpc.rewards.judge import judge
+from tlt_hpc.rewards.judge import Means, judge
 
 MOST_DETAIL = 300
 _PR_SET_PDEATHSIG = 1
@@ -65,9 +64,7 @@ class Worker:
         return Verdict.failed(Failure.CRASH, f"its process ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def start_worker(
-    number: int, answer: Answer, settings: Settings, function: RewardFunction | None, own_fds: Sequence[int]
-) -> Worker:
+def start_worker(number: int, answer: Answer, settings: Settings, means: Means, own_fds: Sequence[int]) -> Worker:
     """Fork a child that judges an answer, without the descriptors that are the server's own."""
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
@@ -79,7 +76,7 @@ def start_worker(
             _enter(parent, settings)
             for fd in own_fds:
                 os.close(fd)
-            _report(theirs, _limited(answer, settings, function))
+            _report(theirs, _limited(answer, settings, means))
             status = 0
         finally:  # nothing of the server's may run in the child, whatever was raised
             _report_error(theirs, answer.kind, sys.exc_info()[1])
@@ -110,8 +107,8 @@ def _address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def _limited(answer: Answer, settings: Settings, function: RewardFunction | None) -> Verdict:
-    verdict = judge(answer, settings, function)
+def _limited(answer: Answer, settings: Settings, means: Means) -> Verdict:
+    verdict = judge(answer, settings, means)
     if time.process_time() > settings.cpu_seconds:  # of this process, hence of this answer, alone
         return _too_slow(settings)
     return verdict

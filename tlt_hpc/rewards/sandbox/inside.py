@@ -1,8 +1,9 @@
 """Owns process 1 of a sandbox: builds the walls, then runs programs one by one and reports what they wrote.
 
-Started anew for every answer, by exec, with an empty environment. It knows what programs are given and nothing that
-they are judged by, so a program that took it over would have gained nothing. Frames from outside are requests (``do``:
-run, call, serve, check, stop), frames to outside are outcomes; the first one says whether the walls stand.
+Forked for every answer from a template, which was started by exec with an empty environment. It knows what programs
+are given and nothing that they are judged by, so a program that took it over would have gained nothing. Frames from
+outside are requests (``do``: run, call, serve, check), frames to outside are outcomes; the first one says whether the
+walls stand.
 """
 
 from __future__ import annotations
@@ -162,16 +163,6 @@ def _import_common() -> None:
             __import__(name)
 
 
-def _stand_alone() -> tuple[BinaryIO, BinaryIO]:
-    """The streams to outside, away from the numbers that programs get."""
-    streams = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1):
-        os.dup2(nothing, number)
-    os.close(nothing)
-    return streams
-
-
 def _add_site_builtins() -> None:
     """``exit`` and ``quit``, which interpreters have but for ``-S``."""
     import _sitebuiltins
@@ -181,42 +172,57 @@ def _add_site_builtins() -> None:
     builtins.quit = _sitebuiltins.Quitter("quit", "Ctrl-D")  # type: ignore[assignment]
 
 
-def main(project: str) -> None:
-    """Build the walls, then run what is asked for; in a child, the program itself."""
+def main(project: str, channel_fd: int) -> None:
+    """Be the template that sandboxes are forked from; in a program's process, the program.
+
+    The template has everything imported and knows no answer. It takes the two ends of the pipes to a judge with each
+    message, and ends with the server.
+    """
     sys.path.remove(project)
     signal.signal(
         signal.SIGINT, signal.SIG_DFL
     )  # process 1 hears no signal of its namespace that it has no handler for
+    namespaces.die_with_parent()
     _import_common()
     _add_site_builtins()
-    libraries = namespaces.library_folders()
-    requests, outcomes = _stand_alone()
+    gc.collect()
+    gc.freeze()  # whatever is forked shares these pages
+    channel = socket.socket(fileno=channel_fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a sandbox but its judge
+    while True:
+        message, fds, _, _ = socket.recv_fds(channel, 1, 2)
+        if not message:
+            return
+        if os.fork() == 0:
+            channel.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            break
+        for fd in fds:
+            os.close(fd)
+    _sandbox(os.fdopen(fds[0], "rb"), os.fdopen(fds[1], "wb"))
+
+
+def _sandbox(requests: BinaryIO, outcomes: BinaryIO) -> None:
+    """Build the walls, then run what is asked for; in a child, the program itself."""
     programs = Programs(requests, outcomes)
     try:
         is_root = namespaces.unshare()
         namespaces.die_with_parent()
         pid = os.fork()
         if pid:
-            _wait_for(pid)
-        namespaces.change_root(libraries)
+            requests.close()
+            os.waitpid(
+                pid, 0
+            )  # outside sees the end of its streams when all inside has ended, and this process with it
+            os._exit(0)
+        namespaces.change_root(namespaces.library_folders())
         namespaces.drop_privileges(is_root)
         namespaces.die_with_parent()
     except OSError as error:
         programs.say({"trouble": error.strerror})
-        return
+        os._exit(1)
     programs.say({})
-    gc.collect()
-    gc.freeze()  # programs share these pages
     body = programs.next_program()
     if body is None:
         os._exit(0)  # and with process 1 everything in its namespace
     run_to_the_end(body)
-
-
-def _wait_for(pid: int) -> None:
-    """Stay until process 1, whose parent this is, has ended."""
-    for fd in range(3, 256):  # outside sees the end of its streams when process 1 ends
-        with contextlib.suppress(OSError):
-            os.close(fd)
-    os.waitpid(pid, 0)
-    os._exit(0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from tlt_hpc.rewards.answer import JudgeError
 from tlt_hpc.rewards.frames import read_frame, write_frame
@@ -15,8 +18,8 @@ from tlt_hpc.rewards.sandbox.program import MEMORY_STATUS
 
 _PROJECT = str(Path(__file__).resolve().parents[3])
 _START = (
-    "import sys; project = sys.argv.pop(); sys.path.append(project); "
-    "from tlt_hpc.rewards.sandbox.inside import main; main(project)"
+    "import sys; _, project, channel = sys.argv; sys.path.append(project); "
+    "from tlt_hpc.rewards.sandbox.inside import main; main(project, int(channel))"
 )
 
 
@@ -51,6 +54,45 @@ class Outcome:
         return self.status == MEMORY_STATUS
 
 
+class Template:
+    """The process that sandboxes are forked from; it was started by exec, so it knows nothing that its owner does.
+
+    Those who judge share it by being forked from its owner.
+    """
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, _PROJECT, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/nowhere", "HOME": "/tmp", "TMPDIR": "/tmp"},
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs; for its owner to ask."""
+        return self._process.poll() is None
+
+    def open(self) -> tuple[BinaryIO, BinaryIO]:
+        """Have a sandbox made: the streams to write requests to and to read outcomes from."""
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        socket.send_fds(self._socket, [b"."], [theirs_in, theirs_out])
+        os.close(theirs_in)
+        os.close(theirs_out)
+        return os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
+
+    def close(self) -> None:
+        """End it; sandboxes that are open end with it."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
 class Sandbox:
     """A place for programs of one answer, gone with all that runs in it at the end of a ``with`` block.
 
@@ -58,14 +100,9 @@ class Sandbox:
         SandboxError: the system does not allow one.
     """
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, _PROJECT]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/nowhere", "HOME": "/tmp", "TMPDIR": "/tmp"},
-        )
+    def __init__(self, template: Template) -> None:
+        self._template = template  # it must not go while this is open
+        self._requests, self._outcomes = template.open()
         trouble = self._next().get("trouble")
         if trouble:
             self.close()
@@ -84,10 +121,10 @@ class Sandbox:
 
     def close(self) -> None:
         """End everything that runs inside, and wait until it has ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()  # process 1 ends at the end of its requests
-        self._process.stdout.close()
-        self._process.wait()
+        with contextlib.suppress(BrokenPipeError):  # process 1 has gone before
+            self._requests.close()  # process 1 ends at the end of its requests
+        self._outcomes.read()
+        self._outcomes.close()
 
     def run(self, code: str, stdin: str, limits: Limits) -> Outcome:
         """Run a program as a script."""
@@ -109,28 +146,28 @@ class Sandbox:
         return Outcome(**self._ask(request, limits))
 
     def _ask(self, request: dict[str, Any], limits: Limits) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        write_frame(self._process.stdin, {**request, **vars(limits)})
+        write_frame(self._requests, {**request, **vars(limits)})
         return self._next()
 
     def _next(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        frame = read_frame(self._process.stdout)
+        frame = read_frame(self._outcomes)
         if frame is None:
-            raise RuntimeError(f"the sandbox ended by itself, with status {self._process.wait()}")
+            raise RuntimeError("the sandbox ended by itself")
         return frame  # type: ignore[no-any-return]
 
 
-def try_sandbox() -> None:
-    """Run an honest program, so that a machine without a sandbox is known before anything depends on it.
+def working_template() -> Template:
+    """A template whose sandboxes run an honest program: a machine without one is known before anything depends on it.
 
     Raises:
         SandboxError: the system does not allow one.
     """
-    with Sandbox() as sandbox:
+    template = Template()
+    with Sandbox(template) as sandbox:
         outcome = sandbox.run("print(input())", "ready", Limits(30.0, 2**28, 1000))
     if outcome.output != "ready\n":
         raise SandboxError(
             f"reward kind 'code': the sandbox stands but an honest program fails in it, with {outcome}; "
             "use another kind, and report this with the kernel's version"
         )
+    return template
