@@ -203,7 +203,8 @@ def test_signals_for_the_job_are_none_of_the_servers(client: RewardClient) -> No
     assert client.num_restarts == 0
 
 
-def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str, is_stopped: bool) -> None:
     program = (
         "import sys, time\n"
         "from tlt_hpc.config import RewardSection\n"
@@ -220,6 +221,8 @@ def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str) -> None:
     server = int(rank.stdout.readline())
     wait_until(lambda: bool(group_members(server)))
     processes = [server, *group_members(server)]
+    if is_stopped:
+        os.kill(server, signal.SIGSTOP)
     rank.kill()
     rank.wait()
     rank.stdout.close()

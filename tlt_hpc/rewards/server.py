@@ -25,7 +25,7 @@ from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import load_function
 from tlt_hpc.rewards.judge import Means
 from tlt_hpc.rewards.sandbox.outside import working_template
-from tlt_hpc.rewards.worker import Worker, start_worker
+from tlt_hpc.rewards.worker import Worker, end_with_parent, start_worker
 
 _RECEIVED_BYTES = 2**20
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -140,6 +140,7 @@ def tell_error(channel: socket.socket, function: str, error: BaseException) -> N
 
 def main() -> None:
     """Serve the rank at the other end of the socket."""
+    end_with_parent()
     channel = socket.socket(fileno=int(sys.argv[1]))
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)

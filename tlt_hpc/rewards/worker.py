@@ -86,12 +86,17 @@ def start_worker(number: int, answer: Answer, settings: Settings, means: Means, 
     return Worker(number, pid, ours, time.monotonic() + settings.wall_seconds, settings)
 
 
+def end_with_parent() -> None:
+    """Have this process killed when its parent ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def _enter(parent: int, settings: Settings) -> None:
     """Become a process that can be ended with all that it starts, and that ends with the server."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     seconds = math.ceil(settings.cpu_seconds)

@@ -179,9 +179,7 @@ def main(project: str, channel_fd: int) -> None:
     message, and ends with the server.
     """
     sys.path.remove(project)
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # process 1 hears no signal of its namespace that it has no handler for
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 hears nothing from inside that it has no handler for
     namespaces.die_with_parent()
     _import_common()
     _add_site_builtins()
@@ -211,9 +209,7 @@ def _sandbox(requests: BinaryIO, outcomes: BinaryIO) -> None:
         pid = os.fork()
         if pid:
             requests.close()
-            os.waitpid(
-                pid, 0
-            )  # outside sees the end of its streams when all inside has ended, and this process with it
+            os.waitpid(pid, 0)  # then all inside has ended, and with this process the stream that outside reads
             os._exit(0)
         namespaces.change_root(namespaces.library_folders())
         namespaces.drop_privileges(is_root)
