@@ -329,6 +329,19 @@ def test_a_bomb_of_an_expression_takes_its_cpu_time_and_no_more(mathematician: R
     assert verdicts[0].failure == Failure.CPU
 
 
+def test_answers_that_share_a_process_are_judged_as_if_alone(mathematician: RewardClient) -> None:
+    """Bombs in the middle of others; more answers than one process takes."""
+    bomb, unread = Answer("math", "a", "\\boxed{9^{9^{9^{9}}}}", "3"), Answer("math", "a", "\\boxed{3}", "$$")
+    right, wrong = Answer("math", "a", "\\boxed{6/2}", "3"), Answer("math", "a", "\\boxed{4}", "3")
+    answers = [right, wrong, right, bomb, right, unread, wrong, *[right] * 60, bomb, right]
+    together = mathematician.wait([mathematician.submit(answer) for answer in answers])
+    alone = {}
+    for answer in (right, wrong, bomb, unread):
+        (alone[answer],) = mathematician.wait([mathematician.submit(answer)]).values()
+    assert list(together.values()) == [alone[answer] for answer in answers]
+    assert alone[bomb].failure == Failure.CPU and alone[right].reward == 1
+
+
 # --- verdicts are a function of the answer ---
 
 

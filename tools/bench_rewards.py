@@ -5,7 +5,7 @@
     python tools/bench_rewards.py --run runs/tiny                # the share of the step, from a run's metrics.jsonl
 
 Rewards a second are of a server with so many workers, all answers handed over at once; "in the rank" is CPU time of the
-process that hands over, which is what decoding loses. "waited" pretends to decode for as long as the answers take, in
+process that hands over, which is what decoding loses. "waited" pretends to decode for three times as long, in
 rounds, offering one answer a round: what is left to wait for at the end, as a share of the whole. Repeats of all kinds
 alternate, and the table has medians, since a machine's other work comes and goes.
 """
@@ -80,7 +80,7 @@ class Bench:
         seconds, own_seconds = time.perf_counter() - start, time.process_time() - own
         assert all(verdict.reward == 1 for verdict in verdicts.values()), next(iter(verdicts.values()))
         num = len(self.answers)
-        return Figures(num / seconds, 1e6 * own_seconds / num, self._waited(self.client, 1.5 * seconds))
+        return Figures(num / seconds, 1e6 * own_seconds / num, self._waited(self.client, 3 * seconds))
 
     def _measure_here(self) -> Figures:
         start = time.perf_counter()
@@ -89,7 +89,7 @@ class Bench:
         return Figures(1 / seconds, 1e6 * seconds, 0.0)
 
     def _waited(self, client: RewardClient, rollout_seconds: float) -> float:
-        """The share of rollout and waiting that is waiting, where the rollout takes half as long again as judging."""
+        """The share of rollout and waiting that is waiting, where the rollout takes three times as long as judging."""
         start, numbers = time.perf_counter(), []
         pause = rollout_seconds / len(self.answers)
         for answer in self.answers:

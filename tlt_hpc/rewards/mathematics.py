@@ -55,6 +55,6 @@ def equal_as_mathematics(text: str, truth: str) -> Verdict:
 
 
 def warm_up() -> None:
-    """Have everything imported, compiled and cached that the first answers would have to wait for, in every fork anew."""
+    """Have everything imported, compiled and cached that answers would have to wait for, in every fork anew."""
     for text, truth in _USUAL:
         equal_as_mathematics(text, truth)

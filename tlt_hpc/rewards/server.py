@@ -10,6 +10,7 @@ Frames from the rank: its settings first, then ``{"number", "answer"}``, or ``{"
 from __future__ import annotations
 
 import gc
+import math
 import os
 import select
 import signal
@@ -25,7 +26,7 @@ from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import load_function
 from tlt_hpc.rewards.judge import Means
 from tlt_hpc.rewards.sandbox.outside import working_template
-from tlt_hpc.rewards.worker import Worker, end_with_parent, start_worker
+from tlt_hpc.rewards.worker import MOST_TOGETHER, Worker, end_with_parent, start_worker
 
 _RECEIVED_BYTES = 2**20
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -38,6 +39,8 @@ class Server:
     def __init__(self, channel: socket.socket, settings: Settings, means: Means) -> None:
         self._channel, self._settings, self._means = channel, settings, means
         self._waiting: deque[tuple[int, Answer]] = deque()
+        self._alone: set[int] = set()
+        """Answers that were not clearly within their limits."""
         self._workers: dict[int, Worker] = {}
         self._woken, wakes = os.pipe()
         self._own_fds = (channel.fileno(), self._woken, wakes)
@@ -62,6 +65,7 @@ class Server:
     def kill_all(self) -> None:
         """End every child and forget what waits."""
         self._waiting.clear()
+        self._alone.clear()
         for worker in self._workers.values():
             worker.kill()
             worker.finish()
@@ -81,9 +85,20 @@ class Server:
 
     def _start(self) -> None:
         while self._waiting and len(self._workers) < self._settings.workers:
-            number, answer = self._waiting.popleft()
-            worker = start_worker(number, answer, self._settings, self._means, self._own_fds)
+            worker = start_worker(self._next(), self._settings, self._means, self._own_fds)
             self._workers[worker.pid] = worker
+
+    def _next(self) -> list[tuple[int, Answer]]:
+        """The answers of the next worker: one, or as many of mathematics as leave the other workers theirs."""
+        chosen = [self._waiting.popleft()]
+        most = min(MOST_TOGETHER, math.ceil((1 + len(self._waiting)) / self._settings.workers))
+        while self._waiting and len(chosen) < most and all(map(self._may_share, (chosen[-1], self._waiting[0]))):
+            chosen.append(self._waiting.popleft())
+        return chosen
+
+    def _may_share(self, numbered: tuple[int, Answer]) -> bool:
+        number, answer = numbered
+        return answer.kind == "math" and number not in self._alone
 
     def _reap(self) -> None:
         if self._means.template and not self._means.template.is_alive:
@@ -91,7 +106,17 @@ class Server:
         for worker in list(self._workers.values()):
             if worker.has_ended():
                 del self._workers[worker.pid]
-                self._tell(worker.number, worker.finish())
+                self._finish(worker)
+
+    def _finish(self, worker: Worker) -> None:
+        """Tell the verdicts; what was left without one comes again, the first of them alone."""
+        verdicts = worker.finish()
+        for number, verdict in verdicts.items():
+            self._tell(number, verdict)
+            self._alone.discard(number)
+        left = [numbered for numbered in worker.answers if numbered[0] not in verdicts]
+        self._alone.update(number for number, _ in left[:1])
+        self._waiting.extendleft(reversed(left))
 
     def _kill_late(self) -> None:
         now = time.monotonic()
