@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 from hypothesis import given
@@ -197,6 +197,8 @@ def values_for(annotation: Any) -> st.SearchStrategy[Any]:
         return st.floats(0, 1e300, allow_nan=False)
     if annotation is str:
         return st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+    if get_origin(annotation) is dict:
+        return st.dictionaries(st.text(max_size=9), st.sampled_from(get_args(get_args(annotation)[1])), max_size=3)
     if get_args(annotation) and isinstance(get_args(annotation)[0], str):
         return st.sampled_from(get_args(annotation))
     return st.lists(st.integers(1, 64), min_size=1, max_size=4)

@@ -26,7 +26,7 @@ FLOORS = (
     ("tail", "update"),
     ("job", "metrics"),
     ("plan",),
-    ("rollout", "drafting", "rl", "checkpoint", "data"),
+    ("rollout", "drafting", "rl", "rewards", "checkpoint", "data"),
     ("models",),
     ("mpi", "storage", "kernels"),
     ("config", "records", "timing"),
@@ -41,6 +41,7 @@ MAY_KNOW = {
     "kernels": set(),
     "drafting": {"models", "storage", "config", "records"},
     "data": {"config", "records"},
+    "rewards": {"config", "records"},
     "storage": {"records", "config"},
     "mpi": {"config"},
     "launch": {"config"},
@@ -65,6 +66,7 @@ HOME_OF = {
     "jinja2": {"data"},
     "reasoning_gym": {"data"},
     "flash_attn": {"kernels"},
+    "math_verify": {"rewards"},
 }
 WITHOUT_TORCH = {
     "mpi",
@@ -74,6 +76,7 @@ WITHOUT_TORCH = {
     "recipes",
     "timing",
     "data",
+    "rewards",
     "launch",
     "plan",
     "cli",

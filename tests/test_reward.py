@@ -1,19 +1,39 @@
-"""What counts as the right answer, by the strict box and by mathematics."""
+"""What counts as the right answer by the kinds that read text alone, which kind judges what, how forms are mixed in."""
 
 from __future__ import annotations
 
-import logging
-import threading
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tlt_hpc.records import FinishReason, Rollout, SampleKey
-from tlt_hpc.rl.reward import Scorer, score
+from tlt_hpc.config import ConfigError, RewardSection, load_config
+from tlt_hpc.plan import read_assets
+from tlt_hpc.records import FinishReason, Prompt, Rollout, SampleKey
+from tlt_hpc.rewards import text as texts
+from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
+from tlt_hpc.rewards.judge import judge, kind_for, needs_worker
+from tlt_hpc.rewards.scorer import Bench, Scorer
+from tlt_hpc.rewards.standing import settings_of, standing_bench
+
+TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
+BOXED = settings_of(RewardSection())
+
+
+def reward(kind: str, text: str, truth: str, settings: Settings = BOXED) -> float:
+    return judge(Answer(kind, "a", text, truth), settings).reward
+
+
+# --- boxed ---
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),
+    ("text", "wanted"),
     [
         ("\\boxed{28}", 1.0),
         ("<think>196,364</think>\\boxed{ 28 }\n ", 1.0),
@@ -25,61 +45,282 @@ from tlt_hpc.rl.reward import Scorer, score
         ("\\boxed{2 8}", 0.0),
         ("\\boxed{028}", 0.0),
         ("\\boxed{28.0}", 0.0),
+        ("\\boxed{28}}", 0.0),
         ("28", 0.0),
         ("", 0.0),
         ("\\boxed{}", 0.0),
     ],
 )
-def test_the_last_box_must_be_the_answer_and_the_end(text: str, reward: float) -> None:
-    assert score(text, " 28", "boxed") == reward
+def test_the_last_box_must_be_the_answer_and_the_end(text: str, wanted: float) -> None:
+    assert reward("boxed", text, " 28") == wanted
 
 
 def test_braces_inside_the_box_are_balanced() -> None:
-    assert score("so \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", "boxed") == 1.0
-    assert score("so \\boxed{\\frac{1}{2}", "\\frac{1}{2}", "boxed") == 0.0
-    assert score("so \\boxed{\\frac{1}{2}}}", "\\frac{1}{2}", "boxed") == 0.0
+    assert reward("boxed", "so \\boxed{\\frac{1}{2}}", "\\frac{1}{2}") == 1.0
+    assert reward("boxed", "so \\boxed{\\frac{1}{2}", "\\frac{1}{2}") == 0.0
+    assert reward("boxed", "so \\boxed{\\frac{1}{2}}}", "\\frac{1}{2}") == 0.0
+    assert reward("boxed", "so \\boxed{a}{b}", "a}{b") == 0.0, "the box ends after the a"
+
+
+def test_the_quick_way_to_the_box_is_the_plain_one() -> None:
+    source, pieces = random.Random(0), ["\\boxed{", "{", "}", "2", " ", "x}"]
+    num_right = 0
+    for _ in range(20_000):
+        text, truth = ("".join(source.choices(pieces, k=source.randrange(8))) for _ in range(2))
+        start = text.rfind("\\boxed{")
+        content = texts.last_box(text[start:]) if start >= 0 else None
+        is_last = content is not None and closing(text[start + 7 :]) == len(text[start + 7 :].rstrip())
+        wanted = float(is_last and content == truth.strip())
+        assert reward("boxed", text, truth) == wanted, (text, truth)
+        num_right += wanted > 0
+    assert num_right > 50
+
+
+def closing(text: str) -> int:
+    """How many characters there are up to the brace that closes one before the text."""
+    depths = np.cumsum([1, *((character == "{") - (character == "}") for character in text)])
+    return int(np.flatnonzero(depths == 0)[0])
 
 
 def test_an_empty_answer_is_not_given_by_no_box() -> None:
-    assert score("nothing", "", "boxed") == 0.0
+    assert reward("boxed", "nothing", "") == 0.0
+
+
+@pytest.mark.parametrize("text", ["{" * 10**8, "\\boxed{" + "}" * 10**8, "\\boxed{28" + " " * 10**8 + "}"])
+def test_a_hundred_megabytes_are_judged_at_once(text: str) -> None:
+    start = time.process_time()
+    assert reward("boxed", text, "28") == float(text.endswith(" }"))
+    for kind in ("numeric", "choice"):
+        reward(kind, text, "2" if kind == "numeric" else "B")
+    assert time.process_time() - start < 2.0
+
+
+# --- numeric ---
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "reward"),
+    ("text", "truth", "wanted"),
     [
-        ("So $\\boxed{0.5}$.", "\\frac{1}{2}", 1.0),
-        ("the answer is \\boxed{\\frac{2}{4}} as shown", "1/2", 1.0),
-        ("\\boxed{22\\sqrt{2}/2}", "11\\sqrt2", 1.0),
-        ("\\boxed{11}", "11\\sqrt2", 0.0),
-        ("\\boxed{x+1}", "1+x", 1.0),
-        ("\\boxed{3}", "$4$", 0.0),
-        ("\\boxed{3}", "\\boxed{3}", 1.0),
-        ("no idea", "3", 0.0),
+        ("so \\boxed{1,234}", "1234", 1.0),
+        ("... #### 1234", "blah blah #### 1,234", 1.0),
+        ("first 3, then 18.", "18", 1.0),
+        ("first 18, then 3", "18", 0.0),
+        ("\\boxed{18} apples of 20", "18", 1.0),
+        ("\\boxed{\\frac{1}{3}}", "1/3", 1.0),
+        ("\\boxed{0.333333}", "1/3", 1.0),
+        ("\\boxed{0.3333}", "1/3", 0.0),
+        ("\\boxed{x = -2.50}", "-2.5", 1.0),
+        ("\\boxed{5 m^2}", "5", 1.0),
+        ("the range 3-5", "5", 1.0),
+        ("it is -5", "-5", 1.0),
+        ("it is \u22125", "-5", 1.0),
+        ("costs \\$18.00", "18", 1.0),
+        ("about 1e3", "1000", 1.0),
+        ("\\boxed{1/0}", "1", 0.0),
+        ("\\boxed{}", "1", 0.0),
+        ("none", "1", 0.0),
+        ("12345678901234567891", "12345678901234567890", 1.0),
+        ("3", "4", 0.0),
     ],
 )
-def test_mathematics_compares_values(text: str, answer: str, reward: float) -> None:
-    assert score(text, answer, "math") == reward
+def test_numbers_are_compared_by_value(text: str, truth: str, wanted: float) -> None:
+    assert reward("numeric", text, truth) == wanted
 
 
-def test_an_answer_that_is_no_mathematics_scores_zero_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert score("\\boxed{3}", "$$", "math") == 0.0
-    assert "answer '$$' cannot be read" in caplog.text
+def test_the_tolerance_is_relative_above_one() -> None:
+    loose = settings_of(RewardSection(tolerance=0.01))
+    assert reward("numeric", "1005", "1000", loose) == 1.0
+    assert reward("numeric", "1011", "1000", loose) == 0.0
+    assert reward("numeric", "0.009", "0", loose) == 1.0
+    assert reward("numeric", "0.011", "0", loose) == 0.0
+    assert texts.number_of("\\boxed{" + "9" * 4000 + "}") == Fraction(10**4000 - 1), "no limit of digits is met"
 
 
-def test_mathematics_off_the_main_thread_is_refused() -> None:
-    errors: list[BaseException] = []
+# --- choice ---
 
-    def run() -> None:
-        try:
-            score("\\boxed{3}", "3", "math")
-        except AssertionError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("\\boxed{C}", 1.0),
+        ("\\boxed{(c)}", 1.0),
+        ("\\boxed{\\text{C}}", 1.0),
+        ("\\boxed{C. Paris}", 1.0),
+        ("\\boxed{Cat}", 0.0),
+        ("\\boxed{B} but answer: C", 0.0),
+        ("The answer is (C).", 1.0),
+        ("Answer: A\nno. Answer: **C**", 1.0),
+        ("I choose option C", 1.0),
+        ("well\n(C)", 1.0),
+        ("the answer is a cat", 0.0),
+        ("C is wrong, so\nD", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_choice_is_a_letter(text: str, wanted: float) -> None:
+    for truth in ("C", "(C)", " c. "):
+        assert reward("choice", text, truth) == wanted
+
+
+# --- form ---
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>\na < b\n</think> \n<answer>b</answer>\n", 1.0),
+        ("<think>a</think>so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> done", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<think><think>a</think></think><answer>b</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_tags_in_order_each_once(text: str, wanted: float) -> None:
+    settings = settings_of(RewardSection(default="format", format_tags=("think", "answer")))
+    assert reward("format", text, "", settings) == wanted
+    assert not needs_worker("format", settings)
+
+
+def test_the_form_is_mixed_into_every_other_kind() -> None:
+    settings = settings_of(RewardSection(format_tags=("think",), format_weight=0.25))
+    right, wrong = "<think>\\boxed{3}</think>", "<think>\\boxed{4}</think>"
+    assert reward("numeric", right, "3", settings) == 1.0
+    assert reward("numeric", wrong, "3", settings) == 0.25
+    assert reward("numeric", "\\boxed{3}", "3", settings) == 0.75
+    unread = judge(Answer("numeric", "a", right, "three"), settings)
+    assert unread == Verdict(0.0, Failure.UNREADABLE, "answer 'three' has no number"), "a form earns nothing then"
+
+
+def test_a_pattern_is_matched_in_a_worker_for_it_may_take_for_ever() -> None:
+    settings = settings_of(RewardSection(format_pattern="<a>.*</a>", format_weight=0.5))
+    assert needs_worker("boxed", settings) and needs_worker("format", settings)
+    assert reward("boxed", "<a>\n</a>", "3", settings) == 0.5
+    assert reward("boxed", "<a>\n</a>.", "3", settings) == 0.0
+
+
+# --- which kind ---
+
+
+def test_a_source_has_its_own_kind_else_the_first_pattern_else_the_default() -> None:
+    table = {"openai/*": "numeric", "openai/humaneval": "code", "*/mmlu_[ab]": "choice", "*": "math"}
+    assert kind_for("openai/gsm8k", "boxed", table) == "numeric"
+    assert kind_for("openai/humaneval", "boxed", table) == "code", "a name as it stands goes first"
+    assert kind_for("cais/mmlu_a", "boxed", table) == "choice"
+    assert kind_for("cais/mmlu_c", "boxed", table) == "math"
+    assert kind_for("gcd", "boxed", {}) == "boxed"
+
+
+def test_text_alone_needs_no_server() -> None:
+    bench = standing_bench(RewardSection(by_source={"a": "numeric", "b": "choice"}))
+    assert bench.client is None
+    assert Scorer(bench, lambda _: prompts()[0], lambda _: "").metrics().keys() == {
+        "rollout/rewards_in_tail",
+        "rollout/rewards_in_tail_seconds",
+    }
+
+
+# --- the configuration ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.reward=math"], "unknown key 'data.reward'; reward.default has taken its place"),
+        (
+            ["reward.default=maths"],
+            "reward.default = 'maths': input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or "
+            "'function'",
+        ),
+        (
+            ['reward.by_source={a="maths"}'],
+            "reward.by_source.a = 'maths': input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or "
+            "'function'",
+        ),
+        (
+            ["reward.function=a.py:f"],
+            "reward.function = 'a.py:f' judges nothing; set reward.default = 'function', or name sources in "
+            "reward.by_source",
+        ),
+        (
+            ["reward.default=function"],
+            "reward.function = '' names no function for the kind 'function'; give one as 'path.py:name'",
+        ),
+        (
+            ["reward.default=function", "reward.function=rewards.compute"],
+            "reward.function = 'rewards.compute' names no function for the kind 'function'; give one as 'path.py:name'",
+        ),
+        (
+            ["reward.wall_seconds=9.0"],
+            "reward.wall_seconds = 9.0 must be far beyond reward.cpu_seconds = 5.0, or verdicts depend on the "
+            "machine's load; use 10.0 or more",
+        ),
+        (
+            ["reward.format_pattern=x", 'reward.format_tags=["a"]'],
+            "reward.format_pattern and reward.format_tags both say what a response looks like; leave one of them out",
+        ),
+        (
+            ["reward.default=format"],
+            "the kind 'format' needs a form; set reward.format_tags, e.g. ['think', 'answer'], or format_pattern",
+        ),
+        (
+            ["reward.format_weight=0.1"],
+            "reward.format_weight = 0.1 needs a form; set reward.format_tags, e.g. ['think', 'answer'], or "
+            "format_pattern",
+        ),
+        (
+            ['reward.format_tags=["a"]'],
+            "reward.format_pattern and reward.format_tags judge nothing without a weight; set reward.format_weight, or "
+            "use the kind 'format'",
+        ),
+        (
+            ["reward.format_pattern=(", "reward.default=format"],
+            "reward.format_pattern = '(' is no regular expression: missing ), unterminated subpattern at position 0; "
+            "mend it",
+        ),
+        (["reward.workers=0"], "reward.workers = 0: input should be greater than or equal to 1"),
+    ],
+)
+def test_mistakes_in_the_configuration(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(TINY, overrides)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (None, "f", "{path}: No such file or directory; give a file that is there"),
+        ("def f(:", "f", "{path} is not Python: invalid syntax (<unknown>, line 1); mend it"),
+        ("def g(): pass", "f", "{path} has no 'f' at its top level; name one that it has"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named_before_anything_starts(
+    tmp_path: Path, content: str | None, name: str, message: str
+) -> None:
+    path = tmp_path / "own.py"
+    if content is not None:
+        path.write_text(content)
+    config = load_config(TINY, ["reward.default=function", f"reward.function={path}:{name}"])
+    with pytest.raises(ConfigError) as caught:
+        read_assets(config, 1)
+    assert str(caught.value) == f"reward.function = '{path}:{name}': " + message.format(path=path)
+
+
+@pytest.mark.parametrize("content", ["def f(): pass", "f = lambda: 1", "from os import getpid as f", "class f: pass"])
+def test_a_function_may_be_made_in_several_ways(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(content)
+    read_assets(load_config(TINY, ["reward.default=function", f"reward.function={path}:f"]), 1)
+
+
+# --- the scorer ---
+
+
+def prompts(source: str = "a") -> list[Prompt]:
+    return [Prompt(np.zeros(1, np.int32), "", "1", source)]
 
 
 def rollouts(num: int) -> list[Rollout]:
@@ -95,14 +336,15 @@ def rollouts(num: int) -> list[Rollout]:
 def test_rewards_scored_ahead_are_those_scored_after() -> None:
     asked: list[int] = []
 
-    def judge(rollout: Rollout) -> float:
+    def text_of(rollout: Rollout) -> str:
         asked.append(rollout.key.draw)
-        return float(score(f"\\boxed{{{rollout.key.draw % 3}}}", "1", "boxed"))
+        return f"\\boxed{{{rollout.key.draw % 3}}}"
 
-    after = Scorer(judge).rewards(rollouts(9))
+    bench = standing_bench(RewardSection())
+    after = Scorer(bench, lambda _: prompts()[0], text_of).rewards(rollouts(9))
     assert after.dtype == np.float32 and after.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0]
     asked.clear()
-    scorer, answers = Scorer(judge), iter([False, False, True])
+    scorer, answers = Scorer(bench, lambda _: prompts()[0], text_of), iter([False, False, True])
     assert scorer.has_unscored(rollouts(9))
     scorer.score_ahead(rollouts(9), lambda: next(answers))
     assert asked == [0, 1], "the release came after the second answer: none is begun after it"
@@ -111,3 +353,64 @@ def test_rewards_scored_ahead_are_those_scored_after() -> None:
     assert scorer.rewards(in_another_order).tobytes() == after[::-1].tobytes()
     assert sorted(asked) == list(range(9)), "nothing is scored twice"
     assert not scorer.has_unscored(rollouts(9)) and scorer.num_ahead == 2
+
+
+class SlowServer:
+    """A client whose verdicts come when they are released; it refuses to be waited for before that is allowed."""
+
+    def __init__(self) -> None:
+        self.submitted: list[Answer] = []
+        self.verdicts: dict[int, Verdict] = {}
+        self.may_wait = False
+        self.num_forgotten = 0
+
+    @property
+    def num_judged(self) -> int:
+        return len(self.verdicts)
+
+    def submit(self, answer: Answer) -> int:
+        self.submitted.append(answer)
+        return len(self.submitted)
+
+    def pump(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+    def wait(self, numbers: Sequence[int]) -> dict[int, Verdict]:
+        assert self.may_wait
+        return {number: self.verdicts.get(number, Verdict(float(number))) for number in numbers}
+
+
+def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> None:
+    server, section = SlowServer(), RewardSection(by_source={"m": "math"})
+    bench = Bench(section, settings_of(section), server)  # type: ignore[arg-type]
+    all_prompts = [*prompts("m"), *prompts("a"), *prompts("m")]
+    scorer = Scorer(bench, lambda rollout: all_prompts[rollout.key.draw], lambda rollout: "\\boxed{1}")
+    ended = rollouts(3)
+    scorer.offer(ended[:1])
+    scorer.offer(ended[:1])
+    assert len(server.submitted) == 1 and not scorer.has_unscored(ended[:1])
+    assert scorer.has_unscored(ended[:2]), "the second is judged here"
+    scorer.score_ahead(ended[:2], lambda: False)
+    assert scorer.num_ahead == 1 and not scorer.has_unscored(ended[:2])
+    server.may_wait, server.verdicts = True, {1: Verdict.failed(Failure.CPU)}
+    assert scorer.rewards(ended).tolist() == [0.0, 1.0, 2.0]
+    assert [answer.source for answer in server.submitted] == ["m", "m"]
+    metrics = scorer.metrics()
+    assert metrics["reward/failed/cpu"] == 1 and metrics["reward/failed/memory"] == 0
+    assert metrics["rollout/rewards_in_tail"] == 2, "one here, one there"
+    assert set(metrics) >= {f"reward/failed/{failure.value}" for failure in Failure}
+    assert server.num_forgotten == 1
+
+
+def test_what_the_user_can_mend_is_said_once_with_an_example(caplog: pytest.LogCaptureFixture) -> None:
+    bench = standing_bench(RewardSection(default="numeric"))
+    odd = [dataclasses.replace(prompts()[0], answer="three")]
+    assert Scorer(bench, lambda _: odd[0], lambda _: "3").rewards(rollouts(4)).tolist() == [0.0] * 4
+    (line,) = caplog.messages
+    assert line == (
+        "4 responses have reward 0: their data's answers cannot be read; mend the data; for one, answer 'three' has no "
+        "number"
+    )

@@ -249,8 +249,16 @@ def run_alone(command: Callable[[argparse.Namespace], int | None], options: argp
         return INTERRUPTED
 
 
+def start_rewards(config: Config) -> None:
+    """Start what judges responses as the first thing that a rank does: a process that has MPI should start no other."""
+    from tlt_hpc.rewards.standing import standing_bench
+
+    standing_bench(config.reward)
+
+
 def run_train(config: Config, options: argparse.Namespace) -> int:
     """``tlt train`` on this rank."""
+    start_rewards(config)
     from tlt_hpc.display import make_reporter, print_result
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
@@ -269,6 +277,7 @@ def run_train(config: Config, options: argparse.Namespace) -> int:
 
 def run_compare(config: Config, options: argparse.Namespace) -> int:
     """``tlt compare`` on this rank."""
+    start_rewards(config)
     from tlt_hpc.compare import compare, write_json
     from tlt_hpc.display import make_reporter, print_comparison
     from tlt_hpc.mpi.world import World
@@ -310,6 +319,7 @@ def run_warmup(config: Config, options: argparse.Namespace) -> int:
 
 def run_ablate(config: Config, options: argparse.Namespace) -> int:
     """``tlt ablate`` on this rank."""
+    start_rewards(config)
     from tlt_hpc.ablate.command import Stopped, ablate
     from tlt_hpc.ablate.plan import plan_ablation
     from tlt_hpc.ablate.report import write_report

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from datetime import date
@@ -31,11 +32,13 @@ from tlt_hpc.recipes import (
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 StrategyName = Annotated[str, Field(min_length=1)]
+TagName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 Count = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 
+RewardKind = Literal["boxed", "math", "numeric", "choice", "format", "code", "function"]
 LossKind = Literal["feature", "cross-entropy", "total-variation"]
 
 EMBEDDED_MODEL = "embedded:tiny"
@@ -107,8 +110,6 @@ class DataSection(Section):
     ``question``, ``messages``. Dots lead into a column: ``input.text``."""
     answer_key: str = ""
     """Column of the answer; empty: the first of ``reward_model.ground_truth``, ``answer``, ``ground_truth``."""
-    reward: Literal["boxed", "math"] = "boxed"
-    """``boxed``: the text of the last \\boxed{} equals the answer; ``math``: equal as mathematics (math-verify)."""
     max_prompt_tokens: PositiveInt = 1024
     overlong: Literal["error", "drop"] = "error"
     """What becomes of prompts over ``max_prompt_tokens``."""
@@ -133,6 +134,36 @@ class DataSection(Section):
     def source_name(self) -> str:
         """The source in words."""
         return self.source if isinstance(self.source, str) else ", ".join(self.source)
+
+
+class RewardSection(Section):
+    default: RewardKind = "boxed"
+    """How responses are judged whose ``data_source`` is not in ``by_source``. ``boxed``: the text of the last \\boxed{}
+    equals the answer; ``math``: equal as mathematics (math-verify); ``numeric``: equal as numbers, within
+    ``tolerance``; ``choice``: the letter of a multiple choice; ``format``: the form alone, by the keys below; ``code``:
+    the program passes its unit tests, in a sandbox; ``function``: what ``function`` says."""
+    by_source: dict[str, RewardKind] = {}
+    """``data_source`` -> kind; names may have ``*``, ``?``, ``[]``; a name as it stands goes first, then in order."""
+    function: str = ""
+    """``path.py:name``, called as verl calls its: (data_source, solution_str, ground_truth, extra_info) -> a number, or
+    a dict with one under ``score``."""
+    tolerance: NonNegative = 1e-6
+    """Of ``numeric``: times the answer, or as it stands where the answer is below 1."""
+    format_pattern: str = ""
+    """A regular expression that the whole response must match, ``.`` also matching line ends."""
+    format_tags: Annotated[tuple[TagName, ...], Field(strict=False)] = ()
+    """Instead of a pattern: the response is <a>...</a><b>...</b> for these tags in this order, each once."""
+    format_weight: Fraction = 0.0
+    """Share of the form in every other kind's reward: (1 - weight) x reward + weight x form."""
+    workers: PositiveInt = 2
+    """Answers that a rank has judged at a time, in processes of their own; ``boxed``, ``numeric``, ``choice`` and tags
+    need none and are judged in the rank."""
+    cpu_seconds: Positive = 5.0
+    """CPU time that an answer may take; one that takes more has reward 0."""
+    memory_mb: PositiveInt = 1024
+    """Memory that judging an answer may take, beside what a worker has when it starts."""
+    wall_seconds: Positive = 300.0
+    """Far limit for what takes no CPU time, such as a function that waits for ever; nothing else should meet it."""
 
 
 class RolloutSection(Section):
@@ -378,6 +409,7 @@ class Config(Section):
     run: RunSection
     model: ModelSection
     data: DataSection
+    reward: RewardSection = RewardSection()
     rollout: RolloutSection
     speculation: SpeculationSection = SpeculationSection()
     drafter: DrafterSection = DrafterSection()
@@ -499,10 +531,10 @@ def to_toml(config: Config) -> str:
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_value(str(key))} = {_toml_value(v)}" for key, v in value.items()) + "}"
     if isinstance(value, str):
         # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -536,6 +568,7 @@ def _check_combinations(config: Config) -> None:
     _check_algorithm(config)
     _check_drafter(config.drafter)
     _check_data(config.data)
+    _check_reward(config.reward)
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
     if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
@@ -617,9 +650,55 @@ def _check_data(data: DataSection) -> None:
         )
 
 
+def _check_reward(reward: RewardSection) -> None:
+    kinds = {reward.default, *reward.by_source.values()}
+    if reward.function and "function" not in kinds:
+        raise ConfigError(
+            f"reward.function = {reward.function!r} judges nothing; set reward.default = 'function', or name "
+            "sources in reward.by_source"
+        )
+    if "function" in kinds and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", reward.function):
+        raise ConfigError(
+            f"reward.function = {reward.function!r} names no function for the kind 'function'; "
+            "give one as 'path.py:name'"
+        )
+    if reward.wall_seconds < 2 * reward.cpu_seconds:
+        raise ConfigError(
+            f"reward.wall_seconds = {reward.wall_seconds} must be far beyond reward.cpu_seconds = {reward.cpu_seconds}"
+            f", or verdicts depend on the machine's load; use {2 * reward.cpu_seconds} or more"
+        )
+    _check_format(reward, "format" in kinds)
+
+
+def _check_format(reward: RewardSection, is_kind: bool) -> None:
+    if reward.format_pattern and reward.format_tags:
+        raise ConfigError(
+            "reward.format_pattern and reward.format_tags both say what a response looks like; leave one of them out"
+        )
+    is_given, is_used = bool(reward.format_pattern or reward.format_tags), is_kind or reward.format_weight > 0
+    if is_used and not is_given:
+        what = "the kind 'format'" if is_kind else f"reward.format_weight = {reward.format_weight}"
+        raise ConfigError(f"{what} needs a form; set reward.format_tags, e.g. ['think', 'answer'], or format_pattern")
+    if is_given and not is_used:
+        raise ConfigError(
+            "reward.format_pattern and reward.format_tags judge nothing without a weight; set reward.format_weight, "
+            "or use the kind 'format'"
+        )
+    try:
+        re.compile(reward.format_pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"reward.format_pattern = {reward.format_pattern!r} is no regular expression: {error}; mend it"
+        ) from None
+
+
 _LISTS = {"tuple_type": 'give a list, such as ["a", "b"]', "too_short": "give a list of one or more"}
 """Remedies where pydantic speaks of Python's types."""
-_REPLACED = {"speculation.depths": "speculation.strategies", "speculation.sharpness": "speculation.strategies"}
+_REPLACED = {
+    "speculation.depths": "speculation.strategies",
+    "speculation.sharpness": "speculation.strategies",
+    "data.reward": "reward.default",
+}
 
 
 def _one_line(error: ValidationError) -> str:

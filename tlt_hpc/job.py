@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import Config, ConfigError, WarmupSection, load_config, to_toml
+from tlt_hpc.config import Config, ConfigError, UserError, WarmupSection, load_config, to_toml
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
@@ -31,6 +31,8 @@ from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import Assets, read_assets
 from tlt_hpc.records import SamplingParams
+from tlt_hpc.rewards.scorer import Bench
+from tlt_hpc.rewards.standing import standing_bench
 from tlt_hpc.rl.distributed import join_process_group
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -57,6 +59,8 @@ _FREE_ON_RESUME = {
     "model.device",
     "data.overlong",  # what of these two may change data/claim.py says
     "data.broken_rows",
+    "reward.workers",
+    "reward.wall_seconds",
     "rollout.max_live",
     "rollout.kv_bytes",
     "rollout.page_size",
@@ -115,6 +119,8 @@ class Job:
     pulse: Pulse
     checkpoints: CheckpointStore
     drafting: Drafting | None
+    bench: Bench
+    """What gives responses their rewards; its server outlives the job, for further ones of this process."""
 
     def close(self) -> None:
         """Take the parts down; the process group stays for a further job of this process."""
@@ -128,6 +134,7 @@ class Job:
 
 def assemble(config: Config, world: World) -> Job:
     """Build all parts; collective."""
+    bench = open_bench(config, world)
     assets = read_assets(config, world.size)
     if world.rank == 0 and assets.prompts.warning:
         logger.warning("%s", assets.prompts.warning)
@@ -162,7 +169,27 @@ def assemble(config: Config, world: World) -> Job:
         pulse=Pulse(world.private_comm()),
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         drafting=drafting,
+        bench=bench,
     )
+
+
+def open_bench(config: Config, world: World) -> Bench:
+    """What this rank judges responses with, ready to; collective where it has a server.
+
+    Raises:
+        ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
+    """
+    bench, error = standing_bench(config.reward), ""
+    if bench.client is None:
+        return bench
+    try:
+        bench.client.wait_until_ready()
+    except UserError as caught:
+        error = str(caught)
+    for rank, (hostname, message) in enumerate(world.allgather((world.hostname, error))):
+        if message:
+            raise ConfigError(f"rank {rank} on {hostname}: {message}")
+    return bench
 
 
 def claim_folder(folder: RunFolder, config: Config, world: World, prompts: PromptSource | None = None) -> None:

@@ -12,6 +12,7 @@ from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
+from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rollout.strategy import strategies_of
 
 
@@ -37,9 +38,18 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     shape = read_shape(folder)
     check_model_limits(config, shape.max_positions)
     _check_strategies(config)
+    if config.reward.function:
+        _check_reward_function(config)
     tokenizer = load_tokenizer(folder)
     prompts = open_prompts(config, tokenizer, read_chat_format(folder))
     return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), prompts)
+
+
+def _check_reward_function(config: Config) -> None:
+    try:
+        check_function(config.reward.function)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_strategies(config: Config) -> None:

@@ -220,8 +220,7 @@ def make_record(
             "rollout/drafter_faults": float(counts.num_drafter_faults),
             **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
             LATE: tail.late_seconds,
-            "rollout/rewards_in_tail": float(tail.scorer.num_ahead),
-            "rollout/rewards_in_tail_seconds": tail.scorer.seconds_ahead,
+            **tail.scorer.metrics(),
             **(drafter_metrics(job, tail, counts, micro_steps, merged) if job.drafting else {}),
         },
     )

@@ -6,7 +6,6 @@ Knows neither the policy's update nor what is written of a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -15,8 +14,8 @@ from tlt_hpc.config import UserError
 from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
 from tlt_hpc.job import Job
 from tlt_hpc.mpi.roster import Roster, State, Status
-from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey, Stream
-from tlt_hpc.rl.reward import Scorer, score
+from tlt_hpc.records import Prompt, Request, Rollout, RolloutTiming, SampleKey, Stream
+from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_summary
 from tlt_hpc.storage.step_lines import read_lines
@@ -47,7 +46,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     """Generate; once this rank runs dry, score and train the drafter until the last rank has finished."""
     engine, pulse = job.engine, job.pulse
     decision = decide_training(job, step)
-    scorer = Scorer(judge(job, step))
+    scorer = make_scorer(job, step)
     trains = decision.trains and job.config.drafter.place == "tail"
     begin_features(job, step)
     start = last_token = time.time()
@@ -57,6 +56,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
         if engine.has_work:
             decode(job)
             last_token = time.time()
+            scorer.offer(job.engine.finished)
         elif not use_wait(job, scorer, trains and worth_training(job, roster)):
             pulse.back_off()
         if job.world.rank == 0:
@@ -202,12 +202,14 @@ def requests_of(job: Job, step: int) -> list[Request]:
     ]
 
 
-def judge(job: Job, step: int) -> Callable[[Rollout], float]:
-    """What gives a response of the step its reward."""
-    prompts, kind = job.prompts.batch(step), job.config.data.reward
+def make_scorer(job: Job, step: int) -> Scorer:
+    """What gives the step's responses their rewards."""
+    prompts = job.prompts.batch(step)
 
-    def reward(rollout: Rollout) -> float:
-        text = job.tokenizer.decode(rollout.response_tokens.tolist(), skip_special_tokens=True)
-        return score(text, prompts[rollout.key.draw].answer, kind)
+    def prompt_of(rollout: Rollout) -> Prompt:
+        return prompts[rollout.key.draw]
 
-    return reward
+    def text_of(rollout: Rollout) -> str:
+        return job.tokenizer.decode(rollout.response_tokens.tolist(), skip_special_tokens=True)
+
+    return Scorer(job.bench, prompt_of, text_of)

@@ -1,0 +1,118 @@
+"""Rewards by a server in a whole run under mpiexec: the same rewards, whatever happens to the server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt_hpc import cli
+from tlt_hpc.config import load_config
+from tlt_hpc.models.folder import find_model, load_tokenizer
+from tlt_hpc.records import Rollout
+from tlt_hpc.rewards.text import boxed
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import read_step
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = [
+    "run.num_steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200",
+    "speculation.mode=plain",
+]  # fmt: skip
+
+# As boxed says; no rank's variable may reach it, and of all answers the first two to come kill their server.
+OWN = """
+import os, signal, sys
+from pathlib import Path
+
+ranks = [name for name in os.environ if name.startswith(("PMI", "OMPI_", "SLURM_", "HYDI_"))]
+assert not ranks, ranks
+assert "mpi4py" not in sys.modules and "torch" not in sys.modules
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "gcd" and extra_info is None
+    for name in "first", "second":
+        try:
+            os.close(os.open(Path(__file__).parent / name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+    return float(solution_str.endswith("\\\\boxed{" + ground_truth + "}"))
+"""
+
+
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tlt_hpc", "train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={folder}"]
+    return subprocess.run(
+        [*command, *SMALL, *overrides], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.mpi
+def test_a_run_whose_server_is_killed_twice_has_the_rewards_that_the_text_deserves(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    spec = f"{tmp_path / 'own.py'}:compute_score"
+    done = train(tmp_path, "run.ranks=2", "reward.default=function", f"reward.function={spec}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "first").exists() and (tmp_path / "second").exists()
+    rows = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    num_lost = sum(row["reward/failed/server"] for row in rows)
+    assert num_lost <= 1, "of an answer that was alone there both times"
+    deserved, given = [], []
+    for step in range(2):
+        for rank in range(2):
+            record = read_step(RunFolder(tmp_path / "tiny").rollout_log(step, rank))
+            given += record.rewards.tolist()
+            deserved += [judged(rollout) for rollout in record.rollouts]
+    assert sum(a != b for a, b in zip(deserved, given, strict=True)) <= num_lost
+    assert len(given) == 32 and 0 < sum(given) < 32
+    assert sum(row["rollout/rewards_in_tail"] for row in rows) > 0
+    assert all(row[f"reward/failed/{reason}"] == 0 for row in rows for reason in ("error", "crash", "cpu", "wall"))
+
+
+def judged(rollout: Rollout) -> float:
+    """The reward of a response of the embedded task by the strict box."""
+    tokenizer = load_tokenizer(find_model("embedded:tiny"))
+    prompt, response = (
+        tokenizer.decode(tokens.tolist()) for tokens in (rollout.prompt_tokens, rollout.response_tokens)
+    )
+    first, second = map(int, re.findall(r"\d+", prompt))
+    return boxed(response, str(math.gcd(first, second))).reward
+
+
+def test_a_function_that_fails_at_import_ends_the_job_with_one_line_and_nothing_written(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def f(*_): return 0\nraise RuntimeError('planted')\n")
+    spec = f"{tmp_path / 'own.py'}:f"
+    done = train(tmp_path / "runs", "run.ranks=1", "reward.default=function", f"reward.function={spec}")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("tlt: ")]
+    assert line == (
+        f"tlt: rank 0 on {socket.gethostname()}: reward.function = {spec!r} cannot be loaded: RuntimeError: planted; "
+        "mend the file"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_the_server_starts_before_mpi_does(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ConnectedError(Exception):
+        pass
+
+    def connect() -> None:
+        calls.append("connect")
+        raise ConnectedError
+
+    calls: list[str] = []
+    monkeypatch.setattr("tlt_hpc.mpi.world.World.connect", connect)
+    monkeypatch.setattr("tlt_hpc.rewards.standing.standing_bench", lambda section: calls.append(section.default))
+    with pytest.raises(ConnectedError):
+        cli.RUNS[command](load_config(ROOT / "jobs" / "tiny.toml", ["reward.default=math"]), argparse.Namespace())
+    assert calls == ["math", "connect"]

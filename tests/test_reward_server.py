@@ -1,0 +1,571 @@
+"""The server of rewards: limits that depend on the answer alone, and no way for an answer to stop the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tlt_hpc.config import RewardSection, UserError
+from tlt_hpc.rewards.answer import Answer, Failure, Verdict
+from tlt_hpc.rewards.client import RewardClient, server_environment
+from tlt_hpc.rewards.code import extract_program, passes_tests, read_tests, same_output
+from tlt_hpc.rewards.frames import FrameBuffer, pack
+from tlt_hpc.rewards.sandbox.outside import Template
+from tlt_hpc.rewards.sandbox.values import decode, encode
+from tlt_hpc.rewards.standing import settings_of
+
+OWN = """
+import os, signal, sys, time
+print("imported")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    match solution_str:
+        case "dict": return {"score": 0.25, "acc": True}
+        case "arguments": return float([data_source, ground_truth, extra_info] == ["own", "truth", {"a": 1}])
+        case "raise": raise KeyError("planted")
+        case "text": return "1.0"
+        case "nan": return float("nan")
+        case "exit": sys.exit(3)
+        case "end": os._exit(3)
+        case "segv": os.kill(os.getpid(), signal.SIGSEGV)
+        case "spin":
+            while True: pass
+        case "memory": return len(bytearray(2 * 10**9))
+        case "sleep": time.sleep(10**6)
+        case "child":
+            if os.fork() == 0: time.sleep(10**6)
+            return 1
+        case "server": os.kill(os.getppid(), signal.SIGKILL); time.sleep(10)
+        case "pid": return os.getpid()
+        case "state":
+            global seen
+            seen = globals().get("seen", 0) + 1
+            return seen
+        case "order": return list({"a", "b", "c", "d", "e", "f"}).index("a")
+        case "threads": return int(os.environ["OMP_NUM_THREADS"])
+    return len(solution_str)
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN)
+    return f"{path}:compute_score"
+
+
+def client_of(own: str, **changes: object) -> RewardClient:
+    given = {"default": "function", "function": own, "cpu_seconds": 1.0, "wall_seconds": 60.0, "memory_mb": 512}
+    client = RewardClient(settings_of(RewardSection.model_validate(given | changes)))
+    client.wait_until_ready()
+    return client
+
+
+@pytest.fixture(scope="module")
+def client(own: str) -> Iterator[RewardClient]:
+    client = client_of(own)
+    yield client
+    client.close()
+
+
+def ask(client: RewardClient, *texts: str, kind: str = "function", truth: str = "truth") -> list[Verdict]:
+    numbers = [client.submit(Answer(kind, "own", text, truth, '{"extra_info": {"a": 1}}')) for text in texts]
+    verdicts = client.wait(numbers)
+    return [verdicts[number] for number in numbers]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# --- the user's function ---
+
+
+def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
+    verdicts = ask(client, "dict", "arguments", "four", "threads")
+    assert [verdict.reward for verdict in verdicts] == [0.25, 1.0, 4.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "failure", "detail"),
+    [
+        ("raise", Failure.ERROR, "KeyError: 'planted'"),
+        ("text", Failure.ERROR, "the function returned '1.0', which is no number"),
+        ("nan", Failure.ERROR, "the function returned 'nan', which is no number"),
+        ("exit", Failure.ERROR, "SystemExit: 3"),
+        ("end", Failure.CRASH, "its process ended with status 3"),
+        ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
+        ("spin", Failure.CPU, "more than 1.0 s of CPU time"),
+        ("memory", Failure.MEMORY, "MemoryError"),
+        ("x" * 4_000_001, Failure.SIZE, "a response of 4000001 characters"),
+    ],
+)
+def test_what_goes_wrong_costs_that_answer_alone(
+    client: RewardClient, text: str, failure: Failure, detail: str
+) -> None:
+    first, between, last = ask(client, "one", text, "three")
+    assert between == Verdict(0.0, failure, detail)
+    assert (first.reward, last.reward) == (3, 5)
+    assert client.num_restarts == 0
+
+
+def test_an_answer_that_waits_for_ever_meets_the_far_limit(own: str) -> None:
+    client = client_of(own, cpu_seconds=0.2, wall_seconds=0.5)
+    assert ask(client, "sleep", "a") == [Verdict.failed(Failure.WALL, "no verdict in 0.5 s of the clock"), Verdict(1.0)]
+    client.close()
+
+
+def test_a_child_that_an_answer_leaves_is_ended(client: RewardClient) -> None:
+    assert ask(client, "child") == [Verdict(1.0)]
+    wait_until(lambda: not any(map(alive, group_members(client.server_pid))))
+
+
+def group_members(server: int) -> list[int]:
+    """Processes of the server's session, but for itself."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(path.name)) == server != int(path.name):
+                found.append(int(path.name))
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def test_no_answer_sees_what_another_left(client: RewardClient) -> None:
+    assert [verdict.reward for verdict in ask(client, "state", "state", "state")] == [1, 1, 1]
+
+
+def test_a_worker_that_is_killed_is_a_crash(own: str) -> None:
+    client = client_of(own, workers=1)
+    numbers = [client.submit(Answer("function", "own", text, "")) for text in ("sleep", "ab")]
+    wait_until(lambda: bool(group_members(client.server_pid)))
+    os.kill(group_members(client.server_pid)[0], signal.SIGKILL)
+    verdicts = client.wait(numbers)
+    assert verdicts[numbers[0]] == Verdict.failed(Failure.CRASH, "its process was killed by SIGKILL")
+    assert verdicts[numbers[1]] == Verdict(2.0)
+    client.close()
+
+
+# --- the server ---
+
+
+def test_a_server_that_dies_is_started_again_and_loses_nothing(own: str) -> None:
+    client = client_of(own)
+    numbers = [client.submit(Answer("function", "own", "x" * length, "")) for length in range(300)]
+    os.kill(client.server_pid, signal.SIGKILL)
+    verdicts = client.wait(numbers)
+    assert [verdicts[number].reward for number in numbers] == list(range(300))
+    assert client.num_restarts == 1
+    client.close()
+
+
+def test_an_answer_that_the_server_dies_of_is_not_tried_for_ever(own: str) -> None:
+    client = client_of(own)
+    verdicts = ask(client, "a", "server", "abc")
+    assert verdicts == [Verdict(1.0), Verdict.failed(Failure.SERVER, "the server ended with status -9"), Verdict(3.0)]
+    assert client.num_restarts == 2
+    assert ask(client, "four") == [Verdict(4.0)]
+    client.close()
+
+
+def test_a_server_that_stands_still_is_replaced(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 0.2)
+    client = client_of(own, cpu_seconds=0.1, wall_seconds=0.5)
+    os.kill(client.server_pid, signal.SIGSTOP)
+    assert ask(client, "four") == [Verdict(4.0)]
+    assert client.num_restarts == 1
+    client.close()
+
+
+def test_signals_for_the_job_are_none_of_the_servers(client: RewardClient) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(client.server_pid, number)
+    assert ask(client, "four") == [Verdict(4.0)]
+    assert client.num_restarts == 0
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str, is_stopped: bool) -> None:
+    program = (
+        "import sys, time\n"
+        "from tlt_hpc.config import RewardSection\n"
+        "from tlt_hpc.rewards.answer import Answer\n"
+        "from tlt_hpc.rewards.standing import standing_bench\n"
+        f"client = standing_bench(RewardSection(default='function', function={own!r})).client\n"
+        "client.wait_until_ready()\n"
+        "client.submit(Answer('function', 'own', 'sleep', ''))\n"
+        "print(client.server_pid, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    server = int(rank.stdout.readline())
+    wait_until(lambda: bool(group_members(server)))
+    processes = [server, *group_members(server)]
+    if is_stopped:
+        os.kill(server, signal.SIGSTOP)
+    rank.kill()
+    rank.wait()
+    rank.stdout.close()
+    wait_until(lambda: not any(map(alive, processes)))
+
+
+def test_what_is_forgotten_is_ended_and_its_verdicts_never_come(client: RewardClient) -> None:
+    for _ in range(3):
+        client.submit(Answer("function", "own", "sleep", ""))
+    wait_until(lambda: len(group_members(client.server_pid)) == 2)
+    client.forget()
+    assert client.is_idle
+    assert ask(client, "four") == [Verdict(4.0)], "no worker is held up"
+    assert client.num_judged == 0
+
+
+def test_handing_over_never_waits(own: str) -> None:
+    """Far more than a socket holds, while the server is stopped."""
+    client = client_of(own)
+    os.kill(client.server_pid, signal.SIGSTOP)
+    start = time.monotonic()
+    numbers = [client.submit(Answer("function", "own", "x" * 100_000, "")) for _ in range(100)]
+    client.pump()
+    assert time.monotonic() - start < 2.0
+    os.kill(client.server_pid, signal.SIGCONT)
+    assert {verdict.reward for verdict in client.wait(numbers).values()} == {100_000.0}
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("compute_score = 3", "TypeError: compute_score is a int and cannot be called"),
+        ("raise SystemExit(1)", None),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: str, message: str | None) -> None:
+    spec = f"{tmp_path / 'own.py'}:compute_score"
+    (tmp_path / "own.py").write_text(content)
+    with pytest.raises(UserError) as caught:
+        client_of(spec)
+    if message is None:
+        assert str(caught.value).startswith("the server of rewards ended with status 1 before it was ready; ")
+    else:
+        assert str(caught.value) == f"reward.function = {spec!r} cannot be loaded: {message}; mend the file"
+
+
+def test_nothing_of_the_launcher_reaches_the_server() -> None:
+    launchers = {"PMI_RANK": "0", "PMI_FD": "5", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0",
+                 "SLURM_JOB_ID": "7", "MPIR_CVAR_X": "1", "HYDI_CONTROL_FD": "4", "TLT_RANKS": "2"}  # fmt: skip
+    kept = server_environment({**launchers, "PATH": "/bin", "HF_HOME": "/data"})
+    assert kept == {
+        "PATH": "/bin", "HF_HOME": "/data", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+
+
+def test_the_server_is_no_part_of_the_rank(client: RewardClient) -> None:
+    """Another program, in a session of its own, with no descriptor of the rank's but its socket."""
+    pid = client.server_pid
+    assert b"tlt_hpc.rewards.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert os.getsid(pid) == pid
+    kinds = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if int(path.name) > 2]
+    assert sum(kind.startswith("socket:") for kind in kinds) == 1
+    loaded = Path(f"/proc/{pid}/maps").read_text()
+    assert "libmpi" not in loaded and "libtorch" not in loaded
+
+
+# --- mathematics ---
+
+
+@pytest.fixture(scope="module")
+def mathematician() -> Iterator[RewardClient]:
+    client = RewardClient(settings_of(RewardSection(default="math", cpu_seconds=1.0, memory_mb=512)))
+    client.wait_until_ready()
+    yield client
+    client.close()
+
+
+def test_mathematics_compares_values(mathematician: RewardClient) -> None:
+    for text, truth, reward in [
+        ("So $\\boxed{0.5}$.", "\\frac{1}{2}", 1.0),
+        ("the answer is \\boxed{\\frac{2}{4}} as shown", "1/2", 1.0),
+        ("\\boxed{22\\sqrt{2}/2}", "11\\sqrt2", 1.0),
+        ("\\boxed{11}", "11\\sqrt2", 0.0),
+        ("\\boxed{x+1}", "1+x", 1.0),
+        ("\\boxed{3}", "$4$", 0.0),
+        ("\\boxed{3}", "\\boxed{3}", 1.0),
+        ("no idea", "3", 0.0),
+    ]:
+        assert ask(mathematician, text, kind="math", truth=truth) == [Verdict(reward)], (text, truth)
+
+
+def test_an_answer_that_is_no_mathematics_is_counted(mathematician: RewardClient) -> None:
+    (verdict,) = ask(mathematician, "\\boxed{3}", kind="math", truth="$$")
+    assert verdict == Verdict.failed(Failure.UNREADABLE, "answer '$$' cannot be read as mathematics")
+
+
+def test_a_bomb_of_an_expression_takes_its_cpu_time_and_no_more(mathematician: RewardClient) -> None:
+    bombs = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{" + "(" * 5000 + "}"]
+    verdicts = ask(mathematician, *bombs, "\\boxed{3}", kind="math", truth="3")
+    assert [verdict.reward for verdict in verdicts] == [0, 0, 1]
+    assert verdicts[0].failure == Failure.CPU
+
+
+def test_answers_that_share_a_process_are_judged_as_if_alone(mathematician: RewardClient) -> None:
+    """Bombs in the middle of others; more answers than one process takes."""
+    bomb, unread = Answer("math", "a", "\\boxed{9^{9^{9^{9}}}}", "3"), Answer("math", "a", "\\boxed{3}", "$$")
+    right, wrong = Answer("math", "a", "\\boxed{6/2}", "3"), Answer("math", "a", "\\boxed{4}", "3")
+    answers = [right, wrong, right, bomb, right, unread, wrong, *[right] * 60, bomb, right]
+    together = mathematician.wait([mathematician.submit(answer) for answer in answers])
+    alone = {}
+    for answer in (right, wrong, bomb, unread):
+        (alone[answer],) = mathematician.wait([mathematician.submit(answer)]).values()
+    assert list(together.values()) == [alone[answer] for answer in answers]
+    assert alone[bomb].failure == Failure.CPU and alone[right].reward == 1
+
+
+# --- verdicts are a function of the answer ---
+
+
+def test_verdicts_depend_on_neither_the_number_of_workers_nor_the_load_nor_the_order(own: str) -> None:
+    texts = ["raise", "spin", "memory", "dict", "order", "state", "segv", "a", "bb"]
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        seen = []
+        for workers, order in ((1, texts), (4, texts[::-1])):
+            client = client_of(own, workers=workers, cpu_seconds=0.5)
+            seen.append(dict(zip(order, ask(client, *order), strict=True)))
+            client.close()
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
+    assert seen[0] == {text: seen[1][text] for text in texts}
+
+
+# --- the sandbox as the server has it ---
+
+
+@pytest.fixture(scope="module")
+def coder() -> Iterator[RewardClient]:
+    client = RewardClient(settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)))
+    client.wait_until_ready()
+    yield client
+    client.close()
+
+
+ADDS_ONE = json.dumps(["assert f(1) == 2"])
+
+
+def test_programs_go_through_the_server(coder: RewardClient) -> None:
+    texts = ["def f(n): return n + 1", "def f(n): return n", "import os\nos.abort()", "x = [0] * 10**9"]
+    verdicts = ask(coder, *texts, kind="code", truth=ADDS_ONE)
+    assert [verdict.reward for verdict in verdicts] == [1, 0, 0, 0]
+    assert [verdict.failure for verdict in verdicts] == [None, None, None, None], "of a checker whose program is gone"
+    script = json.dumps({"inputs": [""], "outputs": [""]})
+    verdicts = ask(coder, *texts[2:], kind="code", truth=script)
+    assert verdicts == [
+        Verdict.failed(Failure.CRASH, "the program was killed by signal 6"),
+        Verdict.failed(Failure.MEMORY),
+    ]
+
+
+def test_a_template_that_dies_is_replaced_and_no_answer_pays_for_it(coder: RewardClient) -> None:
+    numbers = [coder.submit(Answer("code", "a", "def f(n): return n + 1", ADDS_ONE)) for _ in range(20)]
+    wait_until(lambda: (coder.pump() or coder.num_judged) > 3)
+    (template,) = [pid for pid in children_of(coder.server_pid) if b"inside" in cmdline(pid)]
+    os.kill(template, signal.SIGKILL)
+    assert [verdict.reward for verdict in coder.wait(numbers).values()] == [1.0] * 20
+    assert coder.num_restarts == 1
+
+
+def children_of(parent: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+# --- frames and values ---
+
+
+def test_frames_come_out_whole_however_they_come_in() -> None:
+    trees = [{"a": [1, "\ud800\u00e9"]}, [], "x" * 1000]
+    data, buffer = b"".join(map(pack, trees)), FrameBuffer()
+    assert [tree for byte in data for tree in buffer.feed(bytes([byte]))] == trees
+    assert list(FrameBuffer().feed(data)) == trees
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, -3, 2**100, 1.5, float("inf"), "\u00e9\n", b"\x00", 1j, [1, [2]], (1, (2,)), {1, 2}, frozenset({3}),
+     {(1, 2): [3], None: {}}, [], ()],
+)  # fmt: skip
+def test_values_come_through(value: object) -> None:
+    again = decode(encode(value))
+    assert again == value and type(again) is type(value)
+
+
+def test_values_of_other_types_do_not() -> None:
+    class Liar(str):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = str.__hash__
+
+    assert decode(encode(Liar("x"))) == "x" and decode(encode(Liar("x"))) != "y"
+    with pytest.raises(ValueError, match="a object cannot leave the sandbox"):
+        encode([object()])
+    for text in ("{", '{"eval": "1"}', '{"set": [[]]}', "[" * 10**5, '{"a": 1, "b": 2}'):
+        with pytest.raises(ValueError):
+            decode(text)
+
+
+# --- programs ---
+
+UNEQUAL = "'inputs' and 'outputs' must be lists of one length, with one test or more"
+CODE = settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256))
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[Template]:
+    template = Template()
+    yield template
+    template.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "wanted"),
+    [
+        ("print(int(input()) * 2)", {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4"]}, 1.0),
+        ("print(int(input()) + 1)", {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4"]}, 0.0),
+        ("a, b = map(int, open(0).read().split())\nprint(a + b)", {"inputs": [["1", "2"]], "outputs": [["3"]]}, 1.0),
+        ("def f(a, b): return a + b", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}, 1.0),
+        ("def f(a, b): return a - b", {"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}, 0.0),
+        ("class Solution:\n    def f(self, a): return tuple(a)",
+         {"inputs": ["[1, 2]"], "outputs": ["[1, 2]"], "fn_name": "f"}, 1.0),
+        ("def f(a): return a", {"inputs": [[5]], "outputs": [[5]], "fn_name": "f"}, 1.0),
+        ("def g(a): return a", {"inputs": [[5]], "outputs": [5], "fn_name": "f"}, 0.0),
+        ("def f(a): return {a: 1.0}", {"inputs": [[5]], "outputs": [{"5": 1}], "fn_name": "f"}, 1.0),
+        ("print('in')\ndef f(a):\n    print(a)\n    return a", {"inputs": [[5]], "outputs": [5], "fn_name": "f"}, 1.0),
+        ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert math.isclose(len(f([])), 0)"], 1.0),
+        ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert f([1]) == {2}"], 0.0),
+        ("def f(*a, k=1): return a, k", ["x = f(1, k=2)\nassert x == ((1,), 2) and not f() is None"], 1.0),
+        ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)", 1.0),
+        ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 3\n\ncheck(f)", 0.0),
+        ("print(1)", [{"input": "", "output": "1"}], 1.0),
+        ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
+         "def main():\n    def f(n): return n and 1 + f(n - 1)\n    print(f(20000))\n"
+         "threading.Thread(target=main).start()",
+         {"inputs": [""], "outputs": ["20000"]}, 1.0),
+        ("import numpy", {"inputs": [""], "outputs": [""]}, 0.0),
+        ("import io, sys\nsys.stdout = io.StringIO()\nprint('x')\nsys.__stdout__.write(sys.stdout.getvalue())",
+         {"inputs": [""], "outputs": ["x"]}, 1.0),
+        ("if __name__ == '__main__':\n    print('main')\n    exit()", {"inputs": [""], "outputs": ["main"]}, 1.0),
+        ("import atexit\natexit.register(print, 'late')", {"inputs": [""], "outputs": ["late"]}, 1.0),
+        ("print(1)\nraise ValueError", {"inputs": [""], "outputs": ["1"]}, 0.0),
+        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nprint(P(1))",
+         {"inputs": [""], "outputs": ["P(x=1)"]}, 1.0),
+        ("open('a.txt', 'w').write('1')\nprint(open('a.txt').read())", {"inputs": [""], "outputs": ["1"]}, 1.0),
+        ("print({'a', 'b', 'c', 'd'} == set(list('abcd')), hash('a'))", {"inputs": ["", ""], "outputs": ["", ""]}, 0.0),
+    ],
+)  # fmt: skip
+def test_programs_are_judged_by_their_tests(template: Template, program: str, truth: object, wanted: float) -> None:
+    given = truth if isinstance(truth, str) else json.dumps(truth)
+    assert passes_tests(f"I think\n```python\n{program}\n```\nis it", given, CODE, template) == Verdict(wanted)
+
+
+def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> None:
+    program = "import time\nwhile time.process_time() < 0.1: pass\nprint(1)"
+    limited = settings_of(RewardSection(default="code", cpu_seconds=0.5))
+    truth = json.dumps({"inputs": [""] * 2, "outputs": ["1"] * 2})
+    assert passes_tests(program, truth, limited, template) == Verdict(1.0)
+    truth = json.dumps({"inputs": [""] * 9, "outputs": ["1"] * 9})
+    assert passes_tests(program, truth, limited, template) == Verdict.failed(Failure.CPU, "more than 0.5 s of CPU time")
+
+
+@pytest.mark.parametrize(
+    ("truth", "trouble"),
+    [
+        ('{"inputs": ["1"]}', UNEQUAL),
+        ('{"inputs": ["1"], "outputs": []}', UNEQUAL),
+        ('{"inputs": [], "outputs": []}', UNEQUAL),
+        ('{"inputs": [1], "outputs": ["1"]}', "'1' is no text of standard input or output"),
+        ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "'1' is no list of arguments"),
+        ("[1]", "neither inputs and outputs nor a list of assertions"),
+        ("[]", "neither inputs and outputs nor a list of assertions"),
+        ("3", "neither inputs and outputs nor a list of assertions"),
+        ("assert f(", "'assert f(' is no assertion: '(' was never closed"),
+    ],
+)  # fmt: skip
+def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str) -> None:
+    assert passes_tests("pass", truth, CODE, template) == Verdict.failed(
+        Failure.UNREADABLE, f"tests {truth[:80]!r}: {trouble}"
+    )
+
+
+def test_tests_in_json_in_json() -> None:
+    tree = json.dumps({"inputs": ["1"], "outputs": ["2"]})
+    assert read_tests(json.dumps(tree)) == read_tests(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("a\n```python\nx\n```\nb\n```python\ny\n```\n```\nout\n```", "y\n"),
+        ("a\n```\nx\n```\n", "x\n"),
+        ("```py\nx", "x"),
+        ("x = 1", "x = 1"),
+    ],
+)
+def test_the_program_is_the_last_block(text: str, program: str) -> None:
+    assert extract_program(text) == program
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2 \n3", True),
+        ("1\n2", "1 2", False),
+        ("1.0", "1", True),
+        ("0.33333333", "0.333333334", True),
+        ("0.3333", "0.333333334", False),
+        ("10000001", "10000000", False),
+        ("YES", "yes", False),
+        ("", "1", False),
+        ("1e400", "1e400", True),
+        ("1" * 500, "1" * 499 + "2", False),
+        ("nan", "nan", True),
+    ],
+)
+def test_outputs_are_compared_by_line_and_number(given: str, expected: str, same: bool) -> None:
+    assert same_output(given, expected) is same

@@ -1,0 +1,101 @@
+"""What passes between those who ask for a reward and those who judge: answers, verdicts, settings. Knows no kind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+MOST_CHARACTERS = 4_000_000
+"""Of a response that a worker judges: a longer one has reward 0. 32,768 tokens make a thirtieth of it."""
+
+
+class Failure(StrEnum):
+    """Why an answer has reward 0 without having been judged; counted in ``reward/failed/<reason>``."""
+
+    CPU = "cpu"
+    """It took more CPU time than it may."""
+    MEMORY = "memory"
+    """It took more memory than it may."""
+    WALL = "wall"
+    """It met the far limit in seconds of the clock."""
+    ASLEEP = "asleep"
+    """The program stood still: no CPU time went by."""
+    OUTPUT = "output"
+    """The program wrote more than any right answer has."""
+    SIZE = "size"
+    """The response is longer than what is judged."""
+    CRASH = "crash"
+    """The process that judged it, or the program, was killed by a signal."""
+    ERROR = "error"
+    """The user's function raised, or returned no number."""
+    UNREADABLE = "unreadable"
+    """The data's answer cannot be read as its kind demands."""
+    SERVER = "server"
+    """The server of rewards died twice while it had nothing but this answer."""
+
+
+class JudgeError(Exception):
+    """What keeps answers from being judged and the user can mend; its text is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response's text, with what it is judged by: ``truth`` and ``extra`` (JSON: ``extra_info``) are the data's."""
+
+    kind: str
+    source: str
+    text: str
+    truth: str
+    extra: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A reward, and where the answer was not judged why; ``detail`` is one line for the user."""
+
+    reward: float
+    failure: Failure | None = None
+    detail: str = ""
+
+    @classmethod
+    def failed(cls, failure: Failure, detail: str = "") -> Verdict:
+        """Reward 0 for a reason."""
+        return cls(0.0, failure, detail)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Verdict:
+        """Read back what ``to_json`` gave."""
+        failure = Failure(tree["failure"]) if tree["failure"] is not None else None
+        return cls(float(tree["reward"]), failure, str(tree["detail"]))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How answers are judged: what a server is started with."""
+
+    kinds: tuple[str, ...]
+    """All that may be asked for."""
+    function: str
+    tolerance: float
+    format_pattern: str
+    format_tags: tuple[str, ...]
+    format_weight: float
+    workers: int
+    cpu_seconds: float
+    memory_mb: int
+    wall_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Settings:
+        """Read back what ``to_json`` gave."""
+        lists = {name: tuple(tree[name]) for name in ("kinds", "format_tags")}
+        return cls(**{**tree, **lists})

@@ -1,0 +1,233 @@
+"""Owns a rank's talk with its server of rewards: answers go out and verdicts come in while the rank does other things.
+
+Nothing but ``wait`` and ``wait_until_ready`` ever waits. A server that dies is started again, and gets again what it
+had not judged; an answer that it dies of twice has reward 0. Knows no rollout and no MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tlt_hpc.config import UserError
+from tlt_hpc.rewards.answer import MOST_CHARACTERS, Answer, Failure, Settings, Verdict
+from tlt_hpc.rewards.frames import FrameBuffer, pack
+
+_LAUNCHER_PREFIXES = ("PMI", "PMIX", "OMPI_", "OPAL_", "PRTE_", "MPI", "HYDRA_", "HYDI_", "SLURM_", "SRUN_", "SBATCH_",
+                      "PALS_", "PBS_", "I_MPI_", "MV2_", "TLT_")  # fmt: skip
+_AT_ONCE = 64
+"""Answers a worker that the server may have: enough to keep it busy through one of the rank's micro-steps."""
+_CHARACTERS_AT_ONCE = 8_000_000
+_RECEIVED_BYTES = 2**20
+_ENDING_SECONDS = 5.0
+_STALLED_SECONDS = 60.0
+"""Beyond the far limit of an answer: a server that is silent for so long is stopped or stuck."""
+
+
+class RewardClient:
+    """Hands answers to this rank's server and keeps the verdicts."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._number = 0
+        self._waiting: deque[int] = deque()
+        self._at_server: dict[int, None] = {}
+        self._answers: dict[int, Answer] = {}
+        """Of all that have no verdict yet."""
+        self._verdicts: dict[int, Verdict] = {}
+        self._suspects: set[int] = set()
+        """Answers that the server had when it died, until they have a verdict."""
+        self.num_restarts = 0
+        self._start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer waits for its verdict."""
+        return not self._answers
+
+    @property
+    def num_judged(self) -> int:
+        """Verdicts that have come and were not taken."""
+        return len(self._verdicts)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the server has imported what it needs.
+
+        Raises:
+            UserError: it cannot judge what it is asked to, or cannot start; one line with the remedy.
+        """
+        while not self._is_ready:
+            select.select([self._socket], [], [], 1.0)
+            self.pump()
+
+    def submit(self, answer: Answer) -> int:
+        """Have an answer judged; the number that its verdict will have."""
+        self._number += 1
+        if len(answer.text) > MOST_CHARACTERS:
+            self._verdicts[self._number] = Verdict.failed(Failure.SIZE, f"a response of {len(answer.text)} characters")
+            return self._number
+        self._answers[self._number] = answer
+        self._waiting.append(self._number)
+        self.pump()
+        return self._number
+
+    def pump(self) -> None:
+        """Send what the server has room for and take what it has sent; never waits.
+
+        Raises:
+            UserError: the server cannot be started (again).
+        """
+        if self._is_ready and not self._answers and not self._outgoing:
+            return
+        self._fill()
+        try:
+            self._send()
+            self._receive()
+        except (BrokenPipeError, ConnectionResetError):
+            self._restart()
+
+    def wait(self, numbers: Iterable[int]) -> dict[int, Verdict]:
+        """The verdicts of these answers, waiting for those that are not there yet.
+
+        Raises:
+            UserError: as ``pump``.
+        """
+        numbers = list(numbers)
+        while not all(number in self._verdicts for number in numbers):
+            writing = [self._socket] if self._outgoing or self._has_room() else []
+            select.select([self._socket], writing, [], 1.0)
+            self.pump()
+            self._check_stalled()
+        return {number: self._verdicts.pop(number) for number in numbers}
+
+    def forget(self) -> None:
+        """Drop all answers and verdicts; the server ends what it is at."""
+        if self._answers:
+            self._outgoing += pack({"forget": True})
+        for kept in (self._waiting, self._at_server, self._answers, self._verdicts, self._suspects):
+            kept.clear()
+
+    def close(self) -> None:
+        """End the server."""
+        self._socket.close()
+        self._process.wait()
+
+    @property
+    def server_pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def _start(self) -> None:
+        """Start the server: by exec, in a session of its own, without a variable or a descriptor of the launcher's."""
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        command = [sys.executable, "-m", "tlt_hpc.rewards.server", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=server_environment(os.environ),
+                start_new_session=True,
+            )
+        self._is_ready = False
+        self._heard_at = time.monotonic()
+        self._incoming = FrameBuffer()
+        self._outgoing = bytearray(pack(self._settings.to_json()))
+
+    def _restart(self) -> None:
+        """Start the server again, with what it had; what it died of alone is not tried a third time."""
+        self._socket.close()
+        status = self._end()
+        if not self._is_ready:
+            raise UserError(
+                f"the server of rewards ended with status {status} before it was ready; what it said stands above: "
+                "mend that, or try `python -m tlt_hpc.rewards.server 0` by hand"
+            )
+        self.num_restarts += 1
+        lost = list(self._at_server)
+        if len(lost) == 1 and lost[0] in self._suspects:
+            self._settle(lost.pop(), Verdict.failed(Failure.SERVER, f"the server ended with status {status}"))
+        self._suspects.update(lost)
+        self._at_server.clear()
+        self._waiting.extendleft(reversed(lost))
+        self._start()
+
+    def _end(self) -> int:
+        """The exit status of a server that has closed its socket."""
+        try:
+            return self._process.wait(timeout=_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _has_room(self) -> bool:
+        """Whether the server may have one more answer: one at a time while it may die of them."""
+        if not self._waiting or not self._is_ready:
+            return False
+        if self._suspects:
+            return not self._at_server
+        characters = sum(len(self._answers[number].text) for number in self._at_server)
+        return len(self._at_server) < _AT_ONCE * self._settings.workers and characters < _CHARACTERS_AT_ONCE
+
+    def _fill(self) -> None:
+        while len(self._outgoing) < _RECEIVED_BYTES and self._has_room():
+            number = self._waiting.popleft()
+            self._at_server[number] = None
+            self._outgoing += pack({"number": number, "answer": vars(self._answers[number])})
+
+    def _send(self) -> None:
+        while self._outgoing:
+            try:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+            except BlockingIOError:
+                return
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                received = self._socket.recv(_RECEIVED_BYTES)
+            except BlockingIOError:
+                return
+            if not received:
+                raise ConnectionResetError
+            self._heard_at = time.monotonic()
+            for frame in self._incoming.feed(received):
+                self._take(frame)
+
+    def _take(self, frame: Mapping[str, Any]) -> None:
+        if "error" in frame:
+            raise UserError(frame["error"])
+        if "ready" in frame:
+            self._is_ready = True
+        elif frame["number"] in self._answers:  # another has been forgotten
+            self._settle(frame["number"], Verdict.from_json(frame["verdict"]))
+
+    def _settle(self, number: int, verdict: Verdict) -> None:
+        self._verdicts[number] = verdict
+        del self._answers[number]
+        self._at_server.pop(number, None)
+        self._suspects.discard(number)
+
+    def _check_stalled(self) -> None:
+        if not self._at_server:
+            self._heard_at = max(self._heard_at, time.monotonic() - 1)
+        elif time.monotonic() - self._heard_at > self._settings.wall_seconds + _STALLED_SECONDS:
+            self._process.send_signal(signal.SIGKILL)
+
+
+def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """A rank's environment without what its launcher put there, so that nothing in it takes itself for a rank.
+
+    One thread to a process, and one order of sets, so that a verdict is the same everywhere.
+    """
+    kept = {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}

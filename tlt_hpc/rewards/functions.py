@@ -1,0 +1,85 @@
+"""Owns the user's own reward function: found in a file, called as verl calls its. Knows no process and no limits."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from tlt_hpc.rewards.answer import Answer, Failure, Verdict
+
+RewardFunction = Callable[..., Any]
+MODULE = "tlt_reward_function"
+
+
+def check_function(spec: str) -> None:
+    """Hold ``path.py:name`` against the file, without running it.
+
+    Raises:
+        ValueError: no such file, it does not parse, or it has no such function.
+    """
+    path, _, name = spec.rpartition(":")
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"reward.function = {spec!r}: {path}: {error.strerror}; give a file that is there") from None
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"reward.function = {spec!r}: {path} is not Python: {error}; mend it") from None
+    if name not in _names(tree):
+        raise ValueError(f"reward.function = {spec!r}: {path} has no {name!r} at its top level; name one that it has")
+
+
+def load_function(spec: str) -> RewardFunction:
+    """Run the file and take the function from it; the file's folder can be imported from.
+
+    Raises:
+        Exception: whatever the file raises.
+    """
+    path, _, name = spec.rpartition(":")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    found = importlib.util.spec_from_file_location(MODULE, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[MODULE] = module
+    found.loader.exec_module(module)
+    function = vars(module)[name]
+    if not callable(function):
+        raise TypeError(f"{name} is a {type(function).__name__} and cannot be called")
+    return function  # type: ignore[no-any-return]
+
+
+def call_function(function: RewardFunction, answer: Answer) -> Verdict:
+    """What the function says of an answer.
+
+    Raises:
+        Exception: whatever the function raises.
+    """
+    result = function(
+        data_source=answer.source,
+        solution_str=answer.text,
+        ground_truth=answer.truth,
+        extra_info=json.loads(answer.extra).get("extra_info") if answer.extra else None,
+    )
+    score = result.get("score") if isinstance(result, dict) else result
+    if not isinstance(score, Real) or not math.isfinite(score):
+        return Verdict.failed(Failure.ERROR, f"the function returned {str(result)[:80]!r}, which is no number")
+    return Verdict(float(score))
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """What the file may define at its top level."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).split(".")[0])
+    return names

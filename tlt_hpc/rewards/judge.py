@@ -1,0 +1,81 @@
+"""Owns which judge an answer goes to, and how its form is mixed in. Knows no process: the caller sets the limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from tlt_hpc.rewards import text
+from tlt_hpc.rewards.answer import Answer, Settings, Verdict
+from tlt_hpc.rewards.functions import RewardFunction, call_function
+from tlt_hpc.rewards.sandbox.outside import Template
+
+WORKER_KINDS = ("math", "code", "function")
+"""Kinds that parse or run what others wrote: only in a process that can be killed."""
+
+
+def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
+    """The kind that judges responses to a source's prompts: by its name, else by the first pattern that it matches."""
+    if source in by_source:
+        return by_source[source]
+    return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)
+
+
+def needs_worker(kind: str, settings: Settings) -> bool:
+    """Whether an answer of the kind is judged in a process of its own."""
+    has_form = kind == "format" or settings.format_weight > 0
+    return kind in WORKER_KINDS or (has_form and bool(settings.format_pattern))  # a pattern may take for ever
+
+
+@dataclass(frozen=True)
+class Means:
+    """What only a server has, for kinds that need it."""
+
+    function: RewardFunction | None = None
+    template: Template | None = None
+
+
+NO_MEANS = Means()
+
+
+def judge(answer: Answer, settings: Settings, means: Means = NO_MEANS) -> Verdict:
+    """An answer's reward, its form mixed in; where it could not be judged its form does not count either."""
+    verdict = _judge(answer, settings, means)
+    if verdict.failure or answer.kind == "format" or not settings.format_weight:
+        return verdict
+    weight = settings.format_weight
+    return Verdict((1 - weight) * verdict.reward + weight * form(answer.text, settings))
+
+
+def form(response: str, settings: Settings) -> float:
+    """1.0 where the response looks as the settings say."""
+    if settings.format_pattern:
+        return float(re.fullmatch(settings.format_pattern, response, re.DOTALL) is not None)
+    return text.tags(response, settings.format_tags)
+
+
+def _judge(answer: Answer, settings: Settings, means: Means) -> Verdict:
+    match answer.kind:
+        case "boxed":
+            return text.boxed(answer.text, answer.truth)
+        case "numeric":
+            return text.numeric(answer.text, answer.truth, settings.tolerance)
+        case "choice":
+            return text.choice(answer.text, answer.truth)
+        case "format":
+            return Verdict(form(answer.text, settings))
+        case "math":
+            from tlt_hpc.rewards.mathematics import equal_as_mathematics  # 0.5 s and sympy: only in workers
+
+            return equal_as_mathematics(answer.text, answer.truth)
+        case "code":
+            from tlt_hpc.rewards.code import passes_tests
+
+            assert means.template is not None
+            return passes_tests(answer.text, answer.truth, settings, means.template)
+        case "function":
+            assert means.function is not None
+            return call_function(means.function, answer)
+    raise AssertionError(f"no judge for {answer.kind!r}")

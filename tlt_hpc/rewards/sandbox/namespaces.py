@@ -1,0 +1,148 @@
+"""Owns the walls: namespaces, an empty read-only root, and the end of every privilege. Knows no program and no test.
+
+Linux alone. Works for root (then without a user namespace, if that is allowed) and for anybody whom the kernel allows
+user namespaces. Each refusal names the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+SCRATCH = "/tmp"
+"""The only folder that can be written to, in memory."""
+_SCRATCH_OPTIONS = b"size=64m,nr_inodes=4096,mode=1777"
+_COVERED = "/tmp"
+"""Any folder that every machine has: in the new mount namespace the new root is put together on it."""
+_NOBODY = 65534
+
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
+    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+_WALLS = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _NOATIME, _NODIRATIME, _BIND, _REC, _PRIVATE, _RELATIME = (
+    1, 2, 4, 8, 32, 1024, 2048, 4096, 16384, 1 << 18, 1 << 21,
+)  # fmt: skip
+_KEPT = {os.ST_NOEXEC: _NOEXEC, os.ST_NOATIME: _NOATIME, os.ST_NODIRATIME: _NODIRATIME, os.ST_RELATIME: _RELATIME}
+"""Flags of a mount that a user namespace may not take off when it adds "read-only"."""
+_DETACH = 2
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_CAPABILITY_VERSION, _LAST_CAPABILITY = 0x20080522, 63
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def library_folders() -> list[str]:
+    """The folders of the standard library, of an interpreter that was started with ``-S -P``."""
+    return [path for path in sys.path if os.path.isdir(path)]  # noqa: PTH112
+
+
+def unshare() -> bool:
+    """Leave the host's namespaces; children are in new process ones. Whether this process is root without a user's.
+
+    Raises:
+        OSError: the system does not allow it; names the call.
+    """
+    if os.geteuid() == 0:
+        if _libc.unshare(_WALLS) == 0:
+            return True
+        with contextlib.suppress(PermissionError):  # a root without rights is anybody
+            _become_nobody()
+    uid, gid = os.geteuid(), os.getegid()
+    _check(_libc.unshare(_NEWUSER | _WALLS), "unshare(user, mount, process, network and IPC namespaces)")
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{_NOBODY} {uid} 1")
+    _write("/proc/self/gid_map", f"{_NOBODY} {gid} 1")
+    return False
+
+
+def change_root(paths: Sequence[str]) -> None:
+    """Make an empty read-only root with nothing in it but these folders, read-only, and the scratch folder; go there.
+
+    Raises:
+        OSError: a mount is refused; names it.
+    """
+    _mount(None, "/", None, _REC | _PRIVATE)
+    # taken before the new root covers them
+    folders = {path: os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in paths}
+    _mount("tmpfs", _COVERED, "tmpfs", _NOSUID | _NODEV, b"size=1m,mode=755")
+    outermost = [path for path in folders if not any(path.startswith(f"{other}/") for other in folders)]
+    for path in outermost:
+        _bind(folders[path], _COVERED + path)
+        for packages in ("site-packages", "dist-packages"):
+            if Path(_COVERED + path, packages).is_dir():
+                _mount("tmpfs", f"{_COVERED}{path}/{packages}", "tmpfs", _RDONLY | _NOSUID | _NODEV, b"size=4k")
+    scratch = _COVERED + SCRATCH
+    Path(scratch).mkdir()
+    _mount("tmpfs", scratch, "tmpfs", _NOSUID | _NODEV, _SCRATCH_OPTIONS)
+    for fd in folders.values():
+        os.close(fd)
+    os.chdir(_COVERED)
+    number = _PIVOT_ROOT[os.uname().machine]
+    _check(_libc.syscall(number, b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", _DETACH), "umount2 of the old root")
+    os.chdir("/")
+    _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+    os.chdir(SCRATCH)
+
+
+def drop_privileges(is_root: bool) -> None:
+    """Keep no capability, and become nobody where this is the real root; nothing gives any of it back.
+
+    Raises:
+        OSError: that is refused.
+    """
+    for capability in range(_LAST_CAPABILITY + 1):
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # beyond the kernel's last one it refuses
+    if is_root:
+        _become_nobody()
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent ends; after any change of identity, which would undo it."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
+
+
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    # a change of identity hides /proc/self from its own process, which has to write its maps there
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+
+
+def _bind(fd: int, target: str) -> None:
+    """Show a folder read-only at another place."""
+    flags = os.fstatvfs(fd).f_flag
+    kept = sum(mount_flag for flag, mount_flag in _KEPT.items() if flags & flag)
+    Path(target).mkdir(parents=True)
+    _mount(f"/proc/self/fd/{fd}", target, None, _BIND)
+    _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | kept)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: bytes | None = None) -> None:
+    words = [word.encode() if word is not None else None for word in (source, target, kind)]
+    _check(_libc.mount(*words, ctypes.c_ulong(flags), options), f"mount of {target}")
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="ascii")
+    except OSError as error:
+        raise OSError(error.errno, f"writing {path}: {error.strerror}") from None
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

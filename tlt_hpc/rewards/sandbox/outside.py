@@ -1,0 +1,173 @@
+"""Owns a sandbox as seen from the judge: start it, have programs run in it, end it. Knows no test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from tlt_hpc.rewards.answer import JudgeError
+from tlt_hpc.rewards.frames import read_frame, write_frame
+from tlt_hpc.rewards.sandbox.program import MEMORY_STATUS
+
+_PROJECT = str(Path(__file__).resolve().parents[3])
+_START = (
+    "import sys; _, project, channel = sys.argv; sys.path.append(project); "
+    "from tlt_hpc.rewards.sandbox.inside import main; main(project, int(channel))"
+)
+
+
+class SandboxError(JudgeError):
+    """This machine has no sandbox; one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program."""
+
+    cpu_seconds: float
+    memory_bytes: int
+    output_bytes: int
+    asleep_seconds: float = 10.0
+    """Of the clock, with less than a hundredth of them on a core: such a program waits, however loaded the machine."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a program; ``failure`` is the limit that it met."""
+
+    output: str
+    status: int
+    """Exit status, or minus the signal that killed it."""
+    cpu_seconds: float
+    failure: str | None
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether it ended because it got no more memory; a program can pretend so, and gains nothing by it."""
+        return self.status == MEMORY_STATUS
+
+
+class Template:
+    """The process that sandboxes are forked from; it was started by exec, so it knows nothing that its owner does.
+
+    Those who judge share it by being forked from its owner.
+    """
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, _PROJECT, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PATH": "/nowhere", "HOME": "/tmp", "TMPDIR": "/tmp"},
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs; for its owner to ask."""
+        return self._process.poll() is None
+
+    def open(self) -> tuple[BinaryIO, BinaryIO]:
+        """Have a sandbox made: the streams to write requests to and to read outcomes from."""
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        socket.send_fds(self._socket, [b"."], [theirs_in, theirs_out])
+        os.close(theirs_in)
+        os.close(theirs_out)
+        return os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
+
+    def close(self) -> None:
+        """End it; sandboxes that are open end with it."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Sandbox:
+    """A place for programs of one answer, gone with all that runs in it at the end of a ``with`` block.
+
+    Raises:
+        SandboxError: the system does not allow one.
+    """
+
+    def __init__(self, template: Template) -> None:
+        self._template = template  # it must not go while this is open
+        self._requests, self._outcomes = template.open()
+        trouble = self._next().get("trouble")
+        if trouble:
+            self.close()
+            raise SandboxError(
+                f"reward kind 'code' runs programs that a model wrote, in a sandbox, and this machine allows none: "
+                f"{trouble}; have user namespaces allowed (sysctl user.max_user_namespaces above 0, "
+                "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+                "--security-opt seccomp=unconfined), or use another kind: without a sandbox nothing is run"
+            )
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything that runs inside, and wait until it has ended."""
+        with contextlib.suppress(BrokenPipeError):  # process 1 has gone before
+            self._requests.close()  # process 1 ends at the end of its requests
+        self._outcomes.read()
+        self._outcomes.close()
+
+    def run(self, code: str, stdin: str, limits: Limits) -> Outcome:
+        """Run a program as a script."""
+        return self._attempt({"do": "run", "code": code, "stdin": stdin}, limits)
+
+    def call(self, code: str, name: str, arguments: str, limits: Limits) -> Outcome:
+        """Call a function of the program with arguments (a list, of ``values.encode``); the output is its value."""
+        return self._attempt({"do": "call", "code": code, "name": name, "arguments": arguments}, limits)
+
+    def check(self, code: str, assertions: list[str], limits: Limits) -> Outcome:
+        """Run assertions against the program's functions; the output is "passed" where all hold.
+
+        They are sent when the program's process has been forked, so it has never seen them. Once in a sandbox.
+        """
+        self._ask({"do": "serve", "code": code}, limits)
+        return self._attempt({"do": "check", "assertions": assertions}, limits)
+
+    def _attempt(self, request: dict[str, Any], limits: Limits) -> Outcome:
+        return Outcome(**self._ask(request, limits))
+
+    def _ask(self, request: dict[str, Any], limits: Limits) -> dict[str, Any]:
+        write_frame(self._requests, {**request, **vars(limits)})
+        return self._next()
+
+    def _next(self) -> dict[str, Any]:
+        frame = read_frame(self._outcomes)
+        if frame is None:
+            raise RuntimeError("the sandbox ended by itself")
+        return frame  # type: ignore[no-any-return]
+
+
+def working_template() -> Template:
+    """A template whose sandboxes run an honest program: a machine without one is known before anything depends on it.
+
+    Raises:
+        SandboxError: the system does not allow one.
+    """
+    template = Template()
+    with Sandbox(template) as sandbox:
+        outcome = sandbox.run("print(input())", "ready", Limits(30.0, 2**28, 1000))
+    if outcome.output != "ready\n":
+        raise SandboxError(
+            f"reward kind 'code': the sandbox stands but an honest program fails in it, with {outcome}; "
+            "use another kind, and report this with the kernel's version"
+        )
+    return template

@@ -1,0 +1,156 @@
+"""Owns the rewards of one step's responses: which were found while the rank did other things, and which are left.
+
+Knows neither how a response is judged nor what the others' rewards are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.config import RewardSection
+from tlt_hpc.records import Prompt, Rollout, SampleKey
+from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
+from tlt_hpc.rewards.client import RewardClient
+from tlt_hpc.rewards.judge import judge, kind_for, needs_worker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All that a rank judges with: the rules, and its server where a kind needs one. Lives as long as the job."""
+
+    section: RewardSection
+    settings: Settings
+    client: RewardClient | None
+
+    def kind_of(self, prompt: Prompt) -> str:
+        """The kind that judges responses to the prompt."""
+        return kind_for(prompt.source, self.section.default, self.section.by_source)
+
+    def needs_worker(self, prompt: Prompt) -> bool:
+        """Whether responses to the prompt go to the server."""
+        return needs_worker(self.kind_of(prompt), self.settings)
+
+    def answer(self, prompt: Prompt, text: str) -> Answer:
+        """A response to the prompt as it is judged."""
+        return Answer(self.kind_of(prompt), prompt.source, text, prompt.answer, prompt.extra)
+
+
+class Scorer:
+    """The rewards of one step's responses.
+
+    Those that need a worker are handed over as soon as they end, and judged while this rank decodes, waits or trains;
+    the others are judged here, some while the rank waits, the rest when all are asked for. A reward is a function of
+    the response alone, so when it is found makes no difference.
+    """
+
+    def __init__(self, bench: Bench, prompt_of: Callable[[Rollout], Prompt], text_of: Callable[[Rollout], str]) -> None:
+        self._bench, self._prompt_of, self._text_of = bench, prompt_of, text_of
+        self._verdicts: dict[SampleKey, Verdict] = {}
+        self._numbers: dict[SampleKey, int] = {}
+        """At the server, by their number there."""
+        self._num_seen = 0
+        self.num_ahead = 0
+        """Responses judged while the rank did other things."""
+        self.seconds_ahead = 0.0
+        self.seconds_waited = 0.0
+        """Spent in ``rewards`` on verdicts that were not there yet."""
+        if bench.client:
+            bench.client.forget()  # what a rollout that was cut short has left
+
+    def offer(self, finished: Sequence[Rollout]) -> None:
+        """Hand over what has ended since the last call and needs a worker, and take verdicts; never waits."""
+        if self._bench.client is None:
+            return
+        for rollout in finished[self._num_seen :]:
+            if self._bench.needs_worker(self._prompt_of(rollout)):
+                self._numbers[rollout.key] = self._bench.client.submit(self._answer(rollout))
+        self._num_seen = len(finished)
+        self._bench.client.pump()
+
+    def has_unscored(self, finished: Sequence[Rollout]) -> bool:
+        """Whether some of the responses are to be judged here and were not yet."""
+        self.offer(finished)
+        return len(self._verdicts) + len(self._numbers) < len(finished)
+
+    def score_ahead(self, finished: Sequence[Rollout], is_over: Callable[[], bool]) -> None:
+        """Judge responses here until all are, or ``is_over``, which is asked between any two, says so."""
+        start, before = time.perf_counter(), len(self._verdicts)
+        for rollout in finished:
+            if is_over():
+                break
+            if rollout.key not in self._numbers:
+                self._judge(rollout)
+        self.num_ahead += len(self._verdicts) - before
+        self.seconds_ahead += time.perf_counter() - start
+
+    def rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
+        """The rewards [N] of all, judging those that are left and waiting for the server's.
+
+        Raises:
+            UserError: the server cannot be started again.
+        """
+        if self._bench.client is not None:
+            self.num_ahead += self._bench.client.num_judged
+            self._hand_over(rollouts)
+        for rollout in rollouts:
+            if rollout.key not in self._numbers:
+                self._judge(rollout)
+        if self._bench.client is not None:
+            self._await(self._bench.client)
+        self._warn()
+        return np.array([self._verdicts[rollout.key].reward for rollout in rollouts], dtype=np.float32)
+
+    def metrics(self) -> dict[str, float]:
+        """What became of the step's answers, counted; the same names on every rank."""
+        figures = {
+            "rollout/rewards_in_tail": float(self.num_ahead),
+            "rollout/rewards_in_tail_seconds": self.seconds_ahead,
+        }
+        if self._bench.client is None:
+            return figures
+        counted = Counter(verdict.failure for verdict in self._verdicts.values())
+        failed = {f"reward/failed/{failure}": float(counted[failure]) for failure in Failure}
+        return {**figures, **failed, "reward/waited_seconds": self.seconds_waited}
+
+    def _hand_over(self, rollouts: Sequence[Rollout]) -> None:
+        """What ended with the rollout and was not offered."""
+        assert self._bench.client is not None
+        for rollout in rollouts:
+            if rollout.key not in self._numbers and self._bench.needs_worker(self._prompt_of(rollout)):
+                self._numbers[rollout.key] = self._bench.client.submit(self._answer(rollout))
+
+    def _await(self, client: RewardClient) -> None:
+        start = time.perf_counter()
+        verdicts = client.wait(self._numbers.values())
+        self._verdicts |= {key: verdicts[number] for key, number in self._numbers.items()}
+        self.seconds_waited += time.perf_counter() - start
+
+    def _judge(self, rollout: Rollout) -> None:
+        if rollout.key not in self._verdicts:
+            self._verdicts[rollout.key] = judge(self._answer(rollout), self._bench.settings)
+
+    def _answer(self, rollout: Rollout) -> Answer:
+        return self._bench.answer(self._prompt_of(rollout), self._text_of(rollout))
+
+    def _warn(self) -> None:
+        """Name what the user can mend: once a step and reason, with an example."""
+        for failure in (Failure.UNREADABLE, Failure.ERROR, Failure.SERVER):
+            told = [verdict.detail for verdict in self._verdicts.values() if verdict.failure == failure]
+            if told:
+                logger.warning("%d responses have reward 0: %s; for one, %s", len(told), _REMEDIES[failure], told[0])
+
+
+_REMEDIES = {
+    Failure.UNREADABLE: "their data's answers cannot be read; mend the data",
+    Failure.ERROR: "reward.function failed; mend it",
+    Failure.SERVER: "the server of rewards died of them",
+}

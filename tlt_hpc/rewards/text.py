@@ -1,0 +1,134 @@
+"""Owns the rewards that are plain functions of short pieces of text, whatever a model writes. Knows no process.
+
+All of them take time linear in the response at most, so they need no limits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from tlt_hpc.rewards.answer import Failure, Verdict
+
+BOX = "\\boxed{"
+TAIL_CHARACTERS = 4096
+"""The end of a response, where ``numeric`` and ``choice`` look for the answer."""
+_NUMBER = re.compile(
+    r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3}(?!\d))?(?:/\d+)?"
+    r"|(?:(?<![\w)])[-+])?\.\d+"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+_LETTER = re.compile(r"[\s(\[{*]*(?:\\text(?:bf)?\{)?[\s(]*([A-Za-z])(?:[\s)\]}*.:,]*|[).:]\s.*)", re.DOTALL)
+_SAID_LETTER = re.compile(r"(?i:answer|option|choice)[^A-Za-z]{0,20}(?:(?i:is)\b[^A-Za-z]{0,20})?([A-Z])(?![A-Za-z'])")
+
+
+def boxed(text: str, truth: str) -> Verdict:
+    """1.0 where the response ends with ``\\boxed{...}`` whose content, stripped, is the answer to the letter."""
+    text, truth = text.rstrip(), truth.strip()
+    start = text.rfind(BOX)
+    # the box ends with the text's last brace just where its content is balanced, as the answer then is
+    if start < 0 or not text.endswith("}") or not _is_balanced(truth):
+        return Verdict(0.0)
+    return Verdict(float(text[start + len(BOX) : -1].strip() == truth))
+
+
+def numeric(text: str, truth: str, tolerance: float) -> Verdict:
+    """1.0 where the response's last number is the answer's, within ``tolerance`` x max(1, answer).
+
+    The response's is the one in its last box, else after its last ``####`` (GSM8K), else the last of all. Decimals and
+    fractions are compared exactly, so the verdict is the same everywhere.
+    """
+    wanted = number_of(truth)
+    if wanted is None:
+        return Verdict.failed(Failure.UNREADABLE, f"answer {truth[:80]!r} has no number")
+    given = number_of(text)
+    if given is None:
+        return Verdict(0.0)
+    return Verdict(float(abs(given - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted))))
+
+
+def choice(text: str, truth: str) -> Verdict:
+    """1.0 where the response gives the answer's letter.
+
+    The response's is the one in its last box, else the last that follows "answer", "option" or "choice", else the one
+    that its last line consists of.
+    """
+    wanted = _LETTER.fullmatch(truth.strip())
+    if wanted is None:
+        return Verdict.failed(Failure.UNREADABLE, f"answer {truth[:80]!r} is no letter of a choice")
+    return Verdict(float(_letter_of(text) == wanted[1].upper()))
+
+
+def tags(text: str, names: Sequence[str]) -> float:
+    """1.0 where the response is ``<a>...</a><b>...</b>`` for these names in this order, each tag once."""
+    text, position = text.strip(), 0
+    for name in names:
+        start, end = f"<{name}>", f"</{name}>"
+        close = text.find(end, position)
+        if not text.startswith(start, position) or close < 0 or text.count(start) != 1 or text.count(end) != 1:
+            return 0.0
+        position = close + len(end)
+        while position < len(text) and text[position].isspace():
+            position += 1
+    return float(position == len(text))
+
+
+def number_of(text: str) -> Fraction | None:
+    """The number that a text gives as its answer; None where there is none."""
+    tail = text[-TAIL_CHARACTERS:]
+    marked = last_box(tail)
+    if marked is None and "####" in tail:
+        marked = tail.rpartition("####")[2]
+    if marked is None:
+        found = _NUMBER.findall(_plain(tail))
+        return _value(found[-1]) if found else None
+    match = _NUMBER.search(_plain(marked.rpartition("=")[2]))
+    return _value(match[0]) if match else None
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last box that is closed before the text ends; None where there is none."""
+    start = text.rfind(BOX)
+    if start < 0:
+        return None
+    depth = 1
+    for index in range(start + len(BOX), len(text)):
+        depth += (text[index] == "{") - (text[index] == "}")
+        if depth == 0:
+            return text[start + len(BOX) : index].strip()
+    return None
+
+
+def _letter_of(text: str) -> str | None:
+    tail = text[-TAIL_CHARACTERS:].rstrip()
+    box = last_box(tail)
+    if box is not None:
+        match = _LETTER.fullmatch(box)
+        return match[1].upper() if match else None
+    if said := _SAID_LETTER.findall(tail):
+        return str(said[-1])
+    match = _LETTER.fullmatch(tail.rpartition("\n")[2])
+    return match[1].upper() if match else None
+
+
+def _plain(text: str) -> str:
+    """Without what LaTeX puts round numbers."""
+    text = _FRACTION.sub(r"\1/\2", text.replace("\u2212", "-"))
+    return re.sub(r"\\[,!;$% ]|[$%]", "", text)
+
+
+def _value(number: str) -> Fraction | None:
+    whole, _, divisor = number.replace(",", "").partition("/")
+    if not divisor:
+        return Fraction(whole)
+    return Fraction(whole) / int(divisor) if int(divisor) else None
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return False
+    return depth == 0
