@@ -130,11 +130,19 @@ def test_an_error_in_the_body_publishes_nothing_and_keeps_what_was_there(tmp_pat
     with pytest.raises(KeyError), writing_beside(path) as part:
         part.write_text("new")
         raise KeyError
-    with pytest.raises(WriteError, match=r"a\.h5: No space left on device; nothing was published"):  # noqa: SIM117
+    with pytest.raises(WriteError, match=r"a\.h5: No space left on device; what was there is as before: make room"):  # noqa: SIM117
         with writing_beside(path) as part:
             part.write_text("new")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_where_one_may_not_write_room_is_no_remedy(tmp_path: Path, number: int) -> None:
+    error = WriteError(tmp_path / "a", OSError(number, os.strerror(number)))
+    assert str(error).endswith(
+        "as before: see to it that you may write there (or set run.folder to another place) and start again"
+    )
 
 
 def test_publish_without_a_part_is_refused(tmp_path: Path) -> None:
