@@ -1,14 +1,16 @@
 """Takes up again the steps that the rollout log has and no checkpoint: their updates, with nothing generated anew.
 
 A step is committed once its line stands in ``metrics.jsonl``: rank 0 writes it when every rank's log of the step is in
-its place. So what a kill costs is the step under way, however long ago a checkpoint became whole. Knows the log and the
-policy's update. The drafter is as the checkpoint has it: its micro-steps depend on the clock and no text depends on it.
+its place. So what a kill costs is the step under way, however long ago a checkpoint became whole. Knows the log, the
+policy's update and the drafter's micro-steps, which are as many as the log tells of where the step's features are still
+on disk: those of the last one. They are not the same, for they depended on the clock; no text depends on them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,13 +59,33 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> int:
         logged = read_ranks(job, step)
         if logged is None:
             break
-        rollouts, rewards = logged
-        stats = update_policy(job, rollouts, rewards).stats
-        check_update(job.folder, step, rewards, stats, committed[step])
+        train_drafter(job, step, logged.num_micro_steps)
+        stats = update_policy(job, logged.rollouts, logged.rewards).stats
+        check_update(job.folder, step, logged.rewards, stats, committed[step])
         if job.world.rank == 0:
             shown(step)
         step += 1
     return step
+
+
+def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
+    """Train the drafter on a step's features as often as the run did, the ranks together; collective.
+
+    Nothing where the run did not, or no rank sees the step's features any more. A stop request ends it early.
+    """
+    if job.drafting is None or not num_micro_steps:
+        return
+    spot, sees = job.drafting.spot, job.drafting.cache.look_back(step)
+    if not any(job.world.allgather(sees)):
+        return
+    job.engine.load_policy(job.policy.named_weights(), step)  # whose head the drafter reads
+    spot.begin(step)
+    for _ in range(-(-num_micro_steps // job.world.size)):
+        if job.world.stop_requested or not spot.micro_step():
+            break
+    spot.end()
+    spot.start_merge(job.world)
+    spot.finish_merge(job.world)
 
 
 def is_committed(line: Line | None) -> bool:
@@ -71,8 +93,18 @@ def is_committed(line: Line | None) -> bool:
     return line is not None and {SCORE, TOKENS, "actor/rollout_probs_diff_mean"} <= line.keys()
 
 
-def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32]] | None:
-    """All responses of a step and their rewards, ordered by key; None where the log lacks any. Collective.
+@dataclass(frozen=True)
+class LoggedStep:
+    """What all ranks logged of a step, ordered by key."""
+
+    rollouts: list[Rollout]
+    rewards: NDArray[np.float32]
+    num_micro_steps: int
+    """Of the drafter, of all ranks together."""
+
+
+def read_ranks(job: Job, step: int) -> LoggedStep | None:
+    """A step from all its files; None where the log lacks any response. Collective.
 
     The files are dealt over the ranks, however many wrote them.
 
@@ -81,7 +113,7 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32]]
     """
     paths = job.world.broadcast(job.folder.rollout_logs(step) if job.world.rank == 0 else [])
     rollouts: list[Rollout] = []
-    rewards, damaged, unreadable = [np.zeros(0, np.float32)], "", ""
+    rewards, num_micro_steps, damaged, unreadable = [np.zeros(0, np.float32)], 0, "", ""
     for path in paths[job.world.rank :: job.world.size]:
         try:
             record = read_step(path)
@@ -92,17 +124,18 @@ def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32]]
         else:
             rollouts += record.rollouts
             rewards.append(record.rewards)
-    troubles = job.world.allgather((damaged, unreadable))
+            num_micro_steps += len(record.micro_steps)
+    reports = job.world.allgather((damaged, unreadable, num_micro_steps))
     everything = gather(job.world, rollouts, np.concatenate(rewards))
-    for _, trouble in troubles:
+    for _, trouble, _ in reports:
         if trouble:
             raise ReplayError(f"{trouble}; nothing was changed: start again when it can be read")
-    lacking = next((trouble for trouble, _ in troubles if trouble), "") or what_lacks(everything[0], job, step)
+    lacking = next((trouble for trouble, *_ in reports if trouble), "") or what_lacks(everything[0], job, step)
     if lacking:
         if job.world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step, lacking)
         return None
-    return everything
+    return LoggedStep(*everything, sum(count for *_, count in reports))
 
 
 def what_lacks(rollouts: Sequence[Rollout], job: Job, step: int) -> str:

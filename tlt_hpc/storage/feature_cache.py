@@ -75,6 +75,12 @@ class FeatureCache:
         )
         return self._writer
 
+    def look_back(self, step: int) -> bool:
+        """Read a step that is over, as the one before that is not begun yet; False where none of its files is seen."""
+        assert self._writer is None, "the step before has ended"
+        self._step = step + 1
+        return bool(self.previous_step_files())
+
     def end_step(self) -> None:
         """Close and rename the open file, most of which is on disk by now; nothing where it was given up.
 
