@@ -288,7 +288,7 @@ def test_a_step_without_its_line_was_under_way(straight: Path, broken: Path) -> 
     before = logs(broken, 3)
     shown = train(broken)
     assert "going on from step 3" in shown and "are generated again" not in shown
-    assert all(now != then for now, then in zip(logs(broken, 3), before, strict=True))
+    assert all(new != old for new, old in zip(logs(broken, 3), before, strict=True))
     assert_same_policy(broken, straight)
 
 

@@ -3,7 +3,7 @@
 A step is committed once its line stands in ``metrics.jsonl``: rank 0 writes it when every rank's log of the step is in
 its place. So what a kill costs is the step under way, however long ago a checkpoint became whole. Knows the log, the
 policy's update and the drafter's micro-steps, which are as many as the log tells of where the step's features are still
-on disk: those of the last one. They are not the same, for they depended on the clock; no text depends on them.
+on disk: those of the last two. They are not the same, for they depended on the clock; no text depends on them.
 """
 
 from __future__ import annotations

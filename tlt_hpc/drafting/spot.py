@@ -334,16 +334,9 @@ class SpotTrainer:
 
         ``<name>.weight`` is what is served, and ``<name>.trained``, where it may differ, what training goes on with.
         """
-        trained = {name: parameter.data for name, parameter in self._parameters.items()}
-        moments = {
-            f"{name}.{part}": moment
-            for name, both in self._moments.items()
-            for part, moment in zip(_MOMENTS, both, strict=True)
-        }
         return {
             **{f"{name}.weight": mean for name, mean in self._average.means().items()},
-            **({f"{name}.trained": weight for name, weight in trained.items()} if self._average.num_bytes else {}),
-            **moments,
+            **self._training_tensors("trained" if self._average.num_bytes else "weight"),
             **self._vocabulary(),
             "num_averaged": torch.tensor(self._average.num_taken),
             "num_steps": torch.tensor(self.num_steps),
@@ -355,23 +348,15 @@ class SpotTrainer:
         Raises:
             UserError: a tensor is missing or has another shape.
         """
-        trained = {name: f"{name}.{'trained' if f'{name}.trained' in state else 'weight'}" for name in self._parameters}
-        parts = [
-            (stored, tensor)
-            for name, parameter in self._parameters.items()
-            for stored, tensor in zip(
-                (trained[name], *(f"{name}.{part}" for part in _MOMENTS)),
-                (parameter.data, *self._moments[name]),
-                strict=True,
-            )
-        ]
-        for stored, tensor in (*parts, *((f"{name}.weight", p) for name, p in self._parameters.items())):
-            _check(stored, state, tensor)
+        is_averaged = any(name.endswith(".trained") for name in state)
+        wanted = self._training_tensors("trained" if is_averaged else "weight")
+        for name, tensor in {**self._training_tensors("weight"), **wanted}.items():
+            _check(name, state, tensor)
         self.num_steps = int(state["num_steps"])
         self.is_trained |= self.num_steps > 0
         self._take_vocabulary(state)
-        for stored, tensor in parts:
-            tensor.copy_(state[stored])
+        for name, tensor in wanted.items():
+            tensor.copy_(state[name])
         averaged = int(state.get("num_averaged", torch.tensor(0)))
         self._average.load({name: state[f"{name}.weight"] for name in self._parameters}, averaged)
 
@@ -403,6 +388,14 @@ class SpotTrainer:
 
     def _state_tensors(self) -> list[Tensor]:
         return [tensor for name, p in self._parameters.items() for tensor in (p.data, *self._moments[name])]
+
+    def _training_tensors(self, kind: str) -> dict[str, Tensor]:
+        """What training goes on with: weights under ``<name>.<kind>``, and both moments."""
+        return {
+            f"{name}.{part}": tensor
+            for name, p in self._parameters.items()
+            for part, tensor in zip((kind, *_MOMENTS), (p.data, *self._moments[name]), strict=True)
+        }
 
     def _all_tensors(self) -> list[Tensor]:
         return [*self._state_tensors(), *self._average.means().values()]
