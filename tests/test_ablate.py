@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from logged import step_record
 
 from tlt_hpc.ablate import command, held_out
 from tlt_hpc.ablate.arms import config_of, possible_arms
@@ -31,10 +32,10 @@ from tlt_hpc.cli import main
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, SampleKey
 from tlt_hpc.run import RunResult
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
+from tlt_hpc.storage.rollout_log import read_step, write_step
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -224,23 +225,8 @@ def write_run(path: Path, *, num_steps: int = 1, seconds: float = 4.0, token: in
             num_target_passes=2,
             finished_seconds=0.0,
         )
-        record = StepRecord(
-            step=step,
-            rank=0,
-            num_ranks=1,
-            rollouts=(rollout,),
-            rewards=np.array([reward], np.float32),
-            advantages=np.zeros(1, np.float32),
-            timing=RolloutTiming(0.0, 3.0, 4.0),
-            micro_steps=(MicroStepRecord(3.0, 3.1, 50, 0.5), MicroStepRecord(3.1, 3.2, 60, 0.4)),
-            harvested_seconds=0.2,
-            strategy_names=("off",),
-            strategy_rounds=np.array([1]),
-            strategy_tokens=np.array([1]),
-            decisions=np.zeros((0, 2), np.int32),
-            guarded_near_ties=0,
-            metrics={},
-        )
+        updates = (MicroStepRecord(3.0, 3.1, 50, 0.5), MicroStepRecord(3.1, 3.2, 60, 0.4))
+        record = step_record(step, [rollout], [reward], micro_steps=updates, harvested_seconds=0.2)
         write_step(folder.rollout_log(step, 0), record)
         row = {
             "training/global_step": step,

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from logged import step_record
 
 from tlt_hpc.compare import MODES, num_mismatched, read_comparison, write_json
 from tlt_hpc.config import load_config
-from tlt_hpc.records import FinishReason, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
 
 CONFIG = load_config(Path(__file__).parent.parent / "jobs" / "tiny.toml")
@@ -33,23 +34,7 @@ def write_run(parent: Path, mode: str, tokens: list[list[int]], rewards: list[fl
         )
         for draw, response in enumerate(tokens)
     )
-    record = StepRecord(
-        step=0,
-        rank=0,
-        num_ranks=1,
-        rollouts=rollouts,
-        rewards=np.array(rewards, np.float32),
-        advantages=np.zeros(len(rewards), np.float32),
-        timing=RolloutTiming(0.0, 3.0, 4.0),
-        micro_steps=(),
-        harvested_seconds=0.5,
-        strategy_names=("off",),
-        strategy_rounds=np.array([1]),
-        strategy_tokens=np.array([1]),
-        decisions=np.zeros((0, 2), np.int32),
-        guarded_near_ties=0,
-        metrics={},
-    )
+    record = step_record(0, list(rollouts), rewards, harvested_seconds=0.5)
     folder = RunFolder(parent / mode)
     folder.create()
     write_step(folder.rollout_log(0, 0), record)

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from logged import step_record
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.records import FinishReason, Prompt, Rollout, RolloutTiming
+from tlt_hpc.records import FinishReason, Prompt, Rollout
 from tlt_hpc.replay import ReplayError, check_update, is_committed, read_ranks
 from tlt_hpc.rl.policy import PolicyStats
 from tlt_hpc.storage.folder import RunFolder
@@ -148,12 +149,7 @@ def log_step(job: Any, step: int, weights: int) -> Path:
         )
         for r in requests_of(job, step)
     )
-    nothing = np.zeros(0, np.int64)
-    rewards = np.arange(len(rollouts), dtype=np.float32)
-    record = StepRecord(
-        step, 0, 1, rollouts, rewards, rewards, RolloutTiming(0.0, 1.0, 2.0), (), 0.0, (), nothing, nothing,
-        np.zeros((0, 2), np.int32), 0, {},
-    )  # fmt: skip
+    record = step_record(step, rollouts, np.arange(len(rollouts)))
     job.folder.create()
     path: Path = job.folder.rollout_log(step, 0)
     write_step(path, record)

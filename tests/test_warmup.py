@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from launch_ranks import run_on_ranks
+from logged import step_record
 from safetensors.torch import load_file
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine
 
@@ -25,12 +26,11 @@ from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import RolloutTiming
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.storage.drafter_facts import read_facts
 from tlt_hpc.storage.feature_cache import Document, FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder, part_of
-from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.warmup.command import WarmupResult, warm_up
 from tlt_hpc.warmup.plan import config_of
 from tlt_hpc.warmup.shelf import Shelf
@@ -345,24 +345,8 @@ def test_a_rank_without_a_document_takes_the_others_update():
 
 
 def write_log(folder: Path, rollouts, step: int = 0) -> None:
-    nothing = np.zeros(len(rollouts), np.float32)
-    record = StepRecord(
-        step=step,
-        rank=0,
-        num_ranks=1,
-        rollouts=tuple(sorted(rollouts, key=lambda rollout: rollout.key)),
-        rewards=nothing,
-        advantages=nothing,
-        timing=RolloutTiming(0.0, 1.0, 2.0),
-        micro_steps=(),
-        harvested_seconds=0.0,
-        strategy_names=("off",),
-        strategy_rounds=np.array([1]),
-        strategy_tokens=np.array([1]),
-        decisions=np.zeros((0, 2), np.int32),
-        guarded_near_ties=0,
-        metrics={},
-    )
+    in_order = sorted(rollouts, key=lambda rollout: rollout.key)
+    record = step_record(step, in_order, np.zeros(len(rollouts)))
     write_step(RunFolder(folder).rollout_log(step, 0), record)
 
 
