@@ -198,7 +198,9 @@ def values_for(annotation: Any) -> st.SearchStrategy[Any]:
     if annotation is str:
         return st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
     if get_origin(annotation) is dict:
-        return st.dictionaries(st.text(max_size=9), st.sampled_from(get_args(get_args(annotation)[1])), max_size=3)
+        names = get_args(get_args(annotation)[1])  # none where it holds anything
+        values = st.sampled_from(names) if names else st.booleans() | st.integers() | st.text(max_size=9)
+        return st.dictionaries(st.text(max_size=9), values, max_size=3)
     if get_args(annotation) and isinstance(get_args(annotation)[0], str):
         return st.sampled_from(get_args(annotation))
     return st.lists(st.integers(1, 64), min_size=1, max_size=4)

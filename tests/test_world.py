@@ -256,6 +256,7 @@ def cpu_share_in_collectives(seconds: float) -> float:
     return (time.process_time() - cpu_start) / (time.perf_counter() - start)
 
 
+@pytest.mark.flaky(reruns=2)  # it measures seconds, on a machine that may have other work
 @pytest.mark.mpi
 def test_a_rank_that_waits_in_a_collective_uses_little_cpu() -> None:
     assert max(run_on_ranks(4, cpu_share_in_collectives, 1.0)) < 0.05
