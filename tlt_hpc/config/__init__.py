@@ -1,0 +1,49 @@
+"""The configuration of a run: TOML in, frozen and validated sections out. Knows recipes alone.
+
+Every mistake a user can make ends as one ``ConfigError`` line that names the key, the value and the remedy.
+"""
+
+from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
+from tlt_hpc.config.base import ConfigError, Section, UserError
+from tlt_hpc.config.data import EMBEDDED_TASK, TASK_PREFIX, DataSection, RewardKind, RewardSection
+from tlt_hpc.config.drafter import DrafterSection, LossKind, SpeculationSection, WarmupSection
+from tlt_hpc.config.reading import apply_override, load_config, parse_config, to_toml
+from tlt_hpc.config.whole import (
+    EMBEDDED_MODEL,
+    CheckpointSection,
+    Config,
+    ModelSection,
+    RolloutSection,
+    RunSection,
+    check_model_limits,
+    check_ranks,
+)
+
+__all__ = [
+    "EMBEDDED_MODEL",
+    "EMBEDDED_TASK",
+    "TASK_PREFIX",
+    "AlgorithmSection",
+    "CheckpointSection",
+    "Config",
+    "ConfigError",
+    "DataSection",
+    "DrafterSection",
+    "LossKind",
+    "ModelSection",
+    "OptimizerSection",
+    "RewardKind",
+    "RewardSection",
+    "RolloutSection",
+    "RunSection",
+    "Section",
+    "SpeculationSection",
+    "UserError",
+    "WarmupSection",
+    "apply_override",
+    "check_model_limits",
+    "check_ranks",
+    "load_config",
+    "parse_config",
+    "to_toml",
+]

@@ -1,0 +1,83 @@
+"""What the policy is trained on and how: [algorithm] and [optimizer]. Knows recipes."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from tlt_hpc.config.base import Count, Decay, NonNegative, Positive, PositiveInt, Section
+from tlt_hpc.recipes import AdvantageName, AggregationName, AlgorithmName, KLName, LossName, Recipe, recipe_with
+
+
+def _bound(value: object) -> object:
+    if value == "auto" or (isinstance(value, int | float) and 0 <= value < math.inf and not isinstance(value, bool)):
+        return value
+    raise ValueError("use a number of 0 or more, or 'auto'")
+
+
+Bound = Annotated[float | Literal["auto"], BeforeValidator(_bound)]
+
+
+class AlgorithmSection(Section):
+    """Parts that are ``auto`` take what the name stands for (``recipes.py``); what is saved with a run is resolved."""
+
+    name: AlgorithmName = "grpo"
+    advantage: Literal["auto", AdvantageName] = "auto"
+    """``group``: reward less its group's mean, over its standard deviation; ``group-mean``: not divided;
+    ``leave-one-out``: less the mean of the others in the group; ``batch``: normalised over all tokens of the step;
+    ``group-mean-batch``: less the group's mean, then normalised so."""
+    loss: Literal["auto", LossName] = "auto"
+    """``clip``: PPO's, each token by its ratio; ``sequence-clip``: by its response's (GSPO); ``weight-clip``: the ratio
+    is a bounded weight, and no token loses its gradient (CISPO)."""
+    aggregation: Literal["auto", AggregationName] = "auto"
+    """How the losses of a step's tokens are added up; ``-norm`` divides by ``rollout.max_new_tokens``."""
+    clip_low: Bound = "auto"
+    """The ratio is kept above 1 less this."""
+    clip_high: Bound = "auto"
+    """The ratio is kept below 1 plus this."""
+    kl_coefficient: NonNegative = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    """``loss``: added to each token's; ``reward``: each response's sum over its tokens is taken from its reward."""
+    kl_estimator: Literal["auto", KLName] = "auto"
+    """``k1``, of which only the reward's gradient is the distance's; ``k2`` or ``k3`` in the loss. ``auto``: k3 in the
+    loss, k1 in the reward."""
+    entropy_coefficient: NonNegative = 0.0
+    """Times the policy's entropy is taken from each token's loss."""
+    overlong_buffer: Count = 0
+    """The last so many of ``rollout.max_new_tokens`` cost reward, evenly up to ``overlong_penalty`` (DAPO); 0: none."""
+    overlong_penalty: NonNegative = 1.0
+    updates_per_step: PositiveInt = 1
+    """Optimiser steps that one step's rollouts are cut into."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """All parts."""
+        return recipe_with(self.name, self.advantage, self.loss, self.aggregation, self.clip_low, self.clip_high)
+
+    @property
+    def kl(self) -> KLName:
+        """How the distance from the reference is estimated."""
+        if self.kl_estimator != "auto":
+            return self.kl_estimator
+        return "k3" if self.kl_in == "loss" else "k1"
+
+    def resolved(self) -> AlgorithmSection:
+        """The same with every ``auto`` replaced, which a later version's recipes cannot change."""
+        return self.model_copy(update={**vars(self.recipe), "kl_estimator": self.kl})
+
+
+class OptimizerSection(Section):
+    learning_rate: Positive = 1e-6
+    weight_decay: NonNegative = 0.0
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
+    epsilon: Positive = 1e-8
+    max_grad_norm: NonNegative = 1.0
+    """0 switches clipping off."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    offload: bool = False
+    """Keep optimiser state in host memory."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Tokens of one forward and backward pass on one rank; one sequence may exceed it."""

@@ -1,0 +1,132 @@
+"""A configuration from TOML and overrides, and back to TOML; every mistake ends as one line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tlt_hpc.config.base import ConfigError
+from tlt_hpc.config.whole import Config, check_combinations
+
+_LISTS = {"tuple_type": 'give a list, such as ["a", "b"]', "too_short": "give a list of one or more"}
+"""Remedies where pydantic speaks of Python's types."""
+_REPLACED = {
+    "speculation.depths": "speculation.strategies",
+    "speculation.sharpness": "speculation.strategies",
+    "data.reward": "reward.default",
+}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply ``section.key=value`` overrides, and validate.
+
+    Raises:
+        ConfigError: unreadable file, TOML that does not parse, unknown key, wrong type or impossible combination.
+    """
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+    for override in overrides:
+        apply_override(tree, override)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Validate a nested dict into a ``Config``.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error)) from None
+    config = config.model_copy(update={"algorithm": config.algorithm.resolved()})
+    check_combinations(config)
+    return config
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set ``section.key=value`` in a TOML tree; the value is TOML, or a bare string where it does not parse as such."""
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or len(parts) != 2 or not all(parts):
+        raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. rollout.temperature=0.9")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    section = tree.setdefault(parts[0], {})
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f"override {override!r}: {parts[0]!r} is not a section in the file; write it as a [{parts[0]}] table"
+        )
+    section[parts[1]] = value
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML that ``load_config`` reads back to an equal one."""
+    lines: list[str] = []
+    for section, values in config.model_dump().items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, str):
+        # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_closest(location)}"
+    if first["type"] == "missing":
+        return f"missing key {key!r}; add it to the file or give {key}=VALUE"
+    remedy = _LISTS.get(first["type"]) or _plain(first["msg"])
+    return f"{key} = {first['input']!r}: {remedy}"
+
+
+def _plain(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[0].lower() + message[1:]
+
+
+def _closest(location: list[str]) -> str:
+    if (replacement := _REPLACED.get(".".join(location))) is not None:
+        return f"; {replacement} has taken its place"
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    if len(location) == 1:
+        valid, prefix = list(sections), ""
+    else:
+        section = sections[location[0]]
+        assert section is not None
+        valid, prefix = list(section.model_fields), location[0] + "."
+    near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
+    if near:
+        return f"; did you mean {prefix + near[0]!r}?"
+    return f"; valid keys: {', '.join(prefix + name for name in valid)}"

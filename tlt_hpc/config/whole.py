@@ -1,0 +1,199 @@
+"""The whole of a run's configuration, and what its sections must agree on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
+from tlt_hpc.config.base import ConfigError, Count, NonNegative, PositiveInt, Section
+from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
+from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
+from tlt_hpc.recipes import GROUP_ADVANTAGES
+
+EMBEDDED_MODEL = "embedded:tiny"
+
+
+class RunSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+    folder: str = "runs"
+    """Parent folder; the run writes to ``folder/name``."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    num_steps: PositiveInt
+    ranks: PositiveInt = 1
+    """MPI ranks that ``tlt`` starts itself when no launcher (srun, mpiexec) did; a launcher's count goes first."""
+
+
+class ModelSection(Section):
+    path: str
+    """A Hugging Face folder, or ``embedded:tiny``."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class RolloutSection(Section):
+    prompts_per_step: PositiveInt
+    group_size: PositiveInt
+    max_new_tokens: PositiveInt
+    temperature: NonNegative = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    max_live: PositiveInt = 64
+    """Sequences decoded together on one rank."""
+    min_new_tokens: Count = 0
+    """No end token is sampled before this many tokens."""
+    stop_strings: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """A response ends with the token that completes one of these."""
+    kv_bytes: Count = 0
+    """Budget of one rank's keys, values and features; 0: room for ``max_live`` responses of full length."""
+    page_size: PositiveInt = 128
+    """Tokens of a page of that memory; flash-attention wants multiples of 256."""
+    prefill_tokens: PositiveInt = 4096
+    """Prompt tokens of one pass; longer prompts are read in chunks, between rounds."""
+    shard: Literal["group", "sample"] = "group"
+    """What a rank owns: whole GRPO groups, or single samples of all groups."""
+    tie_guard: Literal["auto", "on", "off"] = "auto"
+    """``auto``: on for float32, off otherwise."""
+
+
+class CheckpointSection(Section):
+    every_steps: PositiveInt = 10
+    keep: PositiveInt = 2
+    replay: bool = True
+    """Repeat the updates of logged steps that no checkpoint has; off: generate these steps again, and train the drafter
+    in their tails again."""
+    background: bool = True
+    """Write while the next step goes on; off: the step waits for the disk, and what was done is never lost again."""
+
+
+class Config(Section):
+    """The whole of a run's configuration."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection = RewardSection()
+    rollout: RolloutSection
+    speculation: SpeculationSection = SpeculationSection()
+    drafter: DrafterSection = DrafterSection()
+    warmup: WarmupSection = WarmupSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def tie_guard(self) -> bool:
+        """Whether near-ties are decided canonically: ``auto`` is on where float32 keeps the zone of doubt narrow."""
+        return self.rollout.tie_guard == "on" or (self.rollout.tie_guard == "auto" and self.model.dtype == "float32")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.folder) / self.run.name
+
+
+def check_ranks(config: Config, num_ranks: int) -> None:
+    """Refuse a rank count that the step's samples cannot be divided over.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    unit = config.rollout.prompts_per_step if config.rollout.shard == "group" else config.samples_per_step
+    what = (
+        "rollout.prompts_per_step"
+        if config.rollout.shard == "group"
+        else "rollout.prompts_per_step x rollout.group_size"
+    )
+    if unit % num_ranks:
+        raise ConfigError(
+            f"{what} = {unit} is not divisible by {num_ranks} ranks; "
+            f"use {max(num_ranks, unit // num_ranks * num_ranks)} or another number of ranks"
+        )
+
+
+def check_model_limits(config: Config, max_positions: int) -> None:
+    """Refuse caps that exceed the model's positions.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    total = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if total > max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {total} exceeds the model's {max_positions} positions; "
+            f"lower rollout.max_new_tokens to {max(1, max_positions - config.data.max_prompt_tokens)} or less"
+        )
+
+
+def check_combinations(config: Config) -> None:
+    if config.rollout.group_size < 2 and config.algorithm.recipe.advantage in GROUP_ADVANTAGES:
+        raise ConfigError(
+            f"rollout.group_size = {config.rollout.group_size} with algorithm.name = {config.algorithm.name!r}, "
+            "whose advantage needs a group; use rollout.group_size of 2 or more, or algorithm.name = 'reinforce++'"
+        )
+    if config.samples_per_step % config.algorithm.updates_per_step:
+        raise ConfigError(
+            f"algorithm.updates_per_step = {config.algorithm.updates_per_step} does not divide the step's "
+            f"{config.samples_per_step} samples; "
+            f"use {math.gcd(config.samples_per_step, config.algorithm.updates_per_step)}"
+        )
+    if config.optimizer.zero_stage == 0 and config.model.dtype != "float32":
+        raise ConfigError(
+            f"optimizer.zero_stage = 0 with model.dtype = {config.model.dtype!r} has no fp32 master weights, so small "
+            "updates are lost; use optimizer.zero_stage = 1"
+        )
+    if config.optimizer.zero_stage == 0 and config.optimizer.offload:
+        raise ConfigError("optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3")
+    if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.min_new_tokens = {config.rollout.min_new_tokens} exceeds rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}; lower it"
+        )
+    _check_algorithm(config)
+    check_drafter(config.drafter)
+    check_data(config.data)
+    check_reward(config.reward)
+    if "" in config.rollout.stop_strings:
+        raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
+    if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
+        raise ConfigError(
+            f"rollout.tie_guard = 'on' with model.dtype = {config.model.dtype!r}: the guard band would cover a large "
+            "share of all tokens; use model.dtype = 'float32' or rollout.tie_guard = 'auto'"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm, recipe = config.algorithm, config.algorithm.recipe
+    if recipe.clip_low > 1:
+        raise ConfigError(
+            f"algorithm.clip_low = {recipe.clip_low}: a ratio is never below 0, so a bound below it is none; use "
+            "1.0 for none"
+        )
+    if algorithm.kl_in == "reward" and not algorithm.kl_coefficient:
+        raise ConfigError(
+            f"algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = {algorithm.kl_coefficient}; set "
+            "a coefficient, or leave algorithm.kl_in out"
+        )
+    if algorithm.kl_in == "reward" and recipe.advantage == "group":
+        raise ConfigError(
+            "algorithm.kl_in = 'reward' with algorithm.advantage = 'group', which divides by the group's deviation: "
+            "where the answers are all right or all wrong only the distance is left, however small its coefficient; "
+            "use algorithm.kl_in = 'loss', or another advantage"
+        )
+    if algorithm.kl_coefficient and (algorithm.kl_in == "reward") != (algorithm.kl_estimator == "k1"):
+        raise ConfigError(
+            f"algorithm.kl_estimator = {algorithm.kl_estimator!r} with algorithm.kl_in = {algorithm.kl_in!r}: the mean "
+            "of its gradient there is not the distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss"
+        )
+    if algorithm.overlong_buffer > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is more than rollout.max_new_tokens = "
+            f"{config.rollout.max_new_tokens}; lower it"
+        )
