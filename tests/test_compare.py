@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from logged import step_record
 
 from tlt_hpc.compare import MODES, num_mismatched, read_comparison, write_json
@@ -16,7 +17,8 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
 
-CONFIG = load_config(Path(__file__).parent.parent / "jobs" / "tiny.toml")
+JOB = Path(__file__).parent.parent / "jobs" / "tiny.toml"
+CONFIG = load_config(JOB)
 SECONDS = {"plain": 8.0, "ngram": 5.0, "full": 4.0}
 
 
@@ -86,3 +88,33 @@ def test_mismatches_count_missing_tokens_and_samples():
     right = {a: np.array([1, 9, 3, 4]), c: np.array([6])}
     assert num_mismatched(left, right) == 1 + 1 + 2 + 1
     assert num_mismatched(left, left) == 0
+
+
+class FinalWeights:
+    """Stands in for a mode's last checkpoint."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def names(self, part: str) -> list[str]:
+        return [f"{part}.a.exp_avg", f"{part}.a.master", f"{part}.b.master"]
+
+    def read(self, part: str, name: str) -> torch.Tensor:
+        assert name.endswith(".master")
+        return torch.tensor([1.0, self._value if name == f"{part}.b.master" else 0.0])
+
+
+@pytest.mark.parametrize(("distance", "is_equal"), [(0.5, True), (2.0, False)])
+def test_a_policy_that_read_the_rollouts_probabilities_is_equal_within_a_tolerance(
+    distance: float, is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(JOB, ["algorithm.rollout_correction=tis"])
+    allowed = 0.001 * config.optimizer.learning_rate * config.algorithm.updates_per_step
+    ends = {"plain": 1.0, "ngram": 1.0 + 2 * distance * allowed, "full": 1.0}
+    monkeypatch.setattr("tlt_hpc.compare.last_checkpoint", lambda _, mode, __: FinalWeights(ends[mode]))
+    for mode in MODES:
+        write_run(tmp_path, mode, [[7, 8, 1]], [1.0])
+    comparison = read_comparison(config, tmp_path, 1, 1, {"plain": "a", "ngram": "b", "full": "a"})
+    assert comparison.policy_tolerance == pytest.approx(allowed)
+    assert comparison.policy_difference == pytest.approx(distance * allowed, rel=1e-2)
+    assert comparison.all_equal is is_equal

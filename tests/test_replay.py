@@ -21,7 +21,7 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.records import FinishReason, Prompt, Rollout
 from tlt_hpc.replay import ReplayError, check_update, is_committed, read_ranks
-from tlt_hpc.rl.policy import PolicyStats
+from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
@@ -88,18 +88,19 @@ def test_a_last_line_that_was_cut_off_commits_nothing(tmp_path: Path, caplog: py
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 STATS = PolicyStats(
-    pg_loss=0.1, entropy=0.5, ppo_kl=0.0, pg_clipfrac=0.0, kl_loss=0.0, rollout_probs_diff_mean=1e-7, grad_norm=2.0,
+    pg_loss=0.1, entropy=0.5, ppo_kl=0.0, pg_clipfrac=0.0, kl_loss=0.0, grad_norm=2.0,
     lr=1e-3, num_tokens=100, old_log_prob_seconds=0.0, update_seconds=1.0,
+    mismatch=RolloutMismatch(1e-7, 1e-6, 0.0, 1e-12, 1.0, 0.0),
 )  # fmt: skip
 LINE = {
-    "actor/rollout_probs_diff_mean": 1e-7, "critic/score/mean": 0.5,
+    "training/rollout_probs_diff_mean": 1e-7, "critic/score/mean": 0.5,
     "perf/total_num_tokens": 100.0,
 }  # fmt: skip
 REWARDS = np.array([0, 1], np.float32)
 
 
 def test_an_update_whose_last_bits_differ_is_the_runs_own() -> None:
-    stats = replace(STATS, grad_norm=2.001, rollout_probs_diff_mean=1e-5)
+    stats = replace(STATS, grad_norm=2.001, mismatch=replace(STATS.mismatch, rollout_probs_diff_mean=1e-5))
     check_update(RunFolder(Path("run")), 7, REWARDS, stats, LINE)
 
 
@@ -107,12 +108,16 @@ def test_an_update_whose_last_bits_differ_is_the_runs_own() -> None:
     ("changes", "rewards", "said"),
     [
         (
-            {"rollout_probs_diff_mean": 0.002},
+            {"mismatch": replace(STATS.mismatch, rollout_probs_diff_mean=0.002)},
             REWARDS,
-            "actor/rollout_probs_diff_mean 0.002 where run/metrics.jsonl has 1e-07: log and checkpoint are not of one "
-            "run; set checkpoint.replay = false to generate the steps again",
+            "training/rollout_probs_diff_mean 0.002 where run/metrics.jsonl has 1e-07: log and checkpoint are not of "
+            "one run; set checkpoint.replay = false to generate the steps again",
         ),
-        ({"rollout_probs_diff_mean": float("nan")}, REWARDS, "actor/rollout_probs_diff_mean nan"),
+        (
+            {"mismatch": replace(STATS.mismatch, rollout_probs_diff_mean=float("nan"))},
+            REWARDS,
+            "training/rollout_probs_diff_mean nan",
+        ),
         ({"num_tokens": 99}, REWARDS, "perf/total_num_tokens 99"),
         ({}, np.array([1, 1], np.float32), "critic/score/mean 1"),
     ],

@@ -6,6 +6,7 @@ Everything is read back from the runs' own permanent logs, not from memory.
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import SampleKey
@@ -52,6 +55,10 @@ class Comparison:
     modes: dict[Mode, ModeFigures]
     mismatched_tokens: int
     rewards_equal: bool
+    policy_difference: float = 0.0
+    """Root mean square of the final weights' distances from plain's, of the mode that is furthest."""
+    policy_tolerance: float = 0.0
+    """How large that may be: above 0 where the update reads the rollout's own probabilities."""
 
     @property
     def tokens_equal(self) -> bool:
@@ -59,6 +66,8 @@ class Comparison:
 
     @property
     def policy_equal(self) -> bool:
+        if self.policy_tolerance:
+            return self.policy_difference <= self.policy_tolerance
         return len({mode.policy_sha256 for mode in self.modes.values()}) == 1
 
     @property
@@ -105,6 +114,7 @@ def read_comparison(
     records = {mode: read_records(RunFolder(parent / mode), num_steps, num_ranks) for mode in MODES}
     tokens = {mode: tokens_by_key(records[mode]) for mode in MODES}
     rewards = {mode: rewards_by_key(records[mode]) for mode in MODES}
+    tolerance = policy_tolerance(config, num_steps)
     return Comparison(
         folder=parent,
         num_steps=num_steps,
@@ -113,7 +123,40 @@ def read_comparison(
         modes={mode: figures(RunFolder(parent / mode), records[mode], digests[mode]) for mode in MODES},
         mismatched_tokens=sum(num_mismatched(tokens["plain"], tokens[mode]) for mode in MODES),
         rewards_equal=all(rewards[mode] == rewards["plain"] for mode in MODES),
+        policy_difference=policy_difference(parent, num_steps, digests) if tolerance else 0.0,
+        policy_tolerance=tolerance,
     )
+
+
+def policy_tolerance(config: Config, num_steps: int) -> float:
+    """How far final weights may lie apart where a rollout correction reads the rollout's probabilities; otherwise 0.
+
+    By root mean square, a thousandth of the way that Adam can take a weight in the run's updates; another reward of a
+    single response gives a tenth. Single weights may lie further apart, where a gradient is nothing but rounding.
+    """
+    if config.algorithm.rollout_correction == "none":
+        return 0.0
+    return 0.001 * config.optimizer.learning_rate * config.algorithm.updates_per_step * num_steps
+
+
+def policy_difference(parent: Path, num_steps: int, digests: dict[Mode, str]) -> float:
+    """Largest distance of any mode's final weights from plain's, by root mean square, from their last checkpoints."""
+    different = [mode for mode in MODES if digests[mode] != digests["plain"]]
+    plain = last_checkpoint(parent, "plain", num_steps) if different else None
+    return max((distance(plain, last_checkpoint(parent, mode, num_steps)) for mode in different if plain), default=0.0)
+
+
+def distance(left: Checkpoint, right: Checkpoint) -> float:
+    """Root mean square of the distances of two policies' weights."""
+    names = [name for name in left.names("policy") if name.endswith(".master")]
+    differences = [(left.read("policy", name) - right.read("policy", name)).double() for name in names]
+    squares = sum(float(difference.square().sum()) for difference in differences)
+    return math.sqrt(squares / sum(difference.numel() for difference in differences))
+
+
+def last_checkpoint(parent: Path, mode: Mode, num_steps: int) -> Checkpoint:
+    """The checkpoint that a mode's run has ended with."""
+    return CheckpointStore(RunFolder(parent / mode).checkpoints, keep=1).at(num_steps)
 
 
 def read_records(folder: RunFolder, num_steps: int, num_ranks: int) -> list[StepRecord]:
@@ -174,6 +217,7 @@ def write_json(comparison: Comparison, path: Path) -> None:
             "mismatched_tokens": comparison.mismatched_tokens,
             "rewards": comparison.rewards_equal,
             "policy": comparison.policy_equal,
+            **({"policy_difference": comparison.policy_difference} if comparison.policy_tolerance else {}),
         },
         "speedup": {
             mode: {what: comparison.speedup(mode, what) for what in ("rollout", "step")} for mode in ("ngram", "full")

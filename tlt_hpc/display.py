@@ -225,6 +225,11 @@ def print_comparison(comparison: Comparison) -> None:
         f"tokens equal: {_yes(comparison.tokens_equal)} ({comparison.mismatched_tokens} mismatched); "
         f"rewards equal: {_yes(comparison.rewards_equal)}; final policy weights equal: {_yes(comparison.policy_equal)}"
     )
+    if comparison.policy_tolerance:
+        verdict += (
+            f" (they differ by {comparison.policy_difference:.2g}, allowed {comparison.policy_tolerance:.2g}: "
+            "algorithm.rollout_correction reads the rollout's own probabilities)"
+        )
     console.print(verdict, soft_wrap=True)
     console.print(f"written to {comparison.folder}", soft_wrap=True)
 

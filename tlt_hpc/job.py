@@ -33,6 +33,7 @@ from tlt_hpc.plan import Assets, read_assets
 from tlt_hpc.records import SamplingParams
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rewards.standing import standing_bench
+from tlt_hpc.rl.correction import MismatchWatch
 from tlt_hpc.rl.distributed import join_process_group
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -121,6 +122,7 @@ class Job:
     drafting: Drafting | None
     bench: Bench
     """What gives responses their rewards; its server outlives the job, for further ones of this process."""
+    mismatch: MismatchWatch
 
     def close(self) -> None:
         """Take the parts down; the process group stays for a further job of this process."""
@@ -170,6 +172,7 @@ def assemble(config: Config, world: World) -> Job:
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         drafting=drafting,
         bench=bench,
+        mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),
     )
 
 

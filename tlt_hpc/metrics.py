@@ -15,6 +15,8 @@ from tlt_hpc.rl.policy import Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
 SCORE, TOKENS = "critic/score/mean", "perf/total_num_tokens"
+PROBS_DIFF = "training/rollout_probs_diff_mean"
+K3 = "training/rollout_k3"
 LATE = "rollout/late_seconds"
 """From a rank's knowing of the release to its leaving the loop."""
 MERGE_EXPOSED = "drafter/merge_exposed_seconds"
@@ -78,7 +80,8 @@ def summarise(
         "response_length/min": float(lengths.min()),
         "response_length/p50": float(np.median(lengths)),
         "response_length/clip_ratio": sum(rank.num_cut for rank in ranks) / len(lengths),
-        **{f"actor/{name}": float(value) for name, value in vars(update.stats).items()},
+        **{f"actor/{name}": float(value) for name, value in vars(update.stats).items() if name != "mismatch"},
+        **{f"training/{name}": value for name, value in vars(update.stats.mismatch).items()},
         **{f"timing_s/{name}": value for name, value in seconds.items()},
         TOKENS: float(tokens),
         "perf/throughput": tokens / seconds["step"],

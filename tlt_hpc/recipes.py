@@ -10,6 +10,7 @@ AdvantageName = Literal["group", "group-mean", "leave-one-out", "batch", "group-
 LossName = Literal["clip", "sequence-clip", "weight-clip"]
 AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLName = Literal["k1", "k2", "k3"]
+CorrectionName = Literal["none", "tis", "sequence-tis", "mis", "sequence-mis", "icepop"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,38 @@ BOUNDS: dict[LossName, tuple[float, float]] = {
 }
 """``clip_low`` and ``clip_high`` of a loss that is not its algorithm's own: ratios of responses move far less."""
 
+
+@dataclass(frozen=True)
+class Correction:
+    """What is done where the rollout engine's probabilities are not the trainer's: see ``rl/correction.py``."""
+
+    name: CorrectionName
+    low: float
+    high: float
+
+    @property
+    def of_sequences(self) -> bool:
+        """By the ratio of a whole response, not of each token."""
+        return self.name.startswith("sequence-")
+
+    @property
+    def truncates(self) -> bool:
+        """Ratios beyond a bound are set to it; otherwise their tokens are left out."""
+        return self.name.endswith("tis")
+
+
+CORRECTION_BOUNDS: dict[CorrectionName, tuple[float, float]] = {
+    "none": (0.0, 0.0),
+    # Yao et al. 2025 truncate at 2, of tokens; verl's and TRL's guides advise 2 to 3.
+    "tis": (0.0, 2.0),
+    "sequence-tis": (0.0, 2.0),
+    "mis": (0.0, 2.0),
+    "sequence-mis": (0.0, 2.0),
+    # "Every Step Evolves" (2510.18855), section 3: between 0.5 and 5.
+    "icepop": (0.5, 5.0),
+}
+"""Least and largest ratio of a correction."""
+
 GROUP_ADVANTAGES: frozenset[AdvantageName] = frozenset(RECIPES[name].advantage for name in RECIPES) - {"batch"}
 """Those that need more than one response to a prompt."""
 
@@ -65,4 +98,14 @@ def recipe_with(name: AlgorithmName, advantage: str, loss: str, aggregation: str
         aggregation=own.aggregation if aggregation == "auto" else aggregation,  # type: ignore[arg-type]
         clip_low=bounds[0] if low == "auto" else float(low),  # type: ignore[arg-type]
         clip_high=bounds[1] if high == "auto" else float(high),  # type: ignore[arg-type]
+    )
+
+
+def correction_with(name: CorrectionName, low: object, high: object) -> Correction:
+    """The named correction, each bound replaced where something else than ``auto`` is given."""
+    own = CORRECTION_BOUNDS[name]
+    return Correction(
+        name,
+        own[0] if low == "auto" else float(low),  # type: ignore[arg-type]
+        own[1] if high == "auto" else float(high),  # type: ignore[arg-type]
     )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.config import UserError
 from tlt_hpc.job import Job
-from tlt_hpc.metrics import SCORE, TOKENS
+from tlt_hpc.metrics import PROBS_DIFF, SCORE, TOKENS
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.policy import PolicyStats
@@ -90,7 +90,7 @@ def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
 
 def is_committed(line: Line | None) -> bool:
     """Whether a step has a line that a repetition can be held against; one of an earlier version has not."""
-    return line is not None and {SCORE, TOKENS, "actor/rollout_probs_diff_mean"} <= line.keys()
+    return line is not None and {SCORE, TOKENS, PROBS_DIFF} <= line.keys()
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,10 @@ def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], sta
     Raises:
         ReplayError: with both values.
     """
-    mismatch = "actor/rollout_probs_diff_mean"
     for name, found, tolerance in (
         (SCORE, float(rewards.mean()), 1e-6),
         (TOKENS, stats.num_tokens, 0),
-        (mismatch, stats.rollout_probs_diff_mean, 2 * line[mismatch] + _PROBS_TOLERANCE),
+        (PROBS_DIFF, stats.mismatch.rollout_probs_diff_mean, 2 * line[PROBS_DIFF] + _PROBS_TOLERANCE),
     ):
         if not abs(found - line[name]) <= tolerance:
             raise ReplayError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,12 +16,13 @@ from tlt_hpc.config import Config
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.job import DRAFTER_FILE, Job, assemble
-from tlt_hpc.metrics import DUE, LATE, MERGE_EXPOSED, StepSummary, summarise
+from tlt_hpc.metrics import DUE, K3, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.models.piece import deal
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import MicroStepRecord, Request, Stream
 from tlt_hpc.replay import replay
+from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.storage.folder import rank_of, writing_beside
@@ -31,6 +33,8 @@ from tlt_hpc.timing import PhaseTimer
 from tlt_hpc.update import update_policy
 
 _CALIBRATION_RESPONSES = 8
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter(Protocol):
@@ -146,7 +150,15 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
         drop_foreign_logs(job, step)
         add_line(job.folder.metrics, {**summary.metrics, "drafter/why": tail.decision.reason})  # this commits the step
         reporter.stepped(summary)
+        warn_of_mismatch(job, summary)
     return True
+
+
+def warn_of_mismatch(job: Job, summary: StepSummary) -> None:
+    """Say why rollout and trainer disagree, where they do: at the first such step, and every tenth after it."""
+    line = job.mismatch.look(Mismatch(summary[PROBS_DIFF], summary[K3]))
+    if line:
+        logger.warning("step %d: %s", summary.step, line)
 
 
 # -- reward and update ----------------------------------------------------------------------------------------------

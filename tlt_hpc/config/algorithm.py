@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from tlt_hpc.config.base import Count, Decay, NonNegative, Positive, PositiveInt, Section
-from tlt_hpc.recipes import AdvantageName, AggregationName, AlgorithmName, KLName, LossName, Recipe, recipe_with
+from tlt_hpc.recipes import (
+    AdvantageName,
+    AggregationName,
+    AlgorithmName,
+    Correction,
+    CorrectionName,
+    KLName,
+    LossName,
+    Recipe,
+    correction_with,
+    recipe_with,
+)
 
 
 def _bound(value: object) -> object:
@@ -48,6 +59,15 @@ class AlgorithmSection(Section):
     overlong_buffer: Count = 0
     """The last so many of ``rollout.max_new_tokens`` cost reward, evenly up to ``overlong_penalty`` (DAPO); 0: none."""
     overlong_penalty: NonNegative = 1.0
+    rollout_correction: CorrectionName = "none"
+    """What is done where the rollout's probabilities are not the trainer's, by their ratio w: ``tis`` multiplies each
+    token's loss by w, truncated; ``mis`` leaves out tokens whose w is too large; ``icepop`` those too small as well;
+    ``sequence-`` by the ratio of the whole response. It reads the rollout's own probabilities, whose last bits depend
+    on how it was decoded: the policy is then equal with and without speculation but for these."""
+    rollout_correction_low: Bound = "auto"
+    """Least w; what is below is left out, or set to it."""
+    rollout_correction_high: Bound = "auto"
+    """Largest w."""
     updates_per_step: PositiveInt = 1
     """Optimiser steps that one step's rollouts are cut into."""
 
@@ -63,9 +83,18 @@ class AlgorithmSection(Section):
             return self.kl_estimator
         return "k3" if self.kl_in == "loss" else "k1"
 
+    @property
+    def correction(self) -> Correction:
+        """What is done about the rollout's probabilities, with its bounds."""
+        return correction_with(self.rollout_correction, self.rollout_correction_low, self.rollout_correction_high)
+
     def resolved(self) -> AlgorithmSection:
         """The same with every ``auto`` replaced, which a later version's recipes cannot change."""
-        return self.model_copy(update={**vars(self.recipe), "kl_estimator": self.kl})
+        bounds = {
+            "rollout_correction_low": self.correction.low,
+            "rollout_correction_high": self.correction.high,
+        }
+        return self.model_copy(update={**vars(self.recipe), "kl_estimator": self.kl, **bounds})
 
 
 class OptimizerSection(Section):

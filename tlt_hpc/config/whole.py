@@ -12,7 +12,7 @@ from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
 from tlt_hpc.config.base import ConfigError, Count, NonNegative, PositiveInt, Section
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
 from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
-from tlt_hpc.recipes import GROUP_ADVANTAGES
+from tlt_hpc.recipes import CORRECTION_BOUNDS, GROUP_ADVANTAGES
 
 EMBEDDED_MODEL = "embedded:tiny"
 
@@ -191,6 +191,18 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.kl_estimator = {algorithm.kl_estimator!r} with algorithm.kl_in = {algorithm.kl_in!r}: the mean "
             "of its gradient there is not the distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss"
+        )
+    correction = algorithm.correction
+    if correction.name == "none" and (correction.low or correction.high):
+        raise ConfigError(
+            f"algorithm.rollout_correction_low = {correction.low} and rollout_correction_high = {correction.high} say "
+            "nothing with algorithm.rollout_correction = 'none'; name a correction such as 'tis', or leave them out"
+        )
+    if correction.name != "none" and not correction.low < 1.0 < correction.high:
+        raise ConfigError(
+            f"algorithm.rollout_correction_low = {correction.low} and rollout_correction_high = {correction.high} do "
+            "not lie on both sides of 1, the ratio where rollout and trainer agree; use bounds such as "
+            f"{' and '.join(map(str, CORRECTION_BOUNDS[correction.name]))}"
         )
     if algorithm.overlong_buffer > config.rollout.max_new_tokens:
         raise ConfigError(

@@ -32,6 +32,7 @@ from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
+from tlt_hpc.rl.correction import correction_weights, mismatch_terms
 from tlt_hpc.rl.distributed import lengthen_timeouts
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
@@ -41,6 +42,23 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients reduced in one collective; 200 MB in fp32, a tenth of DeepSpeed's default."""
+
+
+@dataclass(frozen=True)
+class RolloutMismatch:
+    """How far the probabilities recorded in one step's rollout are from the trainer's before the update."""
+
+    rollout_probs_diff_mean: float
+    """Mean distance of a token's probability."""
+    rollout_probs_diff_max: float
+    rollout_kl: float
+    """Distance of the distributions, by k1."""
+    rollout_k3: float
+    """The same by k3, which no token makes negative."""
+    rollout_is_mean: float
+    """Mean of the weights that the correction gave the tokens; 1 without one."""
+    rollout_is_outside: float
+    """Share of tokens at which one of its bounds took effect."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +73,6 @@ class PolicyStats:
     pg_clipfrac: float
     kl_loss: float
     """Estimate of the distance from the reference; 0 where it is no part of the loss."""
-    rollout_probs_diff_mean: float
-    """Mean distance of a token's probability before the update from the one recorded in the rollout."""
     grad_norm: float
     """Before clipping, mean over the updates."""
     lr: float
@@ -66,6 +82,7 @@ class PolicyStats:
     old_log_prob_seconds: float
     update_seconds: float
     """Both of the slowest rank; ``update_seconds`` does not include the other."""
+    mismatch: RolloutMismatch
 
 
 @dataclass(frozen=True)
@@ -97,6 +114,32 @@ class _Batch:
     weights: torch.Tensor
     advantages: torch.Tensor
     rollout_log_probs: torch.Tensor
+
+
+class _Sums:
+    """What the figures of an update are made from: sums over tokens, and the largest distance."""
+
+    def __init__(self) -> None:
+        self.sums = np.zeros(10)
+        self.largest = 0.0
+
+    def add(self, per_token: Sequence[torch.Tensor], distance: torch.Tensor) -> None:
+        """Count a micro-batch's tokens, [T] each."""
+        self.sums += torch.stack([values.double().sum() for values in per_token]).cpu().numpy()
+        if distance.numel():
+            self.largest = max(self.largest, float(distance.max()))
+
+    def over_ranks(self, world: World) -> _Sums:
+        """All ranks' together; collective."""
+        total = _Sums()
+        total.sums = world.sum(self.sums)
+        total.largest = max(world.allgather(self.largest))
+        return total
+
+
+def _mismatch(totals: _Sums, num_tokens: int) -> RolloutMismatch:
+    probs_diff, k1, k3, weight, outside = (totals.sums[5:] / num_tokens).tolist()
+    return RolloutMismatch(probs_diff, totals.largest, k1, k3, weight, outside)
 
 
 class Policy:
@@ -157,12 +200,13 @@ class Policy:
         started = time.perf_counter()
         old = self._old_log_probs(own)
         updating = time.perf_counter()
-        sums, norms = np.zeros(6), []
+        sums, norms = _Sums(), []
         for batches, old_log_probs in zip(own, old, strict=True):
-            sums += self._accumulate(batches, old_log_probs)
+            self._accumulate(batches, old_log_probs, sums)
             norms.append(self._step())
         seconds = (updating - started, time.perf_counter() - updating)
-        return self._stats(sums, norms, sum(rollout.response_tokens.size for rollout in rollouts), seconds)
+        num_tokens = sum(rollout.response_tokens.size for rollout in rollouts)
+        return self._stats(sums.over_ranks(self._world), norms, num_tokens, seconds)
 
     def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
         """Each response's distance from the reference before the update, summed over its tokens; [N]. Collective.
@@ -297,25 +341,24 @@ class Policy:
             return [[None] * len(own[0])]
         return [[self._log_probs(self.engine, batch) for batch in batches] for batches in own]
 
-    def _accumulate(self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None]) -> NDArray[np.float64]:
-        """Gradient of one update's loss over all micro-batches and ranks; returns this rank's sums for the stats."""
-        sums = np.zeros(6)
+    def _accumulate(self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], sums: _Sums) -> None:
+        """Gradient of one update's loss over all micro-batches and ranks; adds to this rank's sums for the stats."""
         for index, (batch, old_log_probs) in enumerate(zip(batches, old, strict=True)):
             self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            loss, batch_sums = self._loss(batch, old_log_probs)
+            loss = self._loss(batch, old_log_probs, sums)
             # DeepSpeed averages over ranks; the tokens' weights are those of all ranks' tokens.
             self.engine.backward(loss * self._world.size, scale_wrt_gas=False)
-            sums += batch_sums
-        return sums
 
-    def _loss(self, batch: _Batch, old: torch.Tensor | None) -> tuple[torch.Tensor, NDArray[np.float64]]:
-        """This micro-batch's part of the loss, and the sums for the stats."""
+    def _loss(self, batch: _Batch, old: torch.Tensor | None, sums: _Sums) -> torch.Tensor:
+        """This micro-batch's part of the loss; adds to the sums for the stats."""
         algorithm, recipe = self._config.algorithm, self._recipe
         log_probs, entropy = self._forward(self.engine, batch)
         old = log_probs.detach() if old is None else old
         pg_losses, clipped = policy_loss(
             recipe.loss, log_probs, old, batch.advantages, batch.rows, recipe.clip_low, recipe.clip_high
         )
+        corrections, outside = correction_weights(algorithm.correction, old, batch.rollout_log_probs, batch.rows)
+        pg_losses = pg_losses * corrections
         losses, kl = pg_losses, torch.zeros_like(old)
         if self._reference is not None and algorithm.kl_in == "loss":
             kl = kl_estimate(algorithm.kl, log_probs, self._log_probs(self._reference, batch))
@@ -323,10 +366,13 @@ class Policy:
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * entropy
         with torch.no_grad():
-            mismatch = (old.exp() - batch.rollout_log_probs.exp()).abs()
-            per_token = (pg_losses * batch.weights, entropy, old - log_probs, clipped, kl, mismatch)
-            sums = torch.stack([values.double().sum() for values in per_token])
-        return (losses * batch.weights).sum(), sums.cpu().numpy()
+            distance, k1, k3 = mismatch_terms(old, batch.rollout_log_probs)
+            per_token = (
+                *(pg_losses * batch.weights, entropy, old - log_probs, clipped, kl),
+                *(distance, k1, k3, corrections, outside),
+            )
+            sums.add(per_token, distance)
+        return (losses * batch.weights).sum()
 
     def _step(self) -> float:
         """One optimiser step; returns the gradient's global norm before clipping."""
@@ -357,23 +403,22 @@ class Policy:
             group["lr"] = value
 
     def _stats(
-        self, sums: NDArray[np.float64], norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
+        self, totals: _Sums, norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
     ) -> PolicyStats:
-        totals = self._world.sum(sums)
-        entropy, ppo_kl, clipped, kl, mismatch = (totals[1:] / num_tokens).tolist()
+        entropy, ppo_kl, clipped, kl = (totals.sums[1:5] / num_tokens).tolist()
         old_seconds, update_seconds = np.max(self._world.allgather(seconds), axis=0).tolist()
         return PolicyStats(
-            pg_loss=float(totals[0]) / len(norms),
+            pg_loss=float(totals.sums[0]) / len(norms),
             entropy=entropy,
             ppo_kl=ppo_kl,
             pg_clipfrac=clipped,
             kl_loss=kl,
-            rollout_probs_diff_mean=mismatch,
             grad_norm=float(np.mean(norms)),
             lr=self._learning_rate(self._num_steps - 1),
             num_tokens=num_tokens,
             old_log_prob_seconds=old_seconds,
             update_seconds=update_seconds,
+            mismatch=_mismatch(totals, num_tokens),
         )
 
     @property

@@ -1,0 +1,134 @@
+"""Owns what is done about a rollout engine whose probabilities are not the trainer's: weights, and what is told of it.
+
+Pure functions of tensors [T], flat over whole responses; know no model, no batch layout and no ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tlt_hpc.recipes import Correction
+from tlt_hpc.rl.loss import LARGEST_LOG_RATIO
+
+
+def correction_weights(
+    correction: Correction, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the tokens' losses are multiplied with, and as bool where a bound took effect; both [T], without gradient.
+
+    With w = pi_old / pi_rollout, of the token, or of its whole response where the correction is one of sequences:
+
+    - ``tis``: min(w, high), truncated importance sampling ("Your Efficient RL Framework Secretly Brings You Off-Policy
+      RL Training", Yao et al. 2025; Ionides 2008).
+    - ``mis``: w where w <= high, else 0, masked importance sampling ("When Speed Kills Stability", Liu et al. 2025).
+    - ``icepop``: w where low <= w <= high, else 0 ("Every Step Evolves", 2510.18855, eq. 4 and 5).
+
+    Args:
+        old_log_probs: of the policy that the update began with, by the trainer.
+        rollout_log_probs: of the same tokens, as the rollout engine recorded them.
+        rows: the response that each token is of, int64; all tokens of a response, standing together.
+    """
+    if correction.name == "none":
+        return torch.ones_like(old_log_probs), torch.zeros_like(old_log_probs, dtype=torch.bool)
+    difference = (old_log_probs - rollout_log_probs).detach()
+    if correction.of_sequences:
+        difference = _sum_by_row(difference, rows)
+    ratio = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    outside = (ratio < correction.low) | (ratio > correction.high)
+    if correction.truncates:
+        return ratio.clamp(correction.low, correction.high), outside
+    return ratio.masked_fill(outside, 0.0), outside
+
+
+def _sum_by_row(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Each token's row's sum, [T]; a row's tokens stand together."""
+    if not rows.numel():
+        return values
+    counts = rows.unique_consecutive(return_counts=True)[1]  # type: ignore[no-untyped-call]
+    sums = torch.segment_reduce(values, "sum", lengths=counts)  # in one order on every device
+    return sums.repeat_interleave(counts)
+
+
+def mismatch_terms(
+    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How far each token is off; all [T]: |p_old - p_rollout|, and estimates k1 and k3 of KL(rollout || trainer).
+
+    The tokens are samples of the rollout's distribution, so that with d = log p_rollout - log p_old the means of d and
+    of exp(-d) - 1 + d are the distance (Schulman, "Approximating KL divergence").
+    """
+    difference = (rollout_log_probs - old_log_probs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return (
+        (old_log_probs.exp() - rollout_log_probs.exp()).abs(),
+        difference,
+        torch.expm1(-difference) + difference,
+    )
+
+
+# -- what to tell the user --------------------------------------------------------------------------------------------
+
+LARGEST_K3 = {"float32": 1e-6, "bfloat16": 1e-2}
+"""Distances between engine and trainer that rounding alone does not explain. In float32 it gives 1e-12 and less; of
+bfloat16 the field reports 1e-4 to 1e-3 (verl's guide to rollout correction calls 1e-3 healthy)."""
+TOLD_EVERY = 10
+"""Steps from one warning to the next."""
+GROWTH = 10.0
+"""Times its first value that a distance has drifted at."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One step's distances, token means over all ranks."""
+
+    probs_diff: float
+    k3: float
+
+
+def likely_cause(now: Mismatch, first: Mismatch | None, dtype: str, corrected: bool) -> str:
+    """Why rollout and trainer disagree, with the remedy, in one line; empty where they agree as well as they can.
+
+    Args:
+        first: the run's first step's; None where ``now`` is that.
+        dtype: ``model.dtype``.
+        corrected: whether a correction is on already.
+    """
+    bound = LARGEST_K3[dtype]
+    if not now.k3 > bound:
+        return ""
+    found = f"the rollout's probabilities are off the trainer's by {now.probs_diff:.3g} in the mean (k3 {now.k3:.3g})"
+    if dtype == "float32":
+        return (
+            f"{found}, far more than float32 explains: engine and trainer do not hold the same weights, or one of "
+            "them computes wrongly on this device; run `tlt compare` with speculation.mode = 'plain' and report it"
+        )
+    if first is None or now.k3 <= GROWTH * first.k3:
+        cause = "more than bfloat16's rounding usually gives: the kernels of engine and trainer differ"
+    else:
+        cause = f"{now.k3 / first.k3:.0f} times the first step's: the policy has sharpened where bfloat16 is coarse"
+    remedy = (
+        "lower optimizer.learning_rate, or use model.dtype = 'float32'"
+        if corrected
+        else "set algorithm.rollout_correction = 'tis' or 'icepop', or use model.dtype = 'float32'"
+    )
+    return f"{found}, {cause}; {remedy}"
+
+
+class MismatchWatch:
+    """Remembers a run's first distance, and when it has last been told of."""
+
+    def __init__(self, dtype: str, corrected: bool) -> None:
+        self._dtype, self._corrected = dtype, corrected
+        self._first: Mismatch | None = None
+        self._num_silent = TOLD_EVERY
+
+    def look(self, now: Mismatch) -> str:
+        """What to tell of a step; empty where all is well, or it was told of less than ten steps ago."""
+        cause = likely_cause(now, self._first, self._dtype, self._corrected)
+        self._first = self._first or now
+        self._num_silent += 1
+        if not cause or self._num_silent < TOLD_EVERY:
+            return ""
+        self._num_silent = 0
+        return cause
