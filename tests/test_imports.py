@@ -24,6 +24,7 @@ FLOORS = (
     ("run",),
     ("replay",),
     ("tail", "update"),
+    ("draws",),
     ("job", "metrics"),
     ("plan",),
     ("rollout", "drafting", "rl", "rewards", "checkpoint", "data"),

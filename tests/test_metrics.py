@@ -13,12 +13,15 @@ from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.metrics import summarise
 from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
-from tlt_hpc.rl.policy import PolicyStats, Update
+from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
-STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.01, 0.5, 1e-4, 60, 0.1, 0.9)
+MISMATCH = RolloutMismatch(0.01, 0.04, 0.001, 0.002, 1.0, 0.0)
+STATS = PolicyStats(0.1, 0.2, 0.3, 0.0, 0.0, 0.5, 1e-4, 60, 0.1, 0.9, MISMATCH)
 
-UPDATE = Update(np.array([1, 0, 0, 0], np.float32), np.array([1.5, -0.5, -0.5, -0.5], np.float32), 0.125, STATS)
+UPDATE = Update(
+    np.arange(4), np.array([1, 0, 0, 0], np.float32), np.array([1.5, -0.5, -0.5, -0.5], np.float32), 0.125, STATS
+)
 
 
 def rollout(draw: int, length: int, passes: int, reason: FinishReason) -> Rollout:

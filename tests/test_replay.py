@@ -19,13 +19,13 @@ from logged import step_record
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import UserError, load_config
+from tlt_hpc.draws import StepDraws
 from tlt_hpc.records import FinishReason, Prompt, Rollout
 from tlt_hpc.replay import ReplayError, check_update, is_committed, read_ranks
 from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
-from tlt_hpc.tail import requests_of
 
 ROOT = Path(__file__).parent.parent
 STEPS, SAVED = 4, 2
@@ -152,7 +152,7 @@ def log_step(job: Any, step: int, weights: int) -> Path:
         Rollout(
             r.key, r.prompt_tokens, np.array([7], np.int32), np.zeros(1, np.float32), FinishReason.EOS, weights, 1, 0.0
         )
-        for r in requests_of(job, step)
+        for r in StepDraws(job.config, job.prompts, step).requests()
     )
     record = step_record(step, rollouts, np.arange(len(rollouts)))
     job.folder.create()

@@ -131,7 +131,8 @@ def test_the_first_updates_gradient_of_rloo_is_trls() -> None:
 @pytest.mark.parametrize(("name", "mode"), [("tis", "token_truncate"), ("mis", "token_mask")])
 def test_a_rollout_correction_enters_the_loss_as_trls(name: Any, mode: str) -> None:
     now, old, reference, advantages = make_inputs(0.3)
-    rollout = old - 0.6 * reference  # far from the trainer's
+    noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    rollout = old + 1.5 * noise
     weights, outside = correction_weights(correction_with(name, "auto", 3.0), old[MASK], rollout[MASK], ROWS)
     ratio = (old - rollout).exp()
     theirs = ratio.clamp(max=3.0) if mode == "token_truncate" else ratio.masked_fill(ratio > 3.0, 0.0)

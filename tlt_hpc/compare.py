@@ -201,7 +201,7 @@ def figures(folder: RunFolder, records: list[StepRecord], digest: str) -> ModeFi
         rollout_seconds=sum(row["rollout/seconds"] for row in metrics),
         step_seconds=sum(row["timing_s/step"] for row in metrics),
         accept_length=num_tokens / sum(rollout.num_target_passes for rollout in rollouts),
-        idle_rank_seconds=sum(record.timing.idle_seconds for record in records),
+        idle_rank_seconds=sum(timing.idle_seconds for record in records for timing in (record.timing, *record.refills)),
         harvested_rank_seconds=sum(record.harvested_seconds for record in records),
         drafter_steps=sum(len(record.micro_steps) for record in records),
         guarded_near_ties=sum(record.guarded_near_ties for record in records),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +10,11 @@ import numpy as np
 from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import FinishReason
+from tlt_hpc.records import FinishReason, RolloutTiming
 from tlt_hpc.rl.policy import Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
-SCORE, TOKENS = "critic/score/mean", "perf/total_num_tokens"
+SCORE, TOKENS, TRAINED_TOKENS = "critic/score/mean", "perf/total_num_tokens", "actor/num_tokens"
 PROBS_DIFF = "training/rollout_probs_diff_mean"
 K3 = "training/rollout_k3"
 LATE = "rollout/late_seconds"
@@ -34,9 +34,8 @@ class RankSummary:
     rewards: np.ndarray
     num_cut: int
     num_row_passes: int
-    start_seconds: float
-    last_token_seconds: float
-    release_seconds: float
+    timings: tuple[RolloutTiming, ...]
+    """Of the step's own rollout, and of each refill."""
     harvested_seconds: float
     num_micro_steps: int
     drafter_loss: float
@@ -68,7 +67,7 @@ def summarise(
     lengths = np.concatenate([rank.lengths for rank in ranks])
     scores = np.concatenate([rank.rewards for rank in ranks])
     tokens = int(lengths.sum())
-    last_token = max(rank.last_token_seconds for rank in ranks)
+    rollouts = list(zip(*(rank.timings for rank in ranks), strict=True))  # each one's times, of all ranks
     metrics = {
         "training/global_step": float(record.step),
         **_spread("critic/score", scores),
@@ -89,10 +88,16 @@ def summarise(
         "drafter/steps": float(sum(rank.num_micro_steps for rank in ranks)),
         "drafter/loss": _mean([rank.drafter_loss for rank in ranks if rank.num_micro_steps]),
         "drafter/version": float(merge.num_steps) if merge else 0.0,
-        "rollout/idle_rank_seconds": sum(r.release_seconds - r.last_token_seconds for r in ranks),
+        "rollout/idle_rank_seconds": sum(timing.idle_seconds for rank in ranks for timing in rank.timings),
         "rollout/harvested_rank_seconds": sum(r.harvested_seconds for r in ranks),
-        "rollout/seconds": max(r.release_seconds for r in ranks) - min(r.start_seconds for r in ranks),
-        "rollout/stop_latency_seconds": max(r.release_seconds for r in ranks) - last_token,
+        "rollout/seconds": sum(_released(times) - min(t.start_seconds for t in times) for times in rollouts),
+        "rollout/stop_latency_seconds": max(
+            _released(times) - max(t.last_token_seconds for t in times) for times in rollouts
+        ),
+        "rollout/refills": len(rollouts) - 1.0,
+        "rollout/samples": float(len(lengths)),
+        "rollout/trained_samples": float(len(update.trained)),
+        "rollout/teaching_share": float((update.advantages != 0).mean()),
         "rollout/guarded_near_ties": float(sum(rank.num_guarded for rank in ranks)),
     }
     for name in ranks[0].own:
@@ -121,9 +126,7 @@ def summarise_rank(record: StepRecord) -> RankSummary:
         rewards=record.rewards,
         num_cut=sum(rollout.finish_reason == FinishReason.LENGTH for rollout in record.rollouts),
         num_row_passes=sum(rollout.num_target_passes for rollout in record.rollouts),
-        start_seconds=record.timing.start_seconds,
-        last_token_seconds=record.timing.last_token_seconds,
-        release_seconds=record.timing.release_seconds,
+        timings=(record.timing, *record.refills),
         harvested_seconds=record.harvested_seconds,
         num_micro_steps=len(record.micro_steps),
         drafter_loss=_mean([micro_step.loss for micro_step in record.micro_steps]),
@@ -131,6 +134,11 @@ def summarise_rank(record: StepRecord) -> RankSummary:
         strategy_tokens=dict(zip(record.strategy_names, record.strategy_tokens.tolist(), strict=True)),
         own=record.metrics,
     )
+
+
+def _released(times: Sequence[RolloutTiming]) -> float:
+    """When the last rank left a rollout."""
+    return max(timing.release_seconds for timing in times)
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.config import UserError
+from tlt_hpc.draws import StepDraws
 from tlt_hpc.job import Job
-from tlt_hpc.metrics import PROBS_DIFF, SCORE, TOKENS
-from tlt_hpc.records import Rollout
+from tlt_hpc.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS
+from tlt_hpc.records import Rollout, SampleKey, Stream
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.policy import PolicyStats
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_step
 from tlt_hpc.storage.step_lines import Line, read_lines
-from tlt_hpc.tail import requests_of
 from tlt_hpc.update import update_policy
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
 
 def is_committed(line: Line | None) -> bool:
     """Whether a step has a line that a repetition can be held against; one of an earlier version has not."""
-    return line is not None and {SCORE, TOKENS, PROBS_DIFF} <= line.keys()
+    return line is not None and {SCORE, TRAINED_TOKENS, PROBS_DIFF} <= line.keys()
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def read_ranks(job: Job, step: int) -> LoggedStep | None:
     for _, trouble, _ in reports:
         if trouble:
             raise ReplayError(f"{trouble}; nothing was changed: start again when it can be read")
-    lacking = next((trouble for trouble, *_ in reports if trouble), "") or what_lacks(everything[0], job, step)
+    lacking = next((trouble for trouble, *_ in reports if trouble), "") or what_lacks(*everything, job, step)
     if lacking:
         if job.world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step, lacking)
@@ -138,14 +138,23 @@ def read_ranks(job: Job, step: int) -> LoggedStep | None:
     return LoggedStep(*everything, sum(count for *_, count in reports))
 
 
-def what_lacks(rollouts: Sequence[Rollout], job: Job, step: int) -> str:
+def what_lacks(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
     """What the log lacks of the responses to the step's requests by the step's weights; empty where it has all.
 
     Raises:
         ReplayError: it has responses to other prompts.
     """
-    asked = {request.key: request.prompt_tokens.tobytes() for request in requests_of(job, step)}
+    scores = dict(zip((rollout.key for rollout in rollouts), rewards, strict=True))
+    draws, asked = StepDraws(job.config, job.prompts, step), dict[SampleKey, bytes]()
+    requests = draws.requests()
+    while requests:
+        asked |= {request.key: request.prompt_tokens.tobytes() for request in requests}
+        is_whole = asked.keys() <= scores.keys()
+        more = is_whole and draws.needs_scores()
+        requests = draws.refill(np.array([scores[key] for key in asked], np.float32)) if more else []
     for rollout in rollouts:
+        if not is_whole and rollout.key.stream == Stream.REFILL:
+            continue  # what was asked for cannot be told without what is lacking
         if asked.get(rollout.key) != rollout.prompt_tokens.astype(np.int32).tobytes():
             raise ReplayError(
                 f"{job.folder.rollouts} has a response of step {step} to another prompt than data.source = "
@@ -169,7 +178,7 @@ def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], sta
     """
     for name, found, tolerance in (
         (SCORE, float(rewards.mean()), 1e-6),
-        (TOKENS, stats.num_tokens, 0),
+        (TRAINED_TOKENS, stats.num_tokens, 0),
         (PROBS_DIFF, stats.mismatch.rollout_probs_diff_mean, 2 * line[PROBS_DIFF] + _PROBS_TOLERANCE),
     ):
         if not abs(found - line[name]) <= tolerance:

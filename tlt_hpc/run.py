@@ -15,6 +15,7 @@ from tlt_hpc.checkpoint.store import Shard
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.draws import StepDraws
 from tlt_hpc.job import DRAFTER_FILE, Job, assemble
 from tlt_hpc.metrics import DUE, K3, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.models.piece import deal
@@ -141,7 +142,9 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
         merged = finish_merge(job) if merge else unmerged(job)
         load_policy(job, step + 1)
     own = {rollout.key for rollout in tail.rollouts}
-    own_advantages = np.array([a for r, a in zip(rollouts, update.advantages, strict=True) if r.key in own])
+    advantages = np.full(len(rollouts), np.nan, np.float32)  # of what dynamic sampling has left out
+    advantages[update.trained] = update.advantages
+    own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
     record = make_record(job, step, tail, rewards, own_advantages, merged)
     summary = summarise(job.world, record, update, merged, timer.take())
     write_step(job.folder.rollout_log(step, job.world.rank), record)
@@ -219,7 +222,8 @@ def make_record(
         rollouts=tuple(tail.rollouts),
         rewards=rewards,
         advantages=advantages.astype(np.float32),
-        timing=tail.timing,
+        timing=tail.timings[0],
+        refills=tail.timings[1:],
         micro_steps=micro_steps,
         harvested_seconds=harvested,
         strategy_names=names,
@@ -346,7 +350,8 @@ def resume(job: Job, reporter: Reporter) -> tuple[int, int]:
 
 def calibration_requests(job: Job, step: int) -> list[Request]:
     """A few of this rank's prompts under keys of another stream: the coming step's own would give its text away."""
-    requests = shard(job, step)[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
+    own = shard(job, StepDraws(job.config, job.prompts, step).requests())
+    requests = own[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
     return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in requests]
 
 

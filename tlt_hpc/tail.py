@@ -12,10 +12,12 @@ from typing import Protocol
 
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
+from tlt_hpc.draws import StepDraws, deal_requests
 from tlt_hpc.job import Job
 from tlt_hpc.mpi.roster import Roster, State, Status
-from tlt_hpc.records import Prompt, Request, Rollout, RolloutTiming, SampleKey, Stream
+from tlt_hpc.records import Request, Rollout, RolloutTiming
 from tlt_hpc.rewards.scorer import Scorer
+from tlt_hpc.rl.gather import gather
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_summary
 from tlt_hpc.storage.step_lines import read_lines
@@ -26,31 +28,72 @@ class RollingReporter(Protocol):
 
     def rolling(self, step: int, roster: Roster) -> None: ...
 
+    def phase(self, step: int, name: str) -> None: ...
+
 
 @dataclass(frozen=True)
 class Tail:
     """What a rollout left on this rank: its shard, its times, and whether a stop vote cut it short."""
 
     rollouts: list[Rollout]
-    timing: RolloutTiming
+    timings: tuple[RolloutTiming, ...]
+    """Of the step's own rollout, and of each refill."""
     stopped: bool
     scorer: Scorer
     """With the rewards that were found while the rank waited."""
     decision: Decision
     """Whether the step trains the drafter."""
     late_seconds: float
-    """From this rank's knowing of the release to its leaving the loop."""
+    """From this rank's knowing of a release to its leaving the loop, the longest."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rollout of a step: its own, or a refill."""
+
+    timing: RolloutTiming
+    stopped: bool
+    late_seconds: float
 
 
 def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
-    """Generate; once this rank runs dry, score and train the drafter until the last rank has finished."""
-    engine, pulse = job.engine, job.pulse
+    """All that a step generates; what a rank does while it waits is as in ``generate``. Collective."""
     decision = decide_training(job, step)
-    scorer = make_scorer(job, step)
-    trains = decision.trains and job.config.drafter.place == "tail"
+    draws = StepDraws(job.config, job.prompts, step)
+    scorer = make_scorer(job, draws)
     begin_features(job, step)
+    trains = decision.trains and job.config.drafter.place == "tail"
+    requests, parts = draws.requests(), list[Part]()
+    while requests:
+        parts.append(generate(job, step, requests, scorer, trains, reporter))
+        requests = [] if parts[-1].stopped else refill(job, draws, scorer)
+        if requests and job.world.rank == 0:
+            reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
+    timings = tuple(part.timing for part in parts)
+    late = max(part.late_seconds for part in parts)
+    return Tail(job.engine.collect(), timings, parts[-1].stopped, scorer, decision, late)
+
+
+def refill(job: Job, draws: StepDraws, scorer: Scorer) -> list[Request]:
+    """What replaces the groups that teach nothing, of all ranks; none where there are enough. Collective."""
+    if not draws.needs_scores():
+        return []
+    own = list(job.engine.finished)
+    return draws.refill(gather(job.world, own, scorer.settle(own))[1])
+
+
+def generate(
+    job: Job, step: int, requests: list[Request], scorer: Scorer, trains: bool, reporter: RollingReporter
+) -> Part:
+    """Generate; once this rank runs dry, score and train the drafter until the last rank has finished.
+
+    Args:
+        requests: all ranks'.
+        trains: whether the step trains the drafter while it waits.
+    """
+    engine, pulse = job.engine, job.pulse
     start = last_token = time.time()
-    engine.submit(shard(job, step))
+    engine.submit(shard(job, requests))
     pulse.begin(step)
     while not (roster := pulse.poll(status(job))).over:
         if engine.has_work:
@@ -65,7 +108,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     timing = RolloutTiming(start, last_token, time.time())
     if roster.stopping:
         engine.abort()
-    return Tail(engine.collect(), timing, roster.stopping, scorer, decision, late_seconds)
+    return Part(timing, roster.stopping, late_seconds)
 
 
 def worth_training(job: Job, roster: Roster) -> bool:
@@ -186,30 +229,15 @@ def status(job: Job) -> Status:
     return Status(state, engine.num_unfinished, engine.num_tokens, steps, job.world.stop_requested)
 
 
-def shard(job: Job, step: int) -> list[Request]:
-    """This rank's requests of a step: whole groups, or single samples of all groups."""
-    unit = job.config.rollout.group_size if job.config.rollout.shard == "group" else 1
-    world = job.world
-    return [request for i, request in enumerate(requests_of(job, step)) if i // unit % world.size == world.rank]
+def shard(job: Job, requests: list[Request]) -> list[Request]:
+    """This rank's share of a step's requests."""
+    return deal_requests(job.config, requests, job.world.rank, job.world.size)
 
 
-def requests_of(job: Job, step: int) -> list[Request]:
-    """All ranks' requests of a step, ordered by key."""
-    return [
-        Request(SampleKey(job.config.run.seed, Stream.TRAIN, step, draw, sample), prompt.tokens)
-        for draw, prompt in enumerate(job.prompts.batch(step))
-        for sample in range(job.config.rollout.group_size)
-    ]
-
-
-def make_scorer(job: Job, step: int) -> Scorer:
+def make_scorer(job: Job, draws: StepDraws) -> Scorer:
     """What gives the step's responses their rewards."""
-    prompts = job.prompts.batch(step)
-
-    def prompt_of(rollout: Rollout) -> Prompt:
-        return prompts[rollout.key.draw]
 
     def text_of(rollout: Rollout) -> str:
         return job.tokenizer.decode(rollout.response_tokens.tolist(), skip_special_tokens=True)
 
-    return Scorer(job.bench, prompt_of, text_of)
+    return Scorer(job.bench, draws.prompt_of, text_of)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.config import AlgorithmSection
+from tlt_hpc.draws import trained_on
 from tlt_hpc.job import Job
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
@@ -21,13 +22,14 @@ def update_policy(job: Job, rollouts: Sequence[Rollout], scores: NDArray[np.floa
     """Train the policy on a step's responses; collective, with the same arguments on every rank.
 
     Args:
-        rollouts: all of the step, ordered by key.
+        rollouts: all that the step generated, ordered by key; dynamic sampling may leave some out.
         scores: [N] float32, theirs.
 
     Raises:
         FloatingPointError: the gradient is not finite.
     """
-    algorithm = job.config.algorithm
+    algorithm, trained = job.config.algorithm, trained_on(job.config, scores)
+    rollouts, scores = [rollouts[index] for index in trained], scores[trained]
     lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)
     rewards = scores + length_penalties(algorithm, lengths, job.config.rollout.max_new_tokens)
     kl = np.zeros(len(rollouts))
@@ -36,7 +38,9 @@ def update_policy(job: Job, rollouts: Sequence[Rollout], scores: NDArray[np.floa
         rewards = (rewards - algorithm.kl_coefficient * kl).astype(np.float32)
     kind = algorithm.recipe.advantage
     advantages = advantages_of(kind, rewards, lengths, job.config.rollout.group_size)
-    return Update(rewards, advantages, float(kl.sum() / lengths.sum()), job.policy.update(rollouts, advantages))
+    return Update(
+        trained, rewards, advantages, float(kl.sum() / lengths.sum()), job.policy.update(rollouts, advantages)
+    )
 
 
 def length_penalties(algorithm: AlgorithmSection, lengths: NDArray[np.int64], longest: int) -> NDArray[np.float32]:

@@ -109,7 +109,7 @@ def step_line(step: int, ranks: list[StepSummary]) -> str:
         return f"{step:6d} {len(ranks):5d} no rollouts"
     rewards = np.concatenate([rank.rewards for rank in ranks])
     passes = sum(int(rank.num_target_passes.sum()) for rank in ranks)
-    idle = sum(rank.timing.idle_seconds for rank in ranks)
+    idle = sum(timing.idle_seconds for rank in ranks for timing in (rank.timing, *rank.refills))
     harvested = sum(rank.harvested_seconds for rank in ranks)
     found = str(len(ranks)) if len(ranks) == ranks[0].num_ranks else f"{len(ranks)}/{ranks[0].num_ranks}"
     p50, p90 = np.percentile(lengths, (50, 90))

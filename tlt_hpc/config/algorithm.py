@@ -68,6 +68,9 @@ class AlgorithmSection(Section):
     """Least w; what is below is left out, or set to it."""
     rollout_correction_high: Bound = "auto"
     """Largest w."""
+    max_refills: Count = 0
+    """Dynamic sampling (DAPO): groups whose scores are all equal teach nothing, and are replaced by groups of further
+    prompts, in at most so many further rollouts of a step; what is missing then is filled up with them. 0: off."""
     updates_per_step: PositiveInt = 1
     """Optimiser steps that one step's rollouts are cut into."""
 

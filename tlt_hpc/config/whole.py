@@ -204,6 +204,12 @@ def _check_algorithm(config: Config) -> None:
             "not lie on both sides of 1, the ratio where rollout and trainer agree; use bounds such as "
             f"{' and '.join(map(str, CORRECTION_BOUNDS[correction.name]))}"
         )
+    if algorithm.max_refills and (config.rollout.group_size < 2 or config.rollout.temperature == 0):
+        raise ConfigError(
+            f"algorithm.max_refills = {algorithm.max_refills} with rollout.group_size = {config.rollout.group_size} "
+            f"and rollout.temperature = {config.rollout.temperature}: the scores of every group are equal; use groups "
+            "of 2 or more and a temperature above 0, or leave algorithm.max_refills out"
+        )
     if algorithm.overlong_buffer > config.rollout.max_new_tokens:
         raise ConfigError(
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is more than rollout.max_new_tokens = "

@@ -28,12 +28,12 @@ class Draws(Protocol):
         ...
 
 
-def shuffled(num_rows: int, seed: int, epoch: int) -> Indices:
+def shuffled(num_rows: int, seed: int, epoch: int, kind: str = "epoch") -> Indices:
     """A permutation [N]: rows sorted by a hash of (seed, epoch, row), SplitMix64's finaliser (Steele et al., 2014).
 
     A shuffle by hand, since libraries may change theirs from version to version.
     """
-    start = int.from_bytes(hashlib.sha256(f"epoch/{seed}/{epoch}".encode()).digest()[:8], "little")
+    start = int.from_bytes(hashlib.sha256(f"{kind}/{seed}/{epoch}".encode()).digest()[:8], "little")
     z = np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -44,12 +44,12 @@ class AllRows:
     """Every row is drawn: where a draw lies follows by division."""
 
     def __init__(self, num_rows: int, order: EpochOrder) -> None:
-        self._num_rows = num_rows
-        self._order = _keeping_last(order)
+        self.num_rows = num_rows
+        self.order = keeping_last(order)
 
     def rows(self, start: int, stop: int) -> list[int]:
-        places = (divmod(number, self._num_rows) for number in range(start, stop))
-        return [int(self._order(epoch)[place]) for epoch, place in places]
+        places = (divmod(number, self.num_rows) for number in range(start, stop))
+        return [int(self.order(epoch)[place]) for epoch, place in places]
 
 
 class GoodRows:
@@ -61,7 +61,7 @@ class GoodRows:
     """
 
     def __init__(self, num_rows: int, order: EpochOrder, keeps: Callable[[int], bool], name: str) -> None:
-        self._order, self._keeps, self._name = _keeping_last(order), keeps, name
+        self._order, self._keeps, self._name = keeping_last(order), keeps, name
         self._is_good = np.zeros(num_rows, bool)
         self._first: list[int] = []
         self._num_judged = 0
@@ -98,6 +98,6 @@ class GoodRows:
         return order[self._is_good[order]]
 
 
-def _keeping_last(order: EpochOrder) -> EpochOrder:
+def keeping_last(order: EpochOrder) -> EpochOrder:
     """The same, the last two epochs kept: a step may span two."""
     return lru_cache(maxsize=2)(order)

@@ -20,6 +20,7 @@ from tlt_hpc.data.gcd import MAX_NUMBER, Split, draw_from_split
 from tlt_hpc.data.jsonl import digest_of
 from tlt_hpc.data.order import AllRows, Draws, GoodRows, shuffled
 from tlt_hpc.data.reader import OverlongError, PromptReader, encode
+from tlt_hpc.data.refill import Refills
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.data.schema import difficulty_of, wanted_columns
 from tlt_hpc.records import ChatFormat, Prompt
@@ -27,6 +28,8 @@ from tlt_hpc.records import ChatFormat, Prompt
 CHECKED_ROWS = 10_000
 """Rows that are read before a run starts, those that it draws first: a second or two on one core."""
 _KEPT_STEPS = 4
+_REFILL_STRIDE = 4
+"""Rows from one step's refills to the next's, in prompts of a step: more than a step usually draws."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,10 @@ class PromptSource(Protocol):
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of a step, in draw order."""
+        ...
+
+    def refill(self, step: int, count: int) -> list[Prompt]:
+        """The first ``count`` of the prompts that replace a step's dead groups: fewer are a beginning of more."""
         ...
 
     def fingerprints(self) -> Mapping[str, str]:
@@ -84,8 +91,14 @@ class GcdPrompts:
         self._tokenizer, self._seed, self._count, self._split = tokenizer, seed, prompts_per_step, split
 
     def batch(self, step: int) -> list[Prompt]:
-        source = random.Random(f"gcd/{self._split}/{self._seed}/{step}")
-        problems = [draw_from_split(source, self._split) for _ in range(self._count)]
+        return self._draw(f"gcd/{self._split}/{self._seed}/{step}", self._count)
+
+    def refill(self, step: int, count: int) -> list[Prompt]:
+        return self._draw(f"gcd/{self._split}/{self._seed}/{step}/refill", count)
+
+    def _draw(self, seed: str, count: int) -> list[Prompt]:
+        source = random.Random(seed)
+        problems = [draw_from_split(source, self._split) for _ in range(count)]
         return [make_prompt(self._tokenizer, p.prompt, p.answer, "gcd") for p in problems]
 
     def fingerprints(self) -> Mapping[str, str]:
@@ -104,6 +117,7 @@ class FilePrompts:
         self._data, self._count = data, prompts_per_step
         self._sieve = Sieve(data, reader)
         self._draws = _make_draws(data, self._sieve, seed)
+        self._refills = _make_refills(data, self._sieve, self._draws, seed, prompts_per_step)
         self._reader = reader
         self._recent = lru_cache(maxsize=_KEPT_STEPS)(self._batch)
         _check_first(self._draws, self._sieve, seed)
@@ -118,9 +132,14 @@ class FilePrompts:
             found["data.curriculum"] = digest_of(Path(self._data.curriculum.rpartition(":")[0]))
         return found | {"data.overlong": self._data.overlong, "data.broken_rows": self._data.broken_rows}
 
+    def refill(self, step: int, count: int) -> list[Prompt]:
+        return list(map(self._sieve.read, self._refills.rows(step, self._rows(step), count)))
+
     def _batch(self, step: int) -> tuple[Prompt, ...]:
-        drawn = self._draws.rows(step * self._count, (step + 1) * self._count)
-        return tuple(map(self._sieve.read, drawn))
+        return tuple(map(self._sieve.read, self._rows(step)))
+
+    def _rows(self, step: int) -> list[int]:
+        return self._draws.rows(step * self._count, (step + 1) * self._count)
 
 
 class Sieve:
@@ -223,6 +242,15 @@ def _make_draws(data: DataSection, sieve: Sieve, seed: int) -> Draws:
     if sieve.leaves_out:
         return GoodRows(num_rows, lambda epoch: shuffled(num_rows, seed, epoch), sieve.keeps, data.source_name)
     return AllRows(num_rows, lambda epoch: shuffled(num_rows, seed, epoch))
+
+
+def _make_refills(data: DataSection, sieve: Sieve, draws: Draws, seed: int, count: int) -> Refills:
+    """A curriculum's refills are the rows that come next in it; others are shuffled, in an order of their own."""
+    num_rows = len(sieve.reader)
+    if isinstance(draws, AllRows) and data.curriculum:
+        return Refills(draws.num_rows, draws.order, lambda step: (step + 1) * count, lambda row: True)
+    keeps, stride = sieve.keeps if sieve.leaves_out else lambda row: True, _REFILL_STRIDE * count
+    return Refills(num_rows, lambda epoch: shuffled(num_rows, seed, epoch, "refill"), lambda step: stride * step, keeps)
 
 
 def _by_curriculum(data: DataSection, sieve: Sieve) -> AllRows:

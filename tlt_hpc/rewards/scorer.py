@@ -79,7 +79,7 @@ class Scorer:
     def has_unscored(self, finished: Sequence[Rollout]) -> bool:
         """Whether some of the responses are to be judged here and were not yet."""
         self.offer(finished)
-        return len(self._verdicts) + len(self._numbers) < len(finished)
+        return len(self._verdicts.keys() | self._numbers.keys()) < len(finished)
 
     def score_ahead(self, finished: Sequence[Rollout], is_over: Callable[[], bool]) -> None:
         """Judge responses here until all are, or ``is_over``, which is asked between any two, says so."""
@@ -93,7 +93,17 @@ class Scorer:
         self.seconds_ahead += time.perf_counter() - start
 
     def rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
-        """The rewards [N] of all, judging those that are left and waiting for the server's.
+        """The rewards [N] of all the step's responses, as ``settle``; warns of what the user can mend.
+
+        Raises:
+            UserError: the server cannot be started again.
+        """
+        rewards = self.settle(rollouts)
+        self._warn()
+        return rewards
+
+    def settle(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
+        """The rewards [N] of some, judging those that are left and waiting for the server's.
 
         Raises:
             UserError: the server cannot be started again.
@@ -106,7 +116,6 @@ class Scorer:
                 self._judge(rollout)
         if self._bench.client is not None:
             self._await(self._bench.client)
-        self._warn()
         return np.array([self._verdicts[rollout.key].reward for rollout in rollouts], dtype=np.float32)
 
     def metrics(self) -> dict[str, float]:
@@ -130,8 +139,9 @@ class Scorer:
 
     def _await(self, client: RewardClient) -> None:
         start = time.perf_counter()
-        verdicts = client.wait(self._numbers.values())
-        self._verdicts |= {key: verdicts[number] for key, number in self._numbers.items()}
+        pending = {key: number for key, number in self._numbers.items() if key not in self._verdicts}
+        verdicts = client.wait(pending.values())
+        self._verdicts |= {key: verdicts[number] for key, number in pending.items()}
         self.seconds_waited += time.perf_counter() - start
 
     def _judge(self, rollout: Rollout) -> None:

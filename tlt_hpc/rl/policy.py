@@ -89,10 +89,12 @@ class PolicyStats:
 class Update:
     """What an update was made from, of all ranks' responses ordered by key, and how it went."""
 
+    trained: NDArray[np.int64]
+    """[M], ascending: which of the step's responses it was made from."""
     rewards: NDArray[np.float32]
-    """[N]: scores less what the algorithm takes for length and distance from the reference."""
+    """[M]: scores less what the algorithm takes for length and distance from the reference."""
     advantages: NDArray[np.float32]
-    """[N]."""
+    """[M]."""
     reward_kl: float
     """Mean over tokens of the distance that was taken from the rewards; 0 where it is no part of them."""
     stats: PolicyStats

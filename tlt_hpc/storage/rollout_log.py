@@ -10,7 +10,8 @@ Knows nothing of how rollouts are made or used. Schema 2 (any HDF5 reader opens 
     /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64
     /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64; decisions [D, 2] int32: live sequences and index into
                  names of every round, in order
-    /timing      attributes start_seconds, last_token_seconds, release_seconds (since the epoch)
+    /timing      attributes start_seconds, last_token_seconds, release_seconds (since the epoch) of the step's own
+                 rollout; refills [K, 3] float64: the same of each refill (a file without it has none)
     /metrics     one float attribute per metric
 
 ``committed`` is the number of rollouts and is written last; a file without it, or with another count, is not data.
@@ -40,7 +41,8 @@ _TIMING = ("start_seconds", "last_token_seconds", "release_seconds")
 class StepRecord:
     """What one rank writes for one step.
 
-    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them.
+    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
+    an advantage is NaN where dynamic sampling left the response out of the update.
     ``strategy_names`` [S] with ``strategy_rounds`` and ``strategy_tokens`` [S] int64 say how often each speculation
     strategy ran and how many tokens it emitted; ``decisions`` [D, 2] int32 are the rounds in order, live sequences and
     index of the strategy, from which the rank's rollout can be played again.
@@ -61,6 +63,8 @@ class StepRecord:
     decisions: NDArray[np.int32]
     guarded_near_ties: int
     metrics: dict[str, float]
+    refills: tuple[RolloutTiming, ...] = ()
+    """As ``timing``, of each refill."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class StepSummary:
     strategy_tokens: NDArray[np.int64]
     guarded_near_ties: int
     metrics: dict[str, float]
+    refills: tuple[RolloutTiming, ...] = ()
 
 
 def write_step(path: Path, record: StepRecord) -> None:
@@ -128,6 +133,7 @@ def read_step(path: Path) -> StepRecord:
             decisions=file.root["strategy/decisions"][:],
             guarded_near_ties=summary.guarded_near_ties,
             metrics=summary.metrics,
+            refills=summary.refills,
         )
 
 
@@ -171,6 +177,8 @@ def _put_record(root: Group, record: StepRecord) -> None:
     _put_arrays(root.create_group("strategy"), _strategy_columns(record))
     timing = root.create_group("timing")
     put_attributes(timing, {name: float(value) for name, value in vars(record.timing).items()})
+    rows = [[vars(refill)[name] for name in _TIMING] for refill in record.refills]
+    put_array(timing, "refills", np.array(rows, np.float64).reshape(-1, len(_TIMING)))
     put_attributes(root.create_group("metrics"), {name: float(value) for name, value in record.metrics.items()})
 
 
@@ -234,6 +242,9 @@ def _get_summary(file: CommittedFile) -> StepSummary:
         strategy_tokens=strategy["tokens"][:],
         guarded_near_ties=int(root.attrs["guarded_near_ties"]),
         metrics={name: float(value) for name, value in root["metrics"].attrs.items()},
+        refills=tuple(RolloutTiming(*row) for row in root["timing/refills"][:].tolist())
+        if "refills" in root["timing"]
+        else (),
     )
 
 

@@ -1,0 +1,240 @@
+"""Dynamic sampling: which groups teach, what replaces the others, and that a run with refills is one like any other."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.data.refill import Refills
+from tlt_hpc.draws import StepDraws, deal_requests, trained_on
+from tlt_hpc.records import Prompt, Rollout, Stream
+from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import StepRecord, read_step
+from tlt_hpc.storage.step_lines import read_lines
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "jobs" / "tiny.toml"
+
+
+# -- which groups -----------------------------------------------------------------------------------------------------
+
+
+def test_a_group_teaches_where_its_scores_differ() -> None:
+    scores = np.array([1, 1, 0, 0, 0, 1, 0.5, 0.5, 0.25, 0.5], np.float32)
+    assert teaching(scores, 2).tolist() == [False, False, True, False, True]
+    assert teaching(scores[:5], 5).tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("num_teaching", "num_drawn", "wanted", "size"),
+    [
+        (16, 16, 16, 0),
+        (18, 24, 16, 0),
+        (8, 16, 16, 16),  # half of them teach: 8 / 0.5
+        (12, 16, 16, 6),  # 4 / 0.75, rounded up
+        (15, 16, 16, 2),
+        (0, 16, 16, 16),  # no larger than the step's own rollout
+        (15, 160, 16, 8),  # the share is taken to be an eighth at least
+    ],
+)
+def test_a_refill_draws_what_should_do(num_teaching: int, num_drawn: int, wanted: int, size: int) -> None:
+    assert refill_size(np.arange(num_drawn) < num_teaching, wanted) == size
+
+
+@pytest.mark.parametrize(
+    ("teaches", "wanted", "kept"),
+    [
+        ([1, 1, 1], 3, [0, 1, 2]),
+        ([1, 0, 1, 1], 3, [0, 2, 3]),
+        ([0, 1, 1, 1, 1], 3, [1, 2, 3]),  # drawn first, chosen first
+        ([0, 1, 0, 0, 1], 3, [0, 1, 4]),  # too few: the first of the others fill up
+        ([0, 0, 0], 2, [0, 1]),
+    ],
+)
+def test_what_is_trained_on(teaches: list[int], wanted: int, kept: list[int]) -> None:
+    assert chosen(np.array(teaches, bool), wanted).tolist() == kept
+
+
+# -- which rows -------------------------------------------------------------------------------------------------------
+
+
+def refills(num_rows: int = 20, bad: Sequence[int] = ()) -> Refills:
+    def order(epoch: int) -> Any:
+        return np.random.default_rng(epoch).permutation(num_rows)
+
+    return Refills(num_rows, order, lambda step: 6 * step, lambda row: row not in bad)
+
+
+def test_rows_are_new_good_and_a_beginning_of_more() -> None:
+    rows = refills(bad=[3, 4]).rows(5, own=[0, 1, 2], count=15)
+    assert sorted(rows) == list(range(5, 20))
+    assert all(refills(bad=[3, 4]).rows(5, [0, 1, 2], count) == rows[:count] for count in range(15))
+    assert refills().rows(6, [0, 1, 2], 15) != rows
+
+
+def test_data_smaller_than_a_step_comes_again() -> None:
+    rows = refills(4).rows(0, own=[0, 1], count=9)
+    assert sorted(rows[:2]) == [2, 3] and rows[2:4] == [0, 1] and rows[4:8] == rows[:4]
+    assert refills(2).rows(0, own=[0, 1], count=3) == [0, 1, 0]
+
+
+# -- a step's draws ---------------------------------------------------------------------------------------------------
+
+
+def make_prompt(number: int) -> Prompt:
+    return Prompt(np.array([number], np.int32), str(number), "", "test")
+
+
+def make_draws(*overrides: str) -> StepDraws:
+    """Four prompts of two responses, and refills."""
+    own = ["rollout.prompts_per_step=4", "rollout.group_size=2", "algorithm.updates_per_step=1", *overrides]
+    prompts: Any = SimpleNamespace(
+        batch=lambda step: [make_prompt(number) for number in range(4)],
+        refill=lambda step, count: [make_prompt(100 + number) for number in range(count)],
+    )
+    return StepDraws(load_config(TINY, own), prompts, 7)
+
+
+def test_refills_have_keys_of_their_own_and_end() -> None:
+    draws = make_draws("algorithm.max_refills=2")
+    requests = draws.requests()
+    assert [(r.key.stream, r.key.draw, r.key.sample) for r in requests[:3]] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
+    more = draws.refill(np.array([0, 1, 0, 1, 1, 1, 0, 0], np.float32))  # 2 of 4 teach: 2 / 0.5
+    assert [(r.key.stream, r.key.step, r.key.draw, r.key.sample) for r in more] == [
+        (Stream.REFILL, 7, draw, sample) for draw in range(4) for sample in range(2)
+    ]
+    assert [int(r.prompt_tokens[0]) for r in more[::2]] == [100, 101, 102, 103]
+    scores = np.array([0, 1, 0, 1, 1, 1, 0, 0] + [0, 0] * 3 + [0, 1], np.float32)  # 3 of 8: one is missing, 1 / 0.375
+    last = draws.refill(scores)
+    assert [int(r.prompt_tokens[0]) for r in last[::2]] == [104, 105, 106]
+    assert not draws.needs_scores()
+    assert sorted(r.key for r in [*last, *more, *requests]) == [r.key for r in [*requests, *more, *last]]
+    for request in (requests[5], last[2]):
+        rollout: Any = SimpleNamespace(key=request.key)
+        assert draws.prompt_of(rollout).tokens is not None
+        assert draws.prompt_of(rollout).tokens.tolist() == request.prompt_tokens.tolist()
+
+
+def test_enough_groups_need_no_refill_and_none_is_allowed_by_default() -> None:
+    draws = make_draws("algorithm.max_refills=1")
+    assert draws.refill(np.array([0, 1] * 4, np.float32)) == []
+    assert draws.num_refills == 0
+    assert not make_draws().needs_scores()
+
+
+def test_every_request_has_one_rank() -> None:
+    draws = make_draws("algorithm.max_refills=1")
+    requests = [*draws.requests(), *draws.refill(np.zeros(8, np.float32))]
+    config = load_config(TINY, ["rollout.group_size=2"])
+    dealt = [deal_requests(config, requests, rank, 3) for rank in range(3)]
+    assert sorted(r.key for share in dealt for r in share) == [r.key for r in requests]
+
+
+def test_responses_of_the_chosen_groups() -> None:
+    config = load_config(TINY, ["rollout.prompts_per_step=2", "rollout.group_size=2", "algorithm.updates_per_step=1"])
+    assert trained_on(config, np.array([1, 1, 0, 1, 0, 1], np.float32)).tolist() == [2, 3, 4, 5]
+
+
+def test_refills_of_groups_that_cannot_differ_are_refused() -> None:
+    said = (
+        "algorithm.max_refills = 3 with rollout.group_size = 8 and rollout.temperature = 0.0: the scores of every "
+        "group are equal; use groups of 2 or more and a temperature above 0, or leave algorithm.max_refills out"
+    )
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(TINY, ["algorithm.max_refills=3", "rollout.temperature=0.0", "rollout.group_size=8"])
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+STEPS, GROUPS, SIZE = 3, 8, 2
+OVERRIDES = [
+    f"run.num_steps={STEPS}", f"rollout.prompts_per_step={GROUPS}", f"rollout.group_size={SIZE}",
+    "rollout.max_new_tokens=96", "rollout.kv_bytes=60000000", "speculation.profile_seconds=0",
+    "algorithm.max_refills=2", "algorithm.updates_per_step=1", "checkpoint.every_steps=1", "checkpoint.keep=9",
+]  # fmt: skip
+
+
+def train(folder: Path, ranks: int, *overrides: str) -> str:
+    command = [sys.executable, "-m", "tlt_hpc", "train", str(TINY), *OVERRIDES, *overrides]
+    command += [f"run.folder={folder}", f"run.ranks={ranks}"]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def records(folder: Path, step: int) -> list[StepRecord]:
+    return [read_step(path) for path in RunFolder(folder / "tiny").rollout_logs(step)]
+
+
+def responses(folder: Path) -> dict[Any, list[int]]:
+    every = (rollout for step in range(STEPS) for record in records(folder, step) for rollout in record.rollouts)
+    return {rollout.key: rollout.response_tokens.tolist() for rollout in every}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("straight")
+    train(folder, 2)
+    return folder
+
+
+def ordered(parts: Sequence[StepRecord]) -> list[tuple[Rollout, float, float]]:
+    every = (row for part in parts for row in zip(part.rollouts, part.rewards, part.advantages, strict=True))
+    return sorted(every, key=lambda row: row[0].key)
+
+
+@pytest.mark.mpi
+def test_a_run_trains_on_groups_that_teach(straight: Path) -> None:
+    lines = read_lines(straight / "tiny" / "metrics.jsonl")
+    assert sum(line["rollout/refills"] for line in lines.values()) > 0
+    for step in range(STEPS):
+        parts = records(straight, step)
+        rows, line = ordered(parts), lines[step]
+        scores = np.array([reward for _, reward, _ in rows], np.float32)
+        trained = ~np.isnan([advantage for _, _, advantage in rows])
+        teaches = teaching(scores, SIZE)
+        assert trained.sum() == GROUPS * SIZE == line["rollout/trained_samples"]
+        assert (trained.reshape(-1, SIZE).all(1) == trained.reshape(-1, SIZE).any(1)).all(), "groups stay whole"
+        assert (trained.reshape(-1, SIZE)[:, 0] & teaches).sum() == min(GROUPS, teaches.sum())
+        assert line["rollout/samples"] == len(rows) and len(rows) % SIZE == 0
+        assert line["actor/num_tokens"] == sum(
+            len(rollout.response_tokens) for (rollout, _, _), counts in zip(rows, trained, strict=True) if counts
+        )
+        assert all(len(part.refills) == line["rollout/refills"] for part in parts)
+        starts = [part.timing.start_seconds for part in parts] + [t.start_seconds for p in parts for t in p.refills]
+        assert min(starts) == min(part.timing.start_seconds for part in parts)
+        assert any(rollout.key.stream == Stream.REFILL for rollout, _, _ in rows) == (line["rollout/refills"] > 0)
+
+
+@pytest.mark.mpi
+def test_its_tokens_are_those_of_one_rank_without_speculation(straight: Path, tmp_path: Path) -> None:
+    train(tmp_path, 1, "speculation.mode=plain", "run.num_steps=1")
+    wanted = {key: tokens for key, tokens in responses(straight).items() if key.step == 0}
+    parts = {r.key: r.response_tokens.tolist() for part in records(tmp_path, 0) for r in part.rollouts}
+    assert parts == wanted
+
+
+@pytest.mark.mpi
+def test_its_steps_are_taken_up_from_the_log(straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "tiny" / "checkpoints" / f"step-{step:06d}")
+    before = responses(tmp_path)
+    shown = train(tmp_path, 2)
+    assert "step 1: its update repeated" in shown and "step 2: its update repeated" in shown
+    assert responses(tmp_path) == before
+    ends = [CheckpointStore(folder / "tiny" / "checkpoints", keep=9).at(STEPS) for folder in (straight, tmp_path)]
+    for name in ends[0].names("policy"):
+        assert (ends[0].read("policy", name) == ends[1].read("policy", name)).all(), name
