@@ -98,6 +98,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_checkpoint.py",
         "bench_cache.py",
         "bench_update.py",
+        "bench_trl.py",
     },
     "jobs": set[str](),
 }

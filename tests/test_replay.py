@@ -94,7 +94,7 @@ STATS = PolicyStats(
 )  # fmt: skip
 LINE = {
     "training/rollout_probs_diff_mean": 1e-7, "critic/score/mean": 0.5,
-    "perf/total_num_tokens": 100.0,
+    "actor/num_tokens": 100.0,
 }  # fmt: skip
 REWARDS = np.array([0, 1], np.float32)
 
@@ -118,7 +118,7 @@ def test_an_update_whose_last_bits_differ_is_the_runs_own() -> None:
             REWARDS,
             "training/rollout_probs_diff_mean nan",
         ),
-        ({"num_tokens": 99}, REWARDS, "perf/total_num_tokens 99"),
+        ({"num_tokens": 99}, REWARDS, "actor/num_tokens 99"),
         ({}, np.array([1, 1], np.float32), "critic/score/mean 1"),
     ],
 )

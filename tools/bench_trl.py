@@ -1,0 +1,280 @@
+"""Response tokens per second of whole RL steps: this project's main job against TRL's GRPOTrainer, on the same work.
+
+    python tools/bench_trl.py                      # the embedded job, 2 processes of one thread each on both sides
+    python tools/bench_trl.py --steps 5 --repeats 3 --json figures.json
+
+Both sides start from the same weights and train on the same prompts in the same order (16 x 8 responses a step, at most
+512 tokens, temperature 1), with the same rewards, loss and learning rate. TRL generates with transformers, in float32,
+without gradient checkpointing, and is given each of ``--batches`` as its per-device batch; the best of them counts.
+Every side is a launch of its own; launches are interleaved, and the first step of each is left out, as a warm-up. Speed
+is the median over steps of response tokens over seconds of the step (rollout, reward, update). Memory is the most that
+a process holds resident during an update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tlt_hpc.config import Config, load_config  # noqa: E402
+from tlt_hpc.launch.local import find_mpiexec  # noqa: E402
+
+JOB = ROOT / "jobs" / "tiny.toml"
+RANKS = 2
+
+
+def forget_peak() -> None:
+    """Start this process's peak of resident memory anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mb() -> float:
+    """The most that this process has held resident since, MB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
+def job_of(folder: str, options: argparse.Namespace) -> Config:
+    """The main job, with nothing but its length, place and ranks changed."""
+    overrides = [f"run.folder={folder}", f"run.num_steps={options.steps + 1}", f"run.ranks={RANKS}"]
+    return load_config(JOB, [*overrides, "checkpoint.every_steps=1000", *options.override])
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Takes the figures of every step; a reporter of the main loop's."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def replayed(self, step: int) -> None: ...
+
+    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
+
+    def rolling(self, step: int, roster: object) -> None: ...
+
+    def phase(self, step: int, name: str) -> None:
+        if name == "update":
+            forget_peak()
+
+    def stepped(self, summary: Any) -> None:
+        tokens, seconds = summary["perf/total_num_tokens"], summary["timing_s/step"]
+        self.rows.append(
+            {
+                "tokens": tokens,
+                "seconds": seconds,
+                "rollout_seconds": summary["timing_s/gen"],
+                "score": summary["critic/score/mean"],
+                "peak_mb": peak_mb(),
+            }
+        )
+
+
+def run_ours(options: argparse.Namespace) -> None:
+    """One rank of the main job."""
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.run import run
+
+    world, watch = World.connect(), Watch()
+    run(job_of(options.folder, options), world, watch)
+    leave_process_group()
+    if world.rank == 0:
+        write_rows(options, watch.rows)
+    world.barrier()
+
+
+# -- TRL's ------------------------------------------------------------------------------------------------------------
+
+
+def run_trl(options: argparse.Namespace) -> None:
+    """One process of TRL's trainer on the same job."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from tlt_hpc.data.prompts import open_prompts
+    from tlt_hpc.models.folder import find_model, load_tokenizer
+    from tlt_hpc.rewards.text import boxed
+
+    torch.set_num_threads(1)
+    config = job_of(options.folder, options)
+    folder, rollout, algorithm = find_model(config.model.path), config.rollout, config.algorithm
+    prompts = open_prompts(config, load_tokenizer(folder))
+    drawn = [prompt for step in range(options.steps + 1) for prompt in prompts.batch(step)]
+    rows: list[dict[str, float]] = []
+    now: dict[str, float] = {}
+
+    def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        scores = [boxed(text, truth).reward for text, truth in zip(completions, answer, strict=True)]
+        now["tokens"] += sum(map(len, completion_ids))
+        now["score"] += sum(scores) / config.samples_per_step
+        now["rollout_seconds"] = time.perf_counter() - now["start"]
+        forget_peak()
+        return scores
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.distributed.barrier()
+            now.update(start=time.perf_counter(), tokens=0.0, score=0.0)
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            row = torch.tensor([now["tokens"], now["score"]])
+            torch.distributed.all_reduce(row)
+            seconds = time.perf_counter() - now["start"]
+            figures = {"tokens": float(row[0]), "score": float(row[1]), "seconds": seconds}
+            rows.append({**figures, "rollout_seconds": now["rollout_seconds"], "peak_mb": peak_mb()})
+
+    settings = GRPOConfig(
+        output_dir=options.folder,
+        use_cpu=True,
+        bf16=False,
+        ddp_backend="gloo",
+        per_device_train_batch_size=options.batch,
+        gradient_accumulation_steps=config.samples_per_step // (RANKS * options.batch * algorithm.updates_per_step),
+        generation_batch_size=config.samples_per_step,
+        num_generations=rollout.group_size,
+        max_completion_length=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_k=0,
+        top_p=1.0,
+        max_steps=(options.steps + 1) * algorithm.updates_per_step,
+        learning_rate=config.optimizer.learning_rate,
+        lr_scheduler_type="constant",
+        loss_type="dapo",
+        epsilon=algorithm.recipe.clip_low,
+        epsilon_high=algorithm.recipe.clip_high,
+        beta=0.0,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        mask_truncated_completions=False,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        # not AutoTokenizer's: for every qwen2 model that takes Qwen's own way of splitting text
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=Dataset.from_list([{"prompt": p.text, "answer": p.answer} for p in drawn]),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        write_rows(options, joined(rows, algorithm.updates_per_step))
+
+
+def joined(rows: list[dict[str, float]], updates: int) -> list[dict[str, float]]:
+    """Optimiser steps that share a rollout, as one step of ours."""
+    parts = [rows[start : start + updates] for start in range(0, len(rows), updates)]
+    return [
+        {
+            "tokens": sum(row["tokens"] for row in part),
+            "seconds": sum(row["seconds"] for row in part),
+            "rollout_seconds": part[0]["rollout_seconds"],
+            "score": part[0]["score"],
+            "peak_mb": max(row["peak_mb"] for row in part),
+        }
+        for part in parts
+    ]
+
+
+# -- both -------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(options: argparse.Namespace, rows: list[dict[str, float]]) -> None:
+    (Path(options.folder) / "rows.json").write_text(json.dumps(rows))
+
+
+def launch(side: str, batch: int, options: argparse.Namespace) -> list[dict[str, float]]:
+    """One launch of a side; the rows of its steps after the first."""
+    starts = {
+        "ours": [find_mpiexec(), "-n", str(RANKS), sys.executable, "-m", "mpi4py"],
+        "trl": [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"],
+    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*starts[side], __file__, "--side", side, "--folder", folder, "--batch", str(batch)]
+        command += ["--steps", str(options.steps), *(word for key in options.override for word in ("--override", key))]
+        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
+        rows: list[dict[str, float]] = json.loads((Path(folder) / "rows.json").read_text())
+    return rows[1:]
+
+
+def median_of(rows: list[dict[str, float]], name: str) -> float:
+    """A figure's median over steps; ``speed`` is tokens over seconds."""
+    values = [row["tokens"] / row["seconds"] if name == "speed" else row[name] for row in rows]
+    return statistics.median(values)
+
+
+def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """All sides' rows, launches interleaved."""
+    sides = {"ours": ("ours", 0)} | {f"TRL, batch {batch}": ("trl", batch) for batch in options.batches}
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for repetition in range(options.repeats):
+        for name, (side, batch) in sides.items():
+            rows[name] += launch(side, batch, options)
+            speed = median_of(rows[name], "speed")
+            print(f"  repetition {repetition + 1}, {name}: {speed:,.0f} response tokens/s", flush=True)
+    return rows
+
+
+def report(rows: Mapping[str, list[dict[str, float]]]) -> float:
+    """Print the table; ours over the best of TRL's."""
+    print(f"\n{'':16}{'tokens/s':>10}{'tokens':>9}{'step s':>9}{'rollout s':>11}{'score':>8}{'peak MB':>10}")
+    for name, own in rows.items():
+        figures = [median_of(own, key) for key in ("speed", "tokens", "seconds", "rollout_seconds", "score", "peak_mb")]
+        print(f"{name:16}{figures[0]:10,.0f}{figures[1]:9,.0f}{figures[2]:9.2f}{figures[3]:11.2f}", end="")
+        print(f"{figures[4]:8.3f}{figures[5]:10,.0f}")
+    best = max((name for name in rows if name != "ours"), key=lambda name: median_of(rows[name], "speed"))
+    ratio = median_of(rows["ours"], "speed") / median_of(rows[best], "speed")
+    print(f"\nours over {best}: {ratio:.2f}x the response tokens per second of whole steps")
+    return ratio
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a launch")
+    parser.add_argument("--repeats", type=int, default=2, help="launches of each side")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 32], help="TRL's per-device batches")
+    parser.add_argument("--override", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the job")
+    parser.add_argument("--json", type=Path, help="where to write all rows")
+    parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--batch", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        {"ours": run_ours, "trl": run_trl}[options.side](options)
+        return 0
+    rows = compare(options)
+    report(rows)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
