@@ -1,11 +1,11 @@
-"""Reward over RL steps of several algorithms and seeds on a job: runs them where they are missing, tables and draws them.
+"""Reward over RL steps of several algorithms and seeds on a job: runs what is missing, tables and draws all.
 
     python tools/learning_curves.py                                     # grpo, dapo, rloo; seeds 0, 1, 2; 60 steps
     python tools/learning_curves.py --algorithms grpo gspo --seeds 0 --steps 30 --plot curves.svg
 
-Each run is `tlt train JOB algorithm.name=NAME run.seed=SEED`; one that was stopped goes on where it was, and one that is
-there is only read. The reward of a step is the mean score of its responses at the rollout's temperature; the curve is
-the mean over the last five steps.
+Each run is `tlt train JOB algorithm.name=NAME run.seed=SEED`; one that was stopped goes on where it was, one that is
+there is only read. The reward of a step is the mean score of its responses at the rollout's temperature; the curve
+is the mean over the last five steps.
 """
 
 from __future__ import annotations
