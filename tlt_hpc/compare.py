@@ -131,8 +131,8 @@ def read_comparison(
 def policy_tolerance(config: Config, num_steps: int) -> float:
     """How far final weights may lie apart where a rollout correction reads the rollout's probabilities; otherwise 0.
 
-    By root mean square, a thousandth of the way that Adam can take a weight in the run's updates; another reward of a
-    single response gives a tenth. Single weights may lie further apart, where a gradient is nothing but rounding.
+    By root mean square, a thousandth of the way that Adam can take a weight in the run's updates. Single weights may
+    lie further apart, where a gradient is nothing but rounding.
     """
     if config.algorithm.rollout_correction == "none":
         return 0.0
