@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
-from tlt_hpc.job import Job
+from tlt_hpc.job import Job, unit_of
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.records import Prompt, Request, Rollout, RolloutTiming, SampleKey, Stream
 from tlt_hpc.rewards.scorer import Scorer
@@ -187,10 +187,8 @@ def status(job: Job) -> Status:
 
 
 def shard(job: Job, step: int) -> list[Request]:
-    """This rank's requests of a step: whole groups, or single samples of all groups."""
-    unit = job.config.rollout.group_size if job.config.rollout.shard == "group" else 1
-    world = job.world
-    return [request for i, request in enumerate(requests_of(job, step)) if i // unit % world.size == world.rank]
+    """The requests of a step that this rank's replica generates: whole groups, or single samples of all groups."""
+    return [r for r in requests_of(job, step) if job.replica.takes(unit_of(job.config, r.key))]
 
 
 def requests_of(job: Job, step: int) -> list[Request]:

@@ -65,6 +65,11 @@ class EngineCounts:
     """The strategy of every round, in order; filled in when the counts are taken."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
 
+    def told_by_another(self) -> EngineCounts:
+        """What is left to tell where another rank that decodes together with this one counts the same: its seconds."""
+        strategies = dict.fromkeys(self.strategies, (0, 0))
+        return EngineCounts(strategies=strategies, decisions=self.decisions, seconds=self.seconds)
+
 
 class RolloutEngine:
     """Continuous batching over paged memory, with speculation that cannot change the text."""
