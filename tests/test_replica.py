@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from launch_ranks import run_on_ranks
-from test_run import CAPTURED, command, policy_state, records, run_tlt, tokens_of
+from test_resume import Silent
+from test_run import CAPTURED, SMALL, command, records, run_tlt, tokens_of
 
 from tlt_hpc.config import ConfigError, check_ranks, load_config
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
@@ -22,7 +23,6 @@ from tlt_hpc.mpi.world import World
 ROOT = Path(__file__).parent.parent
 TWO = "rollout.tensor_parallel=2"
 SHORT = ["rollout.max_new_tokens=120", "speculation.profile_seconds=0.3"]
-PLAIN = "speculation.mode=plain"
 
 
 def message_of(*overrides: str, what: str = "train") -> str:
@@ -152,38 +152,50 @@ def test_busy_ranks_of_a_replica_leave_before_the_same_round_whoever_votes() -> 
 # -- runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on two ranks with whole models."""
-    folder = tmp_path_factory.mktemp("alone")
-    run_tlt(folder, "run.num_steps=2", *SHORT, PLAIN)
-    return folder / "tiny"
+def run_in_turn(folder: str, runs: list[list[str]]) -> list[str]:
+    """Runs one after another in these ranks; the policies that they end with."""
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.run import run
+
+    world, digests = World.connect(), []
+    for changes in runs:
+        config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}", *SMALL, *SHORT, *changes])
+        digests.append(run(config, world, Silent()).policy_sha256)
+    leave_process_group()
+    return digests
 
 
 @pytest.mark.mpi
-def test_a_run_of_one_replica_is_a_run_of_whole_models_bit_for_bit(alone: Path, tmp_path: Path) -> None:
-    run_tlt(tmp_path, "run.num_steps=1", *SHORT, TWO)
-    folder = tmp_path / "tiny"
-    assert tokens_of(folder, 0) == tokens_of(alone, 0)
-    assert all(len(record.rollouts) == 8 for record in records(folder, 0)), "each rank keeps its half"
-    # it goes on with whole models, from checkpoint and log of a replica
-    run_tlt(tmp_path, "run.num_steps=2", *SHORT, "rollout.max_live=8")
-    assert tokens_of(folder, 1) == tokens_of(alone, 1)
-    straight, resumed = policy_state(alone, 2), policy_state(folder, 2)
-    assert straight.keys() == resumed.keys()
-    assert all(bool((straight[name] == resumed[name]).all()) for name in straight)
+def test_a_run_of_one_replica_is_a_run_of_whole_models_bit_for_bit(tmp_path: Path) -> None:
+    """And goes on with whole models, from the checkpoint and the log of a replica."""
+    runs = [
+        ["run.name=whole", "run.num_steps=2", "speculation.mode=plain"],
+        ["run.name=split", "run.num_steps=1", TWO],
+        ["run.name=split", "run.num_steps=2"],
+    ]
+    digests, others = run_on_ranks(2, run_in_turn, str(tmp_path), runs)
+    assert digests == others and digests[2] == digests[0] != digests[1]
+    for step in range(2):
+        assert tokens_of(tmp_path / "split", step) == tokens_of(tmp_path / "whole", step)
+    assert all(len(record.rollouts) == 8 for record in records(tmp_path / "split", 0)), "each rank keeps its half"
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_two_replicas_generate_what_whole_models_do_and_count_it_once(alone: Path, tmp_path: Path) -> None:
-    run_tlt(tmp_path, "run.num_steps=1", *SHORT, TWO, "drafter.min_idle=1", ranks=4)
-    folder = tmp_path / "tiny"
-    assert tokens_of(folder, 0, ranks=4) == tokens_of(alone, 0)
-    kept = records(folder, 0, ranks=4)
-    tokens = [int(record.strategy_tokens.sum()) for record in kept]
-    assert sum(tokens) == sum(len(rollout.response_tokens) for record in kept for rollout in record.rollouts)
-    assert tokens[1] == tokens[3] == 0 and all(len(record.rollouts) == 4 for record in kept)
+@pytest.mark.parametrize("shard", ["group", "sample"])
+def test_two_replicas_generate_what_whole_models_do_and_count_it_once(tmp_path: Path, shard: str) -> None:
+    runs = [
+        ["run.name=whole", "run.num_steps=2", "speculation.mode=plain"],
+        ["run.name=split", "run.num_steps=2", TWO, f"rollout.shard={shard}"],
+    ]
+    for whole, split in run_on_ranks(4, run_in_turn, str(tmp_path), runs, timeout=300):
+        assert whole == split
+    for step in range(2):
+        assert tokens_of(tmp_path / "split", step, ranks=4) == tokens_of(tmp_path / "whole", step, ranks=4)
+        kept = records(tmp_path / "split", step, ranks=4)
+        tokens = [int(record.strategy_tokens.sum()) for record in kept]
+        assert sum(tokens) == sum(len(rollout.response_tokens) for record in kept for rollout in record.rollouts)
+        assert tokens[1] == tokens[3] == 0 and all(len(record.rollouts) == 4 for record in kept)
 
 
 @pytest.mark.slow
