@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, paged_attention, texts
 
+from tlt_hpc.config import load_config
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
 from tlt_hpc.models.folder import folder_weights
@@ -23,6 +24,7 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
+ROOT = Path(__file__).parent.parent
 T = TypeVar("T")
 SHAPE = read_shape(embedded_folder())
 CHAIN = Strategy("drafter", 4)
@@ -176,6 +178,25 @@ def test_a_model_that_cannot_be_divided_is_refused(shape: ModelShape, size: int,
 def test_models_that_can_be_divided_pass() -> None:
     for shape, size in ((SHAPE, 4), (wide(num_kv_heads=1), 8), (wide(), 8)):
         check_sharding(shape, size, "rollout.tensor_parallel")
+
+
+PUBLISHED = {
+    "qwen32b": {"num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 27648},
+    "llama70b": {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
+}
+"""Of the models that two jobs name, from their config.json."""
+
+
+@pytest.mark.parametrize("job", PUBLISHED)
+def test_jobs_of_replicas_divide_their_models(job: str) -> None:
+    config, sizes = load_config(ROOT / "jobs" / f"{job}.toml"), PUBLISHED[job]
+    shape = wide(
+        num_heads=sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        intermediate_size=sizes["intermediate_size"],
+    )
+    assert config.rollout.tensor_parallel > 1
+    check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
 
 
 # -- the engine -----------------------------------------------------------------------------------------------------
