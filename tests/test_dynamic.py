@@ -17,12 +17,14 @@ import pytest
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data.refill import Refills
-from tlt_hpc.draws import StepDraws, deal_requests, trained_on
+from tlt_hpc.draws import StepDraws, trained_on
+from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.records import Prompt, Rollout, Stream
 from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import read_lines
+from tlt_hpc.tail import shard
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -137,9 +139,9 @@ def test_enough_groups_need_no_refill_and_none_is_allowed_by_default() -> None:
 def test_every_request_has_one_rank() -> None:
     draws = make_draws("algorithm.max_refills=1")
     requests = [*draws.requests(), *draws.refill(np.zeros(8, np.float32))]
-    config = load_config(TINY, ["rollout.group_size=2"])
-    dealt = [deal_requests(config, requests, rank, 3) for rank in range(3)]
-    assert sorted(r.key for share in dealt for r in share) == [r.key for r in requests]
+    worlds: list[Any] = [SimpleNamespace(rank=rank, size=3) for rank in range(3)]
+    jobs: list[Any] = [SimpleNamespace(config=load_config(TINY), replica=Replica(world, 1)) for world in worlds]
+    assert sorted(r.key for job in jobs for r in shard(job, requests)) == [r.key for r in requests]
 
 
 def test_responses_of_the_chosen_groups() -> None:

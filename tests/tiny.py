@@ -112,7 +112,7 @@ def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Call
     size = 64
     each = -(-num_positions // size)
     tables = [list(range(row * each, (row + 1) * each)) for row in range(num_rows)]
-    cache = make_cache(decoder.shape, num_rows * each, size, num_rows, num_positions, decoder.dtype, CPU)
+    cache = make_cache(decoder.part, num_rows * each, size, num_rows, num_positions, decoder.dtype, CPU)
     for row, table in enumerate(tables):
         cache.set_table(row, table)
     layout = cache.layout(tables, num_rows * each)

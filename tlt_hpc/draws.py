@@ -72,9 +72,3 @@ def trained_on(config: Config, scores: NDArray[np.float32]) -> NDArray[np.int64]
     size = config.rollout.group_size
     groups = chosen(teaching(scores, size), config.rollout.prompts_per_step)
     return (groups[:, None] * size + np.arange(size)).reshape(-1)
-
-
-def deal_requests(config: Config, requests: list[Request], rank: int, num_ranks: int) -> list[Request]:
-    """A rank's share of a step's requests: whole groups, or single samples of all groups."""
-    unit = config.rollout.group_size if config.rollout.shard == "group" else 1
-    return [request for i, request in enumerate(requests) if i // unit % num_ranks == rank]

@@ -27,15 +27,18 @@ from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, make_drafter
 from tlt_hpc.models.folder import DTYPES, load_policy_model, num_used_tokens
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import Assets, read_assets
-from tlt_hpc.records import SamplingParams
+from tlt_hpc.records import SampleKey, SamplingParams
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rewards.standing import standing_bench
 from tlt_hpc.rl.correction import MismatchWatch
-from tlt_hpc.rl.distributed import join_process_group
+from tlt_hpc.rl.distributed import join_process_group, replica_sum
 from tlt_hpc.rl.policy import Policy
+from tlt_hpc.rollout.decisions import Agree
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
@@ -66,6 +69,7 @@ _FREE_ON_RESUME = {
     "rollout.kv_bytes",
     "rollout.page_size",
     "rollout.prefill_tokens",
+    "rollout.tensor_parallel",
     "speculation.strategies",
     "speculation.chooser",
     "speculation.profile_seconds",
@@ -112,6 +116,7 @@ class Job:
 
     config: Config
     world: World
+    replica: Replica
     folder: RunFolder
     tokenizer: Tokenizer
     prompts: PromptSource
@@ -145,7 +150,8 @@ def assemble(config: Config, world: World) -> Job:
     if config.speculation.mode == "full":
         warm = read_drafter(config.drafter.init, config.drafter.form, assets.shape)
     folder = RunFolder(config.folder)
-    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device)
+    replica = make_replica(config, world)
+    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
     drafting = (
         make_drafting(config, world, folder, decoder, assets, warm) if config.speculation.mode == "full" else None
     )
@@ -153,7 +159,9 @@ def assemble(config: Config, world: World) -> Job:
     claim_folder(folder, config, world, assets.prompts)
     if drafting:
         drafting.cache.recover()
-    engine = make_engine(decoder, engine_settings(config, assets, world), drafting.served if drafting else None)
+    served = drafting.served if drafting else None
+    engine = make_engine(decoder, engine_settings(config, assets, world), served, replica.agree)
+    engine.keeps = lambda key: replica.keeps(unit_of(config, key))
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     model = load_policy_model(assets.folder, config.model.dtype)
     if device.type == "cuda":
@@ -163,12 +171,13 @@ def assemble(config: Config, world: World) -> Job:
     return Job(
         config=config,
         world=world,
+        replica=replica,
         folder=folder,
         tokenizer=assets.tokenizer,
         prompts=assets.prompts,
         engine=engine,
         policy=policy,
-        pulse=Pulse(world.private_comm()),
+        pulse=make_pulse(world, replica, engine),
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         drafting=drafting,
         bench=bench,
@@ -300,14 +309,45 @@ def choose_device(config: Config, world: World) -> torch.device:
     return device
 
 
-def make_engine(decoder: Decoder, settings: EngineSettings, drafter: Drafter | None) -> RolloutEngine:
-    """The rollout engine.
+def make_replica(config: Config, world: World) -> Replica:
+    """This rank's replica; collective.
+
+    Raises:
+        ConfigError: on all ranks, where one would lie on several nodes.
+    """
+    check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
+    return Replica(world, config.rollout.tensor_parallel)
+
+
+def make_sharding(replica: Replica, world: World, device: torch.device) -> Sharding:
+    """Which part of the decoder this rank holds, and how its replica sums; collective."""
+    if replica.size == 1:
+        return WHOLE
+    join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+    return Sharding(replica.index, replica.size, replica_sum(world, replica.size))
+
+
+def make_pulse(world: World, replica: Replica, engine: RolloutEngine) -> Pulse:
+    """The pulse of all ranks; collective."""
+    comm = world.private_comm()
+    return Pulse(comm) if replica.size == 1 else ReplicaPulse(comm, replica, lambda: engine.text_mark)
+
+
+def unit_of(config: Config, key: SampleKey) -> int:
+    """By what a step's responses are dealt over replicas and ranks: their group, or their place among all samples."""
+    return key.draw if config.rollout.shard == "group" else key.draw * config.rollout.group_size + key.sample
+
+
+def make_engine(
+    decoder: Decoder, settings: EngineSettings, drafter: Drafter | None, agree: Agree | None = None
+) -> RolloutEngine:
+    """The rollout engine; ``agree`` where its decoder is one part of several ranks'.
 
     Raises:
         ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
     """
     try:
-        return RolloutEngine(decoder, settings, drafter)
+        return RolloutEngine(decoder, settings, drafter, agree if decoder.sharding.size > 1 else None)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -356,6 +396,8 @@ def make_drafting(
     shape, seed, settings = decoder.shape, config.run.seed, config.drafter
     token_ids = choose_vocabulary(config, assets) if warm is None else warm.get(TOKEN_IDS)
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
+    if decoder.sharding.size > 1:
+        served.split(decoder.sharding)
     kind = FirstRollouts if settings.rollouts == "first" else FeatureCache
     place, rank, num_ranks = cache_place(config, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes

@@ -11,6 +11,7 @@ from tlt_hpc.config import Config, ConfigError, check_model_limits, check_ranks,
 from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
+from tlt_hpc.models.sharding import check_sharding
 from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rollout.strategy import strategies_of
@@ -37,12 +38,20 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     folder = find_model(config.model.path)
     shape = read_shape(folder)
     check_model_limits(config, shape.max_positions)
+    _check_replicas(config, shape)
     _check_strategies(config)
     if config.reward.function:
         _check_reward_function(config)
     tokenizer = load_tokenizer(folder)
     prompts = open_prompts(config, tokenizer, read_chat_format(folder))
     return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), prompts)
+
+
+def _check_replicas(config: Config, shape: ModelShape) -> None:
+    try:
+        check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_reward_function(config: Config) -> None:
@@ -81,6 +90,8 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
         f"rollout     {rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, at most "
         f"{rollout.max_new_tokens} tokens, temperature {rollout.temperature}; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
+        f"replicas    {num_ranks // rollout.tensor_parallel} x {rollout.tensor_parallel}: "
+        f"{_replica_in_words(config, shape)}",
         f"speculation {config.speculation.mode}, off, {', '.join(config.speculation.strategies)}; "
         f"drafter from {config.drafter.init}",
         f"update      {algorithm.name}: advantage {recipe.advantage}, {recipe.loss} {recipe.clip_low} and "
@@ -90,3 +101,14 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
         f"checkpoint  every {config.checkpoint.every_steps} steps, the last {config.checkpoint.keep} kept",
     ]
     return "\n".join([*lines, "", to_toml(config)])
+
+
+def _replica_in_words(config: Config, shape: ModelShape) -> str:
+    size = config.rollout.tensor_parallel
+    if size == 1:
+        return "every rank decodes with a whole model"
+    heads, kv_heads = shape.num_heads // size, max(1, shape.num_kv_heads // size)
+    return (
+        f"{size} ranks decode together, each with {heads} of {shape.num_heads} heads, {kv_heads} of "
+        f"{shape.num_kv_heads} key-value heads and 1/{size} of the MLP"
+    )

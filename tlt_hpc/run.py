@@ -212,6 +212,8 @@ def make_record(
 ) -> StepRecord:
     """What this rank's log keeps of a step."""
     counts = job.engine.take_counts()
+    if job.replica.index > 0:
+        counts = counts.told_by_another()
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     names = tuple(counts.strategies)
     harvested = seconds_of(micro_steps) if job.config.drafter.place == "tail" else 0.0

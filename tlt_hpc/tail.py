@@ -12,8 +12,8 @@ from typing import Protocol
 
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
-from tlt_hpc.draws import StepDraws, deal_requests
-from tlt_hpc.job import Job
+from tlt_hpc.draws import StepDraws
+from tlt_hpc.job import Job, unit_of
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.records import Request, Rollout, RolloutTiming
 from tlt_hpc.rewards.scorer import Scorer
@@ -230,8 +230,8 @@ def status(job: Job) -> Status:
 
 
 def shard(job: Job, requests: list[Request]) -> list[Request]:
-    """This rank's share of a step's requests."""
-    return deal_requests(job.config, requests, job.world.rank, job.world.size)
+    """Those of a step's requests that this rank's replica generates: whole groups, or single samples of all groups."""
+    return [request for request in requests if job.replica.takes(unit_of(job.config, request.key))]
 
 
 def make_scorer(job: Job, draws: StepDraws) -> Scorer:

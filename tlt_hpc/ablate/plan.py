@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tlt_hpc.ablate.arms import MEANING, check_arms, config_of, possible_arms
 from tlt_hpc.ablate.options import ARMS, AblateOptions, ArmName
-from tlt_hpc.config import Config, ConfigError, UserError, load_config, to_toml
+from tlt_hpc.config import Config, ConfigError, UserError, load_config, refuse_replicas, to_toml
 from tlt_hpc.storage.folder import make_folder, writing_beside
 
 DEFAULT_STEPS = 30
@@ -55,6 +55,7 @@ def plan_ablation(config: Config, options: AblateOptions, num_ranks: int) -> Abl
     Raises:
         UserError: an arm that the job cannot have, or an ablation to resume that is none or another one.
     """
+    refuse_replicas(config, "tlt ablate")
     if options.resume is not None:
         return resumed(config, options, num_ranks)
     arms = options.arms or possible_arms(config)

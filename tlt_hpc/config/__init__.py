@@ -17,6 +17,7 @@ from tlt_hpc.config.whole import (
     RunSection,
     check_model_limits,
     check_ranks,
+    refuse_replicas,
 )
 
 __all__ = [
@@ -45,5 +46,6 @@ __all__ = [
     "check_ranks",
     "load_config",
     "parse_config",
+    "refuse_replicas",
     "to_toml",
 ]

@@ -56,6 +56,8 @@ class RolloutSection(Section):
     """Prompt tokens of one pass; longer prompts are read in chunks, between rounds."""
     shard: Literal["group", "sample"] = "group"
     """What a rank owns: whole GRPO groups, or single samples of all groups."""
+    tensor_parallel: PositiveInt = 1
+    """Consecutive ranks of a node that hold one copy of the model for the rollout, each a part of every layer."""
     tie_guard: Literal["auto", "on", "off"] = "auto"
     """``auto``: on for float32, off otherwise."""
 
@@ -100,7 +102,7 @@ class Config(Section):
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
-    """Refuse a rank count that the step's samples cannot be divided over.
+    """Refuse a rank count that the step's samples cannot be divided over, or that makes no whole replicas.
 
     Raises:
         ConfigError: with the key and the remedy.
@@ -115,6 +117,24 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         raise ConfigError(
             f"{what} = {unit} is not divisible by {num_ranks} ranks; "
             f"use {max(num_ranks, unit // num_ranks * num_ranks)} or another number of ranks"
+        )
+    if num_ranks % config.rollout.tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {config.rollout.tensor_parallel} does not divide {num_ranks} ranks; use "
+            f"{math.gcd(num_ranks, config.rollout.tensor_parallel)} or another number of ranks"
+        )
+
+
+def refuse_replicas(config: Config, command: str) -> None:
+    """Refuse a job of replicas to a command that has no use for them.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    if config.rollout.tensor_parallel > 1:
+        raise ConfigError(
+            f"rollout.tensor_parallel = {config.rollout.tensor_parallel}: {command} decodes with a whole model on "
+            "every rank; where it fits, give rollout.tensor_parallel=1"
         )
 
 

@@ -17,6 +17,7 @@ from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_
 from tlt_hpc.models.linear import Linear, Norm
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.sharding import WHOLE, Sharding
 
 _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
@@ -24,18 +25,29 @@ _HEAD_ROWS = 2048
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a weight of shape ``sizes`` is copied to: a view that takes it, reshaped."""
+    """Where the part ``cut`` of a weight of shape ``sizes`` is copied to: a view that takes it, reshaped."""
 
     sizes: tuple[int, ...]
     target: Tensor
     reshaped: tuple[int, ...]
+    cut: tuple[slice, ...] = ()
+
+    @property
+    def cut_sizes(self) -> tuple[int, ...]:
+        kept = (len(range(size)[part]) for size, part in zip(self.sizes, self.cut, strict=False))
+        return *kept, *self.sizes[len(self.cut) :]
 
 
 class Decoder:
-    """Weights of the policy in the layout that decodes fastest, refreshed in place after every policy step."""
+    """Weights of the policy in the layout that decodes fastest, refreshed in place after every policy step.
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    With a ``sharding`` over several ranks it holds this rank's part of every layer, and all of them call each pass.
+    """
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device, sharding: Sharding = WHOLE) -> None:
+        self.shape, self.dtype, self.device, self.sharding = shape, dtype, device, sharding
+        self.part = sharding.part(shape)
+        """The sizes of what this rank has of the layers."""
         self.version = -1
         """Counts weight loads; -1 before the first."""
         self.embedding = self._empty(shape.vocab_size, shape.hidden_size)
@@ -43,7 +55,7 @@ class Decoder:
         self.final_norm = Norm(self._empty(shape.hidden_size), shape.norm_epsilon)
         self.layers = [self._empty_layer() for _ in range(shape.num_layers)]
         self._pairs = in_pairs(dtype, device)
-        self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device, self._pairs)
+        self.rotary = rotary_table(self.part, shape.max_positions + SPARE_POSITIONS, dtype, device, self._pairs)
         self._head = Linear(self.head)
 
     @property
@@ -61,8 +73,14 @@ class Decoder:
         """The Hugging Face names that ``load`` wants, with their sizes."""
         return {name: slot.sizes for name, slot in self._slots()}
 
-    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def weight_cuts(self) -> dict[str, tuple[slice, ...]]:
+        """The part of each weight that this rank takes, by Hugging Face name: what ``load`` is given if ``are_cut``."""
+        return {name: slot.cut for name, slot in self._slots()}
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int, are_cut: bool = False) -> None:
         """Copy weights under their Hugging Face names into place; addresses do not change.
+
+        They are whole, of which this rank takes its part, or its part already.
 
         Raises:
             ValueError: a name is missing or unknown, or a shape differs.
@@ -77,11 +95,10 @@ class Decoder:
                     f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; check config.json"
                 )
             slot = slots[name]
-            if slot.sizes != tensor.shape:
-                raise ValueError(
-                    f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(slot.sizes)}"
-                )
-            slot.target.copy_(tensor.reshape(slot.reshaped))
+            sizes = slot.cut_sizes if are_cut else slot.sizes
+            if sizes != tensor.shape:
+                raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(sizes)}")
+            slot.target.copy_((tensor if are_cut else tensor[slot.cut]).reshape(slot.reshaped))
             missing.discard(name)
         if missing:
             raise ValueError(
@@ -102,7 +119,7 @@ class Decoder:
         """``hidden`` [T, H], and side by side what entered each of ``layers`` and this: [T, (layers + 1) H]."""
         x = F.embedding(tokens, self.embedding)
         rotary = self.rotary.at(positions)
-        hidden, entering = run_layers(x, self.layers, self.final_norm, self.shape, rotary, attend, layers)
+        hidden, entering = run_layers(x, self.layers, self.final_norm, self.part, rotary, attend, layers)
         return hidden, torch.cat([*entering, hidden], -1) if entering else hidden
 
     @torch.inference_mode()
@@ -117,7 +134,8 @@ class Decoder:
         """Float64 logits of the ``last`` positions of one sequence, computed alone: tokens [T] -> [last, V].
 
         A pure function of weights and tokens: no cache, no batch, no strategy. Layers are cast one at a time, so it
-        needs little memory beside the weights.
+        needs little memory beside the weights. Ranks that share the layers sum in float64 too: all of them have the
+        same bits, and one rank alone would have them but for the last ones of a float64.
         """
         return self.reference_head(self.reference_hidden(tokens)[-last:])
 
@@ -132,11 +150,11 @@ class Decoder:
     def reference_hidden(self, tokens: Tensor) -> Tensor:
         """Float64 hidden states after the final norm, as ``reference_logits`` has them: tokens [T] -> [T, H]."""
         positions = torch.arange(len(tokens), device=self.device)
-        rotary = rotary_table(self.shape, len(tokens), torch.float64, self.device, self._pairs).at(positions)
+        rotary = rotary_table(self.part, len(tokens), torch.float64, self.device, self._pairs).at(positions)
         attend = attend_documents(None)
         x = F.embedding(tokens, self.embedding).double()
         for i, layer in enumerate(self._reference_layers()):
-            x = transformer_layer(x, layer, self.shape, rotary, i, attend)
+            x = transformer_layer(x, layer, self.part, rotary, i, attend)
         return self.final_norm.to(torch.float64)(x)
 
     def _reference_layers(self) -> Iterator[LayerWeights]:
@@ -153,7 +171,7 @@ class Decoder:
 
         The yardstick of a decoding step: what is left when attention, norms, noise and bookkeeping cost nothing.
         """
-        s = self.shape
+        s = self.part
         x, mixed, gated = (
             torch.zeros(num_rows, size, dtype=self.dtype, device=self.device)
             for size in (s.hidden_size, s.num_heads * s.head_dim, s.intermediate_size)
@@ -169,20 +187,20 @@ class Decoder:
         return torch.zeros(*sizes, dtype=self.dtype, device=self.device)
 
     def _empty_layer(self) -> LayerWeights:
-        s = self.shape
+        s = self.part
         width = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
         head_norm = self._empty(s.num_heads + s.num_kv_heads, s.head_dim) if s.head_norm else None
         return LayerWeights(
             input_norm=Norm(self._empty(s.hidden_size), s.norm_epsilon),
             qkv=Linear(self._empty(width, s.hidden_size), self._empty(width) if s.qkv_bias else None),
             head_norm=None if head_norm is None else Norm(head_norm, s.norm_epsilon),
-            output=Linear(
+            output=self.sharding.row_linear(
                 self._empty(s.hidden_size, s.num_heads * s.head_dim),
                 self._empty(s.hidden_size) if s.output_bias else None,
             ),
             post_norm=Norm(self._empty(s.hidden_size), s.norm_epsilon),
             gate_up=Linear(self._empty(2 * s.intermediate_size, s.hidden_size)),
-            down=Linear(self._empty(s.hidden_size, s.intermediate_size)),
+            down=self.sharding.row_linear(self._empty(s.hidden_size, s.intermediate_size)),
         )
 
     def _pack(self) -> None:
@@ -198,31 +216,49 @@ class Decoder:
         if not self.shape.tied_head:
             yield "lm_head.weight", _whole(self.head)
         for i, layer in enumerate(self.layers):
-            for name, slot in (*self._attention_slots(layer), *_other_slots(layer)):
+            for name, slot in (*self._attention_slots(layer), *self._other_slots(layer)):
                 yield f"model.layers.{i}.{name}", slot
 
     def _attention_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
-        s = self.shape
-        num_heads = [s.num_heads, s.num_kv_heads, s.num_kv_heads]
+        s, part, shard = self.shape, self.part, self.sharding
+        whole = {"q": s.num_heads, "k": s.num_kv_heads, "v": s.num_kv_heads}
+        own = {"q": shard.heads(s), "k": shard.kv_heads(s), "v": shard.kv_heads(s)}
+        num_heads = [part.num_heads, part.num_kv_heads, part.num_kv_heads]
         for tensor, kind in ((layer.qkv.weight, "weight"), (layer.qkv.bias, "bias")):
             if tensor is None:
                 continue
             heads = tensor.view(-1, s.head_dim, *tensor.shape[1:])
-            for part, rows in zip("qkv", torch.split(heads, num_heads), strict=True):
-                sizes = (rows.shape[0] * s.head_dim, *tensor.shape[1:])
-                yield f"self_attn.{part}_proj.{kind}", self._head_slot(rows, sizes, rotated=part != "v")
+            for name, rows in zip("qkv", torch.split(heads, num_heads), strict=True):
+                sizes = (whole[name] * s.head_dim, *tensor.shape[1:])
+                cut = (slice(own[name].start * s.head_dim, own[name].stop * s.head_dim),)
+                yield f"self_attn.{name}_proj.{kind}", self._head_slot(rows, sizes, cut, rotated=name != "v")
         if layer.head_norm is not None:
-            for part, rows in zip("qk", torch.split(layer.head_norm.weight, num_heads[:2]), strict=True):
-                yield f"self_attn.{part}_norm.weight", self._head_slot(rows, (s.head_dim,), rotated=True)
+            for name, rows in zip("qk", torch.split(layer.head_norm.weight, num_heads[:2]), strict=True):
+                yield f"self_attn.{name}_norm.weight", self._head_slot(rows, (s.head_dim,), (), rotated=True)
 
-    def _head_slot(self, heads: Tensor, sizes: tuple[int, ...], rotated: bool) -> _Slot:
+    def _head_slot(self, heads: Tensor, sizes: tuple[int, ...], cut: tuple[slice, ...], rotated: bool) -> _Slot:
         """The slot of ``heads`` [heads, d, ...], whose rows are halves in a file and pairs here, if they are rotated.
 
         A weight of one head's size goes to each of them.
         """
         if rotated and self._pairs:
             heads = heads.view(heads.shape[0], -1, 2, *heads.shape[2:]).transpose(1, 2)
-        return _Slot(sizes, heads, (-1, *heads.shape[1:]))
+        return _Slot(sizes, heads, (-1, *heads.shape[1:]), cut)
+
+    def _other_slots(self, layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
+        assert layer.input_norm is not None, "only a drafter goes without"
+        s, heads, inner = self.shape, self.sharding.heads(self.shape), self.sharding.inner(self.shape)
+        mixed = slice(heads.start * s.head_dim, heads.stop * s.head_dim)
+        yield "input_layernorm.weight", _whole(layer.input_norm.weight)
+        yield "post_attention_layernorm.weight", _whole(layer.post_norm.weight)
+        yield "self_attn.o_proj.weight", _columns(layer.output.weight, s.num_heads * s.head_dim, mixed)
+        if layer.output.bias is not None:
+            yield "self_attn.o_proj.bias", _whole(layer.output.bias)
+        gate, up = layer.gate_up.weight.chunk(2)
+        for name, rows in (("gate", gate), ("up", up)):
+            sizes = s.intermediate_size, s.hidden_size
+            yield f"mlp.{name}_proj.weight", _Slot(sizes, rows, tuple(rows.shape), (inner,))
+        yield "mlp.down_proj.weight", _columns(layer.down.weight, s.intermediate_size, inner)
 
 
 def _refill(target: LayerWeights, source: LayerWeights) -> None:
@@ -241,14 +277,6 @@ def _whole(tensor: Tensor) -> _Slot:
     return _Slot(tuple(tensor.shape), tensor, tuple(tensor.shape))
 
 
-def _other_slots(layer: LayerWeights) -> Iterator[tuple[str, _Slot]]:
-    assert layer.input_norm is not None, "only a drafter goes without"
-    yield "input_layernorm.weight", _whole(layer.input_norm.weight)
-    yield "post_attention_layernorm.weight", _whole(layer.post_norm.weight)
-    yield "self_attn.o_proj.weight", _whole(layer.output.weight)
-    if layer.output.bias is not None:
-        yield "self_attn.o_proj.bias", _whole(layer.output.bias)
-    gate, up = layer.gate_up.weight.chunk(2)
-    yield "mlp.gate_proj.weight", _whole(gate)
-    yield "mlp.up_proj.weight", _whole(up)
-    yield "mlp.down_proj.weight", _whole(layer.down.weight)
+def _columns(tensor: Tensor, width: int, own: slice) -> _Slot:
+    """The slot of the columns ``own`` of a weight that is ``width`` wide."""
+    return _Slot((tensor.shape[0], width), tensor, tuple(tensor.shape), (slice(None), own))

@@ -19,6 +19,7 @@ from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
 from tlt_hpc.models.linear import Linear, Norm
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, pairs_order, rotary_table
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.sharding import WHOLE, Sharding
 
 Form = Literal["eagle", "eagle3"]
 
@@ -66,7 +67,20 @@ class Drafter(nn.Module, ABC):
         self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device, pairs)
         self._order = pairs_order(shape, device) if pairs else None
         self._packed: Parts | None = None
+        self._sharding, self._part = WHOLE, shape
         self.register_load_state_dict_post_hook(_pack_again)  # type: ignore[no-untyped-call]
+
+    def split(self, sharding: Sharding) -> None:
+        """Serve this rank's part of the layer from now on, and the others theirs; the parameters stay whole.
+
+        For a drafter that a replica drafts with; one that is trained is whole.
+        """
+        assert self._packed is None, "split comes before pack"
+        self._sharding, self._part = sharding, sharding.part(self.shape)
+        pairs, rows = self._order is not None, sharding.qkv_rows(self.shape, self._device)
+        num_positions = self.shape.max_positions + SPARE_POSITIONS
+        self.rotary = rotary_table(self._part, num_positions, self._dtype, self._device, pairs)
+        self._order = rows[pairs_order(self._part, self._device)] if pairs else rows
 
     @property
     @abstractmethod
@@ -109,16 +123,20 @@ class Drafter(nn.Module, ABC):
         """Bytes of the copy that is served from, beside the parameters'."""
         if self._packed is None:
             return 0
-        permuted = self._packed.layer.qkv.weight.nbytes if self._order is not None else 0
+        layer = self._packed.layer
+        permuted = layer.qkv.weight.nbytes if self._order is not None else 0
+        if self._sharding.size > 1:
+            permuted += layer.output.weight.nbytes + layer.gate_up.weight.nbytes + layer.down.weight.nbytes
         return self._packed.packed_bytes + permuted
 
     def _now(self) -> Parts:
         packed = None if torch.is_grad_enabled() else self._packed
+        assert packed is not None or self._sharding.size == 1, "a drafter that is split is served, not trained"
         return packed or self._parts()
 
     def _run(self, x: Tensor, reads: Tensor, parts: Parts, positions: Tensor, attend: Attend) -> Tensor:
         """The layer at positions [T]: attention reads ``reads`` [T, R], and what comes of it is added to x [T, H]."""
-        return run_draft_layer(x, reads, parts.layer, self.shape, self.rotary.at(positions), attend)
+        return run_draft_layer(x, reads, parts.layer, self._part, self.rotary.at(positions), attend)
 
     def _matrix(self, rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
         values = torch.randn(rows, columns, generator=self._generator) * (scale * columns**-0.5)
@@ -131,14 +149,20 @@ class Drafter(nn.Module, ABC):
         return Norm(weight, self.shape.norm_epsilon)
 
     def _layer_of(self, qkv: Tensor, output: Tensor, post_norm: Tensor, gate_up: Tensor, down: Tensor) -> LayerWeights:
+        shard = self._sharding
+        if shard.size > 1:
+            inner, heads, d = shard.inner(self.shape), shard.heads(self.shape), self.shape.head_dim
+            gate_up = torch.cat([rows[inner] for rows in gate_up.chunk(2)])
+            output = output[:, heads.start * d : heads.stop * d].contiguous()
+            down = down[:, inner].contiguous()
         return LayerWeights(
             input_norm=None,
             qkv=Linear(qkv if self._order is None else qkv[self._order]),
             head_norm=None,
-            output=Linear(output),
+            output=shard.row_linear(output),
             post_norm=self._norm(post_norm),
             gate_up=Linear(gate_up),
-            down=Linear(down),
+            down=shard.row_linear(down),
         )
 
 

@@ -37,8 +37,12 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
 
 
-def folder_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def folder_weights(
+    folder: Path, cuts: Mapping[str, tuple[slice, ...]] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
+
+    ``cuts``: the part to read of those that it names; nothing else of them is brought to memory.
 
     Raises:
         ValueError: the folder has no safetensors file, or lacks a shard or a tensor that its index names.
@@ -50,7 +54,8 @@ def folder_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 raise ValueError(f"{file} lacks {lacking[0]!r}, which {_INDEX} places there; download that file again")
             for name in stored:
                 if names is None or name in names:
-                    yield name, reader.get_tensor(name)
+                    cut = cuts.get(name, ()) if cuts else ()
+                    yield name, reader.get_slice(name)[cut] if cut else reader.get_tensor(name)
 
 
 def _weight_files(folder: Path) -> Mapping[Path, set[str] | None]:

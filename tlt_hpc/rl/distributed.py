@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -37,6 +38,26 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None 
         timeout=COLLECTIVE_TIMEOUT,
     )
     _hand_to_deepspeed()
+
+
+def replica_sum(world: World, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that sums a contiguous tensor in place over the ``size`` ranks of this rank's replica; collective.
+
+    All of them get the same bits: each part of the tensor is summed by one rank, which hands it to the others. A rank
+    that waits sleeps, or on CUDA leaves the waiting to the device.
+    """
+    assert torch.distributed.is_initialized(), "join_process_group comes first"
+    own = None
+    for first in range(0, world.size, size):
+        ranks = list(range(first, first + size))
+        group = torch.distributed.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
+        own = group if world.rank in ranks else own
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        torch.distributed.all_reduce(x, group=own)
+        return x
+
+    return all_reduce
 
 
 def leave_process_group() -> None:

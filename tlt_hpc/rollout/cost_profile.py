@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
+from tlt_hpc.rollout.decisions import Agree, own
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ def measure_profile(
     measures: Measures,
     max_seconds: float = 10.0,
     repetitions: int = 3,
+    agree: Agree = own,
 ) -> CostProfile:
     """Measure medians on batches 1 and ``max_live``, then between them, coarse to fine, while the time lasts.
 
@@ -153,7 +155,7 @@ def measure_profile(
     start, rows, longest = time.perf_counter(), {}, 0.0
     for count, batch in enumerate(_batches(max_live)):
         begun = time.perf_counter()
-        if count >= 2 and begun - start + longest > max_seconds:
+        if count >= 2 and agree(int(begun - start + longest > max_seconds)):
             logger.info("cost profile: %g s are spent, batch %d and on are interpolated", max_seconds, batch)
             break
         rows[batch] = _measure_batch(batch, strategies, measures, repetitions)
@@ -226,20 +228,29 @@ def load_or_measure(
     measures: Measures,
     max_seconds: float = 10.0,
     folder: Path | None = None,
+    agree: Agree = own,
 ) -> CostProfile:
     """The kept profile of this machine and model, or a new one where there is none that fits.
 
     A file that cannot be read, is damaged, or was made under another key or for other strategies is measured anew and
     replaced. Where the folder cannot be written, the profile serves this process alone, and a warning says so.
+    Ranks that compute a pass together measure if the first of them does.
+
+    Raises:
+        ValueError: the first of these ranks reads a profile that this one cannot.
     """
     path = (folder or profile_folder()) / key.file_name(strategies, max_live)
-    kept = _read_kept(path)
-    if kept is not None:
-        if kept.key == key and kept.covers(strategies, max_live):
-            logger.info("cost profile: read from %s", path)
-            return kept
-        logger.warning("%s is of another machine, model or setting; measuring anew", path)
-    profile = measure_profile(key, strategies, max_live, measures, max_seconds)
+    kept = _fitting(path, key, strategies, max_live)
+    if agree(int(kept is not None)):
+        kept = kept or _fitting(path, key, strategies, max_live)  # a neighbour may have written it just now
+        if kept is None:
+            raise ValueError(
+                f"{path} is read by another rank of this replica and not by this one; set TLT_CACHE to a folder that "
+                "all of its ranks see"
+            )
+        logger.info("cost profile: read from %s", path)
+        return kept
+    profile = measure_profile(key, strategies, max_live, measures, max_seconds, agree=agree)
     try:
         write_profile(path, profile)
     except OSError as error:
@@ -320,6 +331,15 @@ def _grid_of(rows: object) -> CostGrid:
 
 def _ascend(values: Sequence[int]) -> bool:
     return len(values) > 0 and values[0] >= 1 and all(a < b for a, b in pairwise(values))
+
+
+def _fitting(path: Path, key: ProfileKey, strategies: Sequence[Strategy], max_live: int) -> CostProfile | None:
+    """The kept profile; None where there is none, or one of something else."""
+    kept = _read_kept(path)
+    if kept is not None and not (kept.key == key and kept.covers(strategies, max_live)):
+        logger.warning("%s is of another machine, model or setting; measuring anew", path)
+        return None
+    return kept
 
 
 def _read_kept(path: Path) -> CostProfile | None:

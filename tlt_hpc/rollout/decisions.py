@@ -47,7 +47,8 @@ class Decisions:
 
 
 Agree = Callable[[int], int]
-"""From this rank's choice, an index among the strategies, to that of the replica's first rank: a broadcast."""
+"""From this rank's choice, an index among the strategies or another number that time decides, to that of the replica's
+first rank: a broadcast."""
 
 
 class Chooser(Protocol):
@@ -92,7 +93,8 @@ class Chooser(Protocol):
         """The decisions since the last call."""
 
 
-def _own(index: int) -> int:
+def own(index: int) -> int:
+    """The choice of a rank that decodes alone."""
     return index
 
 
@@ -109,7 +111,7 @@ class Recorder:
         self._rounds, self._tokens = [0] * len(names), [0] * len(names)
         self._first_round = 0
         self._live, self._chosen = array("i"), array("h")
-        self.agree: Agree = _own
+        self.agree: Agree = own
 
     @property
     def num_rounds(self) -> int:

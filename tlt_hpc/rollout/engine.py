@@ -7,6 +7,7 @@ strategy changes decide how fast it comes, never what it says. Knows no MPI, no 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingParams
 from tlt_hpc.rollout.chooser import make_chooser
 from tlt_hpc.rollout.cost_profile import CostProfile, load_or_measure
-from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions
+from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions, own
 from tlt_hpc.rollout.decoding import Emitted, PhaseSeconds, Rounds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
@@ -43,6 +44,10 @@ from tlt_hpc.rollout.tally import DraftTally
 _NUM_PROBED = 4
 
 
+def _keep_all(key: SampleKey) -> bool:
+    return True
+
+
 @dataclass
 class EngineCounts:
     """What the engine has done since its counts were last taken."""
@@ -60,6 +65,11 @@ class EngineCounts:
     """The strategy of every round, in order; filled in when the counts are taken."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
 
+    def told_by_another(self) -> EngineCounts:
+        """What is left to tell where another rank that decodes together with this one counts the same: its seconds."""
+        strategies = dict.fromkeys(self.strategies, (0, 0))
+        return EngineCounts(strategies=strategies, decisions=self.decisions, seconds=self.seconds)
+
 
 class RolloutEngine:
     """Continuous batching over paged memory, with speculation that cannot change the text."""
@@ -71,7 +81,10 @@ class RolloutEngine:
         drafter: Drafter | None = None,
         agree: Agree | None = None,
     ) -> None:
-        """``agree`` is for ranks that decode one response together: see ``Chooser.agree``."""
+        """``agree`` is for ranks that decode one response together: see ``Chooser.agree``.
+
+        They are given the same requests in the same order, and step together: all else follows from the texts.
+        """
         check_settings(settings, drafter)
         self.decoder, self.settings, self.drafter, self._agree = decoder, settings, drafter, agree
         self._num_features = drafter.num_features if drafter is not None else 0
@@ -82,7 +95,7 @@ class RolloutEngine:
         self._rows = LiveRows(settings.max_live, positions, device, len(settings.eos_token_ids))
         self._num_pages, self._page_bytes = self._size_pool(positions)
         self._cache = make_cache(
-            decoder.shape,
+            decoder.part,
             self._num_pages,
             settings.page_size,
             settings.max_live,
@@ -119,6 +132,10 @@ class RolloutEngine:
         self._refresh_draft_head()
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
+        self.keeps: Callable[[SampleKey], bool] = _keep_all
+        """Which finished responses, and their features, are this rank's to hand out."""
+        self.text_mark = 0
+        """A checksum of all text emitted so far: equal on ranks that decode together, or they have come apart."""
 
     @property
     def feature_sink(self) -> FeatureSink | None:
@@ -133,7 +150,7 @@ class RolloutEngine:
         s = self.settings
         arms = s.strategies if OFF in s.strategies else (*s.strategies, OFF)
         chooser = make_chooser(s.chooser, arms, epsilon=s.epsilon, window=s.window, seed=s.seed, costs=costs)
-        if self._agree is not None:
+        if self._agree is not None and len(arms) > 1:
             chooser.agree = self._agree
         return chooser
 
@@ -143,7 +160,7 @@ class RolloutEngine:
         Raises:
             ValueError: the budget does not hold a single sequence of full length.
         """
-        s, shape = self.settings, self.decoder.shape
+        s, shape = self.settings, self.decoder.part
         size = page_bytes(shape, s.page_size, self.decoder.dtype, self._num_features)
         each = -(-positions // s.page_size)
         # one page more than those handed out takes what must be written nowhere
@@ -169,7 +186,8 @@ class RolloutEngine:
             check_request(request, params, self.settings, self.decoder.shape.vocab_size, self._num_pages)
         for request, params in checked:
             if params.max_tokens == 0:
-                self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH, 0))
+                if self.keeps(request.key):
+                    self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH, 0))
                 continue
             self._num_submitted += 1
             self._residents.waiting.push(self._response(request, params))
@@ -339,7 +357,7 @@ class RolloutEngine:
         # rows that the pool holds with the longest draft each: more would be preempted, not measured
         each = max(self._residents.pages_for(s.max_prompt_tokens + max(map(slots_needed, s.strategies))), 1)
         most = max(1, min(s.max_live, self._num_pages // each))
-        costs = load_or_measure(key, s.strategies, most, measures, max_seconds)
+        costs = load_or_measure(key, s.strategies, most, measures, max_seconds, agree=self._agree or own)
         measures.close()
         self.chooser = self._make_chooser(costs)
         self._forget_counts()
@@ -403,6 +421,8 @@ class RolloutEngine:
     def _take_in(self, emitted: Emitted) -> None:
         start = time.perf_counter()
         self._cut_at_stops(emitted)
+        if self._agree is not None:
+            self.text_mark = zlib.crc32(repr(emitted.tokens).encode(), self.text_mark)
         num_tokens, num_emitting = sum(map(len, emitted.tokens)), sum(map(bool, emitted.tokens))
         self._counts.num_tokens += num_tokens
         self._counts.num_row_passes += num_emitting
@@ -455,10 +475,11 @@ class RolloutEngine:
     def _finish(self, response: Response, reason: FinishReason) -> None:
         row, request, start = response.row, response.request, response.prompt_length
         log_probs = self._rows.response_log_probs(row).numpy().copy()
-        self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
+        if self.keeps(request.key):
+            self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
+            self._leaving.take(response)
         self._ngram.finish(response)
         self._longest = sorted([*self._longest, response.text], key=len)[-_NUM_PROBED:]
-        self._leaving.take(response)
         self._residents.remove(row)
 
     def _rollout(

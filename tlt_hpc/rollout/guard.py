@@ -105,7 +105,7 @@ def _cached_hidden(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -
     size = 64
     pages = list(range(-(-len(tokens) // size)))
     sizes = len(pages), size, 1, len(tokens)
-    cache = make_cache(decoder.shape, *sizes, decoder.dtype, decoder.device, attention=attention)
+    cache = make_cache(decoder.part, *sizes, decoder.dtype, decoder.device, attention=attention)
     cache.set_table(0, pages)
     layout = cache.layout([pages], len(pages))
     parts, start = [], 0

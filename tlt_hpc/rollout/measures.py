@@ -60,7 +60,8 @@ class RoundMeasures:
 
 def profile_key(decoder: Decoder, settings: EngineSettings, drafter: Drafter | None) -> ProfileKey:
     """All that the cost of a round depends on beside the strategy and the batch."""
-    shape, form = decoder.shape, drafter.form if drafter is not None else "none"
+    shape, size = decoder.part, decoder.sharding.size
+    form = drafter.form if drafter is not None else "none"
     drafted = num_drafted(settings, drafter) or 0
     return ProfileKey(
         processor=processor_name(),
@@ -70,7 +71,8 @@ def profile_key(decoder: Decoder, settings: EngineSettings, drafter: Drafter | N
         torch_version=str(torch.__version__),
         model=f"{shape.family}-{shape.num_layers}x{shape.hidden_size}x{shape.intermediate_size}-h{shape.num_heads}"
         f"-g{shape.num_kv_heads}-d{shape.head_dim}-v{shape.vocab_size}-{form}{drafted}"
-        f"-{settings.attention}{settings.page_size}-guard{settings.tie_guard:d}-tlt{__version__}",
+        f"-{settings.attention}{settings.page_size}-guard{settings.tie_guard:d}-tlt{__version__}"
+        f"{f'-part-of-{size}' if size > 1 else ''}",
         dtype=str(decoder.dtype),
     )
 

@@ -1,0 +1,216 @@
+"""Replicas of several ranks: what they agree on, that they leave a rollout together, and whole runs of them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_ranks import run_on_ranks
+from test_resume import Silent
+from test_run import CAPTURED, SMALL, command, records, run_tlt, tokens_of
+
+from tlt_hpc.config import ConfigError, check_ranks, load_config
+from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
+from tlt_hpc.mpi.roster import State, Status
+from tlt_hpc.mpi.world import World
+
+ROOT = Path(__file__).parent.parent
+TWO = "rollout.tensor_parallel=2"
+SHORT = ["rollout.max_new_tokens=120", "speculation.profile_seconds=0.3"]
+
+
+def message_of(*overrides: str, what: str = "train") -> str:
+    """What a command says of a mistake."""
+    program = [sys.executable, "-m", "tlt_hpc", what, str(ROOT / "jobs" / "tiny.toml"), *overrides, "--dry-run"]
+    done = subprocess.run(program, check=False, **CAPTURED, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr.strip()
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_make_no_whole_replicas_are_refused() -> None:
+    config = load_config(ROOT / "jobs" / "tiny.toml", ["rollout.tensor_parallel=4"])
+    check_ranks(config, 8)
+    with pytest.raises(ConfigError) as caught:
+        check_ranks(config, 2)
+    assert str(caught.value) == (
+        "rollout.tensor_parallel = 4 does not divide 2 ranks; use 2 or another number of ranks"
+    )
+
+
+def test_a_replica_over_two_nodes_is_refused() -> None:
+    check_nodes(["a", "a", "b", "b"], 2)
+    check_nodes(["a", "b", "a"], 1)
+    with pytest.raises(ConfigError) as caught:
+        check_nodes(["a", "a", "a", "b", "b", "b"], 2)
+    assert str(caught.value) == (
+        "rollout.tensor_parallel = 2: ranks 2 to 3 decode together and are on a, b; start a multiple of 2 ranks on "
+        "each node, one node after another (srun --distribution=block)"
+    )
+
+
+def test_a_model_that_cannot_be_divided_is_refused_before_anything_starts() -> None:
+    assert message_of("run.ranks=8", "rollout.tensor_parallel=8") == (
+        "tlt: rollout.tensor_parallel = 8 does not divide the model's num_attention_heads = 4; use 4 or another number "
+        "that does"
+    )
+
+
+@pytest.mark.parametrize("what", ["warmup", "ablate"])
+def test_commands_that_need_whole_models_say_so(what: str) -> None:
+    assert message_of(TWO, what=what) == (
+        f"tlt: rollout.tensor_parallel = 2: tlt {what} decodes with a whole model on every rank; where it fits, give "
+        "rollout.tensor_parallel=1"
+    )
+
+
+def test_the_plan_tells_replicas() -> None:
+    program = [sys.executable, "-m", "tlt_hpc", "train", str(ROOT / "jobs" / "tiny.toml"), "--dry-run"]
+    changes = ["run.ranks=8", "rollout.tensor_parallel=4"]
+    done = subprocess.run([*program, *changes], check=True, **CAPTURED, timeout=60)
+    assert (
+        "replicas    2 x 4: 4 ranks decode together, each with 1 of 4 heads, 1 of 2 key-value heads and 1/4 of the MLP"
+    ) in done.stdout
+
+
+# -- agreement ------------------------------------------------------------------------------------------------------
+
+
+def deal_and_agree() -> dict[str, Any]:
+    world = World.connect()
+    replica = Replica(world, 2)
+    agreed = [replica.agree(10 * world.rank + number, mark=7) for number in range(3)]
+    units = [unit for unit in range(8) if replica.takes(unit) and replica.keeps(unit)]
+    try:
+        replica.agree(0, mark=5 + (world.rank == 3))
+        apart = ""
+    except RuntimeError as error:
+        apart = str(error)
+    return {"agreed": agreed, "units": units, "apart": apart}
+
+
+@pytest.mark.mpi
+def test_the_first_rank_decides_and_each_unit_is_kept_once() -> None:
+    ranks = run_on_ranks(4, deal_and_agree)
+    assert [rank["agreed"] for rank in ranks] == [[0, 1, 2]] * 2 + [[20, 21, 22]] * 2
+    assert sorted(unit for rank in ranks for unit in rank["units"]) == list(range(8))
+    assert [len(rank["units"]) for rank in ranks] == [2] * 4
+    assert [rank["apart"] for rank in ranks] == ["", "", "", (
+        "rank 1 of replica 1 has decoded another text than its first rank: their devices do not compute alike; use "
+        "nodes of one kind, or rollout.tensor_parallel = 1"
+    )]  # fmt: skip
+
+
+def leave_together(num_rollouts: int) -> list[list[int]]:
+    """Rounds that this rank took in each rollout, of which every round is a collective of its replica."""
+    world = World.connect()
+    replica = Replica(world, 2)
+    pulse = ReplicaPulse(world.private_comm(), replica, lambda: 0)
+    told = []
+    for epoch in range(num_rollouts):
+        source = random.Random(f"{epoch}/{replica.number}")
+        left, voter, vote_after = source.randint(1, 40), epoch % 5, source.randint(0, 30)
+        own = random.Random(f"{epoch}/{world.rank}")
+        rounds = 0
+        pulse.begin(epoch)
+
+        def status(left: int, rounds: int, voter: int, vote_after: int) -> Status:
+            votes = voter == world.rank and rounds >= vote_after
+            return Status(State.BUSY if left else State.IDLE, left, rounds, 0, votes)
+
+        while not (roster := pulse.poll(status(left, rounds, voter, vote_after))).over:
+            if left:
+                replica.agree(rounds)  # a pass: a rank that has left would be waited for here for ever
+                time.sleep(own.uniform(0, 3e-3))
+                left, rounds = left - 1, rounds + 1
+            else:
+                pulse.back_off()
+        told.append([rounds, left, int(roster.stopping), sum(s.tokens for s in roster.statuses)])
+    pulse.close()
+    return told
+
+
+@pytest.mark.mpi
+def test_busy_ranks_of_a_replica_leave_before_the_same_round_whoever_votes() -> None:
+    ranks = run_on_ranks(4, leave_together, 25)
+    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
+    assert any(stopping and left for _, left, stopping, _ in ranks[0]), "no vote came while they decoded"
+    for mine, other in zip(ranks[0], ranks[2], strict=True):
+        assert mine[2:] == other[2:], "all saw the same last roster"
+        if not mine[2]:
+            assert mine[3] == mine[0] + other[0], "what a replica generates is told once"
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def run_in_turn(folder: str, runs: list[list[str]]) -> list[str]:
+    """Runs one after another in these ranks; the policies that they end with."""
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.run import run
+
+    world, digests = World.connect(), []
+    for changes in runs:
+        config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}", *SMALL, *SHORT, *changes])
+        digests.append(run(config, world, Silent()).policy_sha256)
+    leave_process_group()
+    return digests
+
+
+@pytest.mark.mpi
+def test_a_run_of_one_replica_is_a_run_of_whole_models_bit_for_bit(tmp_path: Path) -> None:
+    """And goes on with whole models, from the checkpoint and the log of a replica."""
+    runs = [
+        ["run.name=whole", "run.num_steps=2", "speculation.mode=plain"],
+        ["run.name=split", "run.num_steps=1", TWO],
+        ["run.name=split", "run.num_steps=2"],
+    ]
+    digests, others = run_on_ranks(2, run_in_turn, str(tmp_path), runs)
+    assert digests == others and digests[2] == digests[0] != digests[1]
+    for step in range(2):
+        assert tokens_of(tmp_path / "split", step) == tokens_of(tmp_path / "whole", step)
+    assert all(len(record.rollouts) == 8 for record in records(tmp_path / "split", 0)), "each rank keeps its half"
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("shard", ["group", "sample"])
+def test_two_replicas_generate_what_whole_models_do_and_count_it_once(tmp_path: Path, shard: str) -> None:
+    runs = [
+        ["run.name=whole", "run.num_steps=2", "speculation.mode=plain"],
+        ["run.name=split", "run.num_steps=2", TWO, f"rollout.shard={shard}"],
+    ]
+    for whole, split in run_on_ranks(4, run_in_turn, str(tmp_path), runs, timeout=300):
+        assert whole == split
+    for step in range(2):
+        assert tokens_of(tmp_path / "split", step, ranks=4) == tokens_of(tmp_path / "whole", step, ranks=4)
+        kept = records(tmp_path / "split", step, ranks=4)
+        tokens = [int(record.strategy_tokens.sum()) for record in kept]
+        assert sum(tokens) == sum(len(rollout.response_tokens) for record in kept for rollout in record.rollouts)
+        assert tokens[1] == tokens[3] == 0 and all(len(record.rollouts) == 4 for record in kept)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_replica_stopped_in_a_rollout_goes_on(tmp_path: Path) -> None:
+    wanted = [TWO, "run.num_steps=2", "rollout.max_new_tokens=400"]
+    process = subprocess.Popen(
+        command(tmp_path, *wanted), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    metrics = tmp_path / "tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.is_file() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode in (0, 75), output
+    run_tlt(tmp_path, *wanted)
+    assert len(metrics.read_text().splitlines()) == 2

@@ -1,0 +1,289 @@
+"""Ranks that compute every pass together: the same logits, text and decisions on all of them. Threads are the ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, paged_attention, texts
+
+from tlt_hpc.config import load_config
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.shape import ModelShape, read_shape
+from tlt_hpc.models.sharding import Sharding, check_sharding
+from tlt_hpc.records import Rollout, SamplingParams
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.strategy import OFF, Strategy
+
+ROOT = Path(__file__).parent.parent
+T = TypeVar("T")
+SHAPE = read_shape(embedded_folder())
+CHAIN = Strategy("drafter", 4)
+TREE = Strategy("drafter", 4, 3, 8)
+NGRAM = Strategy("ngram", 4)
+REQUESTS = gcd_requests(4, 3)
+
+
+class Ranks:
+    """Threads in the place of a replica's ranks: what one gives, all get at the next meeting."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._given: list[object] = [None] * size
+
+    def meet(self, index: int, item: T) -> list[T]:
+        self._given[index] = item
+        self._barrier.wait()
+        seen = list(self._given)
+        self._barrier.wait()
+        return seen
+
+    def sharding(self, index: int) -> Sharding:
+        def all_reduce(x: torch.Tensor) -> torch.Tensor:
+            first, *more = self.meet(index, x.clone())
+            total = first.clone()
+            for part in more:
+                total += part
+            return total
+
+        return Sharding(index, self.size, all_reduce)
+
+    def run(self, work: Callable[[int], T]) -> list[T]:
+        with ThreadPoolExecutor(self.size) as pool:
+            futures = [pool.submit(self._one, work, index) for index in range(self.size)]
+        failed = [error for future in futures if (error := future.exception())]
+        for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+    def _one(self, work: Callable[[int], T], index: int) -> T:
+        try:
+            return work(index)
+        except BaseException:
+            self._barrier.abort()  # or the others would wait for this rank
+            raise
+
+
+def random_weights(shape: ModelShape, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = Decoder(shape, torch.float32, CPU).weight_sizes()
+    return {
+        name: torch.randn(size, generator=generator) * (1.0 if len(size) == 1 else size[-1] ** -0.5)
+        for name, size in sizes.items()
+    }
+
+
+def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """[T, V] by the rollout's own path, half of the tokens first."""
+    attend, half = paged_attention(decoder, 1, len(tokens)), len(tokens) // 2
+    positions = torch.arange(len(tokens))
+    parts = [
+        decoder.hidden(tokens[rows], positions[rows], attend(positions[rows].unsqueeze(0)))
+        for rows in (slice(half), slice(half, None))
+    ]
+    return decoder.logits(torch.cat(parts))
+
+
+def decoder_of(ranks: Ranks, index: int, shape: ModelShape, weights: dict[str, torch.Tensor]) -> Decoder:
+    decoder = Decoder(shape, torch.float32, CPU, ranks.sharding(index))
+    decoder.load(weights.items(), 0)
+    return decoder
+
+
+def wide(**changes: object) -> ModelShape:
+    sizes = {"vocab_size": 40, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "num_layers": 3}
+    return replace(SHAPE, **(sizes | changes))
+
+
+SHAPES = {
+    "embedded": SHAPE,
+    "qwen3": wide(family="qwen3", head_norm=True, qkv_bias=False),
+    "llama": wide(family="llama", qkv_bias=True, output_bias=True, tied_head=False),
+    "one kv head": wide(num_kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_one_ranks_to_a_hair_and_the_same_bits_on_all(plain: list[Rollout], name: str, size: int) -> None:
+    shape = SHAPES[name]
+    tokens = torch.randint(0, shape.vocab_size, (48,), generator=torch.Generator().manual_seed(1))
+    weights = random_weights(shape)
+    if name == "embedded":  # on random tokens its activations, and the error, are ten times as large
+        weights = dict(folder_weights(embedded_folder()))
+        tokens = torch.tensor([*plain[0].prompt_tokens.tolist(), *plain[0].response_tokens.tolist()])
+    whole = Decoder(shape, torch.float32, CPU)
+    whole.load(weights.items(), 0)
+    ranks = Ranks(size)
+
+    def both(index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        decoder = decoder_of(ranks, index, shape, weights)
+        return logits_of(decoder, tokens), decoder.reference_logits(tokens, 3), decoder.weight_bytes
+
+    (first, exact, num_bytes), *others = ranks.run(both)
+    assert all(torch.equal(first, fast) and torch.equal(exact, slow) for fast, slow, _ in others)
+    assert (first - logits_of(whole, tokens)).abs().max() < 1e-4
+    assert (exact - whole.reference_logits(tokens, 3)).abs().max() < 1e-10
+    layers = 2 * sum(layer.weight_bytes for layer in whole.layers) // size
+    assert num_bytes < whole.weight_bytes - sum(layer.weight_bytes for layer in whole.layers) + layers
+
+
+def test_a_folder_gives_a_rank_the_part_that_whole_weights_would() -> None:
+    for index in range(2):
+        by_part, by_whole = (Decoder(SHAPE, torch.float32, CPU, Sharding(index, 2)) for _ in range(2))
+        by_part.load(folder_weights(embedded_folder(), by_part.weight_cuts()), 0, are_cut=True)
+        by_whole.load(folder_weights(embedded_folder()), 0)
+        for mine, other in zip(by_part.layers, by_whole.layers, strict=True):
+            assert torch.equal(mine.qkv.weight, other.qkv.weight) and torch.equal(mine.down.weight, other.down.weight)
+            assert torch.equal(mine.output.weight, other.output.weight)
+        assert by_part.weight_cuts()["model.layers.0.mlp.down_proj.weight"][1] == slice(index * 128, index * 128 + 128)
+
+
+def test_a_part_of_the_wrong_size_is_refused() -> None:
+    decoder = Decoder(SHAPE, torch.float32, CPU, Sharding(0, 2))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with pytest.raises(ValueError, match=r"has shape \[64, 128\], config.json asks for \[128, 128\]"):
+        decoder.load([(name, torch.zeros(64, 128))], 0)
+    with pytest.raises(ValueError, match=r"has shape \[128, 128\], config.json asks for \[64, 128\]"):
+        decoder.load([(name, torch.zeros(128, 128))], 0, are_cut=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "message"),
+    [
+        (SHAPE, 3, "rollout.tensor_parallel = 3 does not divide the model's num_attention_heads = 4; use 2 or another "
+         "number that does"),
+        (wide(num_heads=12, num_kv_heads=4), 6, "rollout.tensor_parallel = 6 does not divide the model's "
+         "num_key_value_heads = 4; use 4 or another number that does"),
+        (wide(intermediate_size=250), 4, "rollout.tensor_parallel = 4 does not divide the model's intermediate_size = "
+         "250; use 2 or another number that does"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_divided_is_refused(shape: ModelShape, size: int, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_sharding(shape, size, "rollout.tensor_parallel")
+    assert str(caught.value) == message
+
+
+def test_models_that_can_be_divided_pass() -> None:
+    for shape, size in ((SHAPE, 4), (wide(num_kv_heads=1), 8), (wide(), 8)):
+        check_sharding(shape, size, "rollout.tensor_parallel")
+
+
+PUBLISHED = {
+    "qwen32b": {"num_attention_heads": 40, "num_key_value_heads": 8, "intermediate_size": 27648},
+    "llama70b": {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
+}
+"""Of the models that two jobs name, from their config.json."""
+
+
+@pytest.mark.parametrize("job", PUBLISHED)
+def test_jobs_of_replicas_divide_their_models(job: str) -> None:
+    config, sizes = load_config(ROOT / "jobs" / f"{job}.toml"), PUBLISHED[job]
+    shape = wide(
+        num_heads=sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        intermediate_size=sizes["intermediate_size"],
+    )
+    assert config.rollout.tensor_parallel > 1
+    check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
+
+
+# -- the engine -----------------------------------------------------------------------------------------------------
+
+
+def engine_of(ranks: Ranks | None, index: int, strategies: tuple[Strategy, ...], **changes: object) -> RolloutEngine:
+    sharding = ranks.sharding(index) if ranks else Sharding()
+    decoder = Decoder(SHAPE, torch.float32, CPU, sharding)
+    weights = read_drafter("embedded:tiny", SHAPE, "the test's drafter")
+    drafter = make_drafter(SHAPE, 0, torch.float32, CPU, weights.get(TOKEN_IDS))
+    drafter.split(sharding) if ranks else None
+    settings = EngineSettings(
+        params=SamplingParams(120),
+        num_tokens=NUM_TOKENS,
+        eos_token_ids=(EOS,),
+        max_live=8,
+        max_prompt_tokens=16,
+        tie_guard=True,
+        strategies=strategies,
+        seed=index,
+        **changes,  # type: ignore[arg-type]
+    )
+    agree = (lambda choice: ranks.meet(index, choice)[0]) if ranks else None
+    engine = RolloutEngine(decoder, settings, drafter, agree)
+    engine.load_policy(folder_weights(embedded_folder()), 0)
+    engine.calibrate(gcd_requests(4, 1, seed=99))
+    engine.load_drafter({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
+    return engine
+
+
+def generated(engine: RolloutEngine) -> list[Rollout]:
+    engine.submit(REQUESTS)
+    while engine.has_work:
+        engine.step()
+    return engine.collect()
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Rollout]:
+    return generated(engine_of(None, 0, (OFF,)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_text_is_one_ranks_whatever_is_drafted(plain: list[Rollout], size: int) -> None:
+    ranks = Ranks(size)
+
+    def work(index: int) -> tuple[dict, int, dict[str, tuple[int, int]], float]:
+        engine = engine_of(ranks, index, (OFF, CHAIN, TREE, NGRAM), chooser="random")
+        rollouts = generated(engine)
+        counts = engine.take_counts()
+        accepted = counts.num_tokens / counts.num_row_passes
+        return texts(rollouts), engine.text_mark, counts.strategies, accepted
+
+    results = ranks.run(work)
+    assert all(found == texts(plain) for found, *_ in results)
+    assert all(result == results[0] for result in results), "ranks took different ways, though of different seeds"
+    assert all(rounds > 0 for rounds, _ in results[0][2].values())
+    assert results[0][3] > 1.5, "drafts of a drafter that is split are as good as ever"
+
+
+def test_a_rank_hands_out_what_it_keeps(plain: list[Rollout]) -> None:
+    ranks = Ranks(2)
+
+    def work(index: int) -> list[Rollout]:
+        engine = engine_of(ranks, index, (OFF,))
+        engine.keeps = lambda key: key.draw % 2 == index
+        return generated(engine)
+
+    even, odd = ranks.run(work)
+    assert texts(even) | texts(odd) == texts(plain) and len(even) == len(odd) == len(plain) // 2
+
+
+def test_what_a_clock_decides_is_the_first_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TLT_CACHE", str(tmp_path))
+    ranks = Ranks(2)
+
+    def work(index: int) -> list[int]:
+        engine = engine_of(ranks, index, (OFF, CHAIN))
+        # of a second rank whose time is up at once, and that would measure fewer batches and read none
+        engine.profile(REQUESTS[:2], 0.3 if index == 0 else 0.0)
+        costs = engine.profile(REQUESTS[:2], 0.3)
+        generated(engine)
+        return [batch for batch, _ in costs.verify.rows]
+
+    first, second = ranks.run(work)
+    assert first == second
+
+
+def test_whole_weights_are_the_default() -> None:
+    assert embedded_decoder().part == SHAPE

@@ -1,0 +1,125 @@
+"""Which part of every layer one rank of a replica computes, and how the parts are summed. Knows no library to do it.
+
+Tensor parallelism as in Megatron-LM (arXiv 1909.08053): a rank has some of the heads and some of the MLP's inner width,
+so a layer needs two sums over the ranks. Embedding, head and norms are whole on each, and so are hidden states.
+Shapes: ``T`` tokens, ``N`` outputs, ``K`` inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tlt_hpc.models.linear import Linear
+from tlt_hpc.models.shape import ModelShape
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """This rank's place ``index`` among the ``size`` ranks that compute every pass together."""
+
+    index: int = 0
+    size: int = 1
+    all_reduce: Callable[[Tensor], Tensor] = _alone
+    """The sum of all ranks' tensors, in place or not, and the same bits on all: they sample for themselves."""
+
+    def part(self, shape: ModelShape) -> ModelShape:
+        """The sizes of what this rank computes of a model that ``check_sharding`` let pass."""
+        heads, kv_heads, inner = self.heads(shape), self.kv_heads(shape), self.inner(shape)
+        return replace(shape, num_heads=_width(heads), num_kv_heads=_width(kv_heads), intermediate_size=_width(inner))
+
+    def heads(self, shape: ModelShape) -> slice:
+        """This rank's query heads."""
+        return self._share(shape.num_heads)
+
+    def kv_heads(self, shape: ModelShape) -> slice:
+        """The key-value heads that its query heads read; of more ranks than heads several have the same."""
+        if shape.num_kv_heads >= self.size:
+            return self._share(shape.num_kv_heads)
+        first = self.index * shape.num_kv_heads // self.size
+        return slice(first, first + 1)
+
+    def inner(self, shape: ModelShape) -> slice:
+        """Its part of the MLP's inner width."""
+        return self._share(shape.intermediate_size)
+
+    def qkv_rows(self, shape: ModelShape, device: torch.device) -> Tensor:
+        """Its rows of a fused qkv weight [(h + 2g) d], in their order: int64."""
+        keys, d = self.kv_heads(shape), shape.head_dim
+        groups = (self.heads(shape), 0), (keys, shape.num_heads), (keys, shape.num_heads + shape.num_kv_heads)
+        return torch.cat([torch.arange((at + s.start) * d, (at + s.stop) * d, device=device) for s, at in groups])
+
+    def row_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """The linear layer whose inputs are divided over the ranks: ``weight`` [N, K / size], ``bias`` [N] whole."""
+        return Linear(weight, bias) if self.size == 1 else SummedLinear(weight, bias, self.all_reduce)
+
+    def _share(self, count: int) -> slice:
+        each = count // self.size
+        return slice(self.index * each, (self.index + 1) * each)
+
+
+WHOLE = Sharding()
+"""One rank computes everything."""
+
+
+class SummedLinear(Linear):
+    """y = the sum over ranks of x W^T, + b, for this rank's columns W [N, K / size] and inputs x."""
+
+    __slots__ = ("_all_reduce", "_product")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(weight, bias)
+        self._product, self._all_reduce = Linear(weight), all_reduce
+
+    def pack(self) -> None:
+        self._product.pack()
+
+    @property
+    def packed_bytes(self) -> int:
+        return self._product.packed_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K / size] -> [T, N], equal on all ranks; every rank of the replica calls it."""
+        summed = self._all_reduce(self._product(x))
+        return summed if self.bias is None else summed.add_(self.bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self(x).add_(residual)
+
+    def to(self, dtype: torch.dtype) -> Linear:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return SummedLinear(self.weight.to(dtype), bias, self._all_reduce)
+
+
+def check_sharding(shape: ModelShape, size: int, asked: str) -> None:
+    """Refuse a number of ranks that a model cannot be divided over; ``asked`` names the setting.
+
+    Raises:
+        ValueError: with the size that it does not divide, and what would.
+    """
+    what = "num_attention_heads", "num_key_value_heads", "intermediate_size"
+    counts = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
+    fits = [n for n in range(1, size + 1) if _misfit(counts, n) is None]
+    if (index := _misfit(counts, size)) is not None:
+        raise ValueError(
+            f"{asked} = {size} does not divide the model's {what[index]} = {counts[index]}; use {fits[-1]} or another "
+            "number that does"
+        )
+
+
+def _misfit(counts: tuple[int, int, int], size: int) -> int | None:
+    """Which of heads, key-value heads and inner width ``size`` ranks cannot share alike; None: all can."""
+    heads, kv_heads, inner = counts
+    shares = heads % size == 0, kv_heads % size == 0 or size % kv_heads == 0, inner % size == 0
+    return next((index for index, good in enumerate(shares) if not good), None)
+
+
+def _width(part: slice) -> int:
+    return int(part.stop - part.start)

@@ -1,0 +1,115 @@
+"""Owns a replica: consecutive ranks that compute every pass of the rollout together, and what time decides among them.
+
+Its ranks take the same steps over the same texts. What a clock or a neighbour's vote would decide differently on each
+is the first rank's to say. Knows neither what they compute nor how they sum it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace as changed
+
+import numpy as np
+
+from tlt_hpc.config import ConfigError
+from tlt_hpc.mpi.library import MPI
+from tlt_hpc.mpi.progress import wait
+from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.mpi.world import World
+
+
+class Replica:
+    """This rank's place ``index`` among the ``size`` of replica ``number`` of ``count``; made collectively.
+
+    A step's responses are dealt by units, which are groups or samples: first over the replicas, which generate them,
+    then over each one's ranks, which score, log and train on them.
+    """
+
+    def __init__(self, world: World, size: int) -> None:
+        assert world.size % size == 0, f"{world.size} ranks in replicas of {size}"
+        self.size, self.count = size, world.size // size
+        self.number, self.index = divmod(world.rank, size)
+        self._comm: MPI.Comm | None = None
+        if size > 1:
+            everyone = world.private_comm()
+            self._comm = everyone.Split(self.number, self.index)
+            everyone.Free()
+
+    def takes(self, unit: int) -> bool:
+        """Whether this replica generates a unit's responses."""
+        return unit % self.count == self.number
+
+    def keeps(self, unit: int) -> bool:
+        """Whether this rank scores, logs and trains on what its replica generates of a unit."""
+        return unit // self.count % self.size == self.index
+
+    def agree(self, number: int, mark: int = 0) -> int:
+        """The first rank's ``number``; collective over the replica, asleep until it comes.
+
+        Raises:
+            RuntimeError: the ranks give different marks, which they are to have in common.
+        """
+        if self._comm is None:
+            return number
+        told = np.array([number, mark], np.int64)
+        wait(self._comm.Ibcast(told, 0))
+        if int(told[1]) != mark:
+            raise RuntimeError(
+                f"rank {self.index} of replica {self.number} has decoded another text than its first rank: their "
+                "devices do not compute alike; use nodes of one kind, or rollout.tensor_parallel = 1"
+            )
+        return int(told[0])
+
+
+class ReplicaPulse(Pulse):
+    """A pulse whose busy ranks see that the rollout is over all before the same step, or none of them.
+
+    One that heard of a vote alone would leave the others waiting in the middle of a pass. ``mark`` gives a checksum
+    that the ranks of a replica have in common. What a replica generates is told by its first rank alone.
+    """
+
+    def __init__(self, comm: MPI.Comm, replica: Replica, mark: Callable[[], int]) -> None:
+        super().__init__(comm)
+        self._replica, self._mark = replica, mark
+        self._seen: Roster | None = None
+        self._going: Roster | None = None
+
+    def begin(self, epoch: int) -> None:
+        super().begin(epoch)
+        self._seen = self._going = Roster.before_first_round(epoch, self._comm.size)
+
+    def poll(self, status: Status) -> Roster:
+        """As ``Pulse.poll``; collective over the replica while it is BUSY."""
+        assert self._seen is not None and self._going is not None, "poll outside a rollout: call begin first"
+        roster = self._seen if self._seen.over else super().poll(status)
+        leaves = roster.over
+        if status.state == State.BUSY:
+            leaves = bool(self._replica.agree(int(roster.over), self._mark()))
+            while leaves and not roster.over:  # the first rank's roster is on its way to this one
+                self.back_off()
+                roster = super().poll(status)
+        self._seen = roster
+        if not roster.over:
+            self._going = roster
+        return roster if leaves else self._going
+
+    def _post(self, roster: Roster, status: Status) -> None:
+        alone = status if self._replica.index == 0 else changed(status, sequences_left=0, tokens=0)
+        super()._post(roster, alone)
+
+
+def check_nodes(hostnames: Sequence[str], size: int) -> None:
+    """Refuse replicas of ``size`` ranks over several nodes, given every rank's host: each pass would cross the network.
+
+    Raises:
+        ConfigError: with the hosts and the remedy.
+    """
+    for first in range(0, len(hostnames), size):
+        hosts = dict.fromkeys(hostnames[first : first + size])
+        if len(hosts) > 1:
+            raise ConfigError(
+                f"rollout.tensor_parallel = {size}: ranks {first} to {first + size - 1} decode together and are on "
+                f"{', '.join(hosts)}; start a multiple of {size} ranks on each node, one node after another (srun "
+                "--distribution=block)"
+            )
