@@ -15,6 +15,8 @@ from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_folder, gcd_re
 
 from tlt_hpc.config import load_config
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import ModelShape, read_shape
@@ -239,6 +241,34 @@ def plain() -> list[Rollout]:
     return generated(engine_of(None, 0, (OFF,)))
 
 
+def draft_of(drafter: Drafter) -> torch.Tensor:
+    """What three documents' worth of positions lead to, with rows seen by attention as training has them."""
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(24, drafter.num_features * SHAPE.hidden_size, generator=generator)
+    embedded = torch.randn(24, SHAPE.hidden_size, generator=generator)
+    with torch.inference_mode():
+        return drafter(embedded, drafter.fuse(features), torch.arange(24), attend_documents([7, 9, 8]))
+
+
+@pytest.mark.parametrize("token_ids", [None, torch.arange(2, 20)], ids=["eagle", "eagle3"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_drafter_that_is_split_drafts_what_it_did_whole(size: int, token_ids: torch.Tensor | None) -> None:
+    whole = make_drafter(SHAPE, 3, torch.float32, CPU, token_ids)
+    whole.pack()
+    ranks = Ranks(size)
+
+    def work(index: int) -> torch.Tensor:
+        drafter = make_drafter(SHAPE, 0, torch.float32, CPU, token_ids)
+        drafter.split(ranks.sharding(index))
+        drafter.pack()
+        drafter.load_state_dict(whole.state_dict())
+        return draft_of(drafter)
+
+    first, *others = ranks.run(work)
+    assert all(torch.equal(first, other) for other in others)
+    assert (first - draft_of(whole)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_text_is_one_ranks_whatever_is_drafted(plain: list[Rollout], size: int) -> None:
     ranks = Ranks(size)
@@ -275,14 +305,13 @@ def test_what_a_clock_decides_is_the_first_ranks(monkeypatch: pytest.MonkeyPatch
 
     def work(index: int) -> list[int]:
         engine = engine_of(ranks, index, (OFF, CHAIN))
-        # of a second rank whose time is up at once, and that would measure fewer batches and read none
-        engine.profile(REQUESTS[:2], 0.3 if index == 0 else 0.0)
-        costs = engine.profile(REQUESTS[:2], 0.3)
+        # the second rank's time is up at once: alone it would measure two batches, and stop
+        measured = engine.profile(REQUESTS[:2], 100.0 if index == 0 else 0.0)
         generated(engine)
-        return [batch for batch, _ in costs.verify.rows]
+        return [batch for batch, _ in measured.verify.rows]
 
     first, second = ranks.run(work)
-    assert first == second
+    assert first == second and len(first) > 2
 
 
 def test_whole_weights_are_the_default() -> None:

@@ -25,7 +25,7 @@ from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, make_drafter
-from tlt_hpc.models.folder import DTYPES, load_policy_model, num_used_tokens
+from tlt_hpc.models.folder import DTYPES, load_policy_model, num_used_tokens, start_model
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.pulse import Pulse
@@ -163,11 +163,11 @@ def assemble(config: Config, world: World) -> Job:
     engine = make_engine(decoder, engine_settings(config, assets, world), served, replica.agree)
     engine.keeps = lambda key: replica.keeps(unit_of(config, key))
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
-    model = load_policy_model(assets.folder, config.model.dtype)
+    model = start_model(assets.folder, config.model.dtype, device, config.optimizer.zero_stage == 3, world.rank)
     if device.type == "cuda":
         model.gradient_checkpointing_enable()  # long responses: activations of all layers would not fit
     reference = load_policy_model(assets.folder, config.model.dtype) if config.algorithm.kl_coefficient else None
-    policy = Policy(model.to(device), config, world, reference.to(device) if reference is not None else None)
+    policy = Policy(model, config, world, reference.to(device) if reference is not None else None)
     return Job(
         config=config,
         world=world,

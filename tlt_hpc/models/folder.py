@@ -37,6 +37,28 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
 
 
+def start_model(folder: Path, dtype: str, device: torch.device, is_dealt: bool, rank: int) -> PreTrainedModel:
+    """What a policy begins with: on the device, or, if rank 0's is dealt out, on the host and empty on other ranks."""
+    if not is_dealt:
+        return load_policy_model(folder, dtype).to(device)  # type: ignore[arg-type]
+    return load_policy_model(folder, dtype) if rank == 0 else empty_policy_model(folder, dtype)
+
+
+def empty_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
+    """The same model with whatever the memory held for weights and buffers, for a rank that is given rank 0's.
+
+    Its memory is only promised by the system, until it is written to.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    return model.eval()
+
+
 def folder_weights(
     folder: Path, cuts: Mapping[str, tuple[slice, ...]] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -57,6 +57,8 @@ def replica_sum(world: World, size: int) -> Callable[[torch.Tensor], torch.Tenso
         torch.distributed.all_reduce(x, group=own)
         return x
 
+    # the first call connects the ranks, which no graph could hold
+    all_reduce(torch.zeros(1, device="cuda" if torch.distributed.get_backend() == "nccl" else "cpu"))
     return all_reduce
 
 

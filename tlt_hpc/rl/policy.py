@@ -147,9 +147,9 @@ def _mismatch(totals: _Sums, num_tokens: int) -> RolloutMismatch:
 class Policy:
     """The model that is trained, sharded by ZeRO over all ranks of a process group that has been joined before.
 
-    The model is a causal language model in the manner of Hugging Face, in ``config.model.dtype``, equal on all ranks;
-    it belongs to the policy from here on. ``reference`` is needed where ``algorithm.kl_coefficient`` is above 0; it
-    stays whole on every rank. All methods are collective.
+    The model is a causal language model in the manner of Hugging Face, in ``config.model.dtype``, equal on all ranks
+    (at ZeRO stage 3 rank 0's counts alone); it belongs to the policy from here on. ``reference`` is needed where
+    ``algorithm.kl_coefficient`` is above 0; it stays whole on every rank. All methods are collective.
 
     Raises:
         ConfigError: a combination of ZeRO stage, dtype and offload that DeepSpeed does not train exactly.
@@ -526,6 +526,8 @@ def dear_length(model: torch.nn.Module) -> float:
 def _start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     device_type = deepspeed.get_accelerator().device_name()
     settings = engine_settings(config, num_ranks, device_type)
+    if config.optimizer.zero_stage == 3:
+        _partition(model, settings)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=_make_optimizer(model, config, "offload_optimizer" in settings["zero_optimization"]),
@@ -534,6 +536,15 @@ def _start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any
     )
     lengthen_timeouts(engine.data_parallel_group)
     return engine
+
+
+def _partition(model: torch.nn.Module, settings: dict[str, Any]) -> None:
+    """Deal rank 0's parameters over the ranks one after another: a whole model never stands on a device."""
+    device = torch.device(deepspeed.get_accelerator().current_device_name())
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+        torch.distributed.broadcast(buffer.data, 0)
+    deepspeed.zero.Init(module=model, config_dict_or_path=settings)
 
 
 def _make_optimizer(model: torch.nn.Module, config: Config, offloaded: bool) -> torch.optim.Optimizer:
