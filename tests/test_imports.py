@@ -17,13 +17,14 @@ PACKAGE = "tlt_hpc"
 FLOORS = (
     ("__main__",),
     ("cli",),
+    ("show_evaluation",),
     ("display", "inspect_data"),
     ("ablate",),
     ("compare", "bench", "export", "warmup"),
     ("launch",),
     ("run",),
     ("replay",),
-    ("tail", "update"),
+    ("tail", "update", "evaluate"),
     ("job", "metrics"),
     ("plan",),
     ("rollout", "drafting", "rl", "rewards", "checkpoint", "data"),
@@ -81,6 +82,7 @@ WITHOUT_TORCH = {
     "plan",
     "cli",
     "display",
+    "show_evaluation",
     "compare",
     "inspect_data",
 }

@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import Config, ConfigError, UserError, WarmupSection, load_config, to_toml
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    EvaluationSection,
+    UserError,
+    WarmupSection,
+    load_config,
+    to_toml,
+)
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
@@ -92,6 +100,7 @@ _FREE_ON_RESUME = {
     "checkpoint.background",
     "checkpoint.replay",
     *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
+    *(f"evaluation.{name}" for name in EvaluationSection.model_fields),  # so does an evaluation
 }
 
 

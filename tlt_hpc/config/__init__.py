@@ -7,6 +7,7 @@ from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
 from tlt_hpc.config.base import ConfigError, Section, UserError
 from tlt_hpc.config.data import EMBEDDED_TASK, TASK_PREFIX, DataSection, RewardKind, RewardSection
 from tlt_hpc.config.drafter import DrafterSection, LossKind, SpeculationSection, WarmupSection
+from tlt_hpc.config.evaluation import EvaluationSection
 from tlt_hpc.config.reading import apply_override, load_config, parse_config, to_toml
 from tlt_hpc.config.whole import (
     EMBEDDED_MODEL,
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "DataSection",
     "DrafterSection",
+    "EvaluationSection",
     "LossKind",
     "ModelSection",
     "OptimizerSection",

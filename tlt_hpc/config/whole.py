@@ -12,6 +12,7 @@ from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
 from tlt_hpc.config.base import ConfigError, Count, NonNegative, PositiveInt, Section
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
 from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
+from tlt_hpc.config.evaluation import EvaluationSection, check_evaluation
 from tlt_hpc.recipes import GROUP_ADVANTAGES
 
 EMBEDDED_MODEL = "embedded:tiny"
@@ -84,6 +85,7 @@ class Config(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
 
     @property
     def samples_per_step(self) -> int:
@@ -160,6 +162,7 @@ def check_combinations(config: Config) -> None:
     check_drafter(config.drafter)
     check_data(config.data)
     check_reward(config.reward)
+    check_evaluation(config.evaluation, config.data, config.rollout.max_new_tokens)
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
     if config.rollout.tie_guard == "on" and config.model.dtype != "float32":

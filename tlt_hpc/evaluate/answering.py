@@ -1,0 +1,172 @@
+"""One rank's share of an evaluation's responses: generated, judged and written in pieces, so that a kill costs little.
+
+Knows neither the data sets nor what the responses come to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from tlt_hpc.evaluate.folder import EvaluationFolder
+from tlt_hpc.evaluate.requests import Wanted
+from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.mpi.world import World
+from tlt_hpc.records import Prompt, Request, Rollout, SampleKey
+from tlt_hpc.rewards.answer import Verdict
+from tlt_hpc.rewards.judge import judge
+from tlt_hpc.rewards.scorer import Bench
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.storage.evaluation_log import JudgedResponse
+
+PIECE_RESPONSES = 64
+PIECE_SECONDS = 60.0
+"""A piece is written when it has so many responses, or its first has waited for so long."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a rank answers and judges with."""
+
+    engine: RolloutEngine
+    bench: Bench
+    tokenizer: Tokenizer
+    pulse: Pulse
+    world: World
+
+
+def answer(
+    means: Means,
+    wanted: Sequence[Wanted],
+    folder: EvaluationFolder,
+    done: Container[SampleKey],
+    epoch: int,
+    shown: Callable[[Roster], None],
+) -> bool:
+    """Make what ``done`` lacks of the wanted responses; False where a stop vote came first. Collective.
+
+    Args:
+        done: the names of those that are there, the same on every rank.
+        epoch: the pulse's; any number that all ranks give.
+        shown: called on rank 0 with what all ranks are at.
+    """
+    pulse, world = means.pulse, means.world
+    share = _Share(means, wanted[world.rank :: world.size], done, _Pieces(folder, means))
+    pulse.begin(epoch)
+    while not (roster := pulse.poll(share.status())).over:
+        if not share.is_done:
+            with pulse.progressing():
+                share.step()
+        if not share.has_work:
+            pulse.back_off()
+        if world.rank == 0:
+            shown(roster)
+    share.end()
+    world.barrier()  # so that all files are there for whoever reads them
+    return not roster.stopping
+
+
+class _Pieces:
+    """Judged responses on their way to files."""
+
+    def __init__(self, folder: EvaluationFolder, means: Means) -> None:
+        self._folder, self._step = folder, means.world.size
+        first = means.world.broadcast(folder.next_number() if means.world.rank == 0 else 0)
+        self._number = first + means.world.rank
+        self._responses: list[JudgedResponse] = []
+        self._since = time.monotonic()
+
+    def add(self, response: JudgedResponse) -> None:
+        if not self._responses:
+            self._since = time.monotonic()
+        self._responses.append(response)
+
+    def write_due(self) -> None:
+        """Write what has become a piece."""
+        waited = time.monotonic() - self._since
+        if len(self._responses) >= PIECE_RESPONSES or (self._responses and waited >= PIECE_SECONDS):
+            self.write()
+
+    def write(self) -> None:
+        """Write what there is."""
+        if self._responses:
+            self._folder.write(self._number, self._responses)
+            self._number, self._responses = self._number + self._step, []
+
+
+class _Share:
+    """The responses of one rank."""
+
+    def __init__(self, means: Means, wanted: Sequence[Wanted], done: Container[SampleKey], pieces: _Pieces) -> None:
+        self._means, self._pieces = means, pieces
+        self._prompts: dict[SampleKey, Prompt] = {}
+        requests: list[Request] = []
+        for each in wanted:
+            missing = [request for request in each.requests if request.key not in done]
+            self._prompts |= {request.key: each.prompt for request in missing}
+            requests += missing
+        self._at_server: dict[int, Rollout] = {}
+        if means.bench.client is not None:
+            means.bench.client.forget()  # what an evaluation that was cut short has left
+        means.engine.submit(requests)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something left to decode."""
+        return self._means.engine.has_work
+
+    @property
+    def is_done(self) -> bool:
+        return not self.has_work and not self._at_server
+
+    def status(self) -> Status:
+        """What this rank tells the others."""
+        engine = self._means.engine
+        left = engine.num_unfinished + len(self._at_server)
+        state = State.IDLE if self.is_done else State.BUSY
+        return Status(state, left, engine.num_tokens, 0, self._means.world.stop_requested)
+
+    def step(self) -> None:
+        """One round of decoding; what has ended is judged, what is judged is written."""
+        if self.has_work:
+            self._means.engine.step()
+        if self._means.engine.finished:
+            for rollout in self._means.engine.collect():
+                self._judge(rollout)
+        if self._means.bench.client is not None:
+            for number, verdict in self._means.bench.client.take_ready().items():
+                self._settle(self._at_server.pop(number), verdict)
+        self._pieces.write_due()
+
+    def end(self) -> None:
+        """Write what is judged, and drop the rest."""
+        self._pieces.write()
+        self._means.engine.abort()
+        self._means.engine.collect()
+        if self._means.bench.client is not None:
+            self._means.bench.client.forget()
+
+    def _judge(self, rollout: Rollout) -> None:
+        bench, prompt = self._means.bench, self._prompts[rollout.key]
+        text = self._means.tokenizer.decode(rollout.response_tokens.tolist(), skip_special_tokens=True)
+        asked = bench.answer(prompt, text)
+        if bench.client is not None and bench.needs_worker(prompt):
+            self._at_server[bench.client.submit(asked)] = rollout
+        else:
+            self._settle(rollout, judge(asked, bench.settings))
+
+    def _settle(self, rollout: Rollout, verdict: Verdict) -> None:
+        self._pieces.add(
+            JudgedResponse(
+                key=rollout.key,
+                tokens=rollout.response_tokens,
+                finish_reason=rollout.finish_reason,
+                num_target_passes=rollout.num_target_passes,
+                reward=verdict.reward,
+                failure=verdict.failure.value if verdict.failure else "",
+            )
+        )
