@@ -84,8 +84,15 @@ def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:
         ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
     """
     from tlt_hpc.plan import describe, read_assets
+    from tlt_hpc.tracking.trackers import check_installed
 
-    return config, describe(config, read_assets(config, num_ranks).shape, num_ranks)
+    assets = read_assets(config, num_ranks)
+    check_installed(config.tracking)
+    if config.evaluation.every_steps:
+        from tlt_hpc.evaluate.parts import open_checked_sets
+
+        open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
+    return config, describe(config, assets.shape, num_ranks)
 
 
 def plan_warmup(config: Config, num_ranks: int) -> tuple[Config, str]:
@@ -272,14 +279,20 @@ def run_alone(command: Callable[[argparse.Namespace], int | None], options: argp
 
 def start_rewards(config: Config) -> None:
     """Start what judges responses as the first thing that a rank does: a process that has MPI should start no other."""
-    from tlt_hpc.rewards.standing import standing_bench
+    from tlt_hpc.rewards.standing import standing_bench, without_form
 
     standing_bench(config.reward)
+    if config.evaluation.every_steps:
+        standing_bench(without_form(config.reward))
 
 
 def run_train(config: Config, options: argparse.Namespace) -> int:
     """``tlt train`` on this rank."""
+    from tlt_hpc.tracking.trackers import start_early
+
     start_rewards(config)
+    if not launched_rank(os.environ):
+        start_early(config.tracking)
     from tlt_hpc.display import make_reporter, print_result
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group

@@ -20,6 +20,7 @@ from tlt_hpc.config import (
     Config,
     ConfigError,
     EvaluationSection,
+    TrackingSection,
     UserError,
     WarmupSection,
     load_config,
@@ -101,6 +102,7 @@ _FREE_ON_RESUME = {
     "checkpoint.replay",
     *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
     *(f"evaluation.{name}" for name in EvaluationSection.model_fields),  # so does an evaluation
+    *(f"tracking.{name}" for name in TrackingSection.model_fields),
 }
 
 

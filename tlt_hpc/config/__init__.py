@@ -9,6 +9,7 @@ from tlt_hpc.config.data import EMBEDDED_TASK, TASK_PREFIX, DataSection, RewardK
 from tlt_hpc.config.drafter import DrafterSection, LossKind, SpeculationSection, WarmupSection
 from tlt_hpc.config.evaluation import EvaluationSection
 from tlt_hpc.config.reading import apply_override, load_config, parse_config, to_toml
+from tlt_hpc.config.tracking import TrackingSection
 from tlt_hpc.config.whole import (
     EMBEDDED_MODEL,
     CheckpointSection,
@@ -40,6 +41,7 @@ __all__ = [
     "RunSection",
     "Section",
     "SpeculationSection",
+    "TrackingSection",
     "UserError",
     "WarmupSection",
     "apply_override",

@@ -13,6 +13,7 @@ from tlt_hpc.config.base import ConfigError, Count, NonNegative, PositiveInt, Se
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
 from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
 from tlt_hpc.config.evaluation import EvaluationSection, check_evaluation
+from tlt_hpc.config.tracking import TrackingSection
 from tlt_hpc.recipes import GROUP_ADVANTAGES
 
 EMBEDDED_MODEL = "embedded:tiny"
@@ -86,6 +87,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
+    tracking: TrackingSection = TrackingSection()
 
     @property
     def samples_per_step(self) -> int:
