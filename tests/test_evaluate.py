@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from data_sets import gcd_row, write_parquet
 from launch_ranks import run_on_ranks
@@ -19,11 +20,16 @@ from tiny import embedded_folder
 from tlt_hpc.cli import main
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import answering
+from tlt_hpc.evaluate.answering import share_of
 from tlt_hpc.evaluate.command import EvaluationResult, evaluate, evaluation_config
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.options import EvaluateOptions
+from tlt_hpc.evaluate.requests import Wanted, wanted_responses
+from tlt_hpc.evaluate.sets import EvaluationSet, EvaluationSets
 from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.mpi.world import World
+from tlt_hpc.records import Prompt, Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.storage.evaluation_log import read_responses
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -96,6 +102,19 @@ def test_it_answers_every_prompt_greedily_and_by_sampling(plain):
     assert tree["evaluation.temperature"] == 0.6
 
 
+def test_what_is_asked_of_the_engine():
+    config = load_config(TINY, ["evaluation.samples=2", "rollout.stop_strings=['x']", "rollout.top_k=5"])
+    prompt = Prompt(np.array([2], np.int32), "", "", "")
+    (wanted,) = wanted_responses(config, EvaluationSets((EvaluationSet("a", (7,), (prompt,), ""),)))
+    sampled = SamplingParams(512, temperature=0.6, top_p=0.95, stop_strings=("x",))
+    assert [request.params for request in wanted.requests] == [
+        SamplingParams(512, temperature=0.0, stop_strings=("x",)), sampled, sampled,
+    ]  # fmt: skip
+    assert [(key.stream, key.draw, key.sample) for key in (request.key for request in wanted.requests)] == [
+        (Stream.EVALUATION, 7, sample) for sample in range(3)
+    ]
+
+
 def test_samples_differ_and_the_greedy_one_does_not_depend_on_them(plain, tmp_path):
     found = tokens_in(plain[0])
     assert len({tuple(tokens) for (*_, sample), (tokens, _) in found.items() if sample}) > 12
@@ -142,6 +161,8 @@ def test_a_killed_one_goes_on_where_it_was(plain, tmp_path, monkeypatch):
     assert result.results is not None and plain[1].results is not None
     assert result.results.figures == plain[1].results.figures
     assert tokens_in(tmp_path) == tokens_in(plain[0])
+    files = list(tmp_path.glob("evaluation/responses/*.h5"))
+    assert sum(len(read_responses(path)) for path in files) == TOTAL  # none was made twice
     assert before.items() <= {p: p.stat().st_mtime_ns for p in tmp_path.glob("evaluation/responses/*.h5")}.items()
 
 
@@ -333,3 +354,16 @@ def test_the_command_killed_on_two_ranks_goes_on(plain, tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"540 responses, {there} of them there already" in done.stdout and "mean@8" in done.stdout
     assert len(EvaluationFolder(place).read()) == 540
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 64])
+def test_the_ranks_share_what_is_missing_evenly(num_ranks):
+    prompt = Prompt(np.array([2], np.int32), "", "", "")
+    keys = [[SampleKey(0, 1, 0, draw, sample) for sample in range(33)] for draw in range(30)]
+    wanted = [Wanted(0, prompt, tuple(Request(key, prompt.tokens) for key in own)) for own in keys]
+    done = set(keys[0] + keys[7][:5])
+    shares = [share_of(wanted, done, rank, num_ranks) for rank in range(num_ranks)]
+    given = [request.key for share in shares for _, requests in share for request in requests]
+    assert sorted(given) == sorted({key for own in keys for key in own} - done)
+    counts = [sum(len(requests) for _, requests in share) for share in shares]
+    assert max(counts) - min(counts) <= 33 and max(counts) <= 1.3 * sum(counts) / num_ranks

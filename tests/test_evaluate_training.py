@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_tracking import logged, needs_tensorboard, told
 
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.storage.folder import RunFolder
@@ -55,7 +57,9 @@ def lines(folder: Path) -> dict:
 def evaluated(tmp_path_factory) -> tuple[Path, str]:
     """Three steps, evaluated after the second and at the end."""
     folder = tmp_path_factory.mktemp("evaluated")
-    return folder, tlt("train", folder, "run.num_steps=3", "evaluation.every_steps=2")
+    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+    tracking = f"tracking.tensorboard={str(has_tensorboard).lower()}"
+    return folder, tlt("train", folder, "run.num_steps=3", "evaluation.every_steps=2", tracking)
 
 
 def test_no_training_token_and_no_weight_changes(evaluated, tmp_path):
@@ -70,7 +74,7 @@ def test_the_figures_stand_in_the_steps_lines(evaluated):
     own = lines(folder)
     assert [step for step, line in own.items() if "val-core/gcd/acc/mean@2" in line] == [1, 2]
     assert all(line["timing_s/testing"] > 0 for step, line in own.items() if step)
-    assert f"evaluated after 2 steps: gcd greedy {100 * own[1]['val-core/gcd/acc/greedy']:.1f}" in said
+    assert f"evaluated after 2 steps, %: gcd: greedy {100 * own[1]['val-core/gcd/acc/greedy']:.1f}" in said
     logged = [json.loads(line) for line in (folder / "tiny" / "evaluations.jsonl").read_text().splitlines()]
     assert [(line["num_steps"], line["val-core/gcd/acc/mean@2"]) for line in logged] == [
         (step, own[step - 1]["val-core/gcd/acc/mean@2"]) for step in (2, 3)
@@ -80,21 +84,33 @@ def test_the_figures_stand_in_the_steps_lines(evaluated):
     assert record.strategy_tokens.sum() == sum(len(rollout.response_tokens) for rollout in record.rollouts)
 
 
+@needs_tensorboard
+def test_tensorboard_is_told_of_them_too(evaluated):
+    folder = RunFolder(evaluated[0] / "tiny")
+    assert told(folder.path / "tensorboard") == logged(folder)
+    assert set(logged(folder)["val-core/gcd/acc/mean@2"]) == {1, 2}
+
+
 def test_a_checkpoint_of_the_run_says_the_same(evaluated, tmp_path):
     folder, _ = evaluated
     place = folder / "tiny"
-    said = tlt("evaluate", folder, place=(str(place),))
-    assert "already finished" in said and f"{place}, step 3" in said
-    # generated anew, from the checkpoint alone
     tlt("evaluate", folder, "run.ranks=1", place=(str(place), "--step", "2", "--out", str(tmp_path / "two")))
     again, first = EvaluationFolder(tmp_path / "two"), EvaluationFolder(place / "evaluation" / "step-000002")
     assert json.loads(again.results.read_text())["sets"] == json.loads(first.results.read_text())["sets"]
     assert {k: r.tokens.tolist() for k, r in again.read().items()} == {
         k: r.tokens.tolist() for k, r in first.read().items()
     }
+
+
+@pytest.mark.slow
+def test_what_was_evaluated_in_training_is_not_generated_again(evaluated):
+    place = evaluated[0] / "tiny"
+    said = tlt("evaluate", evaluated[0], place=(str(place),))
+    assert "already finished" in said and f"{place}, step 3" in said
     assert len((place / "evaluations.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_cut_short_is_taken_up_again(evaluated, tmp_path):
     """As a kill leaves it: the step committed, some of the responses there, no figures."""
     folder, _ = evaluated
@@ -107,6 +123,6 @@ def test_an_evaluation_that_was_cut_short_is_taken_up_again(evaluated, tmp_path)
     next(iter(evaluation.responses.glob("*.h5"))).unlink()
     assert 0 < len(evaluation.read()) < 18
     again = tlt("train", tmp_path, "run.num_steps=3", "evaluation.every_steps=2")
-    assert "evaluated after 3 steps: gcd" in again
+    assert "evaluated after 3 steps, %: gcd: greedy" in again
     figures = {name: value for name, value in lines(tmp_path)[2].items() if name.startswith("val-")}
     assert figures == {name: value for name, value in line.items() if name.startswith("val-")} != {}

@@ -62,9 +62,12 @@ def memory_line(memory: Mapping[str, int]) -> str:
 
 def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
     """The accuracies of an evaluation in training, in percent."""
-    parts = {name.removeprefix("val-core/").replace("/acc/", " "): value for name, value in metrics.items()
-             if name.startswith("val-core/")}  # fmt: skip
-    return f"evaluated after {step} steps: {', '.join(f'{name} {100 * value:.1f}' for name, value in parts.items())}"
+    sets: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        if name.startswith("val-core/"):
+            data, _, figure = name.removeprefix("val-core/").rpartition("/acc/")
+            sets.setdefault(data, []).append(f"{figure.removesuffix('/mean')} {100 * value:.1f}")
+    return f"evaluated after {step} steps, %: " + "; ".join(f"{name}: {', '.join(of)}" for name, of in sets.items())
 
 
 class SilentReporter:

@@ -121,9 +121,10 @@ def print_evaluation(result: EvaluationResult) -> None:
         )
         return
     console.print(table_of(result.name, result.results))
-    done = "already finished" if not result.num_generated else "finished"
+    made = f"finished: {result.num_generated:,} responses made in {result.seconds:.0f} s"
+    done = made if result.num_generated else "already finished"
     console.print(
-        f"{done}: {result.results.num_responses:,} responses, {result.results.num_tokens:,} tokens, accept length "
+        f"{done}; {result.results.num_responses:,} responses, {result.results.num_tokens:,} tokens, accept length "
         f"{result.results.accept_length:.2f}; written to {result.folder}",
         soft_wrap=True,
     )

@@ -26,6 +26,8 @@ from tlt_hpc.storage.evaluation_log import JudgedResponse
 PIECE_RESPONSES = 64
 PIECE_SECONDS = 60.0
 """A piece is written when it has so many responses, or its first has waited for so long."""
+_UNITS = 8
+"""Parts of the work that a rank gets at least, as far as there are responses: their lengths differ."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def answer(
         shown: called on rank 0 with what all ranks are at.
     """
     pulse, world = means.pulse, means.world
-    share = _Share(means, wanted[world.rank :: world.size], done, _Pieces(folder, means))
+    share = _Share(means, share_of(wanted, done, world.rank, world.size), _Pieces(folder, means))
     pulse.begin(epoch)
     while not (roster := pulse.poll(share.status())).over:
         if not share.is_done:
@@ -68,6 +70,22 @@ def answer(
     share.end()
     world.barrier()  # so that all files are there for whoever reads them
     return not roster.stopping
+
+
+Asked = tuple[Prompt, tuple[Request, ...]]
+
+
+def share_of(wanted: Sequence[Wanted], done: Container[SampleKey], rank: int, num_ranks: int) -> list[Asked]:
+    """A rank's share of what is missing: whole prompts, or parts of them where there are few prompts to a rank."""
+    missing = [(each.prompt, tuple(r for r in each.requests if r.key not in done)) for each in wanted]
+    count = sum(len(requests) for _, requests in missing)
+    size = max(1, count // (_UNITS * num_ranks))
+    units = [
+        (prompt, requests[start : start + size])
+        for prompt, requests in missing
+        for start in range(0, len(requests), size)
+    ]
+    return units[rank::num_ranks]
 
 
 class _Pieces:
@@ -101,18 +119,13 @@ class _Pieces:
 class _Share:
     """The responses of one rank."""
 
-    def __init__(self, means: Means, wanted: Sequence[Wanted], done: Container[SampleKey], pieces: _Pieces) -> None:
+    def __init__(self, means: Means, asked: Sequence[Asked], pieces: _Pieces) -> None:
         self._means, self._pieces = means, pieces
-        self._prompts: dict[SampleKey, Prompt] = {}
-        requests: list[Request] = []
-        for each in wanted:
-            missing = [request for request in each.requests if request.key not in done]
-            self._prompts |= {request.key: each.prompt for request in missing}
-            requests += missing
+        self._prompts = {request.key: prompt for prompt, requests in asked for request in requests}
         self._at_server: dict[int, Rollout] = {}
         if means.bench.client is not None:
             means.bench.client.forget()  # what an evaluation that was cut short has left
-        means.engine.submit(requests)
+        means.engine.submit(request for _, requests in asked for request in requests)
 
     @property
     def has_work(self) -> bool:

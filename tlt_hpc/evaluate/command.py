@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Container
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,6 +53,8 @@ class EvaluationResult:
     """None where a stop vote ended it."""
     reason: str = ""
     """Which."""
+    seconds: float = 0.0
+    """That rank 0 took to generate and judge, in this start."""
 
     @property
     def finished(self) -> bool:
@@ -82,18 +86,17 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     if world.rank == 0:
         total = sum(len(each.requests) for each in wanted)
         reporter.started(subject.name, folder.path, total, total - len(missing), sets.warning)
-    pulse = Pulse(world.private_comm())
-    try:
-        if missing:
-            engine = build_engine(config, assets, sets, decoder, open_drafter(config, checkpoint, decoder), world)
-            make_ready(config, engine, wanted)
+    made = 0.0
+    if missing:
+        engine = build_engine(config, assets, sets, decoder, open_drafter(config, checkpoint, decoder), world)
+        make_ready(config, engine, wanted)
+        start = time.perf_counter()
+        with closing(Pulse(world.private_comm())) as pulse:
             means = Means(engine, bench, assets.tokenizer, pulse, world)
-            if not answer(means, wanted, folder, done, 0, reporter.answering):
-                left = world.broadcast(len(missing_of(wanted, folder.read())) if world.rank == 0 else 0)
-                reason = next(filter(None, world.allgather(world.stop_reason)), "")
-                return EvaluationResult(subject.name, folder.path, len(missing) - left, left, None, reason)
-    finally:
-        pulse.close()
+            is_whole = answer(means, wanted, folder, done, 0, reporter.answering)
+        made = time.perf_counter() - start
+        if not is_whole:
+            return stopped(subject.name, folder, wanted, len(missing), world)
     results: Results | None = None
     if world.rank == 0:
         reporter.counting()
@@ -101,7 +104,16 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         results = tally(sets, wanted, responses, bench, assets.tokenizer, config.evaluation.ks)
         report(folder, subject.log(config), results, {"evaluated": subject.name, **facts}, subject.step)
     results = world.broadcast(results)
-    return EvaluationResult(subject.name, folder.path, len(missing), 0, results)
+    return EvaluationResult(subject.name, folder.path, len(missing), 0, results, seconds=made)
+
+
+def stopped(
+    name: str, folder: EvaluationFolder, wanted: list[Wanted], num_missing: int, world: World
+) -> EvaluationResult:
+    """How an evaluation stands that a vote has ended; collective."""
+    left = world.broadcast(len(missing_of(wanted, folder.read())) if world.rank == 0 else 0)
+    reason = next(filter(None, world.allgather(world.stop_reason)), "")
+    return EvaluationResult(name, folder.path, num_missing - left, left, None, reason)
 
 
 def claim(folder: EvaluationFolder, facts: dict[str, object], world: World) -> set[SampleKey]:
