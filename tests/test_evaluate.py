@@ -18,17 +18,21 @@ from launch_ranks import run_on_ranks
 from tiny import embedded_folder
 
 from tlt_hpc.cli import main
-from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config
 from tlt_hpc.evaluate import answering
 from tlt_hpc.evaluate.answering import share_of
 from tlt_hpc.evaluate.command import EvaluationResult, evaluate, evaluation_config
+from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.options import EvaluateOptions
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
 from tlt_hpc.evaluate.sets import EvaluationSet, EvaluationSets
 from tlt_hpc.evaluate.subject import find_subject
+from tlt_hpc.evaluate.tally import same_math
+from tlt_hpc.evaluate.votes import Ballot, count_votes
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import Prompt, Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.rewards.standing import standing_bench
 from tlt_hpc.storage.evaluation_log import read_responses
 
 ROOT = Path(__file__).parent.parent
@@ -354,6 +358,25 @@ def test_the_command_killed_on_two_ranks_goes_on(plain, tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"540 responses, {there} of them there already" in done.stdout and "mean@8" in done.stdout
     assert len(EvaluationFolder(place).read()) == 540
+
+
+def test_mathematics_votes_by_meaning():
+    bench = standing_bench(RewardSection(default="math"))
+    assert bench.client is not None
+    bench.client.wait_until_ready()
+    texts = [
+        r"\boxed{\frac{1}{2}}",
+        "so it is 0.5",
+        r"$\frac{3}{4}$ then",
+        r"\boxed{\dfrac{3}{4}}",
+        "who knows",
+        r"\boxed{7}",
+    ]
+    ballot = Ballot("math", texts, [False] * 5 + [True], bench.settings)
+    count_votes([ballot], lambda pairs: same_math(bench, pairs))
+    votes = ballot.votes
+    assert votes[0] == votes[1] != votes[2] == votes[3] and None not in votes[:4]
+    assert votes[4:] == [None, RIGHT]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 64])
