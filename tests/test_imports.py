@@ -17,17 +17,18 @@ PACKAGE = "tlt_hpc"
 FLOORS = (
     ("__main__",),
     ("cli",),
+    ("show_evaluation",),
     ("display", "inspect_data"),
     ("ablate",),
     ("compare", "bench", "export", "warmup"),
     ("launch",),
     ("run",),
     ("replay",),
-    ("tail", "update"),
+    ("tail", "update", "evaluate"),
     ("draws",),
     ("job", "metrics"),
     ("plan",),
-    ("rollout", "drafting", "rl", "rewards", "checkpoint", "data"),
+    ("rollout", "drafting", "rl", "rewards", "checkpoint", "data", "tracking"),
     ("models",),
     ("mpi", "storage", "kernels"),
     ("config", "records", "timing"),
@@ -48,6 +49,7 @@ MAY_KNOW = {
     "launch": {"config"},
     "bench": {"rollout", "models", "data", "config", "records"},
     "export": {"checkpoint", "models", "storage", "config"},
+    "tracking": {"storage", "config"},
     "records": set(),
     "config": {"recipes"},
     "recipes": set(),
@@ -68,6 +70,8 @@ HOME_OF = {
     "reasoning_gym": {"data"},
     "flash_attn": {"kernels"},
     "math_verify": {"rewards"},
+    "tensorboard": {"tracking"},
+    "wandb": {"tracking"},
 }
 WITHOUT_TORCH = {
     "mpi",
@@ -82,6 +86,7 @@ WITHOUT_TORCH = {
     "plan",
     "cli",
     "display",
+    "show_evaluation",
     "compare",
     "inspect_data",
 }
@@ -135,7 +140,9 @@ def room_of(module: str) -> str:
 
 
 def library_of(name: str) -> str:
-    """The heavy library behind an imported name; safetensors.torch is torch."""
+    """The heavy library behind an imported name; safetensors.torch is torch, and torch.utils.tensorboard is not."""
+    if name.startswith("torch.utils.tensorboard"):
+        return "tensorboard"
     return "torch" if name.startswith("safetensors.torch") else name.split(".")[0]
 
 

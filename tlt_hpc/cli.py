@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``data inspect`` and those that export.
+"""The commands: ``tlt train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``data inspect``, exports.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -19,6 +19,7 @@ from tlt_hpc import __version__
 from tlt_hpc.ablate import options as ablate_options
 from tlt_hpc.bench import options as bench_options
 from tlt_hpc.config import Config, UserError, load_config
+from tlt_hpc.evaluate import options as evaluate_options
 from tlt_hpc.export import options as export_options
 from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
 
@@ -71,6 +72,8 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_warmup(config, num_ranks)
     if options.command == "ablate":
         return plan_ablation(config, options, num_ranks)
+    if options.command == "evaluate":
+        return plan_evaluation(config, options, num_ranks)
     return plan_run(config, num_ranks)
 
 
@@ -81,8 +84,15 @@ def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:
         ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
     """
     from tlt_hpc.plan import describe, read_assets
+    from tlt_hpc.tracking.trackers import check_installed
 
-    return config, describe(config, read_assets(config, num_ranks).shape, num_ranks)
+    assets = read_assets(config, num_ranks)
+    check_installed(config.tracking)
+    if config.evaluation.every_steps:
+        from tlt_hpc.evaluate.parts import open_checked_sets
+
+        open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
+    return config, describe(config, assets.shape, num_ranks)
 
 
 def plan_warmup(config: Config, num_ranks: int) -> tuple[Config, str]:
@@ -111,6 +121,22 @@ def plan_ablation(config: Config, options: argparse.Namespace, num_ranks: int) -
 
     read_assets(config, num_ranks)
     return config, plan.describe(plan.plan_ablation(config, ablate_options.read_options(options), num_ranks))
+
+
+def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> tuple[Config, str]:
+    """The same for an evaluation, which reads nothing of what the job trains on.
+
+    Raises:
+        ValueError: as ``plan_run``, or no such run or model.
+    """
+    from tlt_hpc.evaluate.command import describe, evaluation_config
+    from tlt_hpc.evaluate.parts import read_assets
+    from tlt_hpc.evaluate.subject import find_subject
+
+    subject = find_subject(evaluate_options.read_options(options))
+    config = evaluation_config(config, subject)
+    assets, sets = read_assets(config, num_ranks)
+    return config, describe(config, subject, sets, assets.shape, num_ranks)
 
 
 def fail_together(error: UserError, rank: int) -> int:
@@ -166,7 +192,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     warmup = commands.add_parser("warmup", help="train the drafter before any reinforcement learning, or go on with it")
     ablate = commands.add_parser("ablate", help="compare the drafter left out, frozen and trained in several ways")
-    for command in (train, compare, warmup, ablate):
+    evaluate = commands.add_parser("evaluate", help="judge a checkpoint or a model on data sets, or go on with it")
+    evaluate_options.add_evaluate_options(evaluate)
+    for command in (train, compare, warmup, ablate, evaluate):
         command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
         command.add_argument(
@@ -251,14 +279,20 @@ def run_alone(command: Callable[[argparse.Namespace], int | None], options: argp
 
 def start_rewards(config: Config) -> None:
     """Start what judges responses as the first thing that a rank does: a process that has MPI should start no other."""
-    from tlt_hpc.rewards.standing import standing_bench
+    from tlt_hpc.rewards.standing import standing_bench, without_form
 
     standing_bench(config.reward)
+    if config.evaluation.every_steps:
+        standing_bench(without_form(config.reward))
 
 
 def run_train(config: Config, options: argparse.Namespace) -> int:
     """``tlt train`` on this rank."""
+    from tlt_hpc.tracking.trackers import start_early
+
     start_rewards(config)
+    if not launched_rank(os.environ):
+        start_early(config.tracking)
     from tlt_hpc.display import make_reporter, print_result
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
@@ -317,6 +351,26 @@ def run_warmup(config: Config, options: argparse.Namespace) -> int:
     return 0 if result.finished else STOPPED_EARLY
 
 
+def run_evaluate(config: Config, options: argparse.Namespace) -> int:
+    """``tlt evaluate`` on this rank."""
+    start_rewards(config)
+    from tlt_hpc.evaluate.command import evaluate
+    from tlt_hpc.evaluate.subject import find_subject
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.show_evaluation import make_evaluation_reporter, print_evaluation
+
+    world = World.connect()
+    world.install_signal_handlers()
+    with make_evaluation_reporter(world.rank == 0) as reporter:
+        result = evaluate(config, find_subject(evaluate_options.read_options(options)), world, reporter)
+    leave_process_group()
+    if world.rank == 0:
+        print_evaluation(result)
+    world.barrier()
+    return 0 if result.finished else STOPPED_EARLY
+
+
 def run_ablate(config: Config, options: argparse.Namespace) -> int:
     """``tlt ablate`` on this rank."""
     start_rewards(config)
@@ -343,5 +397,11 @@ def run_ablate(config: Config, options: argparse.Namespace) -> int:
     return 0 if ending.as_promised else 1
 
 
-RUNS = {"train": run_train, "compare": run_compare, "warmup": run_warmup, "ablate": run_ablate}
+RUNS = {
+    "train": run_train,
+    "compare": run_compare,
+    "warmup": run_warmup,
+    "ablate": run_ablate,
+    "evaluate": run_evaluate,
+}
 """Commands that run a configuration on all ranks."""

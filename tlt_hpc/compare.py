@@ -103,6 +103,7 @@ def config_of(config: Config, mode: Mode, num_steps: int, parent: Path) -> Confi
         update={
             "run": config.run.model_copy(update={"name": mode, "folder": str(parent), "num_steps": num_steps}),
             "speculation": config.speculation.model_copy(update={"mode": mode}),
+            "evaluation": config.evaluation.model_copy(update={"every_steps": 0}),
         }
     )
 

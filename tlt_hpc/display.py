@@ -60,6 +60,16 @@ def memory_line(memory: Mapping[str, int]) -> str:
     return f"rollout memory of a rank, MB: {', '.join(parts)}; together {sum(memory.values()) / 1e6:,.1f}"
 
 
+def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """The accuracies of an evaluation in training, in percent."""
+    sets: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        if name.startswith("val-core/"):
+            data, _, figure = name.removeprefix("val-core/").rpartition("/acc/")
+            sets.setdefault(data, []).append(f"{figure.removesuffix('/mean')} {100 * value:.1f}")
+    return f"evaluated after {step} steps, %: " + "; ".join(f"{name}: {', '.join(of)}" for name, of in sets.items())
+
+
 class SilentReporter:
     """Shows nothing: every rank but the first."""
 
@@ -72,6 +82,8 @@ class SilentReporter:
     def phase(self, step: int, name: str) -> None: ...
 
     def stepped(self, summary: StepSummary) -> None: ...
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 class LineReporter:
@@ -95,6 +107,9 @@ class LineReporter:
 
     def stepped(self, summary: StepSummary) -> None:
         self._console.print("".join(f"{cell:>12}" for cell in step_cells(summary)))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._console.print(evaluation_line(step, metrics), soft_wrap=True)
 
 
 class LiveReporter:
@@ -148,6 +163,9 @@ class LiveReporter:
         self._rows = [*self._rows, step_cells(summary)][-self._ROWS :]
         self._bar.update(self._task, advance=1)
         self._show("done")
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._bar.console.print(evaluation_line(step, metrics), soft_wrap=True)
 
     def _show(self, phase: str) -> None:
         self._bar.update(self._task, phase=phase)

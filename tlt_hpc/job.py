@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import Config, ConfigError, UserError, WarmupSection, load_config, to_toml
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    EvaluationSection,
+    TrackingSection,
+    UserError,
+    WarmupSection,
+    load_config,
+    to_toml,
+)
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
@@ -31,7 +40,7 @@ from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan import Assets, read_assets
+from tlt_hpc.plan import Assets, ModelAssets, read_assets
 from tlt_hpc.records import SampleKey, SamplingParams
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rewards.standing import standing_bench
@@ -97,6 +106,8 @@ _FREE_ON_RESUME = {
     "checkpoint.background",
     "checkpoint.replay",
     *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
+    *(f"evaluation.{name}" for name in EvaluationSection.model_fields),  # so does an evaluation
+    *(f"tracking.{name}" for name in TrackingSection.model_fields),
 }
 
 
@@ -352,7 +363,7 @@ def make_engine(
         raise ConfigError(str(error)) from None
 
 
-def engine_settings(config: Config, assets: Assets, world: World) -> EngineSettings:
+def engine_settings(config: Config, assets: ModelAssets, world: World) -> EngineSettings:
     """The engine's part of the configuration."""
     rollout, speculation = config.rollout, config.speculation
     return EngineSettings(

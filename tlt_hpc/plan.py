@@ -18,13 +18,19 @@ from tlt_hpc.rollout.strategy import strategies_of
 
 
 @dataclass(frozen=True)
-class Assets:
-    """What the configuration names, as far as it can be read without loading weights."""
+class ModelAssets:
+    """What the configuration names of a model, as far as it can be read without loading weights."""
 
     folder: Path
     shape: ModelShape
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Assets(ModelAssets):
+    """And the prompts that a run draws."""
+
     prompts: PromptSource
 
 
@@ -38,7 +44,7 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     folder = find_model(config.model.path)
     shape = read_shape(folder)
     check_model_limits(config, shape.max_positions)
-    _check_replicas(config, shape)
+    check_division(config, shape)
     _check_strategies(config)
     if config.reward.function:
         _check_reward_function(config)
@@ -47,7 +53,12 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), prompts)
 
 
-def _check_replicas(config: Config, shape: ModelShape) -> None:
+def check_division(config: Config, shape: ModelShape) -> None:
+    """Refuse a model that cannot be divided over a replica's ranks.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
     try:
         check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
     except ValueError as error:

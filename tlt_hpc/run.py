@@ -16,6 +16,7 @@ from tlt_hpc.config import Config
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.draws import StepDraws
+from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
 from tlt_hpc.job import DRAFTER_FILE, Job, assemble
 from tlt_hpc.metrics import DUE, K3, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.models.piece import deal
@@ -28,9 +29,10 @@ from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.storage.folder import rank_of, writing_beside
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
-from tlt_hpc.storage.step_lines import add_line, drop_lines
+from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, shard, train_serially
 from tlt_hpc.timing import PhaseTimer
+from tlt_hpc.tracking.follow import Tracking
 from tlt_hpc.update import update_policy
 
 _CALIBRATION_RESPONSES = 8
@@ -50,6 +52,8 @@ class Reporter(Protocol):
     def phase(self, step: int, name: str) -> None: ...
 
     def stepped(self, summary: StepSummary) -> None: ...
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
     job = assemble(config, world)
+    tracking = Tracking(config, job.folder) if world.rank == 0 else None
     try:
+        evaluation = prepare(job)
         saved, step = resume(job, reporter)
         first = step
         reserve_copy(job)
@@ -82,21 +88,25 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
             saved = save_checkpoint(job, step)
         if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
             drop_lines(job.folder.metrics, step)  # logs that are about to be replaced are no committed step's
+        judged = judge_and_track(job, evaluation, tracking, step, reporter)
         while step < config.run.num_steps and goes_on(job):
             if not take_step(job, step, reporter, is_saved=saved == step):
                 break
             step += 1
             if step % config.checkpoint.every_steps == 0:
                 saved = save_checkpoint(job, step)
+            judged = judge_and_track(job, evaluation, tracking, step, reporter)
         if saved < step:
             save_checkpoint(job, step)
         job.checkpoints.finish(world)
-        finished = step >= config.run.num_steps
+        finished = step >= config.run.num_steps and judged
         if finished:
             save_drafter(job)
         reason = next(filter(None, world.allgather(world.stop_reason)), "") if not finished else ""
         return RunResult(first, step, finished, job.policy.sha256(), reason)
     finally:
+        if tracking:
+            tracking.close()
         job.close()
 
 
@@ -197,6 +207,35 @@ def serve_drafter(job: Job) -> None:
 def load_policy(job: Job, version: int) -> None:
     """Put the policy's weights into the decoder; the drafter reads its embedding and head there."""
     job.engine.load_policy(job.policy.named_weights(), version)
+
+
+def judge_and_track(
+    job: Job, evaluation: TrainingEvaluation | None, tracking: Tracking | None, step: int, reporter: Reporter
+) -> bool:
+    """``evaluate_if_due``, then tell the trackers of all steps whose lines are whole now."""
+    judged = evaluate_if_due(job, evaluation, step, reporter)
+    if tracking:
+        tracking.follow(step if judged else step - 1)
+    return judged
+
+
+def evaluate_if_due(job: Job, evaluation: TrainingEvaluation | None, step: int, reporter: Reporter) -> bool:
+    """Judge the policy after ``step`` steps where that is due and the last step's line has no figures of it.
+
+    Collective. False where a stop vote cut it short: the next start goes on with it.
+    """
+    if evaluation is None or not evaluation.is_due(job, step):
+        return True
+    line = job.world.broadcast(read_lines(job.folder.metrics).get(step - 1) if job.world.rank == 0 else None)
+    if line is None or TESTING in line:
+        return True
+    if job.world.rank == 0:
+        reporter.phase(step - 1, "evaluation")
+    metrics = evaluate_policy(job, evaluation, step, lambda roster: reporter.rolling(step - 1, roster))
+    if metrics is not None and job.world.rank == 0:
+        add_line(job.folder.metrics, {**line, **metrics})
+        reporter.evaluated(step, metrics)
+    return metrics is not None
 
 
 # -- records --------------------------------------------------------------------------------------------------------

@@ -71,6 +71,8 @@ class Watch:
         if name == "update":
             forget_peak()
 
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
     def stepped(self, summary: Any) -> None:
         tokens, seconds = summary["perf/total_num_tokens"], summary["timing_s/step"]
         self.rows.append(

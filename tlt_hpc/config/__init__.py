@@ -7,7 +7,9 @@ from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
 from tlt_hpc.config.base import ConfigError, Section, UserError
 from tlt_hpc.config.data import EMBEDDED_TASK, TASK_PREFIX, DataSection, RewardKind, RewardSection
 from tlt_hpc.config.drafter import DrafterSection, LossKind, SpeculationSection, WarmupSection
+from tlt_hpc.config.evaluation import EvaluationSection
 from tlt_hpc.config.reading import apply_override, load_config, parse_config, to_toml
+from tlt_hpc.config.tracking import TrackingSection
 from tlt_hpc.config.whole import (
     EMBEDDED_MODEL,
     CheckpointSection,
@@ -17,6 +19,7 @@ from tlt_hpc.config.whole import (
     RunSection,
     check_model_limits,
     check_ranks,
+    check_replicas,
     refuse_replicas,
 )
 
@@ -30,6 +33,7 @@ __all__ = [
     "ConfigError",
     "DataSection",
     "DrafterSection",
+    "EvaluationSection",
     "LossKind",
     "ModelSection",
     "OptimizerSection",
@@ -39,11 +43,13 @@ __all__ = [
     "RunSection",
     "Section",
     "SpeculationSection",
+    "TrackingSection",
     "UserError",
     "WarmupSection",
     "apply_override",
     "check_model_limits",
     "check_ranks",
+    "check_replicas",
     "load_config",
     "parse_config",
     "refuse_replicas",

@@ -12,6 +12,8 @@ from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
 from tlt_hpc.config.base import ConfigError, Count, NonNegative, PositiveInt, Section
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
 from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
+from tlt_hpc.config.evaluation import EvaluationSection, check_evaluation
+from tlt_hpc.config.tracking import TrackingSection
 from tlt_hpc.recipes import CORRECTION_BOUNDS, GROUP_ADVANTAGES
 
 EMBEDDED_MODEL = "embedded:tiny"
@@ -86,6 +88,8 @@ class Config(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    tracking: TrackingSection = TrackingSection()
 
     @property
     def samples_per_step(self) -> int:
@@ -118,6 +122,15 @@ def check_ranks(config: Config, num_ranks: int) -> None:
             f"{what} = {unit} is not divisible by {num_ranks} ranks; "
             f"use {max(num_ranks, unit // num_ranks * num_ranks)} or another number of ranks"
         )
+    check_replicas(config, num_ranks)
+
+
+def check_replicas(config: Config, num_ranks: int) -> None:
+    """Refuse a rank count that makes no whole replicas.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
     if num_ranks % config.rollout.tensor_parallel:
         raise ConfigError(
             f"rollout.tensor_parallel = {config.rollout.tensor_parallel} does not divide {num_ranks} ranks; use "
@@ -180,6 +193,7 @@ def check_combinations(config: Config) -> None:
     check_drafter(config.drafter)
     check_data(config.data)
     check_reward(config.reward)
+    check_evaluation(config.evaluation, config.data, config.rollout.max_new_tokens)
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
     if config.rollout.tie_guard == "on" and config.model.dtype != "float32":

@@ -108,6 +108,17 @@ class RewardClient:
             self._check_stalled()
         return {number: self._verdicts.pop(number) for number in numbers}
 
+    def take_ready(self) -> dict[int, Verdict]:
+        """The verdicts that have come, by number; never waits.
+
+        Raises:
+            UserError: as ``pump``.
+        """
+        self.pump()
+        self._check_stalled()
+        ready, self._verdicts = self._verdicts, {}
+        return ready
+
     def forget(self) -> None:
         """Drop all answers and verdicts; the server ends what it is at."""
         if self._answers:

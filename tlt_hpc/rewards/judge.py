@@ -12,6 +12,9 @@ from tlt_hpc.rewards.answer import Answer, Settings, Verdict
 from tlt_hpc.rewards.functions import RewardFunction, call_function
 from tlt_hpc.rewards.sandbox.outside import Template
 
+SAME_MATH = "same-math"
+"""No reward: whether a response and another, given as the truth, answer alike as mathematics."""
+MATH_KINDS = ("math", SAME_MATH)
 WORKER_KINDS = ("math", "code", "function")
 """Kinds that parse or run what others wrote: only in a process that can be killed."""
 
@@ -43,7 +46,7 @@ NO_MEANS = Means()
 def judge(answer: Answer, settings: Settings, means: Means = NO_MEANS) -> Verdict:
     """An answer's reward, its form mixed in; where it could not be judged its form does not count either."""
     verdict = _judge(answer, settings, means)
-    if verdict.failure or answer.kind == "format" or not settings.format_weight:
+    if verdict.failure or answer.kind in ("format", SAME_MATH) or not settings.format_weight:
         return verdict
     weight = settings.format_weight
     return Verdict((1 - weight) * verdict.reward + weight * form(answer.text, settings))
@@ -70,6 +73,10 @@ def _judge(answer: Answer, settings: Settings, means: Means) -> Verdict:
             from tlt_hpc.rewards.mathematics import equal_as_mathematics  # 0.5 s and sympy: only in workers
 
             return equal_as_mathematics(answer.text, answer.truth)
+        case "same-math":
+            from tlt_hpc.rewards.mathematics import same_answer
+
+            return same_answer(answer.text, answer.truth)
         case "code":
             from tlt_hpc.rewards.code import passes_tests
 

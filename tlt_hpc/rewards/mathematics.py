@@ -54,6 +54,14 @@ def equal_as_mathematics(text: str, truth: str) -> Verdict:
     return Verdict(float(verify(wanted, parse(text, parsing_timeout=None), timeout_seconds=None)))
 
 
+def same_answer(text: str, other: str) -> Verdict:
+    """1.0 where two responses answer alike; unreadable where the first gives no answer."""
+    given = parse(text, parsing_timeout=None)
+    if not given:
+        return Verdict.failed(Failure.UNREADABLE, "no answer")
+    return Verdict(float(verify(parse(other, parsing_timeout=None), given, timeout_seconds=None)))
+
+
 def warm_up() -> None:
     """Have everything imported, compiled and cached that answers would have to wait for, in every fork anew."""
     for text, truth in _USUAL:

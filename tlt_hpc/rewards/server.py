@@ -24,7 +24,7 @@ from typing import Any
 from tlt_hpc.rewards.answer import Answer, JudgeError, Settings, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.functions import load_function
-from tlt_hpc.rewards.judge import Means
+from tlt_hpc.rewards.judge import MATH_KINDS, Means
 from tlt_hpc.rewards.sandbox.outside import working_template
 from tlt_hpc.rewards.worker import MOST_TOGETHER, Worker, end_with_parent, start_worker
 
@@ -98,7 +98,7 @@ class Server:
 
     def _may_share(self, numbered: tuple[int, Answer]) -> bool:
         number, answer = numbered
-        return answer.kind == "math" and number not in self._alone
+        return answer.kind in MATH_KINDS and number not in self._alone
 
     def _reap(self) -> None:
         if self._means.template and not self._means.template.is_alive:

@@ -27,6 +27,11 @@ def settings_of(section: RewardSection) -> Settings:
     )
 
 
+def without_form(section: RewardSection) -> RewardSection:
+    """The same rules but for the form's share: an evaluation asks whether the answer is right."""
+    return section.model_copy(update={"format_weight": 0.0})
+
+
 def standing_bench(section: RewardSection) -> Bench:
     """What this process judges with; the first call starts its server where a kind needs one, later ones find it.
 

@@ -25,12 +25,18 @@ _SAID_LETTER = re.compile(r"(?i:answer|option|choice)[^A-Za-z]{0,20}(?:(?i:is)\b
 
 def boxed(text: str, truth: str) -> Verdict:
     """1.0 where the response ends with ``\\boxed{...}`` whose content, stripped, is the answer to the letter."""
-    text, truth = text.rstrip(), truth.strip()
+    return Verdict(float(boxed_answer(text) == truth.strip()))
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the box that the response ends with; None where it ends otherwise."""
+    text = text.rstrip()
     start = text.rfind(BOX)
-    # the box ends with the text's last brace just where its content is balanced, as the answer then is
-    if start < 0 or not text.endswith("}") or not _is_balanced(truth):
-        return Verdict(0.0)
-    return Verdict(float(text[start + len(BOX) : -1].strip() == truth))
+    if start < 0 or not text.endswith("}"):
+        return None
+    content = text[start + len(BOX) : -1].strip()
+    # the box ends with the text's last brace just where its content is balanced
+    return content if _is_balanced(content) else None
 
 
 def numeric(text: str, truth: str, tolerance: float) -> Verdict:
@@ -57,7 +63,7 @@ def choice(text: str, truth: str) -> Verdict:
     wanted = _LETTER.fullmatch(truth.strip())
     if wanted is None:
         return Verdict.failed(Failure.UNREADABLE, f"answer {truth[:80]!r} is no letter of a choice")
-    return Verdict(float(_letter_of(text) == wanted[1].upper()))
+    return Verdict(float(letter_of(text) == wanted[1].upper()))
 
 
 def tags(text: str, names: Sequence[str]) -> float:
@@ -100,7 +106,8 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def _letter_of(text: str) -> str | None:
+def letter_of(text: str) -> str | None:
+    """The letter that a response chooses, a capital; None where there is none."""
     tail = text[-TAIL_CHARACTERS:].rstrip()
     box = last_box(tail)
     if box is not None:

@@ -1,0 +1,395 @@
+"""tlt evaluate: the same responses whatever the speculation and the ranks, kills, what it refuses, what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_sets import gcd_row, write_parquet
+from launch_ranks import run_on_ranks
+from tiny import embedded_folder
+
+from tlt_hpc.cli import main
+from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config
+from tlt_hpc.evaluate import answering
+from tlt_hpc.evaluate.answering import share_of
+from tlt_hpc.evaluate.command import EvaluationResult, evaluate, evaluation_config
+from tlt_hpc.evaluate.figures import RIGHT
+from tlt_hpc.evaluate.folder import EvaluationFolder
+from tlt_hpc.evaluate.options import EvaluateOptions
+from tlt_hpc.evaluate.requests import Wanted, wanted_responses
+from tlt_hpc.evaluate.sets import EvaluationSet, EvaluationSets
+from tlt_hpc.evaluate.subject import find_subject
+from tlt_hpc.evaluate.tally import same_math
+from tlt_hpc.evaluate.votes import Ballot, count_votes
+from tlt_hpc.mpi.world import World
+from tlt_hpc.records import Prompt, Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.rewards.standing import standing_bench
+from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.storage.evaluation_log import read_responses
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "jobs" / "tiny.toml"
+SMALL = ("evaluation.limit=10", "evaluation.samples=3", "rollout.max_new_tokens=160", "speculation.profile_seconds=0")
+TOTAL = 40
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it, nothing is saved on its way."""
+
+
+class Reporter:
+    """Silent; raises ``Killed`` or asks to stop when so many files of responses are there."""
+
+    def __init__(self, at: int | None = None, world: World | None = None) -> None:
+        self._at, self._world = at, world
+        self.num_done = -1
+        self.num_answering = 0
+        self._folder = Path()
+
+    def started(self, name, folder, num_responses, num_done, warning):
+        self.num_done, self._folder = num_done, folder
+
+    def answering(self, roster):
+        self.num_answering += 1
+        if self._at is not None and len(list(self._folder.glob("responses/*.h5"))) >= self._at:
+            if self._world is None:
+                raise Killed
+            self._world.request_stop("test")
+
+    def counting(self): ...
+
+
+def start(
+    folder: Path, *overrides: str, place: str = "embedded:tiny", reporter: Reporter | None = None, world=None, step=None
+) -> EvaluationResult:
+    subject = find_subject(EvaluateOptions(place, step, folder / "evaluation"))
+    config = evaluation_config(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]), subject)
+    return evaluate(config, subject, world or World.connect(), reporter or Reporter())
+
+
+def tokens_in(folder: Path) -> dict:
+    responses = EvaluationFolder(folder / "evaluation").read()
+    return {tuple(vars(key).values()): (r.tokens.tolist(), r.reward) for key, r in responses.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, EvaluationResult]:
+    """A small evaluation without speculation and without a break."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, start(folder, "speculation.mode=plain")
+
+
+def test_it_answers_every_prompt_greedily_and_by_sampling(plain):
+    folder, result = plain
+    assert result.results is not None and result.num_generated == TOTAL
+    figures = result.results.figures["gcd"]
+    assert (figures.num_prompts, figures.num_samples, sorted(figures.pass_at)) == (10, 3, [2, 3])
+    found = tokens_in(folder)
+    rights: dict[int, list[float]] = {}
+    for (*_, draw, sample), (_, reward) in found.items():
+        if sample:
+            rights.setdefault(draw, []).append(reward)
+    assert figures.mean is not None
+    assert figures.mean.value == pytest.approx(sum(map(sum, rights.values())) / 30)
+    assert figures.pass_at[3].value == sum(any(each) for each in rights.values()) / 10
+    assert result.results.accept_length == 1.0
+    tree = json.loads((folder / "evaluation" / "results.json").read_text())
+    assert tree["sets"]["gcd"]["mean"]["value"] == figures.mean.value
+    assert tree["evaluation.temperature"] == 0.6
+
+
+def test_what_is_asked_of_the_engine():
+    config = load_config(TINY, ["evaluation.samples=2", "rollout.stop_strings=['x']", "rollout.top_k=5"])
+    prompt = Prompt(np.array([2], np.int32), "", "", "")
+    (wanted,) = wanted_responses(config, EvaluationSets((EvaluationSet("a", (7,), (prompt,), ""),)))
+    sampled = SamplingParams(512, temperature=0.6, top_p=0.95, stop_strings=("x",))
+    assert [request.params for request in wanted.requests] == [
+        SamplingParams(512, temperature=0.0, stop_strings=("x",)), sampled, sampled,
+    ]  # fmt: skip
+    assert [(key.stream, key.draw, key.sample) for key in (request.key for request in wanted.requests)] == [
+        (Stream.EVALUATION, 7, sample) for sample in range(3)
+    ]
+
+
+def test_samples_differ_and_the_greedy_one_does_not_depend_on_them(plain, tmp_path):
+    found = tokens_in(plain[0])
+    assert len({tuple(tokens) for (*_, sample), (tokens, _) in found.items() if sample}) > 12
+    start(tmp_path, "speculation.mode=plain", "evaluation.samples=0")
+    assert tokens_in(tmp_path) == {key: value for key, value in found.items() if key[-1] == 0}
+
+
+@pytest.mark.parametrize("mode", ["ngram", "full"])
+def test_speculation_changes_no_token(plain, tmp_path, mode):
+    result = start(tmp_path, f"speculation.mode={mode}", "rollout.max_live=7")
+    assert result.results is not None and result.results.accept_length > 1.2
+    assert tokens_in(tmp_path) == tokens_in(plain[0])
+
+
+def on_a_rank(folder: str, *overrides: str) -> int:
+    world = World.connect()
+    result = start(Path(folder), *overrides, world=world)
+    leave_process_group()
+    return result.num_generated
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("overrides", [[], ["rollout.tensor_parallel=2"]])
+def test_neither_ranks_nor_replicas_change_a_token(plain, tmp_path, overrides):
+    assert run_on_ranks(2, on_a_rank, str(tmp_path), *overrides) == [TOTAL, TOTAL]
+    assert tokens_in(tmp_path) == tokens_in(plain[0])
+
+
+def test_a_finished_one_generates_nothing_and_says_the_same(plain):
+    folder, first = plain
+    reporter = Reporter()
+    again = start(folder, "speculation.mode=ngram", reporter=reporter)
+    assert (again.num_generated, reporter.num_answering, again.results) == (0, 0, first.results)
+    assert len((folder / "evaluations.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_killed_one_goes_on_where_it_was(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(answering, "PIECE_RESPONSES", 6)
+    with pytest.raises(Killed):
+        start(tmp_path, reporter=Reporter(at=2))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("evaluation/responses/*.h5")}
+    there = len(EvaluationFolder(tmp_path / "evaluation").read())
+    assert 12 <= there < TOTAL and not (tmp_path / "evaluation" / "results.json").exists()
+    result = start(tmp_path)
+    assert result.num_generated == TOTAL - there
+    assert result.results is not None and plain[1].results is not None
+    assert result.results.figures == plain[1].results.figures
+    assert tokens_in(tmp_path) == tokens_in(plain[0])
+    files = list(tmp_path.glob("evaluation/responses/*.h5"))
+    assert sum(len(read_responses(path)) for path in files) == TOTAL  # none was made twice
+    assert before.items() <= {p: p.stat().st_mtime_ns for p in tmp_path.glob("evaluation/responses/*.h5")}.items()
+
+
+def test_a_stopped_one_keeps_what_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(answering, "PIECE_RESPONSES", 6)
+    world = World.connect()
+    result = start(tmp_path, reporter=Reporter(at=1, world=world), world=world)
+    assert not result.finished and result.reason == "test"
+    there = len(EvaluationFolder(tmp_path / "evaluation").read())
+    assert result.num_generated == there > 0 and result.num_left == TOTAL - there
+
+
+def test_a_damaged_file_is_made_again(plain, tmp_path, caplog):
+    shutil.copytree(plain[0] / "evaluation", tmp_path / "evaluation")
+    path = next((tmp_path / "evaluation" / "responses").glob("*.h5"))
+    path.write_bytes(path.read_bytes()[:-100])
+    result = start(tmp_path, "speculation.mode=plain")
+    assert result.num_generated == TOTAL and "damaged evaluation log" in caplog.text
+    assert tokens_in(tmp_path) == tokens_in(plain[0])
+
+
+def test_more_samples_are_added_to_those_that_are_there(tmp_path):
+    assert start(tmp_path, "evaluation.samples=1").num_generated == 20
+    result = start(tmp_path, "evaluation.samples=2", "evaluation.limit=12")
+    assert result.num_generated == 10 + 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("evaluation.temperature=0.9", "evaluation.temperature = 0.6, now 0.9"),
+        ("evaluation.max_new_tokens=50", "evaluation.max_new_tokens = 160, now 50"),
+        ("reward.default=numeric", "reward.default = 'boxed', now 'numeric'"),
+        ("evaluation.seed=1", "evaluation.seed = 0, now 1"),
+    ],
+)
+def test_another_evaluation_in_the_folder_is_refused(plain, override, what):
+    place = plain[0] / "evaluation"
+    message = f"{place} holds an evaluation with {what}; go on with what it was, or give another folder with --out"
+    with pytest.raises(UserError) as caught:
+        start(plain[0], override)
+    assert str(caught.value) == message
+
+
+def test_other_weights_are_refused(plain, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for path in embedded_folder().iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name] *= 1.01
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"holds an evaluation with weights = '\w{32}', now '\w{32}'; go on"):
+        start(plain[0], place=str(tmp_path))
+
+
+@pytest.fixture
+def two_sets(tmp_path) -> list[str]:
+    """Two sources in one file, and a file of mathematics."""
+    rows = [gcd_row(n, data_source=f"part{n % 2}") for n in range(2, 8)]
+    mixed = write_parquet(tmp_path / "mixed.parquet", rows)
+    fractions = write_parquet(tmp_path / "fractions.parquet", [gcd_row(n, data_source="fractions") for n in (3, 4)])
+    return [f"evaluation.sources={json.dumps([str(mixed), str(fractions)])}", 'reward.by_source={"fractions"="math"}']
+
+
+def test_sets_and_the_sources_within_them(two_sets, tmp_path):
+    result = start(tmp_path, *two_sets, "evaluation.samples=2", "evaluation.limit=0")
+    assert result.results is not None
+    figures = result.results.figures
+    assert {name: each.num_prompts for name, each in figures.items()} == {
+        "mixed": 6, "mixed/part0": 3, "mixed/part1": 3, "fractions": 2,
+    }  # fmt: skip
+    assert figures["fractions"].majority is not None
+    # a set by itself is answered alike, and its responses are found again
+    other = tmp_path / "alone"
+    other.mkdir()
+    start(other, f"evaluation.sources={json.dumps([str(tmp_path / 'fractions.parquet')])}", "evaluation.samples=2",
+          "evaluation.limit=0", two_sets[1])  # fmt: skip
+    assert tokens_in(other).items() <= tokens_in(tmp_path).items() and len(tokens_in(other)) == 6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["evaluation.pass_k=[1,9]"],
+            "evaluation.pass_k has 9, more than evaluation.samples = 8; raise evaluation.samples to 9 or leave it out",
+        ),
+        (
+            ["evaluation.samples=0", "evaluation.greedy=false"],
+            "evaluation.samples = 0 and evaluation.greedy = false ask for no answer; set one of them",
+        ),
+        (
+            ["evaluation.temperature=0"],
+            "evaluation.temperature = 0 with evaluation.samples = 8 gives one answer so many times; use "
+            "evaluation.greedy with evaluation.samples = 0",
+        ),
+        (["evaluation.names=['a']"], "evaluation.names has 1 names for 0 sources; give one each"),
+        (
+            ["evaluation.every_steps=2", "data.source=x.jsonl"],
+            "evaluation.every_steps = 2, but there is nothing to evaluate on; name files in evaluation.sources",
+        ),
+        (
+            ["evaluation.every_steps=2", "evaluation.max_new_tokens=513"],
+            "evaluation.max_new_tokens = 513 with evaluation.every_steps = 2: in training the engine has room for "
+            "rollout.max_new_tokens = 512; lower it, or set every_steps = 0 and give checkpoints to tlt evaluate",
+        ),
+    ],
+)
+def test_settings_that_cannot_work(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(TINY, overrides)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["evaluation.sources=['no.parquet']"],
+            "evaluation.sources = 'no.parquet' does not exist; give a .jsonl, .parquet or .arrow file, a folder or "
+            "pattern of them, 'reasoning-gym:NAME' or 'embedded:gcd'",
+        ),
+        (
+            ["evaluation.sources=['embedded:gcd','embedded:gcd']"],
+            "two of evaluation.sources are called 'gcd'; give evaluation.names",
+        ),
+        (
+            ["data.source=x.jsonl"],
+            "evaluation.sources is empty, and data.source = 'x.jsonl' has no held-out part of its own; name files, "
+            "e.g. evaluation.sources='[\"data/aime24.parquet\"]'",
+        ),
+        (
+            ["evaluation.max_new_tokens=5000"],
+            "the longest prompt's 9 tokens and a response of 5000 exceed the model's 1024 positions; set "
+            "evaluation.max_new_tokens = 1015 or less",
+        ),
+        (["evaluation.limit=5000"], "evaluation.limit = 5000: 'embedded:gcd' holds out 2048 at most; lower it"),
+    ],
+)
+def test_what_the_data_or_model_cannot_do_ends_before_a_rank_starts(overrides, message, capsys):
+    assert main(["evaluate", "embedded:tiny", str(TINY), "--dry-run", *overrides]) == 2
+    assert capsys.readouterr().err == f"tlt: {message}\n"
+
+
+def test_places_that_are_none(tmp_path):
+    with pytest.raises(UserError, match=r"neither a run's folder .* nor a model's .*; give one of them, or embedded"):
+        find_subject(EvaluateOptions(str(tmp_path)))
+    with pytest.raises(UserError, match=r"--step 3: embedded:tiny is no run's folder; leave --step out"):
+        find_subject(EvaluateOptions("embedded:tiny", 3))
+    place = str(tmp_path / "checkpoints" / "step-000004")
+    assert find_subject(EvaluateOptions(place)).step == 4
+    with pytest.raises(UserError, match=r"--step 3, but .* is the checkpoint of step 4; give one"):
+        find_subject(EvaluateOptions(place, 3))
+
+
+def command(folder: Path, *overrides: str, place: str = "embedded:tiny") -> list[str]:
+    options = [f"run.folder={folder}", *SMALL, *overrides]
+    return [sys.executable, "-m", "tlt_hpc", "evaluate", place, str(TINY), *options]
+
+
+def test_the_dry_run_tells_the_plan(tmp_path, capsys):
+    assert main([*command(tmp_path)[3:], "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "data        gcd (10 prompts)" in said
+    assert "answers     greedily and 3 times at temperature 0.6, top-p 0.95, at most 160 tokens" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_the_command_killed_on_two_ranks_goes_on(plain, tmp_path):
+    """For real: SIGKILL to the whole job once a piece is there."""
+    many = ["evaluation.limit=60", "evaluation.samples=8", "rollout.max_live=16"]
+    process = subprocess.Popen(
+        command(tmp_path, *many), cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    place = tmp_path / "tiny-evaluation" / "tiny"
+    end = time.monotonic() + 120
+    while not list(place.glob("responses/*.h5")) and process.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() != 0
+    there = len(EvaluationFolder(place).read())
+    assert 0 < there < 540
+    done = subprocess.run(command(tmp_path, *many), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"540 responses, {there} of them there already" in done.stdout and "mean@8" in done.stdout
+    assert len(EvaluationFolder(place).read()) == 540
+
+
+def test_mathematics_votes_by_meaning():
+    bench = standing_bench(RewardSection(default="math"))
+    assert bench.client is not None
+    bench.client.wait_until_ready()
+    texts = [
+        r"\boxed{\frac{1}{2}}",
+        "so it is 0.5",
+        r"$\frac{3}{4}$ then",
+        r"\boxed{\dfrac{3}{4}}",
+        "who knows",
+        r"\boxed{7}",
+    ]
+    ballot = Ballot("math", texts, [False] * 5 + [True], bench.settings)
+    count_votes([ballot], lambda pairs: same_math(bench, pairs))
+    votes = ballot.votes
+    assert votes[0] == votes[1] != votes[2] == votes[3] and None not in votes[:4]
+    assert votes[4:] == [None, RIGHT]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 64])
+def test_the_ranks_share_what_is_missing_evenly(num_ranks):
+    prompt = Prompt(np.array([2], np.int32), "", "", "")
+    keys = [[SampleKey(0, 1, 0, draw, sample) for sample in range(33)] for draw in range(30)]
+    wanted = [Wanted(0, prompt, tuple(Request(key, prompt.tokens) for key in own)) for own in keys]
+    done = set(keys[0] + keys[7][:5])
+    shares = [share_of(wanted, done, rank, num_ranks) for rank in range(num_ranks)]
+    given = [request.key for share in shares for _, requests in share for request in requests]
+    assert sorted(given) == sorted({key for own in keys for key in own} - done)
+    counts = [sum(len(requests) for _, requests in share) for share in shares]
+    assert max(counts) - min(counts) <= 33 and max(counts) <= 1.3 * sum(counts) / num_ranks

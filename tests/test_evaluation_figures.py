@@ -1,0 +1,136 @@
+"""Figures of evaluations against values computed by hand, and which answers count as the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from tlt_hpc.config import RewardSection
+from tlt_hpc.evaluate.figures import Judged, PromptAnswers, estimate, figures_of, majority, pass_at_k
+from tlt_hpc.evaluate.metrics import metrics_of
+from tlt_hpc.evaluate.votes import Ballot, answer_of, count_votes
+from tlt_hpc.rewards.standing import settings_of
+
+SETTINGS = settings_of(RewardSection())
+
+
+def judged(vote: int | None, length: int = 10, is_cut: bool = False) -> Judged:
+    return Judged(vote == 0, float(vote == 0), length, is_cut, vote)
+
+
+def prompt(*votes: int | None, greedy: int | None = 0, source: str = "a") -> PromptAnswers:
+    return PromptAnswers(source, True, judged(greedy), tuple(map(judged, votes)))
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "chance"),
+    [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 2, 2, 5 / 6), (4, 0, 4, 0.0), (4, 1, 4, 1.0), (10, 3, 5, 11 / 12)],
+)
+def test_pass_at_k(n, c, k, chance):
+    assert pass_at_k(n, c, k) == pytest.approx(chance, abs=1e-12)
+
+
+def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_right_one():
+    for c in range(7):
+        for k in range(1, 7):
+            subsets = list(itertools.combinations(range(6), k))
+            holding = sum(any(i < c for i in subset) for subset in subsets)
+            assert pass_at_k(6, c, k) == pytest.approx(holding / len(subsets))
+
+
+def test_pass_at_k_of_many_samples_does_not_overflow():
+    exact = 1 - math.comb(9000, 500) / math.comb(10_000, 500)
+    assert pass_at_k(10_000, 1000, 500) == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("votes", "value"),
+    [
+        ((0, 0, 1), 1.0),
+        ((0, 1, 1), 0.0),
+        ((0, 1, 2), 1 / 3),
+        ((0, 0, 1, 1, 2), 0.5),
+        ((None, None, 0), 1.0),
+        ((None, None, None), 0.0),
+        ((1, 2, 1, 2), 0.0),
+    ],
+)
+def test_majority(votes, value):
+    assert majority([judged(vote) for vote in votes]) == value
+
+
+def test_standard_errors():
+    assert estimate([1.0, 0.0, 0.0, 1.0]).error == pytest.approx(math.sqrt((4 * 0.25 / 3) / 4))
+    assert estimate([0.5]).error is None
+    assert estimate([0.25, 0.25]).error == 0.0
+
+
+def test_figures_of_prompts():
+    figures = figures_of([prompt(0, 0, 1, None), prompt(1, 2, 0, 1, greedy=1)], (1, 2, 4))
+    assert (figures.num_prompts, figures.num_samples) == (2, 4)
+    assert figures.greedy is not None and figures.greedy.value == 0.5
+    assert figures.mean is not None and figures.mean.value == 3 / 8
+    assert figures.mean.error == pytest.approx(0.125)
+    assert {k: e.value for k, e in figures.pass_at.items()} == pytest.approx({1: 3 / 8, 2: (5 / 6 + 1 / 2) / 2, 4: 1.0})
+    assert figures.majority is not None and figures.majority.value == 0.5
+    assert figures.reward.value == pytest.approx((3 / 5 + 1 / 5) / 2)
+    assert figures.unanswered_share == 0.1
+    assert (figures.mean_length, figures.cut_share) == (10.0, 0.0)
+
+
+def test_metrics_have_verls_names():
+    metrics = metrics_of("aime24", figures_of([prompt(0, 1), prompt(0, 0)], (2,)))
+    assert {name: value for name, value in metrics.items() if name.startswith("val-core")} == {
+        "val-core/aime24/acc/greedy": 1.0,
+        "val-core/aime24/acc/mean@2": 0.75,
+        "val-core/aime24/acc/pass@2": 1.0,
+        "val-core/aime24/acc/maj@2/mean": 0.75,
+    }
+    assert metrics["val-aux/aime24/acc/mean@2/stderr"] == pytest.approx(0.25)
+    assert metrics["val-aux/aime24/response_length/mean"] == 10.0
+
+
+def test_kinds_without_answers_have_no_majority():
+    plain = PromptAnswers("a", False, None, (judged(0), judged(None)))
+    figures = figures_of([plain], ())
+    assert figures.majority is None and figures.unanswered_share is None and figures.greedy is None
+    assert "maj@2/mean" not in "".join(metrics_of("x", figures))
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "rights", "votes"),
+    [
+        ("boxed", [r"\boxed{4}", r"so \boxed{5}", r"\boxed{5}", "5", r"\boxed{5} ."], "10000", [0, 1, 1, None, None]),
+        ("numeric", ["it is 0.5", "1/2", "#### 3", "three"], "0000", [1, 1, 2, None]),
+        ("choice", ["The answer is B", r"\boxed{(B)}", "A", "none of them"], "0010", [1, 1, 0, None]),
+        # two ways to write what is right are one answer
+        ("boxed", ["first", "second"], "11", [0, 0]),
+    ],
+)
+def test_equal_answers_have_one_vote(kind, texts, rights, votes):
+    ballot = Ballot(kind, texts, [right == "1" for right in rights], SETTINGS)
+    assert not ballot.questions
+    assert ballot.votes == votes
+
+
+def test_mathematics_is_asked_for_round_by_round():
+    """Numbers stand for answers: those of one parity are equal, and nobody can read 9."""
+    first = Ballot("math", [r"\boxed{1}", r"\boxed{2}", r"\boxed{3}", r"\boxed{9}"], [False] * 4, SETTINGS)
+    second = Ballot("math", [r"\boxed{9}", r"\boxed{4}", r"\boxed{4}"], [False] * 3, SETTINGS)
+    asked = []
+
+    def same(pairs):
+        asked.append(len(pairs))
+        values = [(int(a[7:-1]), int(b[7:-1])) for a, b in pairs]
+        return [None if a == 9 else b != 9 and a % 2 == b % 2 for a, b in values]
+
+    count_votes([first, second], same)
+    assert first.votes == [1, 2, 1, None]
+    assert second.votes[1] == second.votes[2] is not None and second.votes[0] is None
+    assert asked == [6, 1]
+
+
+def test_mathematics_without_a_box_is_read_from_the_end():
+    assert answer_of("math", "x" * 9000 + " so 7") == "x" * 4091 + " so 7"

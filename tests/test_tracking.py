@@ -1,0 +1,232 @@
+"""TensorBoard and W&B: what they are told is what metrics.jsonl has, once, and their failures end no run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt_hpc.cli import main
+from tlt_hpc.config import Config, load_config
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
+from tlt_hpc.tracking.follow import Tracking
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "jobs" / "tiny.toml"
+needs_tensorboard = pytest.mark.skipif(not importlib.util.find_spec("tensorboard"), reason="tensorboard not installed")
+needs_wandb = pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb not installed")
+
+
+def config_for(folder: Path, *overrides: str) -> Config:
+    return load_config(TINY, [f"run.folder={folder}", *overrides])
+
+
+def commit(folder: RunFolder, *steps: int, factor: float = 1.0) -> None:
+    for step in steps:
+        add_line(
+            folder.metrics,
+            {"training/global_step": float(step), "critic/score/mean": factor * step / 7, "drafter/why": "always"},
+        )
+
+
+def told(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows: tag -> step -> value."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    found = {}
+    for tag in reader.Tags()["scalars"]:
+        events = reader.Scalars(tag)
+        found[tag] = {event.step: event.value for event in events}
+        assert len(found[tag]) == len(events), f"{tag} has a step twice"
+    return found
+
+
+def logged(folder: RunFolder) -> dict[str, dict[int, float]]:
+    """The same of metrics.jsonl."""
+    found: dict[str, dict[int, float]] = {}
+    for step, line in read_lines(folder.metrics).items():
+        for name, value in line.items():
+            if not isinstance(value, str):
+                found.setdefault(name, {})[step] = pytest.approx(value, rel=1e-6)
+    return found
+
+
+def follow(config: Config, folder: RunFolder, *num_steps: int) -> None:
+    """One start of a run that follows after each of these numbers of steps, and is killed: nothing is closed."""
+    tracking = Tracking(config, folder)
+    for count in num_steps:
+        tracking.follow(count)
+
+
+@needs_tensorboard
+def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp_path):
+    config, folder = config_for(tmp_path, "tracking.tensorboard=true"), RunFolder(tmp_path / "tiny")
+    events = folder.path / "tensorboard"
+    commit(folder, 0, 1, 2)
+    follow(config, folder, 1, 2, 3)
+    assert told(events) == logged(folder)
+    # killed between the events of a step and the note of them
+    (folder.path / "tracking.json").write_text(json.dumps({"tensorboard": 2}))
+    commit(folder, 3, 4)
+    follow(config, folder, 3, 5)
+    assert told(events) == logged(folder) and len(list(events.iterdir())) == 2
+    # resumed from an earlier checkpoint: steps 2 and on are others now
+    drop_lines(folder.metrics, 2)
+    commit(folder, 2, 3, factor=2.0)
+    follow(config, folder, 2, 3, 4)
+    assert told(events) == logged(folder)
+    assert max(told(events)["critic/score/mean"]) == 3
+
+
+@needs_tensorboard
+def test_switched_on_late_it_catches_up(tmp_path):
+    folder = RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1)
+    follow(config_for(tmp_path), folder, 2)
+    assert not (folder.path / "tracking.json").exists()
+    commit(folder, 2)
+    follow(config_for(tmp_path, "tracking.tensorboard=true"), folder, 2, 3)
+    assert told(folder.path / "tensorboard") == logged(folder)
+
+
+@needs_tensorboard
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_one_warning_and_the_next_start_catches_up(tmp_path, caplog, monkeypatch):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    config, folder = config_for(tmp_path, "tracking.tensorboard=true"), RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1, 2, 3)
+
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    tracking = Tracking(config, folder)
+    tracking.follow(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", full)
+        tracking.follow(2)
+        tracking.follow(3)
+    tracking.follow(4)
+    tracking.close()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [
+        "tensorboard failed (OSError: [Errno 28] No space left on device): the run goes on without it; metrics.jsonl "
+        "has every step, and the next start tells it what it missed"
+    ]
+    follow(config, folder, 4)
+    assert told(folder.path / "tensorboard") == logged(folder)
+
+
+@needs_tensorboard
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog):
+    folder = RunFolder(tmp_path / "tiny")
+    commit(folder, 0)
+    (folder.path / "tensorboard").write_text("a file")
+    follow(config_for(tmp_path, "tracking.tensorboard=true"), folder, 1, 1)
+    assert len(caplog.records) == 1 and "tensorboard failed (" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("package", "override", "key"),
+    [
+        ("tensorboard", "tracking.tensorboard=true", "tracking.tensorboard = true"),
+        ("wandb", "tracking.wandb=offline", "tracking.wandb = 'offline'"),
+    ],
+)
+def test_an_absent_package_is_one_line_before_anything_runs(package, override, key, tmp_path, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a))
+    assert main(["train", str(TINY), f"run.folder={tmp_path}", override]) == 2
+    message = f"{key} needs the package {package!r}, which is not installed; pip install {package}"
+    assert capsys.readouterr().err == f"tlt: {message}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_nobody_asked_for_is_not_imported(tmp_path):
+    folder = RunFolder(tmp_path / "tiny")
+    commit(folder, 0)
+    code = (
+        "import sys; from pathlib import Path; from tlt_hpc.config import load_config\n"
+        "from tlt_hpc.storage.folder import RunFolder; from tlt_hpc.tracking.follow import Tracking\n"
+        f"Tracking(load_config({str(TINY)!r}), RunFolder(Path({str(folder.path)!r}))).follow(1)\n"
+        "print({'tensorboard', 'wandb'} & {name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+class FakeWandb:
+    """Stands for the library: notes what it is told, by the run's id."""
+
+    class Error(Exception):
+        pass
+
+    class Settings:
+        def __init__(self, **settings): ...
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[tuple[int, float]]] = {}
+        self.fails = False
+
+    def init(self, **options):
+        assert options["mode"] == "offline" and options["resume"] == "allow" and options["project"] == "tlt"
+        kept = self.runs.setdefault(options["id"], [])
+        library = self
+
+        class Run:
+            def log(self, figures, step, commit):
+                if library.fails:
+                    raise library.Error("its server is away")
+                assert commit and (not kept or step > kept[-1][0]), "a step twice, or backwards"
+                kept.append((step, figures["critic/score/mean"]))
+
+            def finish(self): ...
+
+        return Run()
+
+
+def test_wandb_has_each_step_once_under_one_id(tmp_path, monkeypatch, caplog):
+    library = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1, 2, 3)
+    follow(config, folder, 1, 2)
+    follow(config, folder, 2, 3)
+    assert list(library.runs.values()) == [[(step, step / 7) for step in range(3)]]
+    library.fails = True
+    follow(config, folder, 4, 4)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["wandb failed (Error"]
+    library.fails = False
+    # steps taken back: another run of W&B with all of them
+    drop_lines(folder.metrics, 1)
+    commit(folder, 1, factor=2.0)
+    follow(config, folder, 1, 2)
+    assert list(library.runs.values())[1:] == [[(0, 0.0), (1, 2 / 7)]]
+
+
+@needs_wandb
+def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
+    """The real library, in a process of its own: it stays with the one that made it."""
+    folder = RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1)
+    code = (
+        "from pathlib import Path; from tlt_hpc.config import load_config\n"
+        "from tlt_hpc.storage.folder import RunFolder\n"
+        "from tlt_hpc.tracking.follow import Tracking; from tlt_hpc.tracking.trackers import start_early\n"
+        f"config = load_config({str(TINY)!r}, ['tracking.wandb=offline']); start_early(config.tracking)\n"
+        f"tracking = Tracking(config, RunFolder(Path({str(folder.path)!r})))\n"
+        "tracking.follow(2); tracking.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
+    (file,) = (folder.path / "wandb").glob("offline-run-*/run-*.wandb")
+    run_id = json.loads((folder.path / "tracking.json").read_text())["wandb_id"]
+    assert file.name == f"run-{run_id}.wandb"
+    assert b"critic/score/mean" in file.read_bytes() and b"0.14285714285714285" in file.read_bytes()

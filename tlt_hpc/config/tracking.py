@@ -1,0 +1,25 @@
+"""Who else is told of a run's figures: [tracking]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tlt_hpc.config.base import Section
+
+
+class TrackingSection(Section):
+    """Beside ``metrics.jsonl`` and the rollout log, which are always written."""
+
+    tensorboard: bool = False
+    """Event files under the run's ``tensorboard``."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases: ``offline`` writes files under the run's ``wandb``, for `wandb sync`; ``online`` needs a
+    network on the node of rank 0, and a login."""
+    project: Annotated[str, Field(min_length=1)] = "tlt"
+    """Of Weights & Biases."""
+    group: str = ""
+    """Of Weights & Biases; empty: none."""
+    name: str = ""
+    """What the run is called there; empty: ``run.name``."""

@@ -1,0 +1,197 @@
+"""Runs ``tlt evaluate``: every rank answers its share of the prompts, rank 0 counts. Can be killed and go on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Container
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tlt_hpc.config import Config, UserError, to_toml
+from tlt_hpc.evaluate.answering import Means, answer
+from tlt_hpc.evaluate.folder import EvaluationFolder, add_json_line, write_json
+from tlt_hpc.evaluate.metrics import to_json
+from tlt_hpc.evaluate.parts import build_engine, facts_of, make_decoder, make_ready, open_drafter, read_assets
+from tlt_hpc.evaluate.requests import Wanted, longest_response, wanted_responses
+from tlt_hpc.evaluate.sets import EvaluationSets
+from tlt_hpc.evaluate.subject import Fingerprint, Subject, config_for, open_checkpoint, weights_of
+from tlt_hpc.evaluate.tally import Results, tally
+from tlt_hpc.job import make_pulse, make_replica, open_bench
+from tlt_hpc.models.folder import DTYPES
+from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.mpi.world import World
+from tlt_hpc.records import SampleKey
+from tlt_hpc.rewards.standing import without_form
+from tlt_hpc.storage.evaluation_log import JudgedResponse
+
+
+class EvaluationReporter(Protocol):
+    """Whoever shows an evaluation to its user; called on rank 0 alone."""
+
+    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None: ...
+
+    def answering(self, roster: Roster) -> None: ...
+
+    def counting(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """How an evaluation ended; the same on every rank."""
+
+    name: str
+    folder: Path
+    num_generated: int
+    """Responses that this start made."""
+    num_left: int
+    results: Results | None
+    """None where a stop vote ended it."""
+    reason: str = ""
+    """Which."""
+    seconds: float = 0.0
+    """That rank 0 took to generate and judge, in this start."""
+
+    @property
+    def finished(self) -> bool:
+        return self.results is not None
+
+
+def evaluation_config(config: Config, subject: Subject) -> Config:
+    """What ``evaluate`` takes: the job's with the subject's model, its answers judged without their form."""
+    found = config_for(config, subject)
+    return found.model_copy(update={"reward": without_form(found.reward)})
+
+
+def evaluate(config: Config, subject: Subject, world: World, reporter: EvaluationReporter) -> EvaluationResult:
+    """Evaluate, or go on; ``config`` is ``evaluation_config``'s. Collective.
+
+    Raises:
+        ValueError: the user's mistake (configuration, checkpoint, data, a folder that holds another evaluation).
+    """
+    bench = open_bench(config, world)
+    assets, sets = read_assets(config, world.size)
+    subject, checkpoint = open_checkpoint(subject, world)
+    replica = make_replica(config, world)
+    decoder, fingerprint = make_decoder(config, assets, world, replica), Fingerprint(assets.shape.tied_head)
+    decoder.load(fingerprint.reading(weights_of(subject, checkpoint, DTYPES[config.model.dtype])), 0)
+    folder = EvaluationFolder(subject.folder(config))
+    facts = facts_of(config, sets, fingerprint.digest())
+    wanted = wanted_responses(config, sets)
+    done = claim(folder, facts, world)
+    missing = missing_of(wanted, done)
+    if world.rank == 0:
+        total = sum(len(each.requests) for each in wanted)
+        reporter.started(subject.name, folder.path, total, total - len(missing), sets.warning)
+    made = 0.0
+    if missing:
+        drafter = open_drafter(config, checkpoint, decoder)
+        engine = build_engine(config, assets, sets, decoder, drafter, world, replica)
+        make_ready(config, engine, wanted)
+        start = time.perf_counter()
+        with closing(make_pulse(world, replica, engine)) as pulse:
+            means = Means(engine, bench, assets.tokenizer, pulse, world, replica)
+            is_whole = answer(means, wanted, folder, done, 0, reporter.answering)
+        made = time.perf_counter() - start
+        if not is_whole:
+            return stopped(subject.name, folder, wanted, len(missing), world)
+    results: Results | None = None
+    if world.rank == 0:
+        reporter.counting()
+        responses = complete(folder, wanted)
+        results = tally(sets, wanted, responses, bench, assets.tokenizer, config.evaluation.ks)
+        report(folder, subject.log(config), results, {"evaluated": subject.name, **facts}, subject.step)
+    results = world.broadcast(results)
+    return EvaluationResult(subject.name, folder.path, len(missing), 0, results, seconds=made)
+
+
+def stopped(
+    name: str, folder: EvaluationFolder, wanted: list[Wanted], num_missing: int, world: World
+) -> EvaluationResult:
+    """How an evaluation stands that a vote has ended; collective."""
+    left = world.broadcast(len(missing_of(wanted, folder.read())) if world.rank == 0 else 0)
+    reason = next(filter(None, world.allgather(world.stop_reason)), "")
+    return EvaluationResult(name, folder.path, num_missing - left, left, None, reason)
+
+
+def claim(folder: EvaluationFolder, facts: dict[str, object], world: World) -> set[SampleKey]:
+    """Have rank 0 claim the folder; the names of the responses that are there. Collective.
+
+    Raises:
+        UserError: on all ranks, where it is another evaluation's.
+    """
+    found: set[SampleKey] | str = set()
+    if world.rank == 0:
+        try:
+            folder.claim(facts)
+            found = set(folder.read())
+        except UserError as error:
+            found = str(error)
+    found = world.broadcast(found)
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
+
+
+def missing_of(wanted: list[Wanted], done: Container[SampleKey]) -> list[SampleKey]:
+    """The responses that are not there yet."""
+    return [request.key for each in wanted for request in each.requests if request.key not in done]
+
+
+def complete(folder: EvaluationFolder, wanted: list[Wanted]) -> dict[SampleKey, JudgedResponse]:
+    """All responses, read back.
+
+    Raises:
+        UserError: some are not there although they were written: not all nodes write to the same folder.
+    """
+    found = folder.read()
+    lacking = missing_of(wanted, found)
+    if lacking:
+        raise UserError(
+            f"{folder.path} lacks {len(lacking)} responses that other ranks have written; use a folder that all nodes "
+            "share (run.folder, or --out)"
+        )
+    return found
+
+
+def report(folder: EvaluationFolder, log: Path, results: Results, facts: dict[str, Any], step: int | None) -> None:
+    """Leave the results in the folder, and a line in the log where they are new.
+
+    Raises:
+        WriteError: no room or no permission.
+    """
+    tree = {
+        **facts,
+        "responses": results.num_responses,
+        "response_tokens": results.num_tokens,
+        "accept_length": results.accept_length,
+        "not_judged": results.failures,
+        "sets": {name: to_json(figures) for name, figures in results.figures.items()},
+    }
+    text = json.dumps(tree, indent=1) + "\n"
+    if folder.results.exists() and folder.results.read_text(encoding="utf-8") == text:
+        return
+    write_json(folder.results, tree)
+    steps = {} if step is None else {"num_steps": step}
+    add_json_line(log, {"evaluated": facts["evaluated"], **steps, "folder": str(folder.path), **results.metrics})
+
+
+def describe(config: Config, subject: Subject, sets: EvaluationSets, shape: ModelShape, num_ranks: int) -> str:
+    """The plan in words, then the resolved configuration as TOML."""
+    evaluation = config.evaluation
+    named = ", ".join(f"{each.name} ({len(each.prompts)} prompts)" for each in sets.sets)
+    each = ["greedily"] * evaluation.greedy
+    if evaluation.samples:
+        each.append(f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}")
+    lines = [
+        f"evaluation  {subject.name} on {num_ranks} ranks, seed {evaluation.seed}",
+        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
+        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        f"data        {named}",
+        f"answers     {' and '.join(each)}, at most {longest_response(config)} tokens",
+        f"speculation {config.speculation.mode}",
+    ]
+    return "\n".join([*lines, "", to_toml(config)])

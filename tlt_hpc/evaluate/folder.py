@@ -1,0 +1,136 @@
+"""An evaluation's folder: what was evaluated and how, the responses so far, the results. Knows no engine.
+
+evaluation.json   what the responses depend on: an evaluation goes on only with the same
+responses/        000007.h5: some judged responses each, by whichever rank
+results.json      the figures, once all responses are there
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tlt_hpc.config import ConfigError
+from tlt_hpc.records import SampleKey
+from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses, write_responses
+from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.hdf5 import DamagedFile
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = "weights"
+Facts = Mapping[str, Any]
+
+
+class EvaluationFolder:
+    """The files of one evaluation."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def facts(self) -> Path:
+        return self.path / "evaluation.json"
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.json"
+
+    @property
+    def responses(self) -> Path:
+        return self.path / "responses"
+
+    def claim(self, facts: Facts) -> None:
+        """Keep what the responses depend on, or hold it against what is there; data sets may be added.
+
+        Raises:
+            ConfigError: they differ.
+            WriteError: no room or no permission.
+        """
+        old = self.read_facts()
+        changed = changed_facts(old, facts)
+        if changed:
+            name, before, now = changed
+            raise ConfigError(
+                f"{self.path} holds an evaluation with {name} = {before!r}, now {now!r}; go on with what it was, or "
+                "give another folder with --out"
+            )
+        write_json(self.facts, {**old, **facts})
+
+    def read_facts(self) -> dict[str, Any]:
+        """What the responses that are there depend on; nothing where there are none.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        if not self.facts.exists():
+            return {}
+        try:
+            found: dict[str, Any] = json.loads(self.facts.read_text(encoding="utf-8"))
+        except ValueError:
+            raise ConfigError(f"{self.facts} is damaged; delete {self.path} to evaluate anew") from None
+        return found
+
+    def set_aside(self) -> Path:
+        """Give the folder another name, under which nothing looks for it; returns that."""
+        number = 1
+        while (other := self.path.with_name(f"{self.path.name}-replaced-{number}")).exists():
+            number += 1
+        self.path.rename(other)
+        return other
+
+    def next_number(self) -> int:
+        """The first number that no file of responses has."""
+        return 1 + max((int(path.stem) for path in self._files()), default=-1)
+
+    def write(self, number: int, responses: Sequence[JudgedResponse]) -> None:
+        """Add a file of responses.
+
+        Raises:
+            WriteError: no room or no permission.
+        """
+        write_responses(self.responses / f"{number:06d}.h5", responses)
+
+    def read(self) -> dict[SampleKey, JudgedResponse]:
+        """All responses so far; those of damaged files are generated again, which is warned of."""
+        found: dict[SampleKey, JudgedResponse] = {}
+        for path in self._files():
+            try:
+                found |= {response.key: response for response in read_responses(path)}
+            except DamagedFile as error:
+                logger.warning("%s", error)
+        return found
+
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.responses.glob("*.h5") if path.stem.isdecimal())
+
+
+def changed_facts(old: Facts, new: Facts) -> tuple[str, Any, Any] | None:
+    """The first fact of both that differs, with both values."""
+    plain = json.loads(json.dumps(new))
+    differing = (name for name in plain if name in old and old[name] != plain[name])
+    return next(((name, old[name], plain[name]) for name in differing), None)
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Write a document, whole or not at all.
+
+    Raises:
+        WriteError: no room or no permission.
+    """
+    with writing_beside(path) as part:
+        part.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+def add_json_line(path: Path, tree: Any) -> None:
+    """Add a line to a file of them.
+
+    Raises:
+        WriteError: no room or no permission.
+    """
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    with writing_beside(path) as part:
+        part.write_text(before + json.dumps(tree) + "\n", encoding="utf-8")

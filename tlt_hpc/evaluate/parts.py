@@ -1,0 +1,180 @@
+"""Builds what an evaluation of its own needs: the light files checked, the engine, the drafter where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.config import Config, ConfigError, check_replicas
+from tlt_hpc.data.jsonl import digest_of
+from tlt_hpc.evaluate.folder import WEIGHTS
+from tlt_hpc.evaluate.requests import Wanted, longest_response, sampling_params
+from tlt_hpc.evaluate.sets import EvaluationSets, open_sets
+from tlt_hpc.job import choose_device, engine_settings, make_engine, make_sharding, read_drafter, unit_of
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
+from tlt_hpc.models.folder import DTYPES, end_token_ids, find_model, load_tokenizer
+from tlt_hpc.models.shape import ModelShape, read_shape
+from tlt_hpc.models.tokenizer import read_chat_format
+from tlt_hpc.mpi.replica import Replica
+from tlt_hpc.mpi.world import World
+from tlt_hpc.plan import ModelAssets, check_division
+from tlt_hpc.records import Request, Stream
+from tlt_hpc.rewards.functions import check_function
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.strategy import strategies_of
+
+_CALIBRATION_RESPONSES = 8
+# of [reward]: what a verdict depends on
+_JUDGING = (
+    "default",
+    "by_source",
+    "function",
+    "tolerance",
+    "format_pattern",
+    "format_tags",
+    "cpu_seconds",
+    "memory_mb",
+)
+
+
+def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, EvaluationSets]:
+    """The light files of the model, and the data sets; ``config`` is ``subject.config_for``'s.
+
+    Raises:
+        ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
+    """
+    folder = find_model(config.model.path)
+    shape = read_shape(folder)
+    check_replicas(config, num_ranks)
+    check_division(config, shape)
+    tokenizer = load_tokenizer(folder)
+    sets = open_checked_sets(config, folder, shape, tokenizer)
+    return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets
+
+
+def open_checked_sets(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> EvaluationSets:
+    """The data sets, held against the model and the reward.
+
+    Raises:
+        ValueError: as ``open_sets``, or a response of full length would not fit the model.
+    """
+    if config.reward.function:
+        try:
+            check_function(config.reward.function)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    sets = open_sets(config, tokenizer, read_chat_format(folder))
+    total = sets.longest_prompt + longest_response(config)
+    if total > shape.max_positions:
+        raise ConfigError(
+            f"the longest prompt's {sets.longest_prompt} tokens and a response of {longest_response(config)} exceed "
+            f"the model's {shape.max_positions} positions; set evaluation.max_new_tokens = "
+            f"{max(1, shape.max_positions - sets.longest_prompt)} or less"
+        )
+    return sets
+
+
+def facts_of(config: Config, sets: EvaluationSets, fingerprint: str) -> dict[str, object]:
+    """What responses and verdicts depend on, by name."""
+    evaluation = config.evaluation
+    function = config.reward.function.rpartition(":")[0]
+    return {
+        WEIGHTS: fingerprint,
+        "model.dtype": config.model.dtype,
+        "evaluation.seed": evaluation.seed,
+        "evaluation.temperature": evaluation.temperature,
+        "evaluation.top_p": evaluation.top_p,
+        "evaluation.max_new_tokens": longest_response(config),
+        "rollout.stop_strings": config.rollout.stop_strings,
+        **{f"reward.{name}": vars(config.reward)[name] for name in _JUDGING},
+        **({"the file of reward.function": digest_of(Path(function))} if function else {}),
+        **{f"data of {name}": digest for name, digest in sets.fingerprints().items()},
+    }
+
+
+def build_engine(
+    config: Config,
+    assets: ModelAssets,
+    sets: EvaluationSets,
+    decoder: Decoder,
+    drafter: Drafter | None,
+    world: World,
+    replica: Replica,
+) -> RolloutEngine:
+    """The engine with the evaluation's sampling.
+
+    Raises:
+        ConfigError: the budget of pages holds no response of full length.
+    """
+    settings = engine_settings_of(config, assets, sets, drafter, world)
+    engine = make_engine(decoder, settings, drafter, replica.agree)
+    engine.keeps = lambda key: replica.keeps(unit_of(config, key))
+    engine.drafter_ready = drafter is not None
+    return engine
+
+
+def engine_settings_of(
+    config: Config, assets: ModelAssets, sets: EvaluationSets, drafter: Drafter | None, world: World
+) -> EngineSettings:
+    """The rollout's, but for what is sampled how; without a drafter none of its strategies."""
+    strategies = strategies_of(config.speculation.mode, config.speculation.strategies)
+    return replace(
+        engine_settings(config, assets, world),
+        params=sampling_params(config),
+        max_prompt_tokens=sets.longest_prompt,
+        strategies=tuple(s for s in strategies if drafter is not None or not s.has_drafter),
+    )
+
+
+def make_ready(config: Config, engine: RolloutEngine, wanted: list[Wanted]) -> None:
+    """Measure near-ties and costs on responses that are thrown away."""
+    requests = calibration_requests(wanted)
+    engine.calibrate(requests)
+    if len(engine.settings.strategies) > 1 and config.speculation.profile_seconds:
+        engine.profile(requests, config.speculation.profile_seconds)
+
+
+def calibration_requests(wanted: list[Wanted]) -> list[Request]:
+    """A few of the prompts under keys of another stream."""
+    some = wanted[:: max(1, len(wanted) // _CALIBRATION_RESPONSES)][:_CALIBRATION_RESPONSES]
+    firsts = [each.requests[-1] for each in some]
+    return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in firsts]
+
+
+def make_decoder(config: Config, assets: ModelAssets, world: World, replica: Replica) -> Decoder:
+    """The decoder, or this rank's part of it, without weights; collective."""
+    device = choose_device(config, world)
+    return Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
+
+
+def open_drafter(config: Config, checkpoint: Checkpoint | None, decoder: Decoder) -> Drafter | None:
+    """The checkpoint's drafter, else what ``drafter.init`` names; None where there is none worth asking.
+
+    Raises:
+        ConfigError: ``drafter.init`` names what does not fit the model.
+    """
+    if config.speculation.mode != "full":
+        return None
+    weights = None
+    if checkpoint is not None and checkpoint.names("drafter"):
+        if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
+            return None
+        names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
+        weights = {name: checkpoint.read("drafter", name) for name in names}
+    elif config.drafter.init != "random":
+        weights = read_drafter(config.drafter.init, config.drafter.form, decoder.shape)
+    if weights is None:
+        return None
+    drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS))
+    if decoder.sharding.size > 1:
+        drafter.split(decoder.sharding)
+    drafter.requires_grad_(False)
+    drafter.load_state_dict({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
+    drafter.pack()
+    return drafter

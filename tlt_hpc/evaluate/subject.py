@@ -1,0 +1,176 @@
+"""What is evaluated: the policy and drafter that a user names, and where the evaluation is written. Generates nothing.
+
+A run's folder has its checkpoints, of which the newest good one is taken unless a step is named; a Hugging Face folder
+has weights of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
+from tlt_hpc.evaluate.options import EvaluateOptions
+from tlt_hpc.evaluate.requests import longest_response
+from tlt_hpc.models.folder import find_model, folder_weights
+from tlt_hpc.mpi.world import World
+from tlt_hpc.storage.folder import RunFolder
+
+FOLDER = "evaluation"
+SUFFIX = "-evaluation"
+_MASTER = ".master"
+_SAMPLED = 65536
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated, in words and as a place."""
+
+    place: str
+    """A Hugging Face folder, or ``embedded:tiny``; the run's folder where there is one."""
+    run: RunFolder | None
+    step: int | None
+    """Of the checkpoint that was asked for, or found."""
+    out: Path | None
+
+    @property
+    def name(self) -> str:
+        return self.place if self.step is None else f"{self.place}, step {self.step}"
+
+    def folder(self, config: Config) -> Path:
+        """Where the evaluation is written."""
+        if self.out is not None:
+            return self.out
+        if self.run is not None:
+            assert self.step is not None
+            return step_folder(self.run, self.step)
+        name = "tiny" if self.place == EMBEDDED_MODEL else Path(self.place).resolve().name
+        return Path(config.run.folder) / (config.run.name + SUFFIX) / name
+
+    def log(self, config: Config) -> Path:
+        """Where finished evaluations are listed, a line each."""
+        place = self.run.path if self.run is not None and self.out is None else self.folder(config).parent
+        return place / "evaluations.jsonl"
+
+
+def step_folder(run: RunFolder, step: int) -> Path:
+    """Where the evaluation of a run's policy after so many steps is written."""
+    return run.path / FOLDER / f"step-{step:06d}"
+
+
+def find_subject(options: EvaluateOptions) -> Subject:
+    """What the user names; a checkpoint is not opened yet.
+
+    Raises:
+        UserError: nothing of the kind is there.
+    """
+    path = Path(options.place)
+    if path.parent.name == "checkpoints" and path.name.removeprefix("step-").isdecimal():
+        step = int(path.name.removeprefix("step-"))
+        if options.step not in (None, step):
+            raise UserError(f"--step {options.step}, but {options.place} is the checkpoint of step {step}; give one")
+        return Subject(str(path.parent.parent), RunFolder(path.parent.parent), step, options.out)
+    if (path / "config.toml").is_file():
+        return Subject(str(path), RunFolder(path), options.step, options.out)
+    if options.step is not None:
+        raise UserError(f"--step {options.step}: {options.place} is no run's folder; leave --step out")
+    if options.place != EMBEDDED_MODEL and not (path / "config.json").is_file():
+        raise UserError(
+            f"{options.place}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
+            f"{EMBEDDED_MODEL}"
+        )
+    return Subject(options.place, None, None, options.out)
+
+
+def config_for(config: Config, subject: Subject) -> Config:
+    """The job's configuration with the model that is evaluated, and room for the evaluation's responses."""
+    path = config.model.path if subject.run is not None else subject.place
+    if subject.run is not None:
+        theirs = load_config(subject.run.config).model.path
+        path = theirs if theirs == EMBEDDED_MODEL or Path(theirs).is_dir() else path
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": path}),
+            "rollout": config.rollout.model_copy(
+                update={"max_new_tokens": longest_response(config), "min_new_tokens": 0, "top_k": 0, "min_p": 0.0}
+            ),
+        }
+    )
+
+
+def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint | None]:
+    """The checkpoint, found by one rank, and the subject with its step; None for a model's folder. Collective.
+
+    Raises:
+        UserError: on all ranks, where there is none.
+    """
+    if subject.run is None:
+        return subject, None
+    found = world.broadcast(_find(subject.run, subject.step) if world.rank == 0 else None)
+    if isinstance(found, str):
+        raise UserError(found)
+    assert found is not None
+    return replace(subject, step=found.step), found
+
+
+def _find(run: RunFolder, step: int | None) -> Checkpoint | str:
+    """The checkpoint, or why there is none."""
+    store = CheckpointStore(run.checkpoints, keep=1)
+    try:
+        found = store.newest() if step is None else store.at(step)
+    except CheckpointError as error:
+        return str(error)
+    return found or f"{run.path} has no checkpoint yet; train on until it has saved one"
+
+
+def weights_of(subject: Subject, checkpoint: Checkpoint | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The policy's weights under their Hugging Face names, one at a time, in the precision of the rollouts."""
+    if checkpoint is None:
+        for name, tensor in folder_weights(find_model(subject.place)):
+            yield name, tensor.to(dtype)
+        return
+    for name in checkpoint.names("policy"):
+        if name.endswith(_MASTER):
+            yield name.removesuffix(_MASTER), checkpoint.read("policy", name).to(dtype)
+
+
+class Fingerprint:
+    """Of weights on their way: elements spread evenly over each tensor, so that it costs next to nothing.
+
+    A policy that was trained has moved everywhere, if only in the last bits.
+    """
+
+    def __init__(self, tied_head: bool) -> None:
+        self._tied_head, self._parts = tied_head, dict[str, str]()
+
+    def reading(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights, noted as they pass."""
+        for name, tensor in weights:
+            if not (self._tied_head and name == "lm_head.weight"):  # some files have it twice
+                self._parts[name] = _sampled(tensor)
+            yield name, tensor
+
+    def digest(self) -> str:
+        """Of all that has passed, in whatever order."""
+        return hashlib.sha256(repr(sorted(self._parts.items())).encode()).hexdigest()[:32]
+
+
+def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
+    """The fingerprint of weights that nobody else reads."""
+    fingerprint = Fingerprint(tied_head)
+    for _ in fingerprint.reading(weights):
+        pass
+    return fingerprint.digest()
+
+
+def _sampled(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
+    return hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()

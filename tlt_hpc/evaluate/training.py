@@ -1,0 +1,130 @@
+"""An evaluation between two steps of a run: the same responses and files as ``tlt evaluate`` on a checkpoint of it.
+
+It borrows the run's engine and leaves it as it was, but for what only speed depends on. No key of a training response
+is used, so no training token changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tlt_hpc.config import UserError
+from tlt_hpc.evaluate.answering import Means, answer
+from tlt_hpc.evaluate.command import complete, missing_of, report
+from tlt_hpc.evaluate.folder import EvaluationFolder, changed_facts
+from tlt_hpc.evaluate.parts import facts_of, open_checked_sets
+from tlt_hpc.evaluate.requests import Wanted, wanted_responses
+from tlt_hpc.evaluate.sets import EvaluationSets
+from tlt_hpc.evaluate.subject import fingerprint_of, step_folder
+from tlt_hpc.evaluate.tally import tally
+from tlt_hpc.job import Job, open_bench
+from tlt_hpc.models.folder import find_model
+from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.records import SampleKey
+from tlt_hpc.rewards.scorer import Bench
+from tlt_hpc.rewards.standing import without_form
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+TESTING = "timing_s/testing"
+"""The figure that every evaluated step's line has, as verl calls it."""
+
+
+@dataclass(frozen=True)
+class TrainingEvaluation:
+    """What is evaluated between steps, the same at each."""
+
+    sets: EvaluationSets
+    wanted: list[Wanted]
+    bench: Bench
+
+    def is_due(self, job: Job, step: int) -> bool:
+        """Whether the policy after ``step`` steps is to be judged."""
+        every = job.config.evaluation.every_steps
+        return step > 0 and (step % every == 0 or step >= job.config.run.num_steps)
+
+
+def prepare(job: Job) -> TrainingEvaluation | None:
+    """Read the data sets once for the whole run; None where it does not evaluate. Collective.
+
+    Raises:
+        ValueError: a data set cannot be used.
+    """
+    if not job.config.evaluation.every_steps:
+        return None
+    config = job.config
+    bench = open_bench(config.model_copy(update={"reward": without_form(config.reward)}), job.world)
+    folder, shape = find_model(config.model.path), job.engine.decoder.shape
+    sets = open_checked_sets(config, folder, shape, job.tokenizer)
+    if job.world.rank == 0 and sets.warning:
+        logger.warning("left out of the evaluation: %s", sets.warning)
+    return TrainingEvaluation(sets, wanted_responses(config, sets), bench)
+
+
+def evaluate_policy(
+    job: Job, evaluation: TrainingEvaluation, step: int, shown: Callable[[Roster], None]
+) -> Metrics | None:
+    """Judge the policy that the engine holds, after ``step`` steps; collective. None where a stop vote came first.
+
+    Returns on all ranks the figures under verl's names, with ``timing_s/testing``.
+    """
+    start = time.perf_counter()
+    fingerprint = fingerprint_of(job.policy.named_weights(), job.engine.decoder.shape.tied_head)
+    folder = EvaluationFolder(step_folder(job.folder, step))
+    facts = facts_of(job.config, evaluation.sets, fingerprint)
+    done = claim_anew(job, folder, facts)
+    if missing_of(evaluation.wanted, done) and not _answer(job, evaluation, folder, done, step, shown):
+        return None
+    metrics: Metrics | None = None
+    if job.world.rank == 0:
+        responses = complete(folder, evaluation.wanted)
+        ks = job.config.evaluation.ks
+        results = tally(evaluation.sets, evaluation.wanted, responses, evaluation.bench, job.tokenizer, ks)
+        named = {"evaluated": f"{job.folder.path}, step {step}", **facts}
+        report(folder, job.folder.path / "evaluations.jsonl", results, named, step)
+        metrics = {**results.metrics, TESTING: time.perf_counter() - start}
+    return job.world.broadcast(metrics)
+
+
+def claim_anew(job: Job, folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:
+    """The names of the responses that are there; those of another evaluation are set aside first. Collective.
+
+    A run that steps were taken back from, or whose settings have changed, comes by the same step again.
+    """
+    found: set[SampleKey] | str = set()
+    if job.world.rank == 0:
+        try:
+            changed = changed_facts(folder.read_facts(), facts)
+            if changed:
+                logger.warning(
+                    "%s has %s = %r, now %r: kept as %s, evaluated anew", folder.path, *changed, folder.set_aside()
+                )
+            folder.claim(facts)
+            found = set(folder.read())
+        except UserError as error:
+            found = str(error)
+    found = job.world.broadcast(found)
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
+
+
+def _answer(
+    job: Job,
+    evaluation: TrainingEvaluation,
+    folder: EvaluationFolder,
+    done: set[SampleKey],
+    step: int,
+    shown: Callable[[Roster], None],
+) -> bool:
+    engine, learned = job.engine, job.engine.chooser.state()
+    engine.feature_sink = None  # the drafter learns from the policy's own rollouts
+    means = Means(engine, evaluation.bench, job.tokenizer, job.pulse, job.world, job.replica)
+    is_whole = answer(means, evaluation.wanted, folder, done, step, shown)
+    engine.chooser.load_state(learned)  # accept lengths at another temperature say little of the next rollout's
+    engine.take_counts()
+    return is_whole

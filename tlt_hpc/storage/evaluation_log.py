@@ -1,0 +1,97 @@
+"""Judged responses of an evaluation: HDF5 files of some responses each, written as they come. Knows no figure.
+
+Schema 1 (N responses ordered by key):
+
+    /responses/  seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH, 2 STOP);
+                 num_target_passes [N] int64; rewards [N] float32; failures [N] UTF-8 bytes, empty where it was judged;
+                 response_tokens [sum R] int32; response_ends [N] int64: where each one ends
+
+``committed`` is the number of responses, as in the rollout log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.records import FinishReason, SampleKey
+from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, NewFile, put_array
+
+KIND = FileKind("evaluation log", schema=1, remedy="delete it, and its responses are generated again")
+_KEY = ("seed", "stream", "step", "draw", "sample")
+_COLUMNS = (*_KEY, "finish_reason", "num_target_passes", "rewards", "failures", "response_ends")
+
+
+@dataclass(frozen=True)
+class JudgedResponse:
+    """A response with its verdict: ``tokens`` [R] int32; ``failure`` says why it was not judged, empty where it was."""
+
+    key: SampleKey
+    tokens: NDArray[np.int32]
+    finish_reason: FinishReason
+    num_target_passes: int
+    reward: float
+    failure: str = ""
+
+
+def write_responses(path: Path, responses: Sequence[JudgedResponse]) -> None:
+    """Write a file of responses: beside, closed, renamed.
+
+    Raises:
+        WriteError: the disk refused; ``path`` is as before.
+    """
+    ordered = sorted(responses, key=lambda response: response.key)
+    with writing_beside(path) as part:
+        file = NewFile(part, KIND)
+        try:
+            group = file.root.create_group("responses")
+            for name, array in _columns(ordered).items():
+                put_array(group, name, array)
+            file.commit(len(ordered))
+        finally:
+            file.close()
+
+
+def read_responses(path: Path) -> list[JudgedResponse]:
+    """Read back what ``write_responses`` was given, ordered by key.
+
+    Raises:
+        DamagedFile: truncated, corrupted, half-written, or of another schema.
+        FileNotFoundError: no such file.
+    """
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        column = {name: values[:] for name, values in file.root["responses"].items()}
+        for name in _COLUMNS:
+            if len(column[name]) != file.committed:
+                raise ValueError(f"{len(column[name])} entries of {name}, but {file.committed} were committed")
+        tokens = np.split(column["response_tokens"], column["response_ends"])
+        keys = np.stack([column[name] for name in _KEY], axis=1).tolist()
+        return [
+            JudgedResponse(
+                key=SampleKey(*key),
+                tokens=tokens[i],
+                finish_reason=FinishReason(column["finish_reason"][i]),
+                num_target_passes=int(column["num_target_passes"][i]),
+                reward=float(column["rewards"][i]),
+                failure=bytes(column["failures"][i]).decode(),
+            )
+            for i, key in enumerate(keys)
+        ]
+
+
+def _columns(responses: Sequence[JudgedResponse]) -> dict[str, NDArray[Any]]:
+    keys = {name: np.array([vars(r.key)[name] for r in responses], np.int64) for name in _KEY}
+    return keys | {
+        "finish_reason": np.array([r.finish_reason for r in responses], np.int8),
+        "num_target_passes": np.array([r.num_target_passes for r in responses], np.int64),
+        "rewards": np.array([r.reward for r in responses], np.float32),
+        "failures": np.array([r.failure.encode() for r in responses], np.bytes_),
+        "response_tokens": np.concatenate([np.empty(0, np.int32), *(r.tokens for r in responses)]),
+        "response_ends": np.cumsum([len(r.tokens) for r in responses], dtype=np.int64),
+    }

@@ -1,0 +1,111 @@
+"""Keeps the trackers in step with ``metrics.jsonl``, whatever is killed, resumed or taken back. Knows no library.
+
+``tracking.json`` in the run's folder says from which step on each tracker is still to be told, so one that failed, or
+was switched on late, catches up at the next start, and nothing is told twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from tlt_hpc.config import Config
+from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.storage.step_lines import Line, read_lines
+from tlt_hpc.tracking.trackers import Figures, TensorBoard, Tracker, WeightsAndBiases, asked_for, failures_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_RUN_ID = "wandb_id"
+
+
+class Tracking:
+    """The trackers of a run; on rank 0 alone."""
+
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self._config, self._folder = config, folder
+        self._waiting = list(asked_for(config.tracking))
+        self._trackers: list[Tracker] = []
+
+    def follow(self, num_steps: int) -> None:
+        """Tell every tracker what it has not been told of the first ``num_steps`` steps, as the log has them.
+
+        A tracker that fails is warned of and told no more until the next start.
+        """
+        if not self._waiting and not self._trackers:
+            return
+        lines = read_lines(self._folder.metrics)
+        waiting, self._waiting = self._waiting, []
+        for name in waiting:
+            opened = _attempt(name, failures_of(name), lambda name=name: self._open(name, num_steps))  # type: ignore[misc]
+            self._trackers += [] if opened is None else [opened]
+        self._trackers = [tracker for tracker in self._trackers if self._tell(tracker, lines, num_steps)]
+
+    def close(self) -> None:
+        """Let go of all trackers."""
+        for tracker in self._trackers:
+            _attempt(tracker.name, tracker.failures, tracker.close)
+        self._trackers = []
+
+    def _tell(self, tracker: Tracker, lines: dict[int, Line], num_steps: int) -> bool:
+        """Tell a tracker; False where it failed."""
+
+        def tell() -> bool:
+            for step in range(self._next(tracker.name), num_steps):
+                if tracker.name == WeightsAndBiases.name:  # it cannot take a step back: better none than twice
+                    self._note({tracker.name: step + 1})
+                if step in lines:
+                    tracker.log(step, figures_of(lines[step]))
+                if tracker.name != WeightsAndBiases.name:
+                    self._note({tracker.name: step + 1})
+            return True
+
+        return bool(_attempt(tracker.name, tracker.failures, tell))
+
+    def _open(self, name: str, num_steps: int) -> Tracker:
+        taken_back = self._next(name) > num_steps
+        if name == TensorBoard.name:
+            self._note({name: min(self._next(name), num_steps)})
+            return TensorBoard(self._folder.path / name, self._next(name))
+        if taken_back or _RUN_ID not in self._state():
+            self._note({name: 0, _RUN_ID: uuid4().hex[:12]})
+        return WeightsAndBiases(self._config, self._folder.path, str(self._state()[_RUN_ID]))
+
+    @property
+    def _path(self) -> Path:
+        return self._folder.path / "tracking.json"
+
+    def _state(self) -> dict[str, Any]:
+        if not self._path.is_file():
+            return {}
+        found: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
+        return found
+
+    def _next(self, name: str) -> int:
+        return int(self._state().get(name, 0))
+
+    def _note(self, change: dict[str, Any]) -> None:
+        with writing_beside(self._path) as part:
+            part.write_text(json.dumps({**self._state(), **change}) + "\n", encoding="utf-8")
+
+
+def figures_of(line: Line) -> Figures:
+    """What of a step's line is a number."""
+    return {name: value for name, value in line.items() if isinstance(value, int | float)}
+
+
+def _attempt(name: str, failures: tuple[type[Exception], ...], action: Callable[[], T]) -> T | None:
+    """What the action returns; where it fails a warning, and None."""
+    try:
+        return action()
+    except failures as error:
+        logger.warning(
+            "%s failed (%s: %s): the run goes on without it; metrics.jsonl has every step, and the next start tells "
+            "it what it missed", name, type(error).__name__, error,
+        )  # fmt: skip
+        return None

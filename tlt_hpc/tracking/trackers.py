@@ -1,0 +1,126 @@
+"""One tracker each: what it needs, how it is told of a step. Libraries are imported only when one is made.
+
+A tracker raises one of its ``failures`` where it cannot go on; whoever uses it decides what becomes of the run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tlt_hpc.config import Config, TrackingSection, UserError
+
+Figures = Mapping[str, float]
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Who is told of steps, in their order."""
+
+    name: str
+    failures: tuple[type[Exception], ...]
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Tell of a step; returns once a kill of this process loses nothing of it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and processes."""
+        ...
+
+
+class TensorBoard:
+    """Event files in a folder, through torch."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Earlier files' events from ``first_step`` on no longer count (``purge_step``)."""
+        from tensorboard.compat.tensorflow_stub.errors import OpError
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.failures: tuple[type[Exception], ...] = (OSError, OpError)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step, max_queue=1000)
+
+    def log(self, step: int, figures: Figures) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, known by an id that stays with the folder."""
+
+    name = "wandb"
+
+    def __init__(self, config: Config, folder: Path, run_id: str) -> None:
+        import wandb
+
+        self.failures: tuple[type[Exception], ...] = (OSError, wandb.Error)
+        section = config.tracking
+        mode: Any = section.wandb
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=section.project,
+            group=section.group or None,
+            name=section.name or config.run.name,
+            id=run_id,
+            resume="allow",
+            mode=mode,
+            dir=str(folder),
+            config=config.model_dump(),
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )
+
+    def log(self, step: int, figures: Figures) -> None:
+        self._run.log(dict(figures), step=step, commit=True)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def failures_of(name: str) -> tuple[type[Exception], ...]:
+    """What making a tracker may raise beside a user's mistake."""
+    if name == WeightsAndBiases.name:
+        import wandb
+
+        return (OSError, wandb.Error)
+    from tensorboard.compat.tensorflow_stub.errors import OpError
+
+    return (OSError, OpError)
+
+
+def asked_for(section: TrackingSection) -> dict[str, str]:
+    """The trackers that are asked for, by the key that does."""
+    found = {"tensorboard": "tracking.tensorboard = true"} if section.tensorboard else {}
+    return found | ({"wandb": f"tracking.wandb = {section.wandb!r}"} if section.wandb != "off" else {})
+
+
+def check_installed(section: TrackingSection) -> None:
+    """Refuse to begin without a package that is asked for; nothing is imported.
+
+    Raises:
+        UserError: with the command that installs it.
+    """
+    for package, key in asked_for(section).items():
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{key} needs the package {package!r}, which is not installed; pip install {package}")
+
+
+def start_early(section: TrackingSection) -> None:
+    """Start the process that Weights & Biases works in, where it is asked for: before MPI, as all processes."""
+    if section.wandb == "off":
+        return
+    import wandb
+
+    try:
+        wandb.setup(wandb.Settings(silent=True)).ensure_service()
+    except (OSError, wandb.Error) as error:
+        logger.warning("wandb's own process did not start: %s", error)
