@@ -97,6 +97,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_checkpoint.py",
         "bench_cache.py",
         "bench_update.py",
+        "bench_replica.py",
     },
     "jobs": set[str](),
 }
