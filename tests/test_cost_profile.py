@@ -250,3 +250,17 @@ def test_where_profiles_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_the_processor_has_a_name():
     assert processor_name()
     assert os.cpu_count()
+
+
+def test_ranks_that_measure_together_read_or_measure_as_the_first_does(tmp_path: Path) -> None:
+    machine, again = FakeMachine(), FakeMachine()
+    with pytest.raises(ValueError) as caught:
+        load_or_measure(KEY, ARMS, 8, machine, folder=tmp_path, agree=lambda number: 1)
+    assert str(caught.value).endswith(
+        "is read by another rank of this replica and not by this one; set TLT_CACHE to a folder that all of its ranks "
+        "see"
+    )
+    assert not machine.calls
+    load(tmp_path, machine)
+    load_or_measure(KEY, ARMS, 8, again, folder=tmp_path, agree=lambda number: 0)
+    assert again.calls, "the first found none, and measures"

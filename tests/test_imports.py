@@ -104,6 +104,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_cache.py",
         "bench_update.py",
         "bench_trl.py",
+        "bench_replica.py",
     },
     "jobs": set[str](),
 }
