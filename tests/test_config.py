@@ -57,6 +57,8 @@ def refusal(*overrides: str) -> str:
         ("speculation.mode=fast", ["speculation.mode = 'fast'", "'plain', 'ngram' or 'full'"]),
         ("speculation.strategies=[]", ["speculation.strategies"]),
         ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas.1 = 1.0", "less than 1"]),
+        ("optimizer.gradient_checkpointing=yes", ["gradient_checkpointing = 'yes': use true, false or 'auto'"]),
+        ("optimizer.gradient_checkpointing=1", ["gradient_checkpointing = 1: use true, false or 'auto'"]),
         ("model.dtype=float16", ["model.dtype = 'float16'", "'float32' or 'bfloat16'"]),
     ],
 )

@@ -251,6 +251,12 @@ def test_without_clipping_the_gradient_is_not_clipped() -> None:
     assert result["weights"] < TOLERANCE and result["stats"][3] > 1.0, result
 
 
+def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
+    """At stage 3 the backward pass gathers each layer's weights twice."""
+    for result in run_on_ranks(2, compare_with_reference, [3, 1], {"optimizer__gradient_checkpointing": True})[0]:
+        assert result["gradient"] < TOLERANCE and result["weights"] < TOLERANCE, result
+
+
 # --- the other algorithms: the whole update's objective at once, by the papers' formulas ---
 
 

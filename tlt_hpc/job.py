@@ -87,6 +87,7 @@ _FREE_ON_RESUME = {
     "optimizer.zero_stage",
     "optimizer.offload",
     "optimizer.micro_batch_tokens",
+    "optimizer.gradient_checkpointing",
     "checkpoint.every_steps",
     "checkpoint.keep",
     "checkpoint.background",
@@ -154,8 +155,6 @@ def assemble(config: Config, world: World) -> Job:
     engine = make_engine(decoder, engine_settings(config, assets, world), drafting.served if drafting else None)
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     model = load_policy_model(assets.folder, config.model.dtype)
-    if device.type == "cuda":
-        model.gradient_checkpointing_enable()  # long responses: activations of all layers would not fit
     reference = load_policy_model(assets.folder, config.model.dtype) if config.algorithm.kl_coefficient else None
     policy = Policy(model.to(device), config, world, reference.to(device) if reference is not None else None)
     return Job(

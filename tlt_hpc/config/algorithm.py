@@ -17,6 +17,13 @@ def _bound(value: object) -> object:
     raise ValueError("use a number of 0 or more, or 'auto'")
 
 
+def _switch(value: object) -> object:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise ValueError("use true, false or 'auto'")
+
+
+Switch = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]
 Bound = Annotated[float | Literal["auto"], BeforeValidator(_bound)]
 
 
@@ -81,3 +88,12 @@ class OptimizerSection(Section):
     """Keep optimiser state in host memory."""
     micro_batch_tokens: PositiveInt = 8192
     """Tokens of one forward and backward pass on one rank; one sequence may exceed it."""
+    gradient_checkpointing: Switch = "auto"
+    """Keep one state a layer and token for the backward pass, which computes the rest of the layer again: a third more
+    time for a small part of the memory. ``auto``: on a GPU, whose memory long responses would not fit."""
+
+    def repeats_layers(self, device: str) -> bool:
+        """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
+        if self.gradient_checkpointing == "auto":
+            return device == "cuda"
+        return self.gradient_checkpointing

@@ -21,11 +21,17 @@ _CHUNK_LOGITS = 1 << 26
 
 
 class PolicyModel(torch.nn.Module):
-    """Wraps a causal language model of transformers, whose parameters stay its own under their own names."""
+    """Wraps a causal language model of transformers, whose parameters stay its own under their own names.
 
-    def __init__(self, model: Any) -> None:
+    With ``repeats_layers`` a layer keeps its input alone for the backward pass, which computes the layer again.
+    """
+
+    def __init__(self, model: Any, repeats_layers: bool = False) -> None:
         super().__init__()
         self.inner = model
+        if repeats_layers:  # no layer draws at random, so there is no state of a generator to keep
+            settings = {"use_reentrant": False, "preserve_rng_state": False}
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
         self.head = _Head(model.get_output_embeddings().weight)
         _attend_by_document(model)
 

@@ -122,7 +122,8 @@ class Policy:
         self._temperature = config.rollout.temperature or 1.0
         self._parameters = dict(model.named_parameters())
         self._dear_length = dear_length(model)
-        self.engine = _start_engine(PolicyModel(model), config, world.size)
+        repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
+        self.engine = _start_engine(PolicyModel(model, repeats_layers), config, world.size)
         self._recipe = config.algorithm.recipe
         self._reference: torch.nn.Module | None = None
         if reference is not None:
