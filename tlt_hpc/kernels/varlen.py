@@ -20,7 +20,7 @@ _MOST_HEAD = 256
 """Largest head of FlashAttention 2."""
 _LEAST_CAPABILITY = (8, 0)
 """Ampere: neither kernel runs on older GPUs."""
-_LEAST_TORCH = (2, 13)
+_LEAST_TORCH = "2.13"
 """Earlier releases have the kernel under other arguments."""
 
 
