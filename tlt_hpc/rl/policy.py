@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradients reduced in one collective; 200 MB in fp32, a tenth of DeepSpeed's default."""
+"""Gradients reduced in one collective at most; 200 MB in fp32, a tenth of DeepSpeed's default. It keeps a buffer of so
+many, which a smaller model need not pay for."""
 
 
 @dataclass(frozen=True)
@@ -449,7 +450,7 @@ class Policy:
 
 def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
     """DeepSpeed's configuration of the policy engine."""
-    zero: dict[str, Any] = {"stage": config.optimizer.zero_stage, "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS}
+    zero: dict[str, Any] = {"stage": config.optimizer.zero_stage}
     if config.optimizer.offload and device_type != "cpu":  # on a CPU all state is in host memory already
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
@@ -480,6 +481,8 @@ def dear_length(model: torch.nn.Module) -> float:
 def _start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     device_type = deepspeed.get_accelerator().device_name()
     settings = engine_settings(config, num_ranks, device_type)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=_make_optimizer(model, config, "offload_optimizer" in settings["zero_optimization"]),

@@ -1,0 +1,96 @@
+"""Which settings make a plan smaller, and by how much: each is turned, and the plan made again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tlt_hpc.config import Config, ConfigError, check_ranks, parse_config
+from tlt_hpc.memory_plan.engine import page_bytes, pool_bytes, positions
+from tlt_hpc.memory_plan.parts import MemoryPlan, Situation
+from tlt_hpc.memory_plan.phases import plan_memory
+
+_LEAST_GAIN = 0.005
+"""Share of the peak under which a knob is not worth naming."""
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A setting turned, and the peak that it leaves."""
+
+    what: str
+    """As it is written behind the command."""
+    cost: str
+    peak_bytes: int
+
+
+def turn_knobs(plan: MemoryPlan) -> list[Turned]:
+    """Every knob that lowers the peak, the largest gain first."""
+    turned = [
+        Turned(what, cost, plan_memory(situation).peak.num_bytes) for what, cost, situation in _knobs(plan.situation)
+    ]
+    worth = [knob for knob in turned if knob.peak_bytes < (1 - _LEAST_GAIN) * plan.peak.num_bytes]
+    return sorted(worth, key=lambda knob: knob.peak_bytes)
+
+
+def _knobs(situation: Situation) -> Iterator[tuple[str, str, Situation]]:
+    for key, value, cost in _settings(situation):
+        try:
+            config = _with(situation.config, key, value)
+        except ConfigError:  # a combination that cannot be is no way out
+            continue
+        yield f"{key}={_written(value)}", cost, replace(situation, config=config)
+    more = 2 * situation.num_ranks
+    try:
+        check_ranks(situation.config, more)
+    except ConfigError:
+        return
+    yield (
+        f"--ranks {more}",
+        "twice as many GPUs" if situation.device == "cuda" else "twice as many ranks",
+        replace(situation, num_ranks=more),
+    )
+
+
+def _settings(situation: Situation) -> Iterator[tuple[str, object, str]]:
+    config = situation.config
+    if config.optimizer.zero_stage < 3:
+        yield "optimizer.zero_stage", 3, "weights are gathered layer by layer"
+    if not config.optimizer.offload and config.optimizer.zero_stage and situation.device == "cuda":
+        yield "optimizer.offload", True, "the optimiser steps on the host"
+    if not config.optimizer.repeats_layers(situation.device):
+        yield "optimizer.gradient_checkpointing", True, "a third more time for the update"
+    if config.optimizer.micro_batch_tokens > situation.longest:
+        tokens = max(situation.longest, config.optimizer.micro_batch_tokens // 2)
+        yield "optimizer.micro_batch_tokens", tokens, "more passes an update"
+    yield "rollout.max_new_tokens", max(1, config.rollout.max_new_tokens // 2), "responses end earlier: another run"
+    half = _half_the_pool(situation)
+    if half:
+        yield "rollout.kv_bytes", half, "fewer responses live at once, or read anew"
+    if config.rollout.max_live > 1:
+        yield "rollout.max_live", config.rollout.max_live // 2, "fewer responses live at once"
+    if situation.learns_drafting:
+        yield "drafter.micro_step_tokens", max(256, config.drafter.micro_step_tokens // 2), "smaller micro-steps"
+        if config.drafter.average_merges > 1:
+            yield "drafter.average_merges", 1, "drafts with the last merge's weights"
+        yield "speculation.mode", "ngram", "no learned drafter"
+    if config.algorithm.kl_coefficient:
+        yield "algorithm.kl_coefficient", 0.0, "no reference: another run"
+
+
+def _half_the_pool(situation: Situation) -> int:
+    """Half of the pages, where that still holds one response of full length; else 0."""
+    size, rollout = page_bytes(situation), situation.config.rollout
+    pages = pool_bytes(situation) // size // 2
+    return pages * size if pages > -(-positions(situation) // rollout.page_size) else 0
+
+
+def _with(config: Config, key: str, value: object) -> Config:
+    section, name = key.split(".")
+    tree = config.model_dump()
+    tree[section][name] = value
+    return parse_config(tree)
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
