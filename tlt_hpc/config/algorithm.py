@@ -50,6 +50,9 @@ class AlgorithmSection(Section):
     kl_estimator: Literal["auto", KLName] = "auto"
     """``k1``, of which only the reward's gradient is the distance's; ``k2`` or ``k3`` in the loss. ``auto``: k3 in the
     loss, k1 in the reward."""
+    reference_every_steps: Count = 0
+    """The reference becomes the policy after every so many steps, so that the distance is from a policy of late; 0: it
+    stays the model that the run began with."""
     entropy_coefficient: NonNegative = 0.0
     """Times the policy's entropy is taken from each token's loss."""
     overlong_buffer: Count = 0

@@ -181,6 +181,12 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = {algorithm.kl_coefficient}; set "
             "a coefficient, or leave algorithm.kl_in out"
         )
+    if algorithm.reference_every_steps and not algorithm.kl_coefficient:
+        raise ConfigError(
+            f"algorithm.reference_every_steps = {algorithm.reference_every_steps} says nothing with "
+            f"algorithm.kl_coefficient = {algorithm.kl_coefficient}, which needs no reference; set a coefficient, or "
+            "leave algorithm.reference_every_steps out"
+        )
     if algorithm.kl_in == "reward" and recipe.advantage == "group":
         raise ConfigError(
             "algorithm.kl_in = 'reward' with algorithm.advantage = 'group', which divides by the group's deviation: "

@@ -47,7 +47,7 @@ def _knobs(situation: Situation) -> Iterator[tuple[str, str, Situation]]:
         return
     yield (
         f"--ranks {more}",
-        "twice as many GPUs" if situation.device == "cuda" else "twice as many ranks",
+        "twice the GPUs" if situation.device == "cuda" else "twice the ranks",
         replace(situation, num_ranks=more),
     )
 
@@ -55,27 +55,27 @@ def _knobs(situation: Situation) -> Iterator[tuple[str, str, Situation]]:
 def _settings(situation: Situation) -> Iterator[tuple[str, object, str]]:
     config = situation.config
     if config.optimizer.zero_stage < 3:
-        yield "optimizer.zero_stage", 3, "weights are gathered layer by layer"
+        yield "optimizer.zero_stage", 3, "more communication"
     if not config.optimizer.offload and config.optimizer.zero_stage and situation.device == "cuda":
-        yield "optimizer.offload", True, "the optimiser steps on the host"
+        yield "optimizer.offload", True, "slower step, host memory"
     if not config.optimizer.repeats_layers(situation.device):
-        yield "optimizer.gradient_checkpointing", True, "a third more time for the update"
+        yield "optimizer.gradient_checkpointing", True, "update a third slower"
     if config.optimizer.micro_batch_tokens > situation.longest:
         tokens = max(situation.longest, config.optimizer.micro_batch_tokens // 2)
-        yield "optimizer.micro_batch_tokens", tokens, "more passes an update"
-    yield "rollout.max_new_tokens", max(1, config.rollout.max_new_tokens // 2), "responses end earlier: another run"
+        yield "optimizer.micro_batch_tokens", tokens, "more passes"
+    yield "rollout.max_new_tokens", max(1, config.rollout.max_new_tokens // 2), "shorter responses"
     half = _half_the_pool(situation)
     if half:
-        yield "rollout.kv_bytes", half, "fewer responses live at once, or read anew"
+        yield "rollout.kv_bytes", half, "fewer live at once"
     if config.rollout.max_live > 1:
-        yield "rollout.max_live", config.rollout.max_live // 2, "fewer responses live at once"
+        yield "rollout.max_live", config.rollout.max_live // 2, "fewer live at once"
     if situation.learns_drafting:
         yield "drafter.micro_step_tokens", max(256, config.drafter.micro_step_tokens // 2), "smaller micro-steps"
         if config.drafter.average_merges > 1:
-            yield "drafter.average_merges", 1, "drafts with the last merge's weights"
+            yield "drafter.average_merges", 1, "a noisier drafter"
         yield "speculation.mode", "ngram", "no learned drafter"
     if config.algorithm.kl_coefficient:
-        yield "algorithm.kl_coefficient", 0.0, "no reference: another run"
+        yield "algorithm.kl_coefficient", 0.0, "no reference"
 
 
 def _half_the_pool(situation: Situation) -> int:

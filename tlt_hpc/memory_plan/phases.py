@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tlt_hpc.memory_plan.activations import drafter_activations, update_activations
 from tlt_hpc.memory_plan.engine import engine_parts, num_drafter_parameters, rollout_workspace
-from tlt_hpc.memory_plan.parts import MemoryPlan, Part, Phase, Situation, some
+from tlt_hpc.memory_plan.parts import MemoryPlan, Part, Phase, Situation, some, total
 from tlt_hpc.memory_plan.zero import MOMENTS, TrainingState, training_state
 
 RUNTIME_BYTES = 2_000_000_000
@@ -26,7 +26,7 @@ def plan_memory(situation: Situation) -> MemoryPlan:
     if situation.device == "cpu":  # the host's memory is the device's
         resident = (*resident, _checkpoint_copy(situation))
     phases = [
-        Phase("start", start, _start(situation)),
+        Phase("start", start, _start(situation, state)),
         Phase("rollout", resident, rollout_workspace(situation)),
         Phase("tail", resident, _tail(situation)),
         Phase("update", resident, _update(situation, state)),
@@ -59,8 +59,8 @@ def _drafter(situation: Situation) -> tuple[Part, ...]:
     return some(
         (
             Part("drafter in training", weights),
-            Part("its moments", 2 * weights),
-            Part("its average", weights if averaged else 0),
+            Part("drafter's moments", 2 * weights),
+            Part("drafter's average", weights if averaged else 0),
         )
     )
 
@@ -70,18 +70,23 @@ def _reference(situation: Situation) -> tuple[Part, ...]:
     return some((Part("reference", situation.item * situation.shape.num_parameters if kept else 0),))
 
 
-def _start(situation: Situation) -> tuple[Part, ...]:
-    """The policy arrives whole, and is shared out then."""
-    shared = situation.config.optimizer.zero_stage > 0
-    return some((Part("policy, not yet shared out", situation.item * situation.shape.num_parameters * shared),))
+def _start(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
+    """The policy arrives whole and is shared out, which at stage 3 is over before the rest is made."""
+    stage, count = situation.config.optimizer.zero_stage, situation.shape.num_parameters
+    whole = situation.item * count
+    if stage == 3:
+        whole -= total(part for part in state.resident if part.name not in ("policy", MOMENTS))
+    elif stage:
+        whole = max(whole, 4 * -(-count // situation.num_ranks))  # then gradients of zero, to begin with
+    return some((Part("policy, not yet shared out", max(0, whole) if stage else 0),))
 
 
 def _tail(situation: Situation) -> tuple[Part, ...]:
     weights = 4 * num_drafter_parameters(situation)
     tokens = situation.config.drafter.micro_step_tokens
     return (
-        Part("its gradients", weights),
-        Part("its activations", drafter_activations(situation, tokens)),
+        Part("drafter's gradients", weights),
+        Part("drafter's activations", drafter_activations(situation, tokens)),
     )
 
 
@@ -89,7 +94,7 @@ def _update(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
     """At its largest: in a backward pass, as it ends, or in the optimiser's step."""
     activations = update_activations(situation, micro_batch_tokens(situation))
     merge = Part("merge of the drafters", _merge(situation))
-    held = sum(part.num_bytes for part in state.held)
+    held = total(state.held)
     if state.stepping > held + max(activations, state.reduced):
         return some((merge, Part("optimiser's step", state.stepping)))
     last = Part("activations", activations)
@@ -121,16 +126,22 @@ def _host(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
 
 
 def _checkpoint_copy(situation: Situation) -> Part:
-    """A rank's share of masters and moments, and of the drafter's, in whole chunks."""
-    saved = 12 * situation.shape.num_parameters + 16 * num_drafter_parameters(situation)
+    """A rank's share of what is saved, in whole chunks."""
+    saved = _saved(situation)
     chunks = -(-saved // (situation.num_ranks * COPY_CHUNK_BYTES))
     return Part("copy for checkpoints", chunks * COPY_CHUNK_BYTES)
 
 
+def _saved(situation: Situation) -> int:
+    """Of a checkpoint: masters and moments, the drafter's with its average, a reference that is renewed."""
+    renewed = situation.config.algorithm.reference_every_steps > 0
+    reference = situation.item * situation.shape.num_parameters * renewed
+    return 12 * situation.shape.num_parameters + 16 * num_drafter_parameters(situation) + reference
+
+
 def _disk(situation: Situation) -> tuple[Part, ...]:
     """Of the whole run, at most."""
-    config, drafter = situation.config, num_drafter_parameters(situation)
-    saved = 12 * situation.shape.num_parameters + 16 * drafter
+    config, saved = situation.config, _saved(situation)
     step = config.samples_per_step * (4 * situation.longest + (_LOG_BYTES - 4) * config.rollout.max_new_tokens)
     cache = config.drafter.cache_bytes * situation.num_ranks if situation.learns_drafting else 0
     return some(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -28,33 +29,48 @@ class Limits:
         return device_fits and (self.host is None or _node_bytes(plan) <= self.host)
 
 
+class _Unit:
+    """GB, or MB where the whole plan is small."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self.name, self._size = ("GB", GB) if plan.peak.num_bytes >= GB else ("MB", GB // 1000)
+
+    def __call__(self, num_bytes: int) -> str:
+        value = num_bytes / self._size
+        return f"{value:,.1f}" if value >= 9.995 or not value else f"{value:.2f}"
+
+    def of(self, num_bytes: int) -> str:
+        """With the unit."""
+        return f"{self(num_bytes)} {self.name}"
+
+
 def show(plan: MemoryPlan, limits: Limits, knobs: Sequence[Turned], console: Console) -> None:
     """Print the table of phases by parts, host memory and disk, the verdict and the knobs."""
     console.print(_phase_table(plan))
-    console.print(_totals(plan))
-    console.print(verdict(plan, limits), soft_wrap=True)
+    for line in (*_totals(plan), verdict(plan, limits)):
+        console.print(line, soft_wrap=True, highlight=False)
     if knobs:
         console.print(_knob_table(plan, knobs, limits))
 
 
 def verdict(plan: MemoryPlan, limits: Limits) -> str:
     """One line: what the peak is, what is left or lacks of either memory."""
-    of, who = ("GPU", "GPU") if plan.situation.device == "cuda" else ("rank", "rank's memory")
-    peak = f"Peak {_gb(plan.peak.num_bytes)} GB a {of}, in the phase {plan.peak.name!r}"
+    unit, of = _Unit(plan), _place(plan)
+    peak = f"Peak {unit.of(plan.peak.num_bytes)} a {of}, in the phase {plan.peak.name!r}"
     if limits.device is None and limits.host is None:
         return f"{peak}."
-    room = [] if limits.device is None else [_room(limits.device - plan.peak.num_bytes, limits.device, f"each {who}")]
+    room = []
+    if limits.device is not None:
+        room.append(_room(unit, limits.device - plan.peak.num_bytes, limits.device, f"each {of}"))
     if limits.host is not None:
-        room.append(_room(limits.host - _node_bytes(plan), limits.host, "each node's host memory"))
+        room.append(_room(unit, limits.host - _node_bytes(plan), limits.host, "each node's host memory"))
     return f"{'Fits' if limits.hold(plan) else 'Does not fit'}. {peak}; {'; '.join(room)}."
 
 
 def one_line(plan: MemoryPlan) -> str:
     """For the plan of a dry run."""
-    return (
-        f"{_gb(plan.peak.num_bytes)} GB at the peak ({plan.peak.name}) of a "
-        f"{'GPU' if plan.situation.device == 'cuda' else 'rank'}, predicted; `tlt plan` has the parts"
-    )
+    peak = _Unit(plan).of(plan.peak.num_bytes)
+    return f"{peak} at the peak ({plan.peak.name}) of each {_place(plan)}, predicted; tlt plan has the parts"
 
 
 def as_json(plan: MemoryPlan, limits: Limits, knobs: Sequence[Turned]) -> dict[str, Any]:
@@ -74,28 +90,32 @@ def as_json(plan: MemoryPlan, limits: Limits, knobs: Sequence[Turned]) -> dict[s
     }
 
 
+def _place(plan: MemoryPlan) -> str:
+    return "GPU" if plan.situation.device == "cuda" else "rank"
+
+
 def _phase_table(plan: MemoryPlan) -> Table:
-    where = "GPU" if plan.situation.device == "cuda" else "rank"
-    table = Table(title=f"GB of each {where}, at the peak of each phase", title_justify="left")
+    unit = _Unit(plan)
+    title = f"{unit.name} of each {_place(plan)} at the peak of each phase"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("part")
     for phase in plan.phases:
         table.add_column(phase.name, justify="right")
     for name in dict.fromkeys(part.name for phase in plan.phases for part in phase.parts):
-        table.add_row(name, *(_cell(phase, name) for phase in plan.phases))
+        table.add_row(name, *(_cell(unit, phase, name) for phase in plan.phases))
     table.add_section()
-    table.add_row("together", *(_gb(phase.num_bytes) for phase in plan.phases), style="bold")
+    table.add_row("together", *(unit(phase.num_bytes) for phase in plan.phases), style="bold")
     return table
 
 
-def _cell(phase: Phase, name: str) -> str:
+def _cell(unit: _Unit, phase: Phase, name: str) -> str:
     found = [part.num_bytes for part in phase.parts if part.name == name]
-    return _gb(sum(found)) if found else ""
+    return unit(sum(found)) if found else ""
 
 
-def _totals(plan: MemoryPlan) -> str:
-    host = f"Host memory of a rank: {_gb(total(plan.host))} GB ({_listed(plan.host)})"
-    node = f"; of a node: {_gb(_node_bytes(plan))} GB"
-    return f"{host}{node}.\nDisk, at most: {_gb(total(plan.disk))} GB ({_listed(plan.disk)})."
+def _totals(plan: MemoryPlan) -> tuple[str, str]:
+    host = f"Host memory: {_gb(total(plan.host))} a rank ({_listed(plan.host)}), {_gb(_node_bytes(plan))} a node."
+    return host, f"Disk, at most: {_gb(total(plan.disk))} ({_listed(plan.disk)})."
 
 
 def _node_bytes(plan: MemoryPlan) -> int:
@@ -109,22 +129,29 @@ def _listed(parts: Sequence[Part]) -> str:
 
 
 def _knob_table(plan: MemoryPlan, knobs: Sequence[Turned], limits: Limits) -> Table:
-    table = Table(title="What each of these alone would give", title_justify="left")
-    for name, side in (("turn", "left"), ("GB less", "right"), ("peak", "right"), ("fits", "left"), ("costs", "left")):
-        table.add_column(name, justify="right" if side == "right" else "left")
+    unit = _Unit(plan)
+    table = Table(
+        title="What each of these alone would give", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("turn", overflow="fold", min_width=max(len(knob.what) for knob in knobs))
+    table.add_column(f"{unit.name} less", justify="right")
+    table.add_column("peak", justify="right")
+    if limits.device is not None:
+        table.add_column("fits")
+    table.add_column("at what cost")
     for knob in knobs:
-        fits = "" if limits.device is None else "yes" if knob.peak_bytes <= limits.device else "no"
-        gain = plan.peak.num_bytes - knob.peak_bytes
-        table.add_row(knob.what, _gb(gain), _gb(knob.peak_bytes), fits, knob.cost)
+        fits = [] if limits.device is None else ["yes" if knob.peak_bytes <= limits.device else "no"]
+        less = plan.peak.num_bytes - knob.peak_bytes
+        table.add_row(knob.what, unit(less), unit(knob.peak_bytes), *fits, knob.cost)
     return table
 
 
-def _room(left: int, whole: int, of: str) -> str:
+def _room(unit: _Unit, left: int, whole: int, of: str) -> str:
     if left < 0:
-        return f"{_gb(-left)} GB too much for {of} of {_gb(whole)} GB"
-    return f"{_gb(left)} GB ({left / whole:.0%}) of {of} are left"
+        return f"{unit.of(-left)} more than the {unit.of(whole)} of {of}"
+    return f"{unit.of(left)} ({left / whole:.0%}) of {of} left"
 
 
 def _gb(num_bytes: int) -> str:
     value = num_bytes / GB
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
+    return f"{value:,.1f} GB" if value >= 1 else f"{1000 * value:.0f} MB"

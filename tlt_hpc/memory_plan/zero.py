@@ -95,11 +95,10 @@ def _stage_1_or_2(situation: Situation, count: int, own: int) -> TrainingState:
 
 def _stage_3(situation: Situation, count: int, own: int) -> TrainingState:
     item, bucket = situation.item, 4 * min(count, BUCKET_ELEMENTS)
-    kept = min(count, small_parameters(situation)) if situation.num_ranks > 1 else 0
-    gathered = min(count - kept, _MOST_GATHERED) if situation.num_ranks > 1 else 0
+    gathered = min(count, small_parameters(situation) + _MOST_GATHERED) if situation.num_ranks > 1 else 0
     return TrainingState(
         resident=(
-            Part("policy", item * (own + kept)),
+            Part("policy", item * own),
             Part("gradients", 4 * own),
             Part("fp32 masters", 4 * own),
             Part(MOMENTS, 8 * own),
@@ -107,7 +106,7 @@ def _stage_3(situation: Situation, count: int, own: int) -> TrainingState:
         ),
         held=(Part("gathered weights", item * gathered),),
         reduced=2 * bucket,
-        stepping=12 * own - item * kept,
+        stepping=12 * own,
         host=0,
     )
 

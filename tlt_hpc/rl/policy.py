@@ -30,6 +30,7 @@ from tlt_hpc.config import Config
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.records import Rollout
+from tlt_hpc.rl import reference as reference_weights
 from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.distributed import lengthen_timeouts
@@ -126,7 +127,7 @@ class Policy:
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
         self.engine = _start_engine(PolicyModel(model, repeats_layers), config, world.size)
         self._recipe = config.algorithm.recipe
-        self._reference: torch.nn.Module | None = None
+        self._reference: PolicyModel | None = None
         if reference is not None:
             reference.requires_grad_(False).eval().to(self.engine.device)
             self._reference = PolicyModel(reference)
@@ -163,6 +164,7 @@ class Policy:
         for batches, old_log_probs in zip(own, old, strict=True):
             sums += self._accumulate(batches, old_log_probs)
             norms.append(self._step())
+        self._renew_reference()
         seconds = (updating - started, time.perf_counter() - updating)
         return self._stats(sums, norms, sum(rollout.response_tokens.size for rollout in rollouts), seconds)
 
@@ -183,6 +185,39 @@ class Policy:
             kl = kl_estimate(self._config.algorithm.kl, log_probs, reference)
             np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
         return self._world.sum(sums)
+
+    def reference_shard(self) -> Iterator[tuple[str, Piece]]:
+        """This rank's share of the reference's weights, by name; nothing while it is the model that it began as."""
+        if self._reference is not None and self._num_renewals:
+            yield from reference_weights.shard(self._reference.inner, self._world.rank, self._world.size)
+
+    @property
+    def num_reference_bytes(self) -> int:
+        """Most bytes of ``reference_shard``."""
+        if self._reference is None or not self._config.algorithm.reference_every_steps:
+            return 0
+        parts = reference_weights.shard(self._reference.inner, self._world.rank, self._world.size)
+        return sum(piece.num_bytes for _, piece in parts)
+
+    def load_reference(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Take over the reference that ``reference_shard`` gave on all ranks, on any number of ranks.
+
+        Args:
+            read: full tensor of a parameter by its name.
+        """
+        assert self._reference is not None, "there is no reference"
+        reference_weights.load(self._reference.inner, read)
+
+    @property
+    def _num_renewals(self) -> int:
+        """How often the policy has become the reference, counted from its steps."""
+        every = self._config.algorithm.reference_every_steps * self._config.algorithm.updates_per_step
+        return self._num_steps // every if every else 0
+
+    def _renew_reference(self) -> None:
+        every = self._config.algorithm.reference_every_steps * self._config.algorithm.updates_per_step
+        if self._reference is not None and every and self._num_steps % every == 0:
+            reference_weights.renew(self._reference.inner, self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names, one at a time, on every rank; a tied weight comes once.
