@@ -197,6 +197,12 @@ def test_each_setting_moves_the_part_that_it_should() -> None:
     ]
 
 
+def test_ranks_that_share_a_sequence_hold_a_slice_of_it() -> None:
+    alone = bytes_of(plan_memory(situation("qwen7b")), "update", "activations")
+    shared = plan_memory(situation("qwen7b", "optimizer.sequence_parallel=4"))
+    assert bytes_of(shared, "update", "activations") < 0.3 * alone
+
+
 def named_parameters() -> int:
     shape = named_shape("Qwen2.5-7B")
     assert shape is not None

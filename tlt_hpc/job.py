@@ -88,6 +88,7 @@ _FREE_ON_RESUME = {
     "optimizer.offload",
     "optimizer.micro_batch_tokens",
     "optimizer.gradient_checkpointing",
+    "optimizer.sequence_parallel",
     "checkpoint.every_steps",
     "checkpoint.keep",
     "checkpoint.background",

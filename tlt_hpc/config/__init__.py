@@ -17,6 +17,7 @@ from tlt_hpc.config.whole import (
     RunSection,
     check_model_limits,
     check_ranks,
+    check_sequence_parallel,
 )
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "apply_override",
     "check_model_limits",
     "check_ranks",
+    "check_sequence_parallel",
     "load_config",
     "parse_config",
     "to_toml",

@@ -90,7 +90,10 @@ class OptimizerSection(Section):
     offload: bool = False
     """Keep optimiser state in host memory."""
     micro_batch_tokens: PositiveInt = 8192
-    """Tokens of one forward and backward pass on one rank; one sequence may exceed it."""
+    """Tokens of one forward and backward pass on one rank, or on those that share it; one sequence may exceed it."""
+    sequence_parallel: PositiveInt = 1
+    """Neighbouring ranks that share each micro-batch: a slice of its tokens each, and in attention a part of the heads
+    (DeepSpeed-Ulysses). For responses whose activations no GPU holds."""
     gradient_checkpointing: Switch = "auto"
     """Keep one state a layer and token for the backward pass, which computes the rest of the layer again: a third more
     time for a small part of the memory. ``auto``: on a GPU, whose memory long responses would not fit."""

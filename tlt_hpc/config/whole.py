@@ -118,6 +118,26 @@ def check_ranks(config: Config, num_ranks: int) -> None:
         )
 
 
+def check_sequence_parallel(config: Config, num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+    """Refuse a number of ranks that cannot share a sequence.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    size = config.optimizer.sequence_parallel
+    good = [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
+    if size not in good:
+        raise ConfigError(
+            f"optimizer.sequence_parallel = {size} does not share out the model's {num_heads} heads and {num_kv_heads} "
+            f"key-value heads evenly; use one of {', '.join(map(str, good))}"
+        )
+    if num_ranks % size:
+        raise ConfigError(
+            f"optimizer.sequence_parallel = {size} does not divide {num_ranks} ranks; use "
+            f"{max(n for n in good if not num_ranks % n and n <= size)} or another number of ranks"
+        )
+
+
 def check_model_limits(config: Config, max_positions: int) -> None:
     """Refuse caps that exceed the model's positions.
 

@@ -7,7 +7,7 @@ import json
 
 from rich.console import Console
 
-from tlt_hpc.config import Config, ConfigError, check_model_limits, check_ranks, load_config
+from tlt_hpc.config import Config, ConfigError, check_model_limits, check_ranks, check_sequence_parallel, load_config
 from tlt_hpc.memory_plan.knobs import turn_knobs
 from tlt_hpc.memory_plan.parts import Situation
 from tlt_hpc.memory_plan.phases import plan_memory
@@ -48,6 +48,7 @@ def _situation(config: Config, options: argparse.Namespace) -> Situation:
     check_ranks(config, num_ranks)
     shape = find_shape(config.model.path, options.shape)
     check_model_limits(config, shape.max_positions)
+    check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
     if options.gpus is None:
         if config.model.device == "cuda":
             raise ConfigError("model.device = 'cuda' and no --gpus; say how many GPUs a node has, e.g. --gpus 8")

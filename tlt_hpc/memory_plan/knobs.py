@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tlt_hpc.config import Config, ConfigError, check_ranks, parse_config
+from tlt_hpc.config import Config, ConfigError, check_ranks, check_sequence_parallel, parse_config
 from tlt_hpc.memory_plan.engine import page_bytes, pool_bytes, positions
 from tlt_hpc.memory_plan.parts import MemoryPlan, Situation
 from tlt_hpc.memory_plan.phases import plan_memory
@@ -60,6 +60,9 @@ def _settings(situation: Situation) -> Iterator[tuple[str, object, str]]:
         yield "optimizer.offload", True, "slower step, host memory"
     if not config.optimizer.repeats_layers(situation.device):
         yield "optimizer.gradient_checkpointing", True, "update a third slower"
+    more = 2 * config.optimizer.sequence_parallel
+    if not situation.num_ranks % more and _shares(situation, more):
+        yield "optimizer.sequence_parallel", more, "more communication"
     if config.optimizer.micro_batch_tokens > situation.longest:
         tokens = max(situation.longest, config.optimizer.micro_batch_tokens // 2)
         yield "optimizer.micro_batch_tokens", tokens, "more passes"
@@ -76,6 +79,15 @@ def _settings(situation: Situation) -> Iterator[tuple[str, object, str]]:
         yield "speculation.mode", "ngram", "no learned drafter"
     if config.algorithm.kl_coefficient:
         yield "algorithm.kl_coefficient", 0.0, "no reference"
+
+
+def _shares(situation: Situation, size: int) -> bool:
+    shape, config = situation.shape, _with(situation.config, "optimizer.sequence_parallel", size)
+    try:
+        check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, situation.num_ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def _half_the_pool(situation: Situation) -> int:

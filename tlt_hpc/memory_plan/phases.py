@@ -37,12 +37,14 @@ def plan_memory(situation: Situation) -> MemoryPlan:
 
 
 def micro_batch_tokens(situation: Situation) -> int:
-    """Most tokens of a pass of the update: the budget, or one response of full length beyond it; no more than a rank
-    ever has."""
+    """Most tokens that a rank holds in a pass of the update: its slice of the budget, or of one response of full length
+    beyond it; no more than it ever has."""
     config, rollout = situation.config, situation.config.rollout
+    sharing = config.optimizer.sequence_parallel
     samples = rollout.prompts_per_step * rollout.group_size // config.algorithm.updates_per_step
-    share = -(-samples // situation.num_ranks) * situation.longest
-    return min(share, max(config.optimizer.micro_batch_tokens, situation.longest))
+    share = -(-samples * sharing // situation.num_ranks) * situation.longest
+    tokens = min(share, max(config.optimizer.micro_batch_tokens, situation.longest))
+    return -(-tokens // sharing)
 
 
 def _trains(situation: Situation) -> bool:

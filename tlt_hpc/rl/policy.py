@@ -33,7 +33,7 @@ from tlt_hpc.records import Rollout
 from tlt_hpc.rl import reference as reference_weights
 from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
-from tlt_hpc.rl.distributed import lengthen_timeouts
+from tlt_hpc.rl.distributed import join_sequence_group, lengthen_timeouts
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
 if TYPE_CHECKING:
@@ -125,12 +125,13 @@ class Policy:
         self._parameters = dict(model.named_parameters())
         self._dear_length = dear_length(model)
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
-        self.engine = _start_engine(PolicyModel(model, repeats_layers), config, world.size)
+        self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
+        self.engine = _start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
         self._recipe = config.algorithm.recipe
         self._reference: PolicyModel | None = None
         if reference is not None:
             reference.requires_grad_(False).eval().to(self.engine.device)
-            self._reference = PolicyModel(reference)
+            self._reference = PolicyModel(reference, sequence=self._sequence)
         self._num_steps = 0
         self._has_state = False
 
@@ -153,7 +154,7 @@ class Policy:
         assert keys == sorted(keys) and len(keys) == advantages.size, "rollouts ordered by key, one advantage each"
         plans = self._plan(rollouts, self._config.algorithm.updates_per_step)
         own = [
-            [self._load_batch(rollouts, advantages, weights, indices) for indices in plan[self._world.rank]]
+            [self._load_batch(rollouts, advantages, weights, indices) for indices in plan[self._share]]
             for plan, weights in ((plan, self._weights(rollouts, plan)) for plan in plans)
         ]
         self.engine.train()
@@ -179,12 +180,12 @@ class Policy:
         assert self._reference is not None, "there is no reference"
         (plan,) = self._plan(rollouts, 1)
         sums, nothing = np.zeros(len(rollouts)), np.zeros(len(rollouts))
-        for indices in plan[self._world.rank]:
+        for indices in plan[self._share]:
             batch = self._load_batch(rollouts, nothing, nothing, indices)
             log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference, batch)
             kl = kl_estimate(self._config.algorithm.kl, log_probs, reference)
             np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
-        return self._world.sum(sums)
+        return self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
 
     def reference_shard(self) -> Iterator[tuple[str, Piece]]:
         """This rank's share of the reference's weights, by name; nothing while it is the model that it began as."""
@@ -289,13 +290,19 @@ class Policy:
         self._parameters.clear()
 
     def _plan(self, rollouts: Sequence[Rollout], num_updates: int) -> list[list[list[Indices]]]:
+        settings = self._config.optimizer
         return plan_updates(
             [rollout.prompt_tokens.size + rollout.response_tokens.size for rollout in rollouts],
             num_updates,
-            self._world.size,
-            self._config.optimizer.micro_batch_tokens,
+            self._world.size // settings.sequence_parallel,
+            settings.micro_batch_tokens,
             self._dear_length,
         )
+
+    @property
+    def _share(self) -> int:
+        """Which of a plan's shares is this rank's, and of the ranks that compute with it."""
+        return self._world.rank // self._config.optimizer.sequence_parallel
 
     def _weights(self, rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> NDArray[np.float64]:
         """What a token of each response counts in the loss of one update; [N], zero for those of other updates."""
@@ -396,7 +403,7 @@ class Policy:
     def _stats(
         self, sums: NDArray[np.float64], norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
     ) -> PolicyStats:
-        totals = self._world.sum(sums)
+        totals = self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
         entropy, ppo_kl, clipped, kl, mismatch = (totals[1:] / num_tokens).tolist()
         old_seconds, update_seconds = np.max(self._world.allgather(seconds), axis=0).tolist()
         return PolicyStats(
