@@ -19,6 +19,7 @@ from tlt_hpc.config import (
     apply_override,
     check_model_limits,
     check_ranks,
+    check_sequence_parallel,
     load_config,
     parse_config,
     to_toml,
@@ -57,6 +58,8 @@ def refusal(*overrides: str) -> str:
         ("speculation.mode=fast", ["speculation.mode = 'fast'", "'plain', 'ngram' or 'full'"]),
         ("speculation.strategies=[]", ["speculation.strategies"]),
         ("optimizer.betas=[0.9, 1.0]", ["optimizer.betas.1 = 1.0", "less than 1"]),
+        ("optimizer.gradient_checkpointing=yes", ["gradient_checkpointing = 'yes': use true, false or 'auto'"]),
+        ("optimizer.gradient_checkpointing=1", ["gradient_checkpointing = 1: use true, false or 'auto'"]),
         ("model.dtype=float16", ["model.dtype = 'float16'", "'float32' or 'bfloat16'"]),
     ],
 )
@@ -113,6 +116,22 @@ def test_ranks_that_do_not_divide() -> None:
     check_ranks(by_sample, 128)
     with pytest.raises(ConfigError, match=r"prompts_per_step x rollout\.group_size = 128 is not divisible by 3"):
         check_ranks(by_sample, 3)
+
+
+def test_ranks_that_cannot_share_a_sequence() -> None:
+    config = load_config(TINY, ["optimizer.sequence_parallel=4"])
+    check_sequence_parallel(config, 4, 2, 8)
+    with pytest.raises(ConfigError) as caught:
+        check_sequence_parallel(config, 14, 2, 8)
+    assert str(caught.value) == (
+        "optimizer.sequence_parallel = 4 does not share out the model's 14 heads and 2 key-value heads evenly; use one "
+        "of 1, 2, 14"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_sequence_parallel(config, 28, 4, 6)
+    assert str(caught.value) == (
+        "optimizer.sequence_parallel = 4 does not divide 6 ranks; use 2 or another number of ranks"
+    )
 
 
 def test_cap_over_the_models_positions() -> None:

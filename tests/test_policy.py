@@ -251,6 +251,32 @@ def test_without_clipping_the_gradient_is_not_clipped() -> None:
     assert result["weights"] < TOLERANCE and result["stats"][3] > 1.0, result
 
 
+def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
+    """At stage 3 the backward pass gathers each layer's weights twice."""
+    for result in run_on_ranks(2, compare_with_reference, [3, 1], {"optimizer__gradient_checkpointing": True})[0]:
+        assert result["gradient"] < TOLERANCE and result["weights"] < TOLERANCE, result
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stages", "changes"),
+    [
+        (2, [1, 3], {"optimizer__sequence_parallel": 2, "optimizer__gradient_checkpointing": True}),
+        (4, [1], {"optimizer__sequence_parallel": 2, "optimizer__micro_batch_tokens": 17}),
+        pytest.param(4, [2], {"optimizer__sequence_parallel": 4}, marks=pytest.mark.slow),
+    ],
+    ids=["2 ranks", "4 ranks in pairs", "4 ranks"],
+)
+def test_ranks_that_share_sequences_have_the_same_gradients(
+    num_ranks: int, stages: list[int], changes: dict[str, Any]
+) -> None:
+    ranks = run_on_ranks(num_ranks, compare_with_reference, stages, changes)
+    for result in ranks[0]:
+        assert result["gradient"] < TOLERANCE and result["weights"] < TOLERANCE, result
+        assert max(result["norm"], result["pg_loss"], result["entropy"]) < 1e-4, result
+        assert result["clipped"] < 1.5 and result["num_tokens"] == 0, result
+    assert all(rank == ranks[0] for rank in ranks), "hashes and stats differ between ranks"
+
+
 # --- the other algorithms: the whole update's objective at once, by the papers' formulas ---
 
 
@@ -326,13 +352,24 @@ def test_every_algorithms_gradient_is_its_objectives(num_ranks: int) -> None:
         assert largest > 1e-3 and difference < TOLERANCE * max(1.0, largest), (changes, difference, largest)
 
 
-def distance_from_reference(stage: int) -> list[list[float]]:
+def test_a_loss_by_response_is_the_same_where_ranks_share_sequences() -> None:
+    """GSPO's ratio is of the whole response, of which each rank has a slice."""
+    changes = {**ALGORITHMS[2], "optimizer__sequence_parallel": 2}
+    ((difference, largest),) = run_on_ranks(2, distances_from_objective, [changes])[0]
+    assert largest > 1e-3 and difference < TOLERANCE * max(1.0, largest), (difference, largest)
+
+
+def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     """Each response's summed estimate of the distance, by the policy's own function and by the formula."""
     from tlt_hpc.rl.policy import Policy
 
     world = connect()
     config = make_config(
-        algorithm__name="rloo", algorithm__kl_coefficient=0.5, algorithm__kl_in="reward", optimizer__zero_stage=stage
+        algorithm__name="rloo",
+        algorithm__kl_coefficient=0.5,
+        algorithm__kl_in="reward",
+        optimizer__zero_stage=stage,
+        optimizer__sequence_parallel=sharing,
     )
     away = make_model()
     with torch.no_grad():
@@ -350,8 +387,9 @@ def distance_from_reference(stage: int) -> list[list[float]]:
     return [found, wanted]
 
 
-def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens() -> None:
-    for found, wanted in run_on_ranks(2, distance_from_reference, 3):
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens(sharing: int) -> None:
+    for found, wanted in run_on_ranks(2, distance_from_reference, 3, sharing):
         assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
 
 

@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``data inspect``, exports.
+"""The commands: ``tlt train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``data``, export.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -22,6 +22,7 @@ from tlt_hpc.config import Config, UserError, load_config
 from tlt_hpc.evaluate import options as evaluate_options
 from tlt_hpc.export import options as export_options
 from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
+from tlt_hpc.memory_plan import options as memory_plan_options
 
 USER_ERROR = 2
 """Exit status of a mistake in the command or configuration; nothing was written."""
@@ -83,6 +84,7 @@ def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:
     Raises:
         ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
     """
+    from tlt_hpc.memory_plan.command import summarise
     from tlt_hpc.plan import describe, read_assets
     from tlt_hpc.tracking.trackers import check_installed
 
@@ -92,7 +94,8 @@ def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:
         from tlt_hpc.evaluate.parts import open_checked_sets
 
         open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
-    return config, describe(config, assets.shape, num_ranks)
+    memory = summarise(config, assets.shape, num_ranks)
+    return config, (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
 
 
 def plan_warmup(config: Config, num_ranks: int) -> tuple[Config, str]:
@@ -151,7 +154,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command == "data" and not any(argument.startswith("-") for argument in rest):
+    if options.command in ("data", "plan") and not any(argument.startswith("-") for argument in rest):
         options.overrides, rest = [*options.overrides, *rest], []
     if options.command in ALONE:
         if rest:
@@ -207,6 +210,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ablate_options.add_ablate_options(ablate)
     bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
+    memory_plan_options.add_plan_options(
+        commands.add_parser("plan", help="predict the memory that a run takes, by phase; status 1: more than there is")
+    )
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
     policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
@@ -249,6 +255,13 @@ def run_export_policy(options: argparse.Namespace) -> None:
     run(checked)
 
 
+def run_plan(options: argparse.Namespace) -> int:
+    """``tlt plan``."""
+    from tlt_hpc.memory_plan.command import run
+
+    return run(options)
+
+
 def run_data(options: argparse.Namespace) -> int:
     """``tlt data inspect``."""
     from tlt_hpc.inspect_data import run
@@ -261,6 +274,7 @@ ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export-drafter": run_export,
     "export-policy": run_export_policy,
     "data": run_data,
+    "plan": run_plan,
 }
 """Commands that run in this process alone, without a configuration."""
 

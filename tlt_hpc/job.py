@@ -101,6 +101,8 @@ _FREE_ON_RESUME = {
     "optimizer.zero_stage",
     "optimizer.offload",
     "optimizer.micro_batch_tokens",
+    "optimizer.gradient_checkpointing",
+    "optimizer.sequence_parallel",
     "checkpoint.every_steps",
     "checkpoint.keep",
     "checkpoint.background",
@@ -175,8 +177,6 @@ def assemble(config: Config, world: World) -> Job:
     engine.keeps = lambda key: replica.keeps(unit_of(config, key))
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     model = start_model(assets.folder, config.model.dtype, device, config.optimizer.zero_stage == 3, world.rank)
-    if device.type == "cuda":
-        model.gradient_checkpointing_enable()  # long responses: activations of all layers would not fit
     reference = load_policy_model(assets.folder, config.model.dtype) if config.algorithm.kl_coefficient else None
     policy = Policy(model, config, world, reference.to(device) if reference is not None else None)
     return Job(

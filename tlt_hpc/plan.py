@@ -7,7 +7,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tlt_hpc.config import Config, ConfigError, check_model_limits, check_ranks, to_toml
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    check_model_limits,
+    check_ranks,
+    check_sequence_parallel,
+    to_toml,
+)
 from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
@@ -45,6 +52,7 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     shape = read_shape(folder)
     check_model_limits(config, shape.max_positions)
     check_division(config, shape)
+    check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
     _check_strategies(config)
     if config.reward.function:
         _check_reward_function(config)

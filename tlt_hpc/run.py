@@ -332,7 +332,7 @@ def drop_foreign_logs(job: Job, step: int) -> None:
 def reserve_copy(job: Job) -> None:
     """Take the host memory for copies of this rank's state before the first step; collective."""
     dealt = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size) if job.drafting else ()
-    num_bytes = job.policy.num_shard_bytes + sum(piece.num_bytes for _, piece in dealt)
+    num_bytes = job.policy.num_shard_bytes + job.policy.num_reference_bytes + sum(piece.num_bytes for _, piece in dealt)
     job.checkpoints.reserve(job.world, num_bytes, pinned=job.engine.decoder.device.type == "cuda")
 
 
@@ -349,7 +349,7 @@ def save_checkpoint(job: Job, step: int) -> int:
     Waits for the save before, and no longer than the copy takes, unless ``checkpoint.background`` is off.
     """
     job.checkpoints.finish(job.world)
-    shards: dict[str, Shard] = {"policy": job.policy.state_shard()}
+    shards: dict[str, Shard] = {"policy": job.policy.state_shard(), "reference": job.policy.reference_shard()}
     if job.drafting:  # the same on all ranks after the merge
         shards["drafter"] = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size)
     state = {
@@ -373,6 +373,8 @@ def resume(job: Job, reporter: Reporter) -> tuple[int, int]:
     if checkpoint is not None:
         saved = checkpoint.step
         job.policy.load_state(lambda name: checkpoint.read("policy", name), checkpoint.state["optimizer_steps"])
+        if checkpoint.names("reference"):  # else it is still the model that the run began with
+            job.policy.load_reference(lambda name: checkpoint.read("reference", name))
         if job.drafting:
             names = checkpoint.names("drafter")
             job.drafting.spot.load_state({name: checkpoint.read("drafter", name) for name in names})

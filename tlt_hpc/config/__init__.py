@@ -20,6 +20,7 @@ from tlt_hpc.config.whole import (
     check_model_limits,
     check_ranks,
     check_replicas,
+    check_sequence_parallel,
     refuse_replicas,
 )
 
@@ -50,6 +51,7 @@ __all__ = [
     "check_model_limits",
     "check_ranks",
     "check_replicas",
+    "check_sequence_parallel",
     "load_config",
     "parse_config",
     "refuse_replicas",

@@ -28,6 +28,13 @@ def _bound(value: object) -> object:
     raise ValueError("use a number of 0 or more, or 'auto'")
 
 
+def _switch(value: object) -> object:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    raise ValueError("use true, false or 'auto'")
+
+
+Switch = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]
 Bound = Annotated[float | Literal["auto"], BeforeValidator(_bound)]
 
 
@@ -54,6 +61,9 @@ class AlgorithmSection(Section):
     kl_estimator: Literal["auto", KLName] = "auto"
     """``k1``, of which only the reward's gradient is the distance's; ``k2`` or ``k3`` in the loss. ``auto``: k3 in the
     loss, k1 in the reward."""
+    reference_every_steps: Count = 0
+    """The reference becomes the policy after every so many steps, so that the distance is from a policy of late; 0: it
+    stays the model that the run began with."""
     entropy_coefficient: NonNegative = 0.0
     """Times the policy's entropy is taken from each token's loss."""
     overlong_buffer: Count = 0
@@ -112,4 +122,16 @@ class OptimizerSection(Section):
     offload: bool = False
     """Keep optimiser state in host memory."""
     micro_batch_tokens: PositiveInt = 8192
-    """Tokens of one forward and backward pass on one rank; one sequence may exceed it."""
+    """Tokens of one forward and backward pass on one rank, or on those that share it; one sequence may exceed it."""
+    sequence_parallel: PositiveInt = 1
+    """Neighbouring ranks that share each micro-batch: a slice of its tokens each, and in attention a part of the heads
+    (DeepSpeed-Ulysses). For responses whose activations no GPU holds."""
+    gradient_checkpointing: Switch = "auto"
+    """Keep one state a layer and token for the backward pass, which computes the rest of the layer again: a third more
+    time for a small part of the memory. ``auto``: on a GPU, whose memory long responses would not fit."""
+
+    def repeats_layers(self, device: str) -> bool:
+        """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""
+        if self.gradient_checkpointing == "auto":
+            return device == "cuda"
+        return self.gradient_checkpointing

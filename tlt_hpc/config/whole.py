@@ -151,6 +151,26 @@ def refuse_replicas(config: Config, command: str) -> None:
         )
 
 
+def check_sequence_parallel(config: Config, num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
+    """Refuse a number of ranks that cannot share a sequence.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    size = config.optimizer.sequence_parallel
+    good = [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
+    if size not in good:
+        raise ConfigError(
+            f"optimizer.sequence_parallel = {size} does not share out the model's {num_heads} heads and {num_kv_heads} "
+            f"key-value heads evenly; use one of {', '.join(map(str, good))}"
+        )
+    if num_ranks % size:
+        raise ConfigError(
+            f"optimizer.sequence_parallel = {size} does not divide {num_ranks} ranks; use "
+            f"{max(n for n in good if not num_ranks % n and n <= size)} or another number of ranks"
+        )
+
+
 def check_model_limits(config: Config, max_positions: int) -> None:
     """Refuse caps that exceed the model's positions.
 
@@ -214,6 +234,12 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = {algorithm.kl_coefficient}; set "
             "a coefficient, or leave algorithm.kl_in out"
+        )
+    if algorithm.reference_every_steps and not algorithm.kl_coefficient:
+        raise ConfigError(
+            f"algorithm.reference_every_steps = {algorithm.reference_every_steps} says nothing with "
+            f"algorithm.kl_coefficient = {algorithm.kl_coefficient}, which needs no reference; set a coefficient, or "
+            "leave algorithm.reference_every_steps out"
         )
     if algorithm.kl_in == "reward" and recipe.advantage == "group":
         raise ConfigError(

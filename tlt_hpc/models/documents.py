@@ -1,7 +1,8 @@
 """Attention of a flat batch over itself, each document on its own; without a cache, with gradients. Knows no weights.
 
 Whoever trains packs documents end to end without padding. Short neighbours are computed together under a mask, long
-ones alone without one, so the cost is that of the documents, not of the whole batch squared.
+ones alone without one, so the cost is that of the documents, not of the whole batch squared. On a GPU one kernel takes
+all of them in half precision (``kernels.varlen``).
 ``PathAttention`` is for looking ahead: from every pair of a document a path of further steps, all at once, as a draft
 layer takes them.
 Shapes: ``T`` tokens of the batch, ``S`` paths, ``n`` tokens of a run of documents, ``h`` query heads, ``g`` key-value
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tlt_hpc.kernels.varlen import varlen_attention, varlen_kernel
 from tlt_hpc.models.layers import Attend
 
 _RUN_TOKENS = 128
@@ -64,6 +66,9 @@ def attend_documents(lengths: Sequence[int] | None) -> Attend:
     """Causal attention within each of the documents of these lengths (None: all tokens are one)."""
 
     def attend(layer: int, query: Tensor, key_value: Tensor) -> Tensor:
+        if (kernel := varlen_kernel(query)) is not None:
+            key, value = key_value.chunk(2, 1)
+            return varlen_attention(query, key, value, tuple(lengths or [len(query)]), kernel).flatten(1)
         runs = _runs(lengths or [len(query)], query.device)
         parts = [_attend(query[run.start : run.end], key_value[run.start : run.end], run.shown) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.sequence_parallel import SequenceGroup
 
 _ATTENTION = "tlt_documents"
 _CHUNK_LOGITS = 1 << 26
@@ -21,11 +22,19 @@ _CHUNK_LOGITS = 1 << 26
 
 
 class PolicyModel(torch.nn.Module):
-    """Wraps a causal language model of transformers, whose parameters stay its own under their own names."""
+    """Wraps a causal language model of transformers, whose parameters stay its own under their own names.
 
-    def __init__(self, model: Any) -> None:
+    With ``repeats_layers`` a layer keeps its input alone for the backward pass, which computes the layer again.
+    """
+
+    def __init__(self, model: Any, repeats_layers: bool = False, sequence: SequenceGroup | None = None) -> None:
+        """``sequence``: the ranks that compute each batch together; all of them give and get the whole of it."""
         super().__init__()
         self.inner = model
+        self._sequence = sequence
+        if repeats_layers:  # no layer draws at random, so there is no state of a generator to keep
+            settings = {"use_reentrant": False, "preserve_rng_state": False}
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
         self.head = _Head(model.get_output_embeddings().weight)
         _attend_by_document(model)
 
@@ -51,11 +60,42 @@ class PolicyModel(torch.nn.Module):
         Returns:
             [R] float32 each, computed in float32 whatever the weights are in.
         """
-        output = self.inner.base_model(
-            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, documents=lengths
-        )
-        log_probs, entropy = self.head(output.last_hidden_state[0, where], targets, temperature, entropy_has_gradient)
+        if self._sequence is not None:
+            reading = where, targets, temperature, entropy_has_gradient
+            return self._forward_slice(self._sequence, tokens, positions, lengths, *reading)
+        hidden = self._hidden(tokens, positions, lengths)[where]
+        log_probs, entropy = self.head(hidden, targets, temperature, entropy_has_gradient)
         return log_probs, entropy
+
+    def _forward_slice(
+        self,
+        group: SequenceGroup,
+        tokens: Tensor,
+        positions: Tensor,
+        lengths: Sequence[int],
+        where: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy_has_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """``forward`` with the tokens shared out over a group's ranks."""
+        tokens, positions, lengths = group.pad(tokens, positions, lengths)
+        places, own = group.places(where, len(tokens))
+        hidden = self._hidden(group.slice(tokens), group.slice(positions), lengths)[places]
+        log_probs, entropy = self.head(hidden, targets[own], temperature, entropy_has_gradient)
+        return group.whole(log_probs, own, len(where)), group.whole(entropy, own, len(where))
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Last hidden states [T, H] of the tokens that this rank holds, of documents of these lengths in all."""
+        output = self.inner.base_model(
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            documents=lengths,
+            sequence=self._sequence,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
 
 
 class _Head(torch.nn.Module):
@@ -132,13 +172,21 @@ def _attention(
     mask: None,
     *,
     documents: Sequence[int],
+    sequence: SequenceGroup | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, h, T, d], key and value [1, g, T, d] -> [1, T, h, d], as transformers asks its layers' attention to."""
-    heads, size = query.shape[1], query.shape[3]
-    key_value = torch.cat([key[0], value[0]]).transpose(0, 1)
-    out = attend_documents(documents)(0, query[0].transpose(0, 1), key_value)
-    return out.view(1, -1, heads, size), None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if sequence is None:
+        return _attend(q, k, v, documents).unsqueeze(0), None
+    q, k, v = (sequence.scatter_heads(x) for x in (q, k, v))
+    return sequence.gather_heads(_attend(q, k, v, documents)).unsqueeze(0), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, documents: Sequence[int]) -> Tensor:
+    """query [T, h, d], key and value [T, g, d] -> [T, h, d]."""
+    out = attend_documents(documents)(0, query, torch.cat([key, value], 1))
+    return out.view(query.shape)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

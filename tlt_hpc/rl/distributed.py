@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tlt_hpc.models.sequence_parallel import SequenceGroup
+
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
@@ -72,6 +74,18 @@ def leave_process_group() -> None:
     deepspeed_comm.destroy_process_group()
     deepspeed_comm.cdb = None  # else the next join would take the dead group for a live one
     gc.collect()
+
+
+def join_sequence_group(world: World, size: int) -> SequenceGroup | None:
+    """The ``size`` neighbouring ranks that share each micro-batch with this one; None where it is alone; collective."""
+    if size == 1:
+        return None
+    assert world.size % size == 0, f"{world.size} ranks in groups of {size}"
+    firsts = range(0, world.size, size)
+    groups = [torch.distributed.new_group(list(range(first, first + size))) for first in firsts]
+    own = groups[world.rank // size]
+    lengthen_timeouts(own)
+    return SequenceGroup(own, world.rank % size, size)
 
 
 def lengthen_timeouts(*groups: torch.distributed.ProcessGroup) -> None:

@@ -30,10 +30,11 @@ from tlt_hpc.config import Config
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.records import Rollout
+from tlt_hpc.rl import reference as reference_weights
 from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.correction import correction_weights, mismatch_terms
-from tlt_hpc.rl.distributed import lengthen_timeouts
+from tlt_hpc.rl.distributed import join_sequence_group, lengthen_timeouts
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradients reduced in one collective; 200 MB in fp32, a tenth of DeepSpeed's default."""
+"""Gradients reduced in one collective at most; 200 MB in fp32, a tenth of DeepSpeed's default. It keeps a buffer of so
+many, which a smaller model need not pay for."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,10 @@ class _Sums:
         if distance.numel():
             self.largest = max(self.largest, float(distance.max()))
 
-    def over_ranks(self, world: World) -> _Sums:
-        """All ranks' together; collective."""
+    def over_ranks(self, world: World, num_alike: int) -> _Sums:
+        """All ranks' together, of whom ``num_alike`` have the same each; collective."""
         total = _Sums()
-        total.sums = world.sum(self.sums)
+        total.sums = world.sum(self.sums / num_alike)
         total.largest = max(world.allgather(self.largest))
         return total
 
@@ -167,12 +169,14 @@ class Policy:
         self._temperature = config.rollout.temperature or 1.0
         self._parameters = dict(model.named_parameters())
         self._dear_length = dear_length(model)
-        self.engine = _start_engine(PolicyModel(model), config, world.size)
+        repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
+        self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
+        self.engine = _start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
         self._recipe = config.algorithm.recipe
-        self._reference: torch.nn.Module | None = None
+        self._reference: PolicyModel | None = None
         if reference is not None:
             reference.requires_grad_(False).eval().to(self.engine.device)
-            self._reference = PolicyModel(reference)
+            self._reference = PolicyModel(reference, sequence=self._sequence)
         self._num_steps = 0
         self._has_state = False
 
@@ -195,7 +199,7 @@ class Policy:
         assert keys == sorted(keys) and len(keys) == advantages.size, "rollouts ordered by key, one advantage each"
         plans = self._plan(rollouts, self._config.algorithm.updates_per_step)
         own = [
-            [self._load_batch(rollouts, advantages, weights, indices) for indices in plan[self._world.rank]]
+            [self._load_batch(rollouts, advantages, weights, indices) for indices in plan[self._share]]
             for plan, weights in ((plan, self._weights(rollouts, plan)) for plan in plans)
         ]
         self.engine.train()
@@ -206,9 +210,11 @@ class Policy:
         for batches, old_log_probs in zip(own, old, strict=True):
             self._accumulate(batches, old_log_probs, sums)
             norms.append(self._step())
+        self._renew_reference()
         seconds = (updating - started, time.perf_counter() - updating)
         num_tokens = sum(rollout.response_tokens.size for rollout in rollouts)
-        return self._stats(sums.over_ranks(self._world), norms, num_tokens, seconds)
+        totals = sums.over_ranks(self._world, self._config.optimizer.sequence_parallel)
+        return self._stats(totals, norms, num_tokens, seconds)
 
     def reference_kl(self, rollouts: Sequence[Rollout]) -> NDArray[np.float64]:
         """Each response's distance from the reference before the update, summed over its tokens; [N]. Collective.
@@ -221,12 +227,45 @@ class Policy:
         assert self._reference is not None, "there is no reference"
         (plan,) = self._plan(rollouts, 1)
         sums, nothing = np.zeros(len(rollouts)), np.zeros(len(rollouts))
-        for indices in plan[self._world.rank]:
+        for indices in plan[self._share]:
             batch = self._load_batch(rollouts, nothing, nothing, indices)
             log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference, batch)
             kl = kl_estimate(self._config.algorithm.kl, log_probs, reference)
             np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
-        return self._world.sum(sums)
+        return self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
+
+    def reference_shard(self) -> Iterator[tuple[str, Piece]]:
+        """This rank's share of the reference's weights, by name; nothing while it is the model that it began as."""
+        if self._reference is not None and self._num_renewals:
+            yield from reference_weights.shard(self._reference.inner, self._world.rank, self._world.size)
+
+    @property
+    def num_reference_bytes(self) -> int:
+        """Most bytes of ``reference_shard``."""
+        if self._reference is None or not self._config.algorithm.reference_every_steps:
+            return 0
+        parts = reference_weights.shard(self._reference.inner, self._world.rank, self._world.size)
+        return sum(piece.num_bytes for _, piece in parts)
+
+    def load_reference(self, read: Callable[[str], torch.Tensor]) -> None:
+        """Take over the reference that ``reference_shard`` gave on all ranks, on any number of ranks.
+
+        Args:
+            read: full tensor of a parameter by its name.
+        """
+        assert self._reference is not None, "there is no reference"
+        reference_weights.load(self._reference.inner, read)
+
+    @property
+    def _num_renewals(self) -> int:
+        """How often the policy has become the reference, counted from its steps."""
+        every = self._config.algorithm.reference_every_steps * self._config.algorithm.updates_per_step
+        return self._num_steps // every if every else 0
+
+    def _renew_reference(self) -> None:
+        every = self._config.algorithm.reference_every_steps * self._config.algorithm.updates_per_step
+        if self._reference is not None and every and self._num_steps % every == 0:
+            reference_weights.renew(self._reference.inner, self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names, one at a time, on every rank; a tied weight comes once.
@@ -298,13 +337,19 @@ class Policy:
         self._parameters.clear()
 
     def _plan(self, rollouts: Sequence[Rollout], num_updates: int) -> list[list[list[Indices]]]:
+        settings = self._config.optimizer
         return plan_updates(
             [rollout.prompt_tokens.size + rollout.response_tokens.size for rollout in rollouts],
             num_updates,
-            self._world.size,
-            self._config.optimizer.micro_batch_tokens,
+            self._world.size // settings.sequence_parallel,
+            settings.micro_batch_tokens,
             self._dear_length,
         )
+
+    @property
+    def _share(self) -> int:
+        """Which of a plan's shares is this rank's, and of the ranks that compute with it."""
+        return self._world.rank // self._config.optimizer.sequence_parallel
 
     def _weights(self, rollouts: Sequence[Rollout], plan: Sequence[Sequence[Indices]]) -> NDArray[np.float64]:
         """What a token of each response counts in the loss of one update; [N], zero for those of other updates."""
@@ -495,7 +540,7 @@ class Policy:
 
 def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
     """DeepSpeed's configuration of the policy engine."""
-    zero: dict[str, Any] = {"stage": config.optimizer.zero_stage, "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS}
+    zero: dict[str, Any] = {"stage": config.optimizer.zero_stage}
     if config.optimizer.offload and device_type != "cpu":  # on a CPU all state is in host memory already
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
@@ -526,6 +571,8 @@ def dear_length(model: torch.nn.Module) -> float:
 def _start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     device_type = deepspeed.get_accelerator().device_name()
     settings = engine_settings(config, num_ranks, device_type)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
     if config.optimizer.zero_stage == 3:
         _partition(model, settings)
     engine, *_ = deepspeed.initialize(

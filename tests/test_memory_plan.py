@@ -1,0 +1,291 @@
+"""The memory plan: against the engine's own figures, against what runs take, its knobs, its command and its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch_ranks import launch
+
+from tlt_hpc.bench.live_bytes import LiveBytes
+from tlt_hpc.cli import main
+from tlt_hpc.config import load_config
+from tlt_hpc.memory_plan import engine as engine_plan
+from tlt_hpc.memory_plan.activations import drafter_parameters
+from tlt_hpc.memory_plan.knobs import turn_knobs
+from tlt_hpc.memory_plan.parts import MemoryPlan, Situation
+from tlt_hpc.memory_plan.phases import plan_memory
+from tlt_hpc.memory_plan.shapes import find_shape, named_shape
+from tlt_hpc.memory_plan.zero import BUCKET_ELEMENTS, training_state
+
+ROOT = Path(__file__).resolve().parent.parent
+JOBS = ROOT / "jobs"
+TOOL = str(ROOT / "tools" / "check_memory_plan.py")
+
+
+def situation(job: str = "tiny", *overrides: str, ranks: int = 8, device: Any = "cuda", model: str = "") -> Situation:
+    config = load_config(JOBS / f"{job}.toml", overrides)
+    return Situation(config, find_shape(config.model.path, model or None), ranks, ranks, device)
+
+
+def bytes_of(plan: MemoryPlan, phase: str, part: str) -> int:
+    (found,) = (p for p in plan.phases if p.name == phase)
+    return sum(p.num_bytes for p in found.parts if p.name == part)
+
+
+# --- counting ---
+
+
+def test_live_bytes_count_storages_once_and_see_them_go() -> None:
+    kept = torch.zeros(1000)
+    with LiveBytes() as live:
+        view, more = kept[:10], torch.ones(500)
+        del more
+        last = torch.ones(250)
+    assert live.peak - live.at_start == 2000
+    with LiveBytes() as after:
+        pass
+    assert after.at_start - live.at_start == 1000 and view.numel() + last.numel() == 260
+
+
+# --- against the run ---
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (1, []),
+        pytest.param(
+            2,
+            [
+                *("optimizer.zero_stage=3", "optimizer.gradient_checkpointing=true", "rollout.max_live=2"),
+                *("optimizer.micro_batch_tokens=448", "drafter.form=eagle3", "drafter.init=random"),
+            ],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(1, ["model.dtype=bfloat16", "optimizer.zero_stage=2"], marks=pytest.mark.slow),
+    ],
+    ids=["the embedded job", "stage 3 on 2 ranks", "bfloat16"],
+)
+def test_every_phase_is_within_15_percent_of_what_a_run_takes(
+    num_ranks: int, settings: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "figures.json"
+    status, out, err = launch(num_ranks, [TOOL, *settings, "--json", str(path)], timeout=240)
+    assert path.exists(), f"{out}\n{err}"
+    figures = json.loads(path.read_text())
+    assert set(figures) == {"start", "rollout", "tail", "update", "save"}
+    assert all(0.85 < row["ratio"] < 1.15 for row in figures.values()) and status == 0, out
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+def test_the_engines_parts_are_its_own_figures(form: str) -> None:
+
+    from tlt_hpc.models.drafter_file import make_drafter
+    from tlt_hpc.rollout.drafts import slots_needed
+    from tlt_hpc.rollout.kv_cache import page_bytes
+
+    given = situation("tiny", f"drafter.form={form}", "drafter.vocabulary=16", device="cpu")
+    shape = given.shape
+    ids = None if form == "eagle" else torch.arange(16)
+    drafter = make_drafter(shape, 0, torch.float32, torch.device("cpu"), ids)
+    count = drafter_parameters(shape, form, 16)
+    assert count == sum(parameter.numel() for parameter in drafter.parameters())
+    own = page_bytes(shape, given.config.rollout.page_size, torch.float32, drafter.num_features)
+    assert engine_plan.page_bytes(given) == own and engine_plan.num_features(given) == drafter.num_features
+    reach = max(map(slots_needed, engine_plan.strategies(given)))
+    assert engine_plan.positions(given) == given.longest + reach + 1
+
+
+def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
+    from tlt_hpc.checkpoint.host_copy import CHUNK_BYTES
+    from tlt_hpc.drafting import loss
+    from tlt_hpc.memory_plan import activations, phases
+    from tlt_hpc.models import documents, policy_model
+    from tlt_hpc.rl.policy import REDUCE_BUCKET_ELEMENTS
+
+    assert BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS and phases.COPY_CHUNK_BYTES == CHUNK_BYTES
+    assert activations.CHUNK_LOGITS == policy_model._CHUNK_LOGITS == loss._MOST_LOGITS
+    assert activations._MASKED_RUN == documents._RUN_TOKENS and activations._MOST_SCORES == documents._MOST_SCORES
+
+
+# --- shapes ---
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen2.5-1.5B", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("Qwen2.5-7B", 7_615_616_512),
+        ("DeepSeek-R1-Distill-Qwen-7B", 7_615_616_512),
+        ("Qwen2.5-14B", 14_770_033_664),
+        ("Qwen2.5-32B", 32_763_876_352),
+        ("Qwen3-8B", 8_190_735_360),
+        ("Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("Llama-3.3-70B-Instruct", 70_553_706_496),
+    ],
+)
+def test_known_shapes_have_the_published_number_of_parameters(name: str, count: int) -> None:
+    shape = named_shape(name)
+    assert shape is not None and shape.num_parameters == count
+
+
+def test_a_shape_is_read_from_a_file_or_a_folder(tmp_path: Path) -> None:
+    tiny = ROOT / "tlt_hpc" / "assets" / "tiny"
+    assert find_shape("nowhere", str(tiny)) == find_shape("nowhere", str(tiny / "config.json"))
+    broken = tmp_path / "config.json"
+    broken.write_text("{")
+    with pytest.raises(ValueError, match=r"--shape .*config\.json: no JSON \(.*\); take the model's config\.json"):
+        find_shape("nowhere", str(broken))
+
+
+# --- what the plan says ---
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "ranks", "resident"),
+    [  # bytes a parameter: weights, then masters, moments and gradients as far as they stay
+        ("float32", 0, 2, 12.0),
+        ("float32", 1, 2, 4 + 12 / 2),
+        ("bfloat16", 1, 2, 6 + 12 / 2),
+        ("bfloat16", 2, 4, 2 + 12 / 4),
+        ("bfloat16", 3, 64, 18 / 64),
+    ],
+)
+def test_training_state_by_stage(dtype: str, stage: int, ranks: int, resident: float) -> None:
+    given = situation(
+        "qwen7b", f"model.dtype={dtype}", f"optimizer.zero_stage={stage}", "optimizer.offload=false", ranks=ranks
+    )
+    state = training_state(given)
+    found = sum(part.num_bytes for part in state.resident if part.name != "bucket of gradients")
+    assert found / given.shape.num_parameters == pytest.approx(resident, rel=2e-3)
+    if stage:
+        away = training_state(replace(given, config=load_config(JOBS / "qwen7b.toml", ["optimizer.zero_stage=3"])))
+        assert away.host == 16 * -(-given.shape.num_parameters // ranks) and state.host == 0
+
+
+def test_each_setting_moves_the_part_that_it_should() -> None:
+    plain = plan_memory(situation("qwen7b"))
+    moved = {
+        "keys, values, features": ("rollout", "rollout.max_live=8"),
+        "activations": ("update", "optimizer.gradient_checkpointing=true"),
+        "drafter's activations": ("tail", "drafter.micro_step_tokens=4096"),
+        "drafter's average": ("tail", "drafter.average_merges=1"),
+        "reference": ("update", "algorithm.kl_coefficient=0.1"),
+    }
+    for part, (phase, override) in moved.items():
+        changed = plan_memory(situation("qwen7b", override))
+        before, after = bytes_of(plain, phase, part), bytes_of(changed, phase, part)
+        if part == "reference":
+            assert before == 0 and after == 2 * named_parameters()
+        elif part == "activations":
+            assert after == before, "on a GPU layers are computed again anyway"
+        else:
+            assert after < before, part
+    kept = plan_memory(situation("qwen7b", "optimizer.gradient_checkpointing=false"))
+    assert bytes_of(kept, "update", "activations") > 8 * bytes_of(plain, "update", "activations")
+    assert [phase.name for phase in plan_memory(situation("qwen7b", "speculation.mode=ngram")).phases] == [
+        *("start", "rollout", "update", "save")
+    ]
+
+
+def test_ranks_that_share_a_sequence_hold_a_slice_of_it() -> None:
+    alone = bytes_of(plan_memory(situation("qwen7b")), "update", "activations")
+    shared = plan_memory(situation("qwen7b", "optimizer.sequence_parallel=4"))
+    assert bytes_of(shared, "update", "activations") < 0.3 * alone
+
+
+def named_parameters() -> int:
+    shape = named_shape("Qwen2.5-7B")
+    assert shape is not None
+    return shape.num_parameters
+
+
+def test_a_knobs_gain_is_that_of_the_plan_with_it_turned() -> None:
+    plan = plan_memory(situation("qwen7b"))
+    knobs = {knob.what: knob.peak_bytes for knob in turn_knobs(plan)}
+    assert knobs["rollout.max_live=8"] == plan_memory(situation("qwen7b", "rollout.max_live=8")).peak.num_bytes
+    assert knobs["--ranks 16"] == plan_memory(situation("qwen7b", ranks=16)).peak.num_bytes
+    assert all(peak < plan.peak.num_bytes for peak in knobs.values()) and "optimizer.offload=true" not in knobs
+    assert list(knobs.values()) == sorted(knobs.values())
+
+
+# --- the command ---
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["plan", *arguments])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+QWEN = str(JOBS / "qwen7b.toml")
+
+
+def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "80")
+    assert status == 0 and "Fits. Peak 78.4 GB a GPU, in the phase 'update'; 1.59 GB (2%) of each GPU left." in out
+    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "64", "rollout.max_live=12")
+    assert status == 1 and "Does not fit." in out and "more than the 64.0 GB of each GPU." in out
+    assert "rollout.max_live=6" in out and "yes" in out and "no learned drafter" in out
+    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--host-memory", "300")
+    assert status == 1 and "of each node's host memory" in out
+
+
+def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--json")
+    figures = json.loads(out)
+    assert status == 0 and figures["fits"] and figures["ranks"] == 8 and figures["parameters"] == named_parameters()
+    peak = figures["peak"]
+    assert peak["bytes"] == sum(figures["phases"][peak["phase"]].values())
+    assert figures["knobs"][0]["peak_bytes"] < peak["bytes"] and figures["disk"]["checkpoints"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((QWEN, "--gpu-memory", "80"), "--gpu-memory 80 without --gpus; say how many GPUs a node has"),
+        ((QWEN, "--gpus", "0"), "--gpus 0: give a number above 0"),
+        ((QWEN, "--gpus", "8", "--ranks", "48"), "rollout.prompts_per_step = 128 is not divisible by 48 ranks; use 96"),
+        ((QWEN, "model.device=cuda"), "model.device = 'cuda' and no --gpus; say how many GPUs a node has, e.g."),
+        ((QWEN, "--gpus", "8", "model.device=cpu"), "--gpus 8 with model.device = 'cpu'; leave one of them out"),
+        (
+            (QWEN, "--gpus", "8", "--shape", "none"),
+            "--shape none: neither a file nor a known name; known: Qwen2.5",
+        ),
+        (
+            (QWEN, "--gpus", "8", "model.path=models/own"),
+            "model.path = 'models/own' is not on this machine, and its name is none that a shape is known of; give "
+            "--shape CONFIG.json, or one of Qwen2.5-0.5B",
+        ),
+        ((QWEN, "--gpus", "8", "rollout.max_live=0"), "rollout.max_live = 0"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = command(capsys, *arguments)
+    assert status == 2 and out == "" and err.count("\n") == 1
+    assert err.startswith(f"tlt: {message}"), err
+
+
+def test_a_dry_run_says_what_a_gpu_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(JOBS / "tiny.toml"), "--dry-run", "model.dtype=bfloat16"]) == 0
+    assert "memory      3.66 GB at the peak (update) of each GPU, predicted" in capsys.readouterr().out
+    assert main(["train", str(JOBS / "tiny.toml"), "--dry-run"]) == 0
+    assert "memory  " not in capsys.readouterr().out
+
+
+def test_planning_loads_no_torch() -> None:
+    code = (
+        "import sys; from tlt_hpc.cli import main; "
+        f"main(['plan', {QWEN!r}, '--gpus', '8']); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].startswith("False")

@@ -1,0 +1,160 @@
+"""What the rollout engine takes on each rank: weights, pages, and the workspace of its widest pass. Counts alone."""
+
+from __future__ import annotations
+
+from tlt_hpc.memory_plan.activations import drafter_parameters
+from tlt_hpc.memory_plan.parts import Part, Situation, some
+from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.rollout.strategy import Strategy, strategies_of
+
+GRAPHS_BYTES = 1_500_000_000
+"""Assumed of captured graphs on a GPU: their intermediates, and what the driver keeps of each."""
+_SPARE_POSITIONS = 64
+_MOST_TABLE_BYTES = 1 << 26
+_LEAST_PACKED = 1 << 18
+_NOISE_AHEAD, _NOISE_BLOCK = 32, 1 << 15
+_FLOAT64_ROWS = 2048
+
+
+def engine_parts(situation: Situation) -> tuple[Part, ...]:
+    """What the engine holds from the start to the end of a run."""
+    shape, item = situation.shape, situation.item
+    drafter = item * num_drafter_parameters(situation)
+    return some(
+        (
+            Part("rollout weights", item * shape.num_parameters),
+            Part("packed weights", _packed(situation)),
+            Part("drafter in use", drafter * (2 if situation.device == "cpu" and _packs(situation) else 1)),
+            Part("keys, values, features", pool_bytes(situation)),
+            Part("noise and rows", _rows(situation)),
+            Part("angles", _angles(situation) * (3 if situation.learns_drafting else 1)),
+            Part("graphs (assumed)", GRAPHS_BYTES if situation.device == "cuda" else 0),
+        )
+    )
+
+
+def num_drafter_parameters(situation: Situation) -> int:
+    """Weights of the learned drafter; 0 where there is none."""
+    settings = situation.config.drafter
+    if not situation.learns_drafting:
+        return 0
+    return drafter_parameters(situation.shape, settings.form, settings.vocabulary)
+
+
+def num_features(situation: Situation) -> int:
+    """Vectors of the hidden size that are kept of a position for the drafter."""
+    if not situation.learns_drafting:
+        return 0
+    return 1 if situation.config.drafter.form == "eagle" else 4
+
+
+def strategies(situation: Situation) -> tuple[Strategy, ...]:
+    """What a round may be."""
+    speculation = situation.config.speculation
+    return strategies_of(speculation.mode, speculation.strategies)
+
+
+def positions(situation: Situation) -> int:
+    """Positions of the longest sequence with the drafts that a round may write behind it."""
+    return situation.longest + max(map(_slots, strategies(situation))) + 1
+
+
+def page_bytes(situation: Situation) -> int:
+    """Bytes of one page, as ``rollout.kv_cache.page_bytes`` has them."""
+    shape, kept = situation.shape, num_features(situation)
+    layers = shape.num_layers + (1 if kept else 0)
+    numbers = 2 * layers * shape.num_kv_heads * shape.head_dim + kept * shape.hidden_size
+    return situation.config.rollout.page_size * situation.item * numbers
+
+
+def pool_bytes(situation: Situation) -> int:
+    """Bytes of all pages, one more than are handed out among them."""
+    rollout, size = situation.config.rollout, page_bytes(situation)
+    each = -(-positions(situation) // rollout.page_size)
+    pages = max(0, rollout.kv_bytes // size - 1) if rollout.kv_bytes else rollout.max_live * each
+    return (pages + 1) * size
+
+
+def rollout_workspace(situation: Situation) -> tuple[Part, ...]:
+    """What the widest pass and the choice of its tokens take for a moment."""
+    rollout, shape = situation.config.rollout, situation.shape
+    widest = max(strategy.widest_pass for strategy in strategies(situation))
+    rows = rollout.max_live * widest
+    tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * situation.config.data.max_prompt_tokens))
+    h, q = shape.hidden_size, shape.num_heads * shape.head_dim
+    qkv = q + 2 * shape.num_kv_heads * shape.head_dim
+    layer = situation.item * tokens * (4 * h + 2 * qkv + 2 * q + 4 * shape.intermediate_size)
+    return some(
+        (
+            Part("pass of the decoder", layer),
+            Part("logits and scores", rows * shape.vocab_size * (12 + situation.item)),
+            Part("pages read", _pages_read(situation)),
+            Part("tie guard", _guard(situation)),
+        )
+    )
+
+
+def _pages_read(situation: Situation) -> int:
+    """A CPU gathers a layer's pages, and masks them by query."""
+    if situation.device == "cuda":
+        return 0
+    shape, slots = situation.shape, pool_bytes(situation) // page_bytes(situation)
+    slots *= situation.config.rollout.page_size
+    widest = max(strategy.widest_pass for strategy in strategies(situation))
+    per_group = shape.num_heads // shape.num_kv_heads
+    masks = widest * (2 + per_group) * situation.item
+    return slots * (2 * shape.num_kv_heads * shape.head_dim * situation.item + masks)
+
+
+def _guard(situation: Situation) -> int:
+    """A layer and a part of the head in float64, and one sequence alone."""
+    if not situation.config.tie_guard:
+        return 0
+    s = situation.shape
+    weights = s.hidden_size * ((2 * s.num_heads + 2 * s.num_kv_heads) * s.head_dim + 3 * s.intermediate_size)
+    tokens = situation.longest * (8 * s.hidden_size + 4 * s.intermediate_size)
+    return 8 * (weights + min(_FLOAT64_ROWS, s.vocab_size) * s.hidden_size + tokens)
+
+
+def _rows(situation: Situation) -> int:
+    rollout, depth = situation.config.rollout, max(strategy.depth for strategy in strategies(situation))
+    vocabulary = situation.shape.vocab_size
+    width = max(depth + 1, min(_NOISE_AHEAD, _NOISE_BLOCK // vocabulary))
+    host = 4 if situation.device == "cpu" else 0  # log-probabilities stand in host memory
+    return rollout.max_live * (4 * width * vocabulary + (8 + host) * positions(situation))
+
+
+def _angles(situation: Situation) -> int:
+    """Of one rotary table."""
+    s, count = situation.shape, situation.shape.max_positions + _SPARE_POSITIONS
+    if situation.device == "cuda" or situation.item == 2:
+        return 2 * situation.item * count * s.head_dim
+    turns = 8 * count * s.head_dim // 2
+    heads = s.num_heads + 2 * s.num_kv_heads
+    return turns * (1 + heads) if turns * heads <= _MOST_TABLE_BYTES else turns
+
+
+def _slots(strategy: Strategy) -> int:
+    """As ``rollout.drafts.slots_needed``: positions beyond a sequence's last token that a round may write."""
+    grown = 1 + (strategy.depth - 1) * strategy.branching if strategy.branching > 1 else strategy.depth
+    return max(grown + 1, strategy.widest_pass)
+
+
+def _packs(situation: Situation) -> bool:
+    s = situation.shape
+    return s.hidden_size * s.intermediate_size >= _LEAST_PACKED
+
+
+def _packed(situation: Situation) -> int:
+    """The second copy of large matrices that CPUs multiply by."""
+    if situation.device == "cuda":
+        return 0
+    sizes = _matrices(situation.shape)
+    return situation.item * sum(size for size in sizes if size >= _LEAST_PACKED)
+
+
+def _matrices(s: ModelShape) -> list[int]:
+    """Sizes of the decoder's fused matrices, all layers and the head."""
+    qkv = (s.num_heads + 2 * s.num_kv_heads) * s.head_dim
+    layer = [qkv, s.num_heads * s.head_dim, 2 * s.intermediate_size, s.intermediate_size]
+    return [size * s.hidden_size for size in layer] * s.num_layers + [s.vocab_size * s.hidden_size]

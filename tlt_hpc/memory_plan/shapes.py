@@ -1,0 +1,85 @@
+"""Shapes of well-known models by name, so that a login node without their files can plan for them.
+
+Sizes from the models' own config.json; a test holds the parameter counts against the published ones.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tlt_hpc.config import EMBEDDED_MODEL, ConfigError
+from tlt_hpc.models.shape import ModelShape, read_shape, shape_from
+from tlt_hpc.models.tokenizer import find_model
+
+_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, True),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, True),
+    "Qwen2.5-3B": ("qwen2", 2048, 11008, 36, 16, 2, 151936, 32768, True),
+    "Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072, False),
+    "Qwen2.5-14B": ("qwen2", 5120, 13824, 48, 40, 8, 152064, 131072, False),
+    "Qwen2.5-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, 131072, False),
+    "DeepSeek-R1-Distill-Qwen-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, False),
+    "DeepSeek-R1-Distill-Qwen-7B": ("qwen2", 3584, 18944, 28, 28, 4, 152064, 131072, False),
+    "DeepSeek-R1-Distill-Qwen-32B": ("qwen2", 5120, 27648, 64, 40, 8, 152064, 131072, False),
+    "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, False),
+    "Llama-3.1-8B": ("llama", 4096, 14336, 32, 32, 8, 128256, 131072, False),
+    "Llama-3.1-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, 131072, False),
+    "Llama-3.3-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, 131072, False),
+    "DeepSeek-R1-Distill-Llama-70B": ("llama", 8192, 28672, 80, 64, 8, 128256, 131072, False),
+}
+_SUFFIXES = ("-Instruct", "-Base")
+
+
+def named_shape(name: str) -> ModelShape | None:
+    """The shape of a model of this name; None where it is not known."""
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    known = {key.lower(): values for key, values in _KNOWN.items()}.get(name.lower())
+    return None if known is None else shape_from(dict(zip(_FIELDS, known, strict=True)), name)
+
+
+def find_shape(path: str, given: str | None) -> ModelShape:
+    """The shape of ``model.path``, or the one ``given`` by name or as a config.json or its folder.
+
+    Raises:
+        ValueError: there is no such file, and the name is not known.
+    """
+    if given is not None:
+        return _given_shape(given)
+    if path == EMBEDDED_MODEL or (Path(path) / "config.json").is_file():
+        return read_shape(find_model(path))
+    shape = named_shape(Path(path).name)
+    if shape is None:
+        raise ConfigError(
+            f"model.path = {path!r} is not on this machine, and its name is none that a shape is known of; give "
+            f"--shape CONFIG.json, or one of {', '.join(_KNOWN)}"
+        )
+    return shape
+
+
+def _given_shape(given: str) -> ModelShape:
+    file = Path(given)
+    if file.is_dir():
+        return read_shape(file)
+    if file.is_file():
+        try:
+            return shape_from(json.loads(file.read_text(encoding="utf-8")), given)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--shape {given}: no JSON ({error}); take the model's config.json") from None
+    shape = named_shape(file.name)
+    if shape is None:
+        raise ConfigError(f"--shape {given}: neither a file nor a known name; known: {', '.join(_KNOWN)}")
+    return shape

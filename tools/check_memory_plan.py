@@ -1,0 +1,172 @@
+"""Holds the memory that `tlt plan` predicts against what a run takes: its own phases, two steps, every tensor counted.
+
+    python tools/check_memory_plan.py                                       # jobs/tiny.toml, short, one rank
+    python tools/check_memory_plan.py JOB optimizer.zero_stage=3 ...        # another job, other settings
+    mpiexec -n 2 python -m mpi4py tools/check_memory_plan.py ...            # two ranks, also of one GPU
+
+Responses are made to run to their full length, so that passes are as full as they can become. On a CPU the bytes of
+live tensors are counted (many times slower than a run); on CUDA the allocator's peaks are read, and what the plan
+assumes of CUDA itself is left out. Status 1: a phase is off by more than --tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.bench.live_bytes import LiveBytes
+from tlt_hpc.config import Config, load_config
+from tlt_hpc.job import Job, assemble, choose_device
+from tlt_hpc.memory_plan.parts import MemoryPlan, Situation, total
+from tlt_hpc.memory_plan.phases import plan_memory
+from tlt_hpc.metrics import StepSummary
+from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.mpi.world import World
+from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.rl.gather import gather
+from tlt_hpc.run import finish_merge, load_policy, reserve_copy, resume, save_checkpoint, start_merge
+from tlt_hpc.tail import end_features, roll_out, train_serially
+from tlt_hpc.update import update_policy
+
+JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
+SHORT = (
+    *("rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=96", "rollout.max_live=16"),
+    *(
+        "speculation.profile_seconds=0",
+        "optimizer.micro_batch_tokens=1024",
+        "algorithm.updates_per_step=1",
+        "drafter.micro_step_tokens=512",
+    ),
+)
+"""Of the job that stands here without one: seconds instead of minutes."""
+FULL = ("run.num_steps=2", "drafter.place=serial", "drafter.serial_micro_steps=3", "drafter.micro_step_seconds=1000")
+STEPS = 2
+"""The first makes the optimiser's moments."""
+
+
+class Silent:
+    """Shows nothing."""
+
+    def replayed(self, step: int) -> None: ...
+
+    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
+
+    def rolling(self, step: int, roster: Roster) -> None: ...
+
+    def phase(self, step: int, name: str) -> None: ...
+
+    def stepped(self, summary: StepSummary) -> None: ...
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+class Meter:
+    """The most bytes of each phase over all that was measured of it."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._device = choose_device(config, world)
+        with LiveBytes(self._device) as live:
+            self._before = live.at_start
+        self.peaks: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        with LiveBytes(self._device) as live:
+            yield
+        self.peaks[phase] = max(self.peaks.get(phase, 0), live.peak - self._before)
+
+
+def measure(config: Config, world: World) -> dict[str, int]:
+    """The peak of each phase of the plan on this rank, in bytes."""
+    meter = Meter(config, world)
+    with meter("start"):
+        job = assemble(config, world)
+    try:
+        resume(job, Silent())
+        reserve_copy(job)
+        for step in range(STEPS):
+            take_step(job, step, meter)
+    finally:
+        job.close()
+    return meter.peaks
+
+
+def take_step(job: Job, step: int, meter: Meter) -> None:
+    """As ``run.take_step``, phase by phase, and a checkpoint; nothing is logged."""
+    with meter("rollout"):
+        tail = roll_out(job, step, Silent())
+    with meter("tail"):
+        train_serially(job, step, tail)
+    end_features(job, tail)
+    rollouts, scores = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts))
+    with meter("update"):
+        merges = start_merge(job, tail.decision)
+        update_policy(job, rollouts, scores)
+        if merges:
+            finish_merge(job)
+        load_policy(job, step + 1)
+    with meter("save"):
+        save_checkpoint(job, step + 1)
+        job.checkpoints.finish(job.world)
+
+
+def assumed(plan: MemoryPlan) -> int:
+    """What the plan assumes of CUDA itself, which is no tensor."""
+    return total(part for part in plan.phases[0].parts if "assumed" in part.name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="a job's TOML (default: jobs/tiny.toml, made short)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--tolerance", type=float, default=0.15, metavar="SHARE", help="default 0.15")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+    options = parser.parse_args()
+    named = options.job is not None and "=" not in options.job
+    given = [*(() if named or options.job is None else (options.job,)), *options.overrides]
+    world = World.connect()
+    with tempfile.TemporaryDirectory() as own:
+        folder = world.broadcast(own)
+        overrides = [*(() if named else SHORT), *given, *FULL, f"run.folder={folder}"]
+        config = load_config(options.job if named else JOB, overrides)
+        config = load_config(
+            options.job if named else JOB, [*overrides, f"rollout.min_new_tokens={config.rollout.max_new_tokens}"]
+        )
+        peaks = measure(config, world)
+        leave_process_group()
+        world.barrier()
+    return report(config, world, peaks, options)
+
+
+def report(config: Config, world: World, peaks: dict[str, int], options: argparse.Namespace) -> int:
+    """Print predicted against measured, of the rank that took most; the exit status."""
+    from tlt_hpc.memory_plan.shapes import find_shape
+
+    all_peaks = world.allgather(peaks)
+    device = choose_device(config, world).type
+    shape = find_shape(config.model.path, None)
+    plan = plan_memory(Situation(config, shape, world.size, world.size, "cuda" if device == "cuda" else "cpu"))
+    rows = {}
+    for phase in plan.phases:
+        predicted, measured = phase.num_bytes - assumed(plan), max(each[phase.name] for each in all_peaks)
+        rows[phase.name] = {"predicted": predicted, "measured": measured, "ratio": predicted / measured}
+    if world.rank == 0:
+        print(f"{config.model.path} on {world.size} ranks, {device}; MB of a rank")
+        print(f"{'phase':10s} {'predicted':>10s} {'measured':>10s} {'ratio':>7s}")
+        for name, row in rows.items():
+            print(f"{name:10s} {row['predicted'] / 1e6:10.1f} {row['measured'] / 1e6:10.1f} {row['ratio']:7.3f}")
+        if options.json:
+            options.json.write_text(json.dumps(rows), encoding="utf-8")
+    world.barrier()
+    return int(any(abs(row["ratio"] - 1) > options.tolerance for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
