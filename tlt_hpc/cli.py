@@ -1,4 +1,4 @@
-"""The commands: ``tlt train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``data``, export.
+"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``data``, the exports.
 
 Heavy libraries are imported only once a command needs them.
 """
