@@ -1,4 +1,4 @@
-"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``data``, the exports.
+"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``data``, exports.
 
 Heavy libraries are imported only once a command needs them.
 """
