@@ -79,6 +79,13 @@ def test_wrong_values_are_named(override: str, words: list[str]) -> None:
             ["zero_stage = 0", "'bfloat16'", "use optimizer.zero_stage = 1"],
         ),
         (["optimizer.offload=true", "optimizer.zero_stage=0"], ["offload = true", "use optimizer.zero_stage = 1"]),
+        (
+            ["optimizer.offload_parameters=true", "optimizer.zero_stage=3"],
+            [
+                "optimizer.offload_parameters = true with optimizer.zero_stage = 3 and optimizer.offload = false: ",
+                "use optimizer.zero_stage = 3 and optimizer.offload = true",
+            ],
+        ),
     ],
 )
 def test_impossible_combinations_are_refused(overrides: list[str], words: list[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from launch_ranks import run_on_ranks
 
-from tlt_hpc.config import Config, parse_config
+from tlt_hpc.config import Config, load_config, parse_config
 from tlt_hpc.records import FinishReason, Rollout, SampleKey
 
 VOCABULARY = 40
@@ -662,3 +662,15 @@ def join_twice() -> list[float]:
 
 def test_a_process_joins_leaves_and_joins_again() -> None:
     assert run_on_ranks(2, join_twice) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+@pytest.mark.parametrize(("device", "parts"), [("cuda", {"offload_optimizer", "offload_param"}), ("cpu", set())])
+def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> None:
+    from tlt_hpc.rl.policy import engine_settings
+
+    asked = ["zero_stage=3", "offload=true", "offload_parameters=true"]
+    job = Path(__file__).parent.parent / "jobs" / "tiny.toml"
+    config = load_config(job, [f"optimizer.{key}" for key in asked])
+    zero = engine_settings(config, 2, device)["zero_optimization"]
+    assert {name for name in zero if name.startswith("offload")} == parts
+    assert all(zero[name]["device"] == "cpu" for name in parts)

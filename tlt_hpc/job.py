@@ -100,6 +100,7 @@ _FREE_ON_RESUME = {
     "drafter.cache_compression",
     "optimizer.zero_stage",
     "optimizer.offload",
+    "optimizer.offload_parameters",
     "optimizer.micro_batch_tokens",
     "optimizer.gradient_checkpointing",
     "optimizer.sequence_parallel",

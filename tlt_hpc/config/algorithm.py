@@ -119,6 +119,8 @@ class OptimizerSection(Section):
     """0 switches clipping off."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
+    offload_parameters: bool = False
+    """Keep each rank's share of the policy's parameters in host memory too, at ZeRO stage 3; on CUDA."""
     offload: bool = False
     """Keep optimiser state in host memory."""
     micro_batch_tokens: PositiveInt = 8192

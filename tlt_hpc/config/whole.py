@@ -204,6 +204,12 @@ def check_combinations(config: Config) -> None:
         )
     if config.optimizer.zero_stage == 0 and config.optimizer.offload:
         raise ConfigError("optimizer.offload = true needs sharded state; use optimizer.zero_stage = 1, 2 or 3")
+    if config.optimizer.offload_parameters and (config.optimizer.zero_stage < 3 or not config.optimizer.offload):
+        raise ConfigError(
+            f"optimizer.offload_parameters = true with optimizer.zero_stage = {config.optimizer.zero_stage} and "
+            f"optimizer.offload = {str(config.optimizer.offload).lower()}: parameters are shared out at stage 3 alone, "
+            "and follow the optimiser's state; use optimizer.zero_stage = 3 and optimizer.offload = true"
+        )
     if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
         raise ConfigError(
             f"rollout.min_new_tokens = {config.rollout.min_new_tokens} exceeds rollout.max_new_tokens = "

@@ -47,7 +47,9 @@ def training_state(situation: Situation) -> TrainingState:
     if settings.zero_stage == 1 and item == 2 and not offloaded:
         return _stage_1_in_bf16(count, own)
     state = _stage_3(situation, count, own) if settings.zero_stage == 3 else _stage_1_or_2(situation, count, own)
-    return _offload(state, own) if offloaded else state
+    if not offloaded:
+        return state
+    return _offload(state, own, item * own if settings.offload_parameters else 0)
 
 
 def _stage_0(count: int) -> TrainingState:
@@ -111,15 +113,18 @@ def _stage_3(situation: Situation, count: int, own: int) -> TrainingState:
     )
 
 
-def _offload(state: TrainingState, own: int) -> TrainingState:
-    """Masters, moments and the rank's gradients in host memory, where the step is taken too."""
-    away = {"fp32 masters", MOMENTS, "gradients"}
+def _offload(state: TrainingState, own: int, parameters: int) -> TrainingState:
+    """Masters, moments and the rank's gradients in host memory, where the step is taken too; its parameters if asked.
+
+    ``parameters``: bytes of the rank's own, 0 where they stay on the GPU.
+    """
+    away = {"fp32 masters", MOMENTS, "gradients"} | ({"policy"} if parameters else set())
     return TrainingState(
         resident=tuple(part for part in state.resident if part.name not in away),
         held=tuple(part for part in state.held if part.name not in away),
         reduced=state.reduced,
         stepping=0,
-        host=16 * own,
+        host=16 * own + parameters,
     )
 
 

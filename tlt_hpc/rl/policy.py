@@ -543,6 +543,8 @@ def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[st
     zero: dict[str, Any] = {"stage": config.optimizer.zero_stage}
     if config.optimizer.offload and device_type != "cpu":  # on a CPU all state is in host memory already
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if config.optimizer.offload_parameters:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {
         # Micro-batches are cut by tokens and their loss is scaled by us: to DeepSpeed each is one sample of one step.
         "train_micro_batch_size_per_gpu": 1,
