@@ -107,10 +107,15 @@ def test_the_likely_cause(now: Mismatch, first: Mismatch | None, dtype: str, cor
     assert likely_cause(now, first, dtype, corrected) == said
 
 
+@pytest.mark.parametrize("first", [0.0, -1e-9])
+def test_a_first_step_without_any_distance_is_no_divisor(first: float) -> None:
+    assert "200 times the first step's" in likely_cause(Mismatch(0.1, 0.02), Mismatch(0.0, first), "bfloat16", False)
+
+
 def test_it_is_told_at_once_and_then_now_and_again() -> None:
     watch = MismatchWatch("bfloat16", False)
-    assert not watch.look(Mismatch(1e-3, 1e-4))
-    told = [bool(watch.look(Mismatch(0.05, 0.02))) for _ in range(2 * TOLD_EVERY + 1)]
+    assert not watch.look(Mismatch(1e-3, 1e-4), lambda: pytest.fail("nothing is to be told"))
+    told = [bool(watch.look(Mismatch(0.05, 0.02), lambda: None)) for _ in range(2 * TOLD_EVERY + 1)]
     assert [index for index, value in enumerate(told) if value] == [0, TOLD_EVERY, 2 * TOLD_EVERY]
 
 

@@ -20,6 +20,7 @@ from tlt_hpc.data.refill import Refills
 from tlt_hpc.draws import StepDraws, trained_on
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.records import Prompt, Rollout, Stream
+from tlt_hpc.replay import what_lacks
 from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
@@ -158,6 +159,35 @@ def test_refills_of_groups_that_cannot_differ_are_refused() -> None:
         load_config(TINY, ["algorithm.max_refills=3", "rollout.temperature=0.0", "rollout.group_size=8"])
 
 
+def test_refills_where_dead_groups_teach_too_are_refused() -> None:
+    said = (
+        "algorithm.max_refills = 3 with algorithm.advantage = 'batch', by which groups of equal scores teach too; use "
+        "an advantage by group, or leave algorithm.max_refills out"
+    )
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(TINY, ["algorithm.max_refills=3", "algorithm.name=reinforce++"])
+
+
+def logged(requests: Sequence[Any]) -> list[Any]:
+    return [SimpleNamespace(key=r.key, prompt_tokens=r.prompt_tokens, weight_version=7) for r in requests]
+
+
+def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
+    draws = make_draws("algorithm.max_refills=1")
+    own, more = draws.requests(), draws.refill(np.zeros(8, np.float32))
+    job: Any = SimpleNamespace(
+        config=draws.config, prompts=draws.source, folder=RunFolder(Path("run"))
+    )  # fmt: skip
+    whole = logged([*own, *more])
+    assert what_lacks(whole, np.zeros(len(whole), np.float32), job, 7) == ""
+    parts = logged([*own[:4], *more[:4]])
+    told = what_lacks(parts, np.zeros(8, np.float32), job, 7)
+    assert told == "run/rollouts lacks 4 of the 8 responses of step 7"
+    parts = logged([*own, *more[:5]])
+    told = what_lacks(parts, np.zeros(13, np.float32), job, 7)
+    assert told == "run/rollouts lacks 3 of the 16 responses of step 7"
+
+
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 STEPS, GROUPS, SIZE = 3, 8, 2
@@ -221,8 +251,11 @@ def test_a_run_trains_on_groups_that_teach(straight: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_its_tokens_are_those_of_one_rank_without_speculation(straight: Path, tmp_path: Path) -> None:
-    train(tmp_path, 1, "speculation.mode=plain", "run.num_steps=1")
+@pytest.mark.parametrize(("ranks", "override"), [(1, "speculation.mode=plain"), (2, "rollout.tensor_parallel=2")])
+def test_its_tokens_depend_on_neither_ranks_speculation_nor_replicas(
+    ranks: int, override: str, straight: Path, tmp_path: Path
+) -> None:
+    train(tmp_path, ranks, override, "run.num_steps=1")
     wanted = {key: tokens for key, tokens in responses(straight).items() if key.step == 0}
     parts = {r.key: r.response_tokens.tolist() for part in records(tmp_path, 0) for r in part.rollouts}
     assert parts == wanted

@@ -330,7 +330,7 @@ def test_pauses_double_up_to_the_cap_and_start_again(monkeypatch: pytest.MonkeyP
     assert pauses == pytest.approx([50e-6, 100e-6, 200e-6, 400e-6, 400e-6, 50e-6])
 
 
-@pytest.mark.parametrize(("poll_seconds", "longest"), [(1e-6, 2e-3), (100e-6, 3.333e-3), (1.0, 8e-3)])
+@pytest.mark.parametrize(("poll_seconds", "longest"), [(1e-6, 2e-3), (100e-6, 3.333e-3), (0.9e-3, 8e-3), (1.0, 2e-3)])
 def test_pauses_stretch_where_polls_are_dear(
     poll_seconds: float, longest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +342,7 @@ def test_pauses_stretch_where_polls_are_dear(
     for _ in range(30):
         back_off.pause()
     assert pauses[0] == 50e-6
-    assert pauses[-1] == pytest.approx(longest, rel=1e-3)
+    assert pauses[-1] == pytest.approx(longest, rel=1e-2)
 
 
 class OneRank:

@@ -18,7 +18,7 @@ class StepDraws:
     """The prompts and requests of one step, of all ranks."""
 
     def __init__(self, config: Config, prompts: PromptSource, step: int) -> None:
-        self._config, self._source, self._step = config, prompts, step
+        self.config, self.source, self._step = config, prompts, step
         self._prompts = {Stream.TRAIN: prompts.batch(step), Stream.REFILL: list[Prompt]()}
         self.num_refills = 0
 
@@ -37,7 +37,7 @@ class StepDraws:
 
     def needs_scores(self) -> bool:
         """Whether a further refill is allowed."""
-        return self.num_refills < self._config.algorithm.max_refills
+        return self.num_refills < self.config.algorithm.max_refills
 
     def refill(self, scores: NDArray[np.float32]) -> list[Request]:
         """The next refill's, ordered by key; none where enough groups teach.
@@ -45,21 +45,21 @@ class StepDraws:
         Args:
             scores: [N], of all that was asked for so far, ordered by key.
         """
-        assert self.needs_scores() and len(scores) == self.num_groups * self._config.rollout.group_size
-        teaches = teaching(scores, self._config.rollout.group_size)
-        size = refill_size(teaches, self._config.rollout.prompts_per_step)
+        assert self.needs_scores() and len(scores) == self.num_groups * self.config.rollout.group_size
+        teaches = teaching(scores, self.config.rollout.group_size)
+        size = refill_size(teaches, self.config.rollout.prompts_per_step)
         if not size:
             return []
         self.num_refills += 1
         start = len(self._prompts[Stream.REFILL])
-        self._prompts[Stream.REFILL] = self._source.refill(self._step, start + size)
+        self._prompts[Stream.REFILL] = self.source.refill(self._step, start + size)
         return self._requests(Stream.REFILL, start)
 
     def _requests(self, stream: Stream, start: int) -> list[Request]:
         return [
-            Request(SampleKey(self._config.run.seed, stream, self._step, draw, sample), prompt.tokens)
+            Request(SampleKey(self.config.run.seed, stream, self._step, draw, sample), prompt.tokens)
             for draw, prompt in list(enumerate(self._prompts[stream]))[start:]
-            for sample in range(self._config.rollout.group_size)
+            for sample in range(self.config.rollout.group_size)
         ]
 
 

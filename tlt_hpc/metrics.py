@@ -97,7 +97,7 @@ def summarise(
         "rollout/refills": len(rollouts) - 1.0,
         "rollout/samples": float(len(lengths)),
         "rollout/trained_samples": float(len(update.trained)),
-        "rollout/teaching_share": float((update.advantages != 0).mean()),
+        "rollout/teaching_share": update.teaching_share,
         "rollout/guarded_near_ties": float(sum(rank.num_guarded for rank in ranks)),
     }
     for name in ranks[0].own:
@@ -141,11 +141,14 @@ def _released(times: Sequence[RolloutTiming]) -> float:
     return max(timing.release_seconds for timing in times)
 
 
+def mean_of(values: np.ndarray) -> float:
+    """Mean, summed in float64: whichever rank had which value makes no difference that counts."""
+    return float(values.astype(np.float64).mean())
+
+
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
-    return {
-        f"{name}/{part}": float(value)
-        for part, value in (("mean", values.mean()), ("max", values.max()), ("min", values.min()))
-    }
+    parts = (("mean", mean_of(values)), ("max", float(values.max())), ("min", float(values.min())))
+    return {f"{name}/{part}": value for part, value in parts}
 
 
 def _mean(values: list[float]) -> float:

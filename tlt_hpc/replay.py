@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tlt_hpc.config import UserError
 from tlt_hpc.draws import StepDraws
 from tlt_hpc.job import Job
-from tlt_hpc.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS
+from tlt_hpc.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
 from tlt_hpc.records import Rollout, SampleKey, Stream
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.policy import PolicyStats
@@ -163,7 +163,7 @@ def what_lacks(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: J
             )
         if rollout.weight_version != step:
             return f"{job.folder.rollouts} has responses of weights {rollout.weight_version}"
-    count = len(asked) - len(rollouts)
+    count = len(asked.keys() - scores.keys())
     return f"{job.folder.rollouts} lacks {count} of the {len(asked)} responses of step {step}" if count else ""
 
 
@@ -177,7 +177,7 @@ def check_update(folder: RunFolder, step: int, rewards: NDArray[np.float32], sta
         ReplayError: with both values.
     """
     for name, found, tolerance in (
-        (SCORE, float(rewards.mean()), 1e-6),
+        (SCORE, mean_of(rewards), 1e-6 * max(1.0, abs(line[SCORE]))),
         (TRAINED_TOKENS, stats.num_tokens, 0),
         (PROBS_DIFF, stats.mismatch.rollout_probs_diff_mean, 2 * line[PROBS_DIFF] + _PROBS_TOLERANCE),
     ):

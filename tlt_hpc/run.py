@@ -169,7 +169,12 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
 
 def warn_of_mismatch(job: Job, summary: StepSummary) -> None:
     """Say why rollout and trainer disagree, where they do: at the first such step, and every tenth after it."""
-    line = job.mismatch.look(Mismatch(summary[PROBS_DIFF], summary[K3]))
+
+    def first() -> Mismatch | None:
+        lines = [line for step, line in sorted(read_lines(job.folder.metrics).items()) if K3 in line]
+        return Mismatch(lines[0][PROBS_DIFF], lines[0][K3]) if lines else None
+
+    line = job.mismatch.look(Mismatch(summary[PROBS_DIFF], summary[K3]), first)
     if line:
         logger.warning("step %d: %s", summary.step, line)
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
@@ -17,7 +20,6 @@ from tlt_hpc.job import Job, unit_of
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.records import Request, Rollout, RolloutTiming
 from tlt_hpc.rewards.scorer import Scorer
-from tlt_hpc.rl.gather import gather
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_summary
 from tlt_hpc.storage.step_lines import read_lines
@@ -79,7 +81,9 @@ def refill(job: Job, draws: StepDraws, scorer: Scorer) -> list[Request]:
     if not draws.needs_scores():
         return []
     own = list(job.engine.finished)
-    return draws.refill(gather(job.world, own, scorer.settle(own))[1])
+    scored = list(zip((rollout.key for rollout in own), scorer.settle(own).tolist(), strict=True))
+    ranks = job.world.allgather(scored)  # scores alone: the responses are gathered once, for the update
+    return draws.refill(np.array([score for _, score in sorted(chain.from_iterable(ranks))], np.float32))
 
 
 def generate(

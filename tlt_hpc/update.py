@@ -15,6 +15,7 @@ from tlt_hpc.draws import trained_on
 from tlt_hpc.job import Job
 from tlt_hpc.records import Rollout
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
+from tlt_hpc.rl.dynamic import teaching
 from tlt_hpc.rl.policy import Update
 
 
@@ -29,6 +30,7 @@ def update_policy(job: Job, rollouts: Sequence[Rollout], scores: NDArray[np.floa
         FloatingPointError: the gradient is not finite.
     """
     algorithm, trained = job.config.algorithm, trained_on(job.config, scores)
+    teaching_share = float(teaching(scores, job.config.rollout.group_size).mean())
     rollouts, scores = [rollouts[index] for index in trained], scores[trained]
     lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)
     rewards = scores + length_penalties(algorithm, lengths, job.config.rollout.max_new_tokens)
@@ -38,9 +40,8 @@ def update_policy(job: Job, rollouts: Sequence[Rollout], scores: NDArray[np.floa
         rewards = (rewards - algorithm.kl_coefficient * kl).astype(np.float32)
     kind = algorithm.recipe.advantage
     advantages = advantages_of(kind, rewards, lengths, job.config.rollout.group_size)
-    return Update(
-        trained, rewards, advantages, float(kl.sum() / lengths.sum()), job.policy.update(rollouts, advantages)
-    )
+    mean_kl, stats = float(kl.sum() / lengths.sum()), job.policy.update(rollouts, advantages)
+    return Update(trained, teaching_share, rewards, advantages, mean_kl, stats)
 
 
 def length_penalties(algorithm: AlgorithmSection, lengths: NDArray[np.int64], longest: int) -> NDArray[np.float32]:

@@ -270,6 +270,11 @@ def _check_algorithm(config: Config) -> None:
             "not lie on both sides of 1, the ratio where rollout and trainer agree; use bounds such as "
             f"{' and '.join(map(str, CORRECTION_BOUNDS[correction.name]))}"
         )
+    if algorithm.max_refills and recipe.advantage == "batch":
+        raise ConfigError(
+            f"algorithm.max_refills = {algorithm.max_refills} with algorithm.advantage = 'batch', by which groups of "
+            "equal scores teach too; use an advantage by group, or leave algorithm.max_refills out"
+        )
     if algorithm.max_refills and (config.rollout.group_size < 2 or config.rollout.temperature == 0):
         raise ConfigError(
             f"algorithm.max_refills = {algorithm.max_refills} with rollout.group_size = {config.rollout.group_size} "

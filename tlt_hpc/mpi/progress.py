@@ -15,6 +15,8 @@ from tlt_hpc.mpi.library import MPI
 FIRST_PAUSE_SECONDS = 50e-6
 LONGEST_PAUSE_SECONDS = 2e-3
 LARGEST_CPU_SHARE = 0.03
+DEAREST_POLL_SECONDS = 1e-3
+"""CPU time that a poll and a wake-up never take together."""
 LONGEST_STRETCH = 4
 """How many times the cap a pause may be where polls are dear: the release is late by no more than that."""
 IPROBE_EVERY_SECONDS = 2e-3
@@ -36,8 +38,10 @@ class BackOff:
     def pause(self) -> None:
         """Sleep once; the next pause is twice as long, up to the cap."""
         cpu_now = time.thread_time()
-        # the mean of a few, since only some polls find a round complete
-        self._poll_cpu_seconds += (cpu_now - self._cpu_at - self._poll_cpu_seconds) / 4
+        spent = cpu_now - self._cpu_at
+        if spent < DEAREST_POLL_SECONDS:  # more is work of the rank's own, done since the last pause
+            # the mean of a few, since only some polls find a round complete
+            self._poll_cpu_seconds += (spent - self._poll_cpu_seconds) / 4
         self._cpu_at = cpu_now
         worth = self._poll_cpu_seconds / LARGEST_CPU_SHARE
         longest = min(max(self._cap_seconds, worth), LONGEST_STRETCH * self._cap_seconds)

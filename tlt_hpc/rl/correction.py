@@ -5,6 +5,7 @@ Pure functions of tensors [T], flat over whole responses; know no model, no batc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -103,10 +104,11 @@ def likely_cause(now: Mismatch, first: Mismatch | None, dtype: str, corrected: b
             f"{found}, far more than float32 explains: engine and trainer do not hold the same weights, or one of "
             "them computes wrongly on this device; run `tlt compare` with speculation.mode = 'plain' and report it"
         )
-    if first is None or now.k3 <= GROWTH * first.k3:
+    before = bound if first is None else max(first.k3, 0.01 * bound)  # rounding may make it nothing, or less
+    if now.k3 <= GROWTH * before:
         cause = "more than bfloat16's rounding usually gives: the kernels of engine and trainer differ"
     else:
-        cause = f"{now.k3 / first.k3:.0f} times the first step's: the policy has sharpened where bfloat16 is coarse"
+        cause = f"{now.k3 / before:.0f} times the first step's: the policy has sharpened where bfloat16 is coarse"
     remedy = (
         "lower optimizer.learning_rate, or use model.dtype = 'float32'"
         if corrected
@@ -116,19 +118,20 @@ def likely_cause(now: Mismatch, first: Mismatch | None, dtype: str, corrected: b
 
 
 class MismatchWatch:
-    """Remembers a run's first distance, and when it has last been told of."""
+    """Tells why rollout and trainer disagree: at the first step at which they do, and every tenth after it."""
 
     def __init__(self, dtype: str, corrected: bool) -> None:
         self._dtype, self._corrected = dtype, corrected
-        self._first: Mismatch | None = None
         self._num_silent = TOLD_EVERY
 
-    def look(self, now: Mismatch) -> str:
-        """What to tell of a step; empty where all is well, or it was told of less than ten steps ago."""
-        cause = likely_cause(now, self._first, self._dtype, self._corrected)
-        self._first = self._first or now
+    def look(self, now: Mismatch, first: Callable[[], Mismatch | None]) -> str:
+        """What to tell of a step; empty where all is well, or it was told of less than ten steps ago.
+
+        Args:
+            first: gives the run's first step's, before whatever resume; called only where there is something to tell.
+        """
         self._num_silent += 1
-        if not cause or self._num_silent < TOLD_EVERY:
+        if self._num_silent < TOLD_EVERY or not now.k3 > LARGEST_K3[self._dtype]:
             return ""
         self._num_silent = 0
-        return cause
+        return likely_cause(now, first(), self._dtype, self._corrected)

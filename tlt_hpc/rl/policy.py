@@ -93,6 +93,8 @@ class Update:
 
     trained: NDArray[np.int64]
     """[M], ascending: which of the step's responses it was made from."""
+    teaching_share: float
+    """Of all groups that were drawn, those whose scores differ."""
     rewards: NDArray[np.float32]
     """[M]: scores less what the algorithm takes for length and distance from the reference."""
     advantages: NDArray[np.float32]
