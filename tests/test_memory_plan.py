@@ -142,6 +142,23 @@ def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
     assert activations._MASKED_RUN == documents._RUN_TOKENS and activations._MOST_SCORES == documents._MOST_SCORES
 
 
+@pytest.mark.parametrize(("tie_guard", "tolerance"), [("off", 0.0), ("on", 0.01)])
+def test_a_nucleus_takes_what_its_choice_does(tie_guard: str, tolerance: float) -> None:
+    from tlt_hpc.rollout.sampling import SamplingRule, choose
+
+    logits, noise, peaks = torch.randn(64, 512), torch.randn(64, 512), []
+    for top_p in (1.0, 0.95):
+        with LiveBytes() as live:
+            choose(logits, noise, SamplingRule(1.0, 512, top_p=top_p), tolerance)
+        peaks.append(live.peak - live.at_start)
+    settings = f"rollout.tie_guard={tie_guard}", "evaluation.every_steps=5"
+    given = situation("tiny", *settings, device="cpu")
+    assert engine_plan._nucleus(given) == pytest.approx((peaks[1] - peaks[0]) / logits.numel(), rel=0.02)
+    for never in ("evaluation.every_steps=0", "evaluation.top_p=1.0", "evaluation.samples=0"):
+        assert engine_plan._nucleus(situation("tiny", *settings, never)) == 0
+    assert engine_plan._nucleus(situation("tiny", "rollout.top_p=0.9", "rollout.temperature=1.0")) > 0
+
+
 # --- shapes ---
 
 

@@ -18,6 +18,8 @@ _MOST_TABLE_BYTES = 1 << 26
 _LEAST_PACKED = 1 << 18
 _NOISE_AHEAD, _NOISE_BLOCK = 32, 1 << 15
 _FLOAT64_ROWS = 2048
+_NUCLEUS_BYTES, _GUARDED_NUCLEUS_BYTES = 38, 46
+"""Of a logit where ``top_p`` truncates, beside what its choice takes anyway: sorted, summed up, searched twice."""
 
 
 def engine_parts(situation: Situation) -> tuple[Part, ...]:
@@ -101,10 +103,20 @@ def rollout_workspace(situation: Situation) -> tuple[Part, ...]:
         (
             Part("pass of the decoder", layer),
             Part("logits and scores", rows * shape.vocab_size * (12 + situation.item)),
+            Part("nucleus (top_p)", rows * shape.vocab_size * _nucleus(situation)),
             Part("pages read", _pages_read(situation)),
             Part("tie guard", _guard(situation)),
         )
     )
+
+
+def _nucleus(situation: Situation) -> int:
+    """Bytes a logit, where responses are sampled from a nucleus: a rollout's, or those of evaluations between steps."""
+    rollout, evaluation = situation.config.rollout, situation.config.evaluation
+    judged = evaluation.every_steps and evaluation.samples and evaluation.top_p < 1.0
+    if rollout.top_p == 1.0 and not judged:
+        return 0
+    return _GUARDED_NUCLEUS_BYTES if situation.config.tie_guard else _NUCLEUS_BYTES
 
 
 def _pages_read(situation: Situation) -> int:
