@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -69,9 +70,10 @@ def test_live_bytes_count_storages_once_and_see_them_go() -> None:
             ],
             marks=pytest.mark.slow,
         ),
+        pytest.param(2, ["rollout.tensor_parallel=2"], marks=pytest.mark.slow),
         pytest.param(1, ["model.dtype=bfloat16", "optimizer.zero_stage=2"], marks=pytest.mark.slow),
     ],
-    ids=["the embedded job", "stage 3 on 2 ranks", "bfloat16"],
+    ids=["the embedded job", "stage 3 on 2 ranks", "a replica of 2 ranks", "bfloat16"],
 )
 def test_every_phase_is_within_15_percent_of_what_a_run_takes(
     num_ranks: int, settings: list[str], tmp_path: Path
@@ -103,6 +105,31 @@ def test_the_engines_parts_are_its_own_figures(form: str) -> None:
     assert engine_plan.positions(given) == given.longest + reach + 1
 
 
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_replicas_rank_has_its_part_of_every_layer(form: str, dtype: str) -> None:
+    from tlt_hpc.models.decoder import Decoder
+    from tlt_hpc.models.drafter_file import make_drafter
+    from tlt_hpc.models.folder import DTYPES
+    from tlt_hpc.models.sharding import Sharding
+    from tlt_hpc.rollout.kv_cache import page_bytes
+
+    settings = f"drafter.form={form}", "drafter.vocabulary=16", f"model.dtype={dtype}", "rollout.tensor_parallel=2"
+    given, cpu = situation("tiny", *settings, device="cpu"), torch.device("cpu")
+    decoder = Decoder(given.shape, DTYPES[dtype], cpu, Sharding(1, 2))
+    ids = None if form == "eagle" else torch.arange(16)
+    drafter = make_drafter(given.shape, 0, DTYPES[dtype], cpu, ids)
+    drafter.split(decoder.sharding)
+    drafter.pack()
+    assert given.part == decoder.part and decoder.part != given.shape
+    parts = {part.name: part.num_bytes for part in engine_plan.engine_parts(given)}
+    assert parts["rollout weights"] == decoder.weight_bytes
+    whole = sum(parameter.nbytes for parameter in drafter.parameters())
+    assert parts["drafter in use"] == whole + drafter.packed_bytes
+    own = page_bytes(decoder.part, given.config.rollout.page_size, DTYPES[dtype], drafter.num_features)
+    assert engine_plan.page_bytes(given) == own
+
+
 def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
     from tlt_hpc.checkpoint.host_copy import CHUNK_BYTES
     from tlt_hpc.drafting import loss
@@ -113,6 +140,23 @@ def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
     assert BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS and phases.COPY_CHUNK_BYTES == CHUNK_BYTES
     assert activations.CHUNK_LOGITS == policy_model._CHUNK_LOGITS == loss._MOST_LOGITS
     assert activations._MASKED_RUN == documents._RUN_TOKENS and activations._MOST_SCORES == documents._MOST_SCORES
+
+
+@pytest.mark.parametrize(("tie_guard", "tolerance"), [("off", 0.0), ("on", 0.01)])
+def test_a_nucleus_takes_what_its_choice_does(tie_guard: str, tolerance: float) -> None:
+    from tlt_hpc.rollout.sampling import SamplingRule, choose
+
+    logits, noise, peaks = torch.randn(64, 512), torch.randn(64, 512), []
+    for top_p in (1.0, 0.95):
+        with LiveBytes() as live:
+            choose(logits, noise, SamplingRule(1.0, 512, top_p=top_p), tolerance)
+        peaks.append(live.peak - live.at_start)
+    settings = f"rollout.tie_guard={tie_guard}", "evaluation.every_steps=5"
+    given = situation("tiny", *settings, device="cpu")
+    assert engine_plan._nucleus(given) == pytest.approx((peaks[1] - peaks[0]) / logits.numel(), rel=0.02)
+    for never in ("evaluation.every_steps=0", "evaluation.top_p=1.0", "evaluation.samples=0"):
+        assert engine_plan._nucleus(situation("tiny", *settings, never)) == 0
+    assert engine_plan._nucleus(situation("tiny", "rollout.top_p=0.9", "rollout.temperature=1.0")) > 0
 
 
 # --- shapes ---
@@ -203,6 +247,34 @@ def test_ranks_that_share_a_sequence_hold_a_slice_of_it() -> None:
     assert bytes_of(shared, "update", "activations") < 0.3 * alone
 
 
+def test_a_replica_divides_what_decodes_and_nothing_that_learns() -> None:
+    whole, divided = (plan_memory(situation("qwen32b", f"rollout.tensor_parallel={n}", ranks=64)) for n in (1, 4))
+    shape = whole.situation.shape
+    ends = 2 * 2 * shape.vocab_size * shape.hidden_size
+    layers = bytes_of(whole, "rollout", "rollout weights") - ends
+    assert bytes_of(divided, "rollout", "rollout weights") - ends == pytest.approx(layers / 4, rel=1e-4)
+    assert bytes_of(divided, "rollout", "drafter in use") > bytes_of(whole, "rollout", "drafter in use")
+    for phase, parts in (("tail", ("drafter in training", "drafter's activations")), ("update", ("activations",))):
+        for part in (*parts, "policy", "noise and rows"):
+            assert bytes_of(divided, phase, part) == bytes_of(whole, phase, part) > 0, part
+    rows, few = ("rollout.kv_bytes=0", "rollout.max_live=8"), "keys, values, features"
+    by_rows = [plan_memory(situation("qwen32b", f"rollout.tensor_parallel={n}", *rows)) for n in (1, 4)]
+    assert bytes_of(by_rows[1], "rollout", few) == pytest.approx(
+        bytes_of(by_rows[0], "rollout", few) * (65 * 2 * 2 * 128 + 5120) / (65 * 8 * 2 * 128 + 5120), rel=1e-6
+    )
+
+
+def test_at_stage_3_a_whole_model_stands_in_rank_0s_host_memory_alone() -> None:
+    plan = plan_memory(situation("qwen7b"))
+    (loading,) = plan.first_host
+    assert loading.num_bytes == 2 * named_parameters() and loading.name not in {part.name for part in plan.host}
+    assert bytes_of(plan, "start", "policy, not yet shared out") < 2 * 152064 * 3584
+    for override in ("algorithm.kl_coefficient=0.1", "optimizer.zero_stage=2"):
+        each = plan_memory(situation("qwen7b", override))
+        assert not each.first_host and loading in each.host, override
+    assert plan.host_bytes_per_node == 8 * sum(part.num_bytes for part in plan.host) + loading.num_bytes
+
+
 def named_parameters() -> int:
     shape = named_shape("Qwen2.5-7B")
     assert shape is not None
@@ -216,6 +288,17 @@ def test_a_knobs_gain_is_that_of_the_plan_with_it_turned() -> None:
     assert knobs["--ranks 16"] == plan_memory(situation("qwen7b", ranks=16)).peak.num_bytes
     assert all(peak < plan.peak.num_bytes for peak in knobs.values()) and "optimizer.offload=true" not in knobs
     assert list(knobs.values()) == sorted(knobs.values())
+
+
+def test_more_ranks_a_replica_are_a_knob_where_they_divide_model_and_node() -> None:
+    def knobs(ranks_per_node: int, *overrides: str) -> set[str]:
+        given = replace(situation("qwen7b", *overrides), ranks_per_node=ranks_per_node)
+        return {knob.what for knob in turn_knobs(plan_memory(given)) if "tensor_parallel" in knob.what}
+
+    assert knobs(8) == {"rollout.tensor_parallel=2"}
+    assert knobs(8, "rollout.tensor_parallel=2") == {"rollout.tensor_parallel=4"}
+    assert knobs(8, "rollout.tensor_parallel=4") == set(), "28 heads"
+    assert knobs(2, "rollout.tensor_parallel=2") == set(), "2 GPUs a node"
 
 
 # --- the command ---
@@ -238,6 +321,16 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rollout.max_live=6" in out and "yes" in out and "no learned drafter" in out
     status, out, _ = command(capsys, QWEN, "--gpus", "8", "--host-memory", "300")
     assert status == 1 and "of each node's host memory" in out
+
+
+@pytest.mark.parametrize("job", ["qwen32b", "llama70b"])
+def test_jobs_of_replicas_fit_as_their_comments_say(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join((JOBS / f"{job}.toml").read_text().replace("\n#", " ").split())
+    found = re.search(r"`tlt plan (jobs/\S+) ([^`]+)`: ([\d.]+) GB of each GPU .* (\d+) GB of a node's", text)
+    assert found is not None
+    status, out, _ = command(capsys, str(ROOT / found[1]), *found[2].split())
+    assert status == 0 and f"Peak {found[3]} GB a GPU" in out
+    assert re.search(rf"{found[4]}\.\d GB a node\.", out)
 
 
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,6 +358,14 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
             (QWEN, "--gpus", "8", "model.path=models/own"),
             "model.path = 'models/own' is not on this machine, and its name is none that a shape is known of; give "
             "--shape CONFIG.json, or one of Qwen2.5-0.5B",
+        ),
+        (
+            (QWEN, "--gpus", "8", "rollout.tensor_parallel=8"),
+            "rollout.tensor_parallel = 8 does not divide the model's num_attention_heads = 28; use 4 or another number",
+        ),
+        (
+            (QWEN, "--gpus", "2", "--ranks", "8", "rollout.tensor_parallel=4"),
+            "--gpus 2 makes no whole replicas of rollout.tensor_parallel = 4 on a node; use 2 or nodes of another",
         ),
         ((QWEN, "--gpus", "8", "rollout.max_live=0"), "rollout.max_live = 0"),
     ],

@@ -19,8 +19,8 @@ from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
 from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.models.shape import ModelShape, read_shape
-from tlt_hpc.models.sharding import Sharding, check_sharding
+from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
+from tlt_hpc.models.sharding import Sharding
 from tlt_hpc.records import Rollout, SamplingParams
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings

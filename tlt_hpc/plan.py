@@ -17,8 +17,7 @@ from tlt_hpc.config import (
 )
 from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
-from tlt_hpc.models.shape import ModelShape, read_shape
-from tlt_hpc.models.sharding import check_sharding
+from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rollout.strategy import strategies_of

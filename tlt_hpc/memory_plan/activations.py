@@ -70,9 +70,14 @@ def draft_vocabulary(situation: Situation) -> int:
 
 def drafter_parameters(shape: ModelShape, form: str, vocabulary: int) -> int:
     """Weights of a drafter; ``vocabulary``: of an EAGLE-3 one."""
-    h, i = shape.hidden_size, shape.intermediate_size
-    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    rest = h * shape.num_heads * shape.head_dim + 3 * h * i
+    h, layer = shape.hidden_size, drafter_layer_parameters(shape, form)
     if form == "eagle":
-        return 2 * h * h + rows * h + rest + h
-    return 3 * h * h + 2 * rows * h + rest + 4 * h + min(vocabulary, shape.vocab_size) * h
+        return 2 * h * h + layer + h
+    return 3 * h * h + layer + 4 * h + min(vocabulary, shape.vocab_size) * h
+
+
+def drafter_layer_parameters(shape: ModelShape, form: str) -> int:
+    """Of them those of the layer's matrices; EAGLE-3's attention reads states and embeddings side by side."""
+    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    attention = (1 if form == "eagle" else 2) * rows + shape.num_heads * shape.head_dim
+    return shape.hidden_size * (attention + 3 * shape.intermediate_size)

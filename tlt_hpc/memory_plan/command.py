@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 from rich.console import Console
 
@@ -13,7 +14,7 @@ from tlt_hpc.memory_plan.parts import Situation
 from tlt_hpc.memory_plan.phases import plan_memory
 from tlt_hpc.memory_plan.report import GB, Limits, as_json, one_line, show
 from tlt_hpc.memory_plan.shapes import find_shape
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.shape import ModelShape, check_sharding
 
 DOES_NOT_FIT = 1
 """Exit status of a plan that exceeds what there is."""
@@ -49,6 +50,7 @@ def _situation(config: Config, options: argparse.Namespace) -> Situation:
     shape = find_shape(config.model.path, options.shape)
     check_model_limits(config, shape.max_positions)
     check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
+    _check_replicas(config, shape, options.gpus)
     if options.gpus is None:
         if config.model.device == "cuda":
             raise ConfigError("model.device = 'cuda' and no --gpus; say how many GPUs a node has, e.g. --gpus 8")
@@ -56,6 +58,20 @@ def _situation(config: Config, options: argparse.Namespace) -> Situation:
     if config.model.device == "cpu":
         raise ConfigError(f"--gpus {options.gpus} with model.device = 'cpu'; leave one of them out")
     return Situation(config, shape, num_ranks, options.gpus, "cuda")
+
+
+def _check_replicas(config: Config, shape: ModelShape, num_gpus: int | None) -> None:
+    """Refuse replicas that a run would refuse: of ranks that do not divide the model, or that are on several nodes."""
+    size = config.rollout.tensor_parallel
+    try:
+        check_sharding(shape, size, "rollout.tensor_parallel")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if num_gpus is not None and num_gpus % size:
+        raise ConfigError(
+            f"--gpus {num_gpus} makes no whole replicas of rollout.tensor_parallel = {size} on a node; use "
+            f"{math.gcd(num_gpus, size)} or nodes of another number of GPUs"
+        )
 
 
 def _limits(options: argparse.Namespace) -> Limits:

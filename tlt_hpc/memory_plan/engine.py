@@ -1,8 +1,12 @@
-"""What the rollout engine takes on each rank: weights, pages, and the workspace of its widest pass. Counts alone."""
+"""What the rollout engine takes on each rank: weights, pages, and the workspace of its widest pass. Counts alone.
+
+Of a replica's layers a rank has its part (``Situation.part``), and so of keys and values; embedding, head, hidden
+states and features are whole on each, and ``max_live`` sequences are a replica's: every rank has a row of each.
+"""
 
 from __future__ import annotations
 
-from tlt_hpc.memory_plan.activations import drafter_parameters
+from tlt_hpc.memory_plan.activations import drafter_layer_parameters, drafter_parameters
 from tlt_hpc.memory_plan.parts import Part, Situation, some
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.strategy import Strategy, strategies_of
@@ -14,20 +18,20 @@ _MOST_TABLE_BYTES = 1 << 26
 _LEAST_PACKED = 1 << 18
 _NOISE_AHEAD, _NOISE_BLOCK = 32, 1 << 15
 _FLOAT64_ROWS = 2048
+_NUCLEUS_BYTES, _GUARDED_NUCLEUS_BYTES = 38, 46
+"""Of a logit where ``top_p`` truncates, beside what its choice takes anyway: sorted, summed up, searched twice."""
 
 
 def engine_parts(situation: Situation) -> tuple[Part, ...]:
     """What the engine holds from the start to the end of a run."""
-    shape, item = situation.shape, situation.item
-    drafter = item * num_drafter_parameters(situation)
     return some(
         (
-            Part("rollout weights", item * shape.num_parameters),
+            Part("rollout weights", situation.item * situation.part.num_parameters),
             Part("packed weights", _packed(situation)),
-            Part("drafter in use", drafter * (2 if situation.device == "cpu" and _packs(situation) else 1)),
+            Part("drafter in use", situation.item * _served_numbers(situation)),
             Part("keys, values, features", pool_bytes(situation)),
             Part("noise and rows", _rows(situation)),
-            Part("angles", _angles(situation) * (3 if situation.learns_drafting else 1)),
+            Part("angles", _angles(situation)),
             Part("graphs (assumed)", GRAPHS_BYTES if situation.device == "cuda" else 0),
         )
     )
@@ -39,6 +43,17 @@ def num_drafter_parameters(situation: Situation) -> int:
     if not situation.learns_drafting:
         return 0
     return drafter_parameters(situation.shape, settings.form, settings.vocabulary)
+
+
+def _served_numbers(situation: Situation) -> int:
+    """Of the drafter that drafts: its parameters, whole, and the copies that are computed with."""
+    count, form = num_drafter_parameters(situation), situation.config.drafter.form
+    if not count:
+        return 0
+    own = drafter_layer_parameters(situation.part, form)
+    cut = own if situation.config.rollout.tensor_parallel > 1 else 0
+    rest = count - drafter_layer_parameters(situation.shape, form)
+    return count + cut + (rest + own if situation.device == "cpu" and _packs(situation) else 0)
 
 
 def num_features(situation: Situation) -> int:
@@ -61,7 +76,7 @@ def positions(situation: Situation) -> int:
 
 def page_bytes(situation: Situation) -> int:
     """Bytes of one page, as ``rollout.kv_cache.page_bytes`` has them."""
-    shape, kept = situation.shape, num_features(situation)
+    shape, kept = situation.part, num_features(situation)
     layers = shape.num_layers + (1 if kept else 0)
     numbers = 2 * layers * shape.num_kv_heads * shape.head_dim + kept * shape.hidden_size
     return situation.config.rollout.page_size * situation.item * numbers
@@ -77,7 +92,7 @@ def pool_bytes(situation: Situation) -> int:
 
 def rollout_workspace(situation: Situation) -> tuple[Part, ...]:
     """What the widest pass and the choice of its tokens take for a moment."""
-    rollout, shape = situation.config.rollout, situation.shape
+    rollout, shape = situation.config.rollout, situation.part
     widest = max(strategy.widest_pass for strategy in strategies(situation))
     rows = rollout.max_live * widest
     tokens = max(rows, min(rollout.prefill_tokens, rollout.max_live * situation.config.data.max_prompt_tokens))
@@ -88,17 +103,27 @@ def rollout_workspace(situation: Situation) -> tuple[Part, ...]:
         (
             Part("pass of the decoder", layer),
             Part("logits and scores", rows * shape.vocab_size * (12 + situation.item)),
+            Part("nucleus (top_p)", rows * shape.vocab_size * _nucleus(situation)),
             Part("pages read", _pages_read(situation)),
             Part("tie guard", _guard(situation)),
         )
     )
 
 
+def _nucleus(situation: Situation) -> int:
+    """Bytes a logit, where responses are sampled from a nucleus: a rollout's, or those of evaluations between steps."""
+    rollout, evaluation = situation.config.rollout, situation.config.evaluation
+    judged = evaluation.every_steps and evaluation.samples and evaluation.top_p < 1.0
+    if rollout.top_p == 1.0 and not judged:
+        return 0
+    return _GUARDED_NUCLEUS_BYTES if situation.config.tie_guard else _NUCLEUS_BYTES
+
+
 def _pages_read(situation: Situation) -> int:
     """A CPU gathers a layer's pages, and masks them by query."""
     if situation.device == "cuda":
         return 0
-    shape, slots = situation.shape, pool_bytes(situation) // page_bytes(situation)
+    shape, slots = situation.part, pool_bytes(situation) // page_bytes(situation)
     slots *= situation.config.rollout.page_size
     widest = max(strategy.widest_pass for strategy in strategies(situation))
     per_group = shape.num_heads // shape.num_kv_heads
@@ -110,7 +135,7 @@ def _guard(situation: Situation) -> int:
     """A layer and a part of the head in float64, and one sequence alone."""
     if not situation.config.tie_guard:
         return 0
-    s = situation.shape
+    s = situation.part
     weights = s.hidden_size * ((2 * s.num_heads + 2 * s.num_kv_heads) * s.head_dim + 3 * s.intermediate_size)
     tokens = situation.longest * (8 * s.hidden_size + 4 * s.intermediate_size)
     return 8 * (weights + min(_FLOAT64_ROWS, s.vocab_size) * s.hidden_size + tokens)
@@ -125,8 +150,13 @@ def _rows(situation: Situation) -> int:
 
 
 def _angles(situation: Situation) -> int:
-    """Of one rotary table."""
-    s, count = situation.shape, situation.shape.max_positions + _SPARE_POSITIONS
+    """Of the tables of the decoder and of the drafters: that of the one in training is whole."""
+    own = _table(situation, situation.part)
+    return 2 * own + _table(situation, situation.shape) if situation.learns_drafting else own
+
+
+def _table(situation: Situation, s: ModelShape) -> int:
+    count = s.max_positions + _SPARE_POSITIONS
     if situation.device == "cuda" or situation.item == 2:
         return 2 * situation.item * count * s.head_dim
     turns = 8 * count * s.head_dim // 2
@@ -141,7 +171,7 @@ def _slots(strategy: Strategy) -> int:
 
 
 def _packs(situation: Situation) -> bool:
-    s = situation.shape
+    s = situation.part
     return s.hidden_size * s.intermediate_size >= _LEAST_PACKED
 
 
@@ -149,7 +179,7 @@ def _packed(situation: Situation) -> int:
     """The second copy of large matrices that CPUs multiply by."""
     if situation.device == "cuda":
         return 0
-    sizes = _matrices(situation.shape)
+    sizes = _matrices(situation.part)
     return situation.item * sum(size for size in sizes if size >= _LEAST_PACKED)
 
 

@@ -9,6 +9,7 @@ from tlt_hpc.config import Config, ConfigError, check_ranks, check_sequence_para
 from tlt_hpc.memory_plan.engine import page_bytes, pool_bytes, positions
 from tlt_hpc.memory_plan.parts import MemoryPlan, Situation
 from tlt_hpc.memory_plan.phases import plan_memory
+from tlt_hpc.models.shape import check_sharding
 
 _LEAST_GAIN = 0.005
 """Share of the peak under which a knob is not worth naming."""
@@ -63,6 +64,9 @@ def _settings(situation: Situation) -> Iterator[tuple[str, object, str]]:
     more = 2 * config.optimizer.sequence_parallel
     if not situation.num_ranks % more and _shares(situation, more):
         yield "optimizer.sequence_parallel", more, "more communication"
+    more = 2 * config.rollout.tensor_parallel
+    if not situation.num_ranks % more and not situation.ranks_per_node % more and _divides(situation, more):
+        yield "rollout.tensor_parallel", more, "half the replicas"
     if config.optimizer.micro_batch_tokens > situation.longest:
         tokens = max(situation.longest, config.optimizer.micro_batch_tokens // 2)
         yield "optimizer.micro_batch_tokens", tokens, "more passes"
@@ -86,6 +90,14 @@ def _shares(situation: Situation, size: int) -> bool:
     try:
         check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, situation.num_ranks)
     except ConfigError:
+        return False
+    return True
+
+
+def _divides(situation: Situation, size: int) -> bool:
+    try:
+        check_sharding(situation.shape, size, "rollout.tensor_parallel")
+    except ValueError:
         return False
     return True
 

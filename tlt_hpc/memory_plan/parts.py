@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tlt_hpc.config import Config
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.shape import ModelShape, part_of
 
 DeviceType = Literal["cpu", "cuda"]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -32,6 +32,11 @@ class Situation:
     def longest(self) -> int:
         """Tokens of the longest prompt with its response."""
         return self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
+
+    @property
+    def part(self) -> ModelShape:
+        """The sizes of what a rank has of the layers that its replica decodes with."""
+        return part_of(self.shape, self.config.rollout.tensor_parallel)
 
     @property
     def learns_drafting(self) -> bool:
@@ -70,6 +75,8 @@ class MemoryPlan:
     situation: Situation
     phases: tuple[Phase, ...]
     host: tuple[Part, ...]
+    first_host: tuple[Part, ...]
+    """Beside ``host``, of rank 0 alone."""
     disk: tuple[Part, ...]
 
     @property
@@ -78,7 +85,9 @@ class MemoryPlan:
 
     @property
     def host_bytes_per_node(self) -> int:
-        return total(self.host) * min(self.situation.ranks_per_node, self.situation.num_ranks)
+        """Of rank 0's node, which takes most."""
+        ranks = min(self.situation.ranks_per_node, self.situation.num_ranks)
+        return total(self.host) * ranks + total(self.first_host)
 
 
 def total(parts: Iterable[Part]) -> int:

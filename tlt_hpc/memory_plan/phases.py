@@ -33,7 +33,7 @@ def plan_memory(situation: Situation) -> MemoryPlan:
         Phase("save", resident, ()),
     ]
     named = tuple(phase for phase in phases if phase.name != "tail" or _trains(situation))
-    return MemoryPlan(situation, named, _host(situation, state), _disk(situation))
+    return MemoryPlan(situation, named, _host(situation, state), _first_host(situation), _disk(situation))
 
 
 def micro_batch_tokens(situation: Situation) -> int:
@@ -73,13 +73,18 @@ def _reference(situation: Situation) -> tuple[Part, ...]:
 
 
 def _start(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
-    """The policy arrives whole and is shared out, which at stage 3 is over before the rest is made."""
-    stage, count = situation.config.optimizer.zero_stage, situation.shape.num_parameters
-    whole = situation.item * count
+    """The policy arrives whole and is shared out, which at stage 3 is over before the rest is made.
+
+    At stage 3 rank 0 has it whole in host memory, and a GPU one matrix at a time, the largest of them the embedding.
+    """
+    stage, shape = situation.config.optimizer.zero_stage, situation.shape
+    whole = situation.item * shape.num_parameters
     if stage == 3:
+        if situation.device == "cuda":
+            whole = situation.item * shape.vocab_size * shape.hidden_size
         whole -= total(part for part in state.resident if part.name not in ("policy", MOMENTS))
     elif stage:
-        whole = max(whole, 4 * -(-count // situation.num_ranks))  # then gradients of zero, to begin with
+        whole = max(whole, 4 * -(-shape.num_parameters // situation.num_ranks))  # then gradients of zero, to begin with
     return some((Part("policy, not yet shared out", max(0, whole) if stage else 0),))
 
 
@@ -114,17 +119,32 @@ def _merge(situation: Situation) -> int:
 
 def _host(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
     """Of one rank."""
-    drafter, count = num_drafter_parameters(situation), situation.shape.num_parameters
+    drafter = num_drafter_parameters(situation)
     copies = 2 if _trains(situation) and situation.device == "cuda" else 0
     return some(
         (
             Part("process (assumed)", PROCESS_BYTES),
-            Part("weights while loading", situation.item * count if situation.device == "cuda" else 0),
+            Part("weights while loading", 0 if _rank_0_loads(situation) else _loaded(situation)),
             *(() if situation.device == "cpu" else (_checkpoint_copy(situation),)),
             Part("optimiser (offload)", state.host),
             Part("merge of the drafters", copies * 12 * drafter),
         )
     )
+
+
+def _first_host(situation: Situation) -> tuple[Part, ...]:
+    """Of rank 0 beside that."""
+    return some((Part("weights while loading", _loaded(situation) if _rank_0_loads(situation) else 0),))
+
+
+def _rank_0_loads(situation: Situation) -> bool:
+    """At stage 3 the others are dealt what it has read; a reference every rank reads for itself."""
+    return situation.config.optimizer.zero_stage == 3 and not situation.config.algorithm.kl_coefficient
+
+
+def _loaded(situation: Situation) -> int:
+    """A whole model on its way to a GPU."""
+    return situation.item * situation.shape.num_parameters if situation.device == "cuda" else 0
 
 
 def _checkpoint_copy(situation: Situation) -> Part:

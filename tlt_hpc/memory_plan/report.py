@@ -83,6 +83,7 @@ def as_json(plan: MemoryPlan, limits: Limits, knobs: Sequence[Turned]) -> dict[s
         "phases": {phase.name: {part.name: part.num_bytes for part in phase.parts} for phase in plan.phases},
         "peak": {"phase": plan.peak.name, "bytes": plan.peak.num_bytes},
         "host_by_rank": {part.name: part.num_bytes for part in plan.host},
+        "host_of_rank_0": {part.name: part.num_bytes for part in plan.first_host},
         "host_bytes_per_node": _node_bytes(plan),
         "disk": {part.name: part.num_bytes for part in plan.disk},
         "fits": limits.hold(plan),
@@ -114,8 +115,9 @@ def _cell(unit: _Unit, phase: Phase, name: str) -> str:
 
 
 def _totals(plan: MemoryPlan) -> tuple[str, str]:
-    host = f"Host memory: {_gb(total(plan.host))} a rank ({_listed(plan.host)}), {_gb(_node_bytes(plan))} a node."
-    return host, f"Disk, at most: {_gb(total(plan.disk))} ({_listed(plan.disk)})."
+    first = f", rank 0 {_listed(plan.first_host)} more" if plan.first_host else ""
+    host = f"Host memory: {_gb(total(plan.host))} a rank ({_listed(plan.host)}){first}, "
+    return f"{host}{_gb(_node_bytes(plan))} a node.", f"Disk, at most: {_gb(total(plan.disk))} ({_listed(plan.disk)})."
 
 
 def _node_bytes(plan: MemoryPlan) -> int:

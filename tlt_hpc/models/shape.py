@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,39 @@ class ModelShape:
         layer = heads * self.hidden_size + bias + 3 * self.hidden_size * self.intermediate_size + norms
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_head else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
+
+
+def part_of(shape: ModelShape, size: int) -> ModelShape:
+    """What each of ``size`` ranks has of the layers, whichever it is, of a model that ``check_sharding`` let pass."""
+    return replace(
+        shape,
+        num_heads=shape.num_heads // size,
+        num_kv_heads=max(1, shape.num_kv_heads // size),
+        intermediate_size=shape.intermediate_size // size,
+    )
+
+
+def check_sharding(shape: ModelShape, size: int, asked: str) -> None:
+    """Refuse a number of ranks that a model cannot be divided over; ``asked`` names the setting.
+
+    Raises:
+        ValueError: with the size that it does not divide, and what would.
+    """
+    what = "num_attention_heads", "num_key_value_heads", "intermediate_size"
+    counts = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
+    fits = [n for n in range(1, size + 1) if _misfit(counts, n) is None]
+    if (index := _misfit(counts, size)) is not None:
+        raise ValueError(
+            f"{asked} = {size} does not divide the model's {what[index]} = {counts[index]}; use {fits[-1]} or another "
+            "number that does"
+        )
+
+
+def _misfit(counts: tuple[int, int, int], size: int) -> int | None:
+    """Which of heads, key-value heads and inner width ``size`` ranks cannot share alike; None: all can."""
+    heads, kv_heads, inner = counts
+    shares = heads % size == 0, kv_heads % size == 0 or size % kv_heads == 0, inner % size == 0
+    return next((index for index, good in enumerate(shares) if not good), None)
 
 
 def read_shape(folder: Path) -> ModelShape:

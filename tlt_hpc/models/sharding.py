@@ -8,13 +8,13 @@ Shapes: ``T`` tokens, ``N`` outputs, ``K`` inputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.linear import Linear
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.shape import ModelShape, part_of
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -32,8 +32,7 @@ class Sharding:
 
     def part(self, shape: ModelShape) -> ModelShape:
         """The sizes of what this rank computes of a model that ``check_sharding`` let pass."""
-        heads, kv_heads, inner = self.heads(shape), self.kv_heads(shape), self.inner(shape)
-        return replace(shape, num_heads=_width(heads), num_kv_heads=_width(kv_heads), intermediate_size=_width(inner))
+        return part_of(shape, self.size)
 
     def heads(self, shape: ModelShape) -> slice:
         """This rank's query heads."""
@@ -96,30 +95,3 @@ class SummedLinear(Linear):
     def to(self, dtype: torch.dtype) -> Linear:
         bias = None if self.bias is None else self.bias.to(dtype)
         return SummedLinear(self.weight.to(dtype), bias, self._all_reduce)
-
-
-def check_sharding(shape: ModelShape, size: int, asked: str) -> None:
-    """Refuse a number of ranks that a model cannot be divided over; ``asked`` names the setting.
-
-    Raises:
-        ValueError: with the size that it does not divide, and what would.
-    """
-    what = "num_attention_heads", "num_key_value_heads", "intermediate_size"
-    counts = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
-    fits = [n for n in range(1, size + 1) if _misfit(counts, n) is None]
-    if (index := _misfit(counts, size)) is not None:
-        raise ValueError(
-            f"{asked} = {size} does not divide the model's {what[index]} = {counts[index]}; use {fits[-1]} or another "
-            "number that does"
-        )
-
-
-def _misfit(counts: tuple[int, int, int], size: int) -> int | None:
-    """Which of heads, key-value heads and inner width ``size`` ranks cannot share alike; None: all can."""
-    heads, kv_heads, inner = counts
-    shares = heads % size == 0, kv_heads % size == 0 or size % kv_heads == 0, inner % size == 0
-    return next((index for index, good in enumerate(shares) if not good), None)
-
-
-def _width(part: slice) -> int:
-    return int(part.stop - part.start)
