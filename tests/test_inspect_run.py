@@ -67,6 +67,23 @@ def test_the_proof_counts_only_updates_that_ended_while_another_rank_decoded(run
     assert seconds == [f"{START % 60 + at:06.3f}" for at in (3.0, 3.9, 6.0)]
 
 
+def test_an_update_in_the_tail_of_a_refill_counts(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    updates = (
+        MicroStepRecord(START + 12.0, START + 12.9, 100, 0.5),
+        MicroStepRecord(START + 7.0, START + 7.9, 100, 0.5),
+    )
+    for rank, last, micro_steps in ((0, 2.0, updates), (1, 6.0, ())):
+        times = [RolloutTiming(START + at, START + at + last, START + at + 6.5) for at in (0.0, 8.0)]
+        changes = {"num_ranks": 2, "timing": times[0], "refills": (times[1],), "micro_steps": micro_steps}
+        write_step(folder.rollout_log(0, rank), make_record(1, step=0, rank=rank, **changes))
+    done = inspect(folder.path)
+    assert "  step 0: 1 of 2 updates" in done.stdout.splitlines(), done.stdout
+    assert "rank 1 decoded until" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if line.startswith("     0 ")).split()
+    assert row[8] == "10.00", "4.5 + 0.5 idle rank-seconds, twice"
+
+
 def test_the_stop_latency_and_what_else_the_tail_was_used_for(run_folder: RunFolder) -> None:
     done = inspect(run_folder.path, "--last", "0").stdout
     latency = (

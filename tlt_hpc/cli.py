@@ -282,7 +282,12 @@ ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
 def run_alone(command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     """Run such a command; its user's mistakes end as one line."""
     try:
-        return command(options) or 0
+        status = command(options) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output, such as head, has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ValueError as error:
         print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR

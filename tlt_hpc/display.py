@@ -107,9 +107,21 @@ class LineReporter:
 
     def stepped(self, summary: StepSummary) -> None:
         self._console.print("".join(f"{cell:>12}" for cell in step_cells(summary)))
+        if refilled := refill_line(summary):
+            self._console.print(refilled)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._console.print(evaluation_line(step, metrics), soft_wrap=True)
+
+
+def refill_line(summary: StepSummary) -> str:
+    """What dynamic sampling did in a step; empty where there was no refill."""
+    if not summary["rollout/refills"]:
+        return ""
+    return (
+        f"{summary['rollout/refills']:.0f} refills: {summary['rollout/samples']:.0f} responses, "
+        f"{summary['rollout/trained_samples']:.0f} trained on, {summary['rollout/teaching_share']:.0%} of groups teach"
+    )
 
 
 class LiveReporter:
@@ -162,7 +174,7 @@ class LiveReporter:
     def stepped(self, summary: StepSummary) -> None:
         self._rows = [*self._rows, step_cells(summary)][-self._ROWS :]
         self._bar.update(self._task, advance=1)
-        self._show("done")
+        self._show(refill_line(summary) or "done")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         self._bar.console.print(evaluation_line(step, metrics), soft_wrap=True)
@@ -239,15 +251,14 @@ def print_comparison(comparison: Comparison) -> None:
         cells = [f"{comparison.speedup(mode, what):.2f}x" for mode in comparison.modes]
         table.add_row(f"{what} speed, plain = 1", *cells)
     console.print(table)
+    within = f" within {comparison.policy_tolerance:.2g}" if comparison.policy_tolerance else ""
     verdict = (
-        f"tokens equal: {_yes(comparison.tokens_equal)} ({comparison.mismatched_tokens} mismatched); "
-        f"rewards equal: {_yes(comparison.rewards_equal)}; final policy weights equal: {_yes(comparison.policy_equal)}"
+        f"tokens equal: {_yes(comparison.tokens_equal)} ({comparison.mismatched_tokens} mismatched); rewards equal: "
+        f"{_yes(comparison.rewards_equal)}; final policy weights equal{within}: {_yes(comparison.policy_equal)}"
     )
     if comparison.policy_tolerance:
-        verdict += (
-            f" (they differ by {comparison.policy_difference:.2g}, allowed {comparison.policy_tolerance:.2g}: "
-            "algorithm.rollout_correction reads the rollout's own probabilities)"
-        )
+        apart = f"{comparison.policy_difference:.2g} apart"
+        verdict += f" ({apart}: algorithm.rollout_correction reads the rollout's last bits)"
     console.print(verdict, soft_wrap=True)
     console.print(f"written to {comparison.folder}", soft_wrap=True)
 

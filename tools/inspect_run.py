@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tlt_hpc.records import MicroStepRecord
+from tlt_hpc.records import MicroStepRecord, RolloutTiming
 from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
@@ -135,7 +135,7 @@ def proof_lines(step: int, ranks: list[StepSummary]) -> list[str]:
         lines.append(
             f"    rank {trainer.rank} updated from {_clock(micro_step.start_seconds)} to "
             f"{_clock(micro_step.end_seconds)} ({micro_step.num_tokens} tokens, loss {micro_step.loss:.3f}); "
-            f"rank {decoder.rank} decoded until {_clock(decoder.timing.last_token_seconds)}"
+            f"rank {decoder[0]} decoded until {_clock(decoder[1].last_token_seconds)}"
         )
     return lines
 
@@ -160,15 +160,19 @@ def print_caches(folder: RunFolder) -> None:
         print(f"feature cache: {len(parts)} files open or half-written")
 
 
-def _last_decoder(ranks: list[StepSummary], trainer: StepSummary, micro_step: MicroStepRecord) -> StepSummary | None:
+def _last_decoder(
+    ranks: list[StepSummary], trainer: StepSummary, micro_step: MicroStepRecord
+) -> tuple[int, RolloutTiming] | None:
+    """The rank that decoded longest beyond a micro-step, and in which of the step's rollouts."""
     decoding = [
-        rank
+        (rank.rank, timing)
         for rank in ranks
+        for timing in (rank.timing, *rank.refills)
         if rank.rank != trainer.rank
-        and rank.timing.start_seconds <= micro_step.start_seconds
-        and micro_step.end_seconds <= rank.timing.last_token_seconds
+        and timing.start_seconds <= micro_step.start_seconds
+        and micro_step.end_seconds <= timing.last_token_seconds
     ]
-    return max(decoding, key=lambda rank: rank.timing.last_token_seconds, default=None)
+    return max(decoding, key=lambda pair: pair[1].last_token_seconds, default=None)
 
 
 def _clock(seconds: float) -> str:

@@ -160,6 +160,7 @@ def check_sequence_parallel(config: Config, num_heads: int, num_kv_heads: int, n
     size = config.optimizer.sequence_parallel
     good = [n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)]
     if size not in good:
+        good = [n for n in good if not num_ranks % n]
         raise ConfigError(
             f"optimizer.sequence_parallel = {size} does not share out the model's {num_heads} heads and {num_kv_heads} "
             f"key-value heads evenly; use one of {', '.join(map(str, good))}"

@@ -57,6 +57,11 @@ def _situation(config: Config, options: argparse.Namespace) -> Situation:
         return Situation(config, shape, num_ranks, num_ranks, "cpu")
     if config.model.device == "cpu":
         raise ConfigError(f"--gpus {options.gpus} with model.device = 'cpu'; leave one of them out")
+    if num_ranks > options.gpus and num_ranks % options.gpus:
+        raise ConfigError(
+            f"--ranks {num_ranks} do not fill nodes of --gpus {options.gpus}; use --ranks "
+            f"{num_ranks // options.gpus * options.gpus}, a rank for each GPU"
+        )
     return Situation(config, shape, num_ranks, options.gpus, "cuda")
 
 
