@@ -367,6 +367,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
             (QWEN, "--gpus", "2", "--ranks", "8", "rollout.tensor_parallel=4"),
             "--gpus 2 makes no whole replicas of rollout.tensor_parallel = 4 on a node; use 2 or nodes of another",
         ),
+        ((QWEN, "--gpus", "3", "--ranks", "8"), "--ranks 8 do not fill nodes of --gpus 3; use --ranks 6, a rank"),
         ((QWEN, "--gpus", "8", "rollout.max_live=0"), "rollout.max_live = 0"),
     ],
 )
