@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tlt_hpc.config import Config, load_config  # noqa: E402
+from tlt_hpc.display import SilentReporter  # noqa: E402
 from tlt_hpc.launch.local import find_mpiexec  # noqa: E402
 
 JOB = ROOT / "jobs" / "tiny.toml"
@@ -55,23 +56,15 @@ def job_of(folder: str, options: argparse.Namespace) -> Config:
 # -- ours -------------------------------------------------------------------------------------------------------------
 
 
-class Watch:
-    """Takes the figures of every step; a reporter of the main loop's."""
+class Watch(SilentReporter):
+    """Takes the figures of every step."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 
-    def replayed(self, step: int) -> None: ...
-
-    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
-
-    def rolling(self, step: int, roster: object) -> None: ...
-
     def phase(self, step: int, name: str) -> None:
         if name == "update":
             forget_peak()
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def stepped(self, summary: Any) -> None:
         tokens, seconds = summary["perf/total_num_tokens"], summary["timing_s/step"]

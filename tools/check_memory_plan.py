@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,11 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.bench.live_bytes import LiveBytes
 from tlt_hpc.config import Config, load_config
+from tlt_hpc.display import SilentReporter
 from tlt_hpc.job import Job, assemble, choose_device
 from tlt_hpc.memory_plan.parts import MemoryPlan, Situation, total
 from tlt_hpc.memory_plan.phases import plan_memory
-from tlt_hpc.metrics import StepSummary
-from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.gather import gather
@@ -49,22 +48,6 @@ SHORT = (
 FULL = ("run.num_steps=2", "drafter.place=serial", "drafter.serial_micro_steps=3", "drafter.micro_step_seconds=1000")
 STEPS = 2
 """The first makes the optimiser's moments."""
-
-
-class Silent:
-    """Shows nothing."""
-
-    def replayed(self, step: int) -> None: ...
-
-    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
-
-    def rolling(self, step: int, roster: Roster) -> None: ...
-
-    def phase(self, step: int, name: str) -> None: ...
-
-    def stepped(self, summary: StepSummary) -> None: ...
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 class Meter:
@@ -89,7 +72,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
     with meter("start"):
         job = assemble(config, world)
     try:
-        resume(job, Silent())
+        resume(job, SilentReporter())
         reserve_copy(job)
         for step in range(STEPS):
             take_step(job, step, meter)
@@ -101,7 +84,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
 def take_step(job: Job, step: int, meter: Meter) -> None:
     """As ``run.take_step``, phase by phase, and a checkpoint; nothing is logged."""
     with meter("rollout"):
-        tail = roll_out(job, step, Silent())
+        tail = roll_out(job, step, SilentReporter())
     with meter("tail"):
         train_serially(job, step, tail)
     end_features(job, tail)
