@@ -68,7 +68,7 @@ def test_a_shared_folder_is_claimed_and_nothing_of_the_check_stays(tmp_path: Pat
 
 def test_a_file_that_nfs_shows_late_is_waited_for(tmp_path: Path) -> None:
     threading.Timer(0.3, (tmp_path / "late").touch).start()
-    assert job._comes_to_light(tmp_path, "late")
+    assert not job.hidden_files(tmp_path, {"late"})
 
 
 def test_a_folder_that_cannot_be_is_one_error_on_all_ranks(tmp_path: Path) -> None:

@@ -156,6 +156,15 @@ def test_a_finished_one_generates_nothing_and_says_the_same(plain):
     assert len((folder / "evaluations.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_kill_between_the_results_and_the_log_loses_no_line(plain, tmp_path):
+    shutil.copytree(plain[0] / "evaluation", tmp_path / "evaluation")
+    log = tmp_path / "evaluations.jsonl"
+    for _ in range(2):
+        assert start(tmp_path).num_generated == 0
+        (line,) = map(json.loads, log.read_text().splitlines())
+    assert line["evaluated"] == "embedded:tiny" and line["val-core/gcd/acc/mean@3"] >= 0
+
+
 def test_a_killed_one_goes_on_where_it_was(plain, tmp_path, monkeypatch):
     monkeypatch.setattr(answering, "PIECE_RESPONSES", 6)
     with pytest.raises(Killed):

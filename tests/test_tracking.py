@@ -6,14 +6,22 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tlt_hpc import compare, run
+from tlt_hpc.ablate import arms
+from tlt_hpc.ablate.options import ARMS
 from tlt_hpc.cli import main
-from tlt_hpc.config import Config, load_config
+from tlt_hpc.config import Config, UserError, load_config
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
+from tlt_hpc.tracking import follow as follow_module
+from tlt_hpc.tracking import trackers
 from tlt_hpc.tracking.follow import Tracking
 
 ROOT = Path(__file__).parent.parent
@@ -174,6 +182,9 @@ class FakeWandb:
     def __init__(self) -> None:
         self.runs: dict[str, list[tuple[int, float]]] = {}
         self.fails = False
+        self.ended: list[int] = []
+        self.finish = self.ended.append
+        """Of every run, with the exit code."""
 
     def init(self, **options):
         assert options["mode"] == "offline" and options["resume"] == "allow" and options["project"] == "tlt"
@@ -181,20 +192,30 @@ class FakeWandb:
         library = self
 
         class Run:
+            dir = "/runs/tiny/wandb/run-1/files"
+
             def log(self, figures, step, commit):
                 if library.fails:
                     raise library.Error("its server is away")
                 assert commit and (not kept or step > kept[-1][0]), "a step twice, or backwards"
                 kept.append((step, figures["critic/score/mean"]))
 
-            def finish(self): ...
+            def finish(self, exit_code):
+                library.finish(exit_code)
 
         return Run()
 
 
-def test_wandb_has_each_step_once_under_one_id(tmp_path, monkeypatch, caplog):
-    library = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", library)
+@pytest.fixture
+def library(monkeypatch) -> FakeWandb:
+    """Stands in for wandb."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(follow_module, "check_installed", lambda section: None)
+    return fake
+
+
+def test_wandb_has_each_step_once_under_one_id(tmp_path, library, caplog):
     config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
     commit(folder, 0, 1, 2, 3)
     follow(config, folder, 1, 2)
@@ -209,6 +230,139 @@ def test_wandb_has_each_step_once_under_one_id(tmp_path, monkeypatch, caplog):
     commit(folder, 1, factor=2.0)
     follow(config, folder, 1, 2)
     assert list(library.runs.values())[1:] == [[(0, 0.0), (1, 2 / 7)]]
+
+
+EVALUATED = {"val-core/gcd/acc/mean@8": 0.5}
+
+
+def evaluate_last(folder: RunFolder) -> None:
+    """Give the last step's line an evaluation's figures."""
+    add_line(folder.metrics, {**list(read_lines(folder.metrics).values())[-1], **EVALUATED})
+
+
+@needs_tensorboard
+def test_figures_that_the_last_step_is_given_later_reach_tensorboard(tmp_path):
+    """As where a finished run is started again with evaluation.every_steps, and a stop comes at first."""
+    config, folder = config_for(tmp_path, "tracking.tensorboard=true"), RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1, 2)
+    follow(config, folder, 3)
+    follow(config, folder, 2)  # the last step's evaluation was stopped
+    assert told(folder.path / "tensorboard") == logged(folder)
+    evaluate_last(folder)
+    follow(config, folder, 3)
+    assert told(folder.path / "tensorboard") == logged(folder)
+    assert told(folder.path / "tensorboard")["val-core/gcd/acc/mean@8"] == {2: 0.5}
+    # steps taken back, and the step before them is evaluated now
+    drop_lines(folder.metrics, 2)
+    evaluate_last(folder)
+    follow(config, folder, 2)
+    assert told(folder.path / "tensorboard") == logged(folder)
+
+
+def test_an_evaluation_that_was_stopped_takes_no_step_back_from_wandb(tmp_path, library):
+    config, folder = config_for(tmp_path, "tracking.wandb=offline"), RunFolder(tmp_path / "tiny")
+    commit(folder, 0, 1, 2)
+    follow(config, folder, 3)
+    follow(config, folder, 2)
+    evaluate_last(folder)
+    follow(config, folder, 3)
+    commit(folder, 3)
+    follow(config, folder, 4)
+    assert list(library.runs.values()) == [[(step, step / 7) for step in range(4)]]
+
+
+@pytest.mark.parametrize(("failed", "exit_code"), [(False, 0), (True, 1)])
+def test_wandb_is_told_how_the_run_ended(failed, exit_code, tmp_path, library):
+    folder = RunFolder(tmp_path / "tiny")
+    commit(folder, 0)
+    tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
+    tracking.follow(1)
+    tracking.close(failed)
+    assert library.ended == [exit_code]
+
+
+NOT_SENT = (
+    "wandb has not sent the whole run: its server did not take it in time; `wandb sync /runs/tiny/wandb/run-1` sends "
+    "the rest"
+)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_server_that_is_away_does_not_hold_the_end_up(failed, tmp_path, library, caplog, monkeypatch):
+    for name in ("FINISH_SECONDS", "FAILED_FINISH_SECONDS", "_GRACE_SECONDS"):
+        monkeypatch.setattr(trackers, name, 0.1)
+    folder, never = RunFolder(tmp_path / "tiny"), threading.Event()
+    library.finish = lambda exit_code: never.wait(30)
+    commit(folder, 0)
+    tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
+    tracking.follow(1)
+    start = time.monotonic()
+    tracking.close(failed)
+    assert time.monotonic() - start < 5
+    never.set()
+    assert [record.getMessage() for record in caplog.records] == [NOT_SENT]
+
+
+def test_what_wandb_itself_gives_up_is_told_alike(tmp_path, library, caplog):
+    def give_up(exit_code):
+        raise TimeoutError
+
+    library.finish = give_up
+    folder = RunFolder(tmp_path / "tiny")
+    commit(folder, 0)
+    tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
+    tracking.follow(1)
+    tracking.close()
+    assert [record.getMessage() for record in caplog.records] == [NOT_SENT]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_run_that_fails_closes_its_job_first_then_the_trackers(closes, tmp_path, monkeypatch):
+    said = []
+
+    class Job:
+        def close(self):
+            said.append("job")
+            if not closes:
+                raise OSError
+
+    class Spy(Tracking):
+        def close(self, failed=False):
+            said.append(f"trackers, failed: {failed}")
+
+    def fail(*job):
+        raise RuntimeError
+
+    monkeypatch.setattr(run, "assemble", lambda *given: Job())
+    monkeypatch.setattr(run, "Tracking", Spy)
+    monkeypatch.setattr(run, "take_steps", fail)
+    with pytest.raises(RuntimeError if closes else OSError):
+        run.run(config_for(tmp_path), SimpleNamespace(rank=0), None)
+    assert said == ["job", "trackers, failed: True"]
+
+
+def test_runs_that_are_held_together_have_neither_trackers_nor_evaluations(tmp_path):
+    config = config_for(
+        tmp_path, "tracking.tensorboard=true", "tracking.wandb=online", "evaluation.every_steps=2", "tracking.group=g"
+    )
+    runs = [compare.config_of(config, mode, 1, tmp_path) for mode in compare.MODES]
+    runs += [arms.config_of(config, arm, 1, tmp_path, "elsewhere") for arm in ARMS]
+    for each in runs:
+        assert (each.tracking.tensorboard, each.tracking.wandb, each.evaluation.every_steps) == (False, "off", 0)
+
+
+def test_a_comparison_needs_no_tracker_installed(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
+    assert main(["compare", str(TINY), f"run.folder={tmp_path}", "tracking.wandb=online", "--dry-run"]) == 0
+
+
+def test_an_absent_package_is_one_line_to_whoever_calls_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
+    with pytest.raises(UserError) as caught:
+        run.run(config_for(tmp_path, "tracking.wandb=online"), SimpleNamespace(rank=0), None)
+    message = "tracking.wandb = 'online' needs the package 'wandb', which is not installed; pip install wandb"
+    assert str(caught.value) == message
 
 
 @needs_wandb

@@ -16,7 +16,7 @@ import numpy as np
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, without_side_effects
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import SampleKey
 from tlt_hpc.run import Reporter, run
@@ -99,11 +99,10 @@ def compare(config: Config, num_steps: int, world: World, reporter: Reporter) ->
 
 def config_of(config: Config, mode: Mode, num_steps: int, parent: Path) -> Config:
     """The configuration of one mode's run: nothing differs but the mode, the length and the place."""
-    return config.model_copy(
+    return without_side_effects(config).model_copy(
         update={
             "run": config.run.model_copy(update={"name": mode, "folder": str(parent), "num_steps": num_steps}),
             "speculation": config.speculation.model_copy(update={"mode": mode}),
-            "evaluation": config.evaluation.model_copy(update={"every_steps": 0}),
         }
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -245,7 +245,7 @@ def claim_folder(folder: RunFolder, config: Config, world: World, prompts: Promp
 
 def _check_shared(config: Config, name: str, writer: str, world: World) -> None:
     """Refuse a folder in which not every rank finds the file that rank 0 left: a save would wait there for ever."""
-    seen = world.allgather((world.hostname, _comes_to_light(config.folder, name)))
+    seen = world.allgather((world.hostname, not hidden_files(config.folder, {name})))
     for rank, (hostname, is_there) in enumerate(seen):
         if not is_there:
             raise ConfigError(
@@ -266,17 +266,17 @@ def _check_same_prompts(prompts: PromptSource, world: World) -> None:
             )
 
 
-def _comes_to_light(folder: Path, name: str) -> bool:
-    """Whether a folder lists a file, within the time that NFS may take.
+def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
+    """Which of these files a folder still does not list after the time that NFS may take; returns once it lists all.
 
-    It is listed, not asked for the name: a client keeps for a while that a name was not there.
+    It is listed, not asked for the names: a client keeps for a while that a name was not there.
     """
     end = time.monotonic() + NFS_SECONDS
-    while not (folder.is_dir() and any(entry.name == name for entry in folder.iterdir())):
+    while hidden := names - ({entry.name for entry in folder.iterdir()} if folder.is_dir() else set()):
         if time.monotonic() >= end:
-            return False
+            break
         time.sleep(0.1)
-    return True
+    return hidden
 
 
 def _claim(folder: RunFolder, config: Config) -> None:

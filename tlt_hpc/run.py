@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,7 +28,7 @@ from tlt_hpc.replay import replay
 from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
-from tlt_hpc.storage.folder import rank_of, writing_beside
+from tlt_hpc.storage.folder import RunFolder, rank_of, writing_beside
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, shard, train_serially
@@ -75,39 +76,45 @@ def run(config: Config, world: World, reporter: Reporter) -> RunResult:
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
-    job = assemble(config, world)
-    tracking = Tracking(config, job.folder) if world.rank == 0 else None
-    try:
-        evaluation = prepare(job)
-        saved, step = resume(job, reporter)
-        first = step
-        reserve_copy(job)
-        if world.rank == 0:
-            reporter.started(config, step, memory_table(job))
-        if saved < step:  # so that nothing is replayed twice
+    # the job is closed before the trackers, which may wait for a server that is away
+    tracking = Tracking(config, RunFolder(config.folder)) if world.rank == 0 else None
+    with nullcontext() if tracking is None else tracking, closing(assemble(config, world)) as job:
+        return take_steps(job, tracking, reporter)
+
+
+def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunResult:
+    """The steps that are left; collective.
+
+    Raises:
+        ValueError: as ``run``.
+    """
+    config, world = job.config, job.world
+    evaluation = prepare(job)
+    saved, step = resume(job, reporter)
+    first = step
+    reserve_copy(job)
+    if world.rank == 0:
+        reporter.started(config, step, memory_table(job))
+    if saved < step:  # so that nothing is replayed twice
+        saved = save_checkpoint(job, step)
+    if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
+        drop_lines(job.folder.metrics, step)  # logs that are about to be replaced are no committed step's
+    judged = judge_and_track(job, evaluation, tracking, step, reporter)
+    while step < config.run.num_steps and goes_on(job):
+        if not take_step(job, step, reporter, is_saved=saved == step):
+            break
+        step += 1
+        if step % config.checkpoint.every_steps == 0:
             saved = save_checkpoint(job, step)
-        if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
-            drop_lines(job.folder.metrics, step)  # logs that are about to be replaced are no committed step's
         judged = judge_and_track(job, evaluation, tracking, step, reporter)
-        while step < config.run.num_steps and goes_on(job):
-            if not take_step(job, step, reporter, is_saved=saved == step):
-                break
-            step += 1
-            if step % config.checkpoint.every_steps == 0:
-                saved = save_checkpoint(job, step)
-            judged = judge_and_track(job, evaluation, tracking, step, reporter)
-        if saved < step:
-            save_checkpoint(job, step)
-        job.checkpoints.finish(world)
-        finished = step >= config.run.num_steps and judged
-        if finished:
-            save_drafter(job)
-        reason = next(filter(None, world.allgather(world.stop_reason)), "") if not finished else ""
-        return RunResult(first, step, finished, job.policy.sha256(), reason)
-    finally:
-        if tracking:
-            tracking.close()
-        job.close()
+    if saved < step:
+        save_checkpoint(job, step)
+    job.checkpoints.finish(world)
+    finished = step >= config.run.num_steps and judged
+    if finished:
+        save_drafter(job)
+    reason = next(filter(None, world.allgather(world.stop_reason)), "") if not finished else ""
+    return RunResult(first, step, finished, job.policy.sha256(), reason)
 
 
 def memory_table(job: Job) -> dict[str, int]:

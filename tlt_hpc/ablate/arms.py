@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.ablate.options import ARMS, ArmName
-from tlt_hpc.config import Config, ConfigError, parse_config
+from tlt_hpc.config import Config, ConfigError, parse_config, without_side_effects
 from tlt_hpc.rollout.strategy import strategies_of
 
 MEANING: Mapping[ArmName, str] = {
@@ -64,7 +64,7 @@ def why_not(config: Config, arm: ArmName) -> str | None:
 
 def config_of(config: Config, arm: ArmName, num_steps: int, folder: Path, tv_drafter: str) -> Config:
     """The configuration of one arm's run in ``folder``: nothing differs but the arm, the length and the place."""
-    tree = config.model_dump()
+    tree = without_side_effects(config).model_dump()
     tree["run"] |= {"name": arm, "folder": str(folder), "num_steps": num_steps}
     tree["checkpoint"]["replay"] = False  # it would leave out updates of the drafter, which are what is compared
     tree["speculation"]["mode"] = arm if arm in WITHOUT_DRAFTER else "full"

@@ -22,6 +22,7 @@ from tlt_hpc.config.whole import (
     check_replicas,
     check_sequence_parallel,
     refuse_replicas,
+    without_side_effects,
 )
 
 __all__ = [
@@ -56,4 +57,5 @@ __all__ = [
     "parse_config",
     "refuse_replicas",
     "to_toml",
+    "without_side_effects",
 ]

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from tlt_hpc.config import UserError
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.requests import Wanted
+from tlt_hpc.job import hidden_files
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.roster import Roster, State, Status
@@ -60,7 +62,8 @@ def answer(
     """
     pulse, world = means.pulse, means.world
     own = share_of(wanted, done, means.replica.number, means.replica.count)
-    share = _Share(means, own, _Pieces(folder, means))
+    pieces = _Pieces(folder, means)
+    share = _Share(means, own, pieces)
     pulse.begin(epoch)
     while not (roster := pulse.poll(share.status())).over:
         if share.has_work:
@@ -72,8 +75,26 @@ def answer(
         if world.rank == 0:
             shown(roster)
     share.end(is_whole=not roster.stopping)
-    world.barrier()  # so that all files are there for whoever reads them
+    see_all(folder, pieces.written, world)
     return not roster.stopping
+
+
+def see_all(folder: EvaluationFolder, written: Sequence[str], world: World) -> None:
+    """Return once rank 0 sees the files that all ranks have ``written``, for it reads them; collective.
+
+    Raises:
+        UserError: on all ranks, where it does not: not all nodes write to the same folder.
+    """
+    files = world.allgather((world.hostname, tuple(written)))
+    names = {name for _, own in files for name in own}
+    hidden = world.broadcast(hidden_files(folder.responses, names) if world.rank == 0 else set())
+    for rank, (hostname, own) in enumerate(files):
+        for name in own:
+            if name in hidden:
+                raise UserError(
+                    f"{folder.responses}: rank 0 on {files[0][0]} does not see {name}, which rank {rank} on {hostname} "
+                    "has written; use a folder that all nodes share (run.folder, or --out)"
+                )
 
 
 Asked = tuple[Prompt, tuple[Request, ...]]
@@ -97,7 +118,10 @@ class _Pieces:
 
     def __init__(self, folder: EvaluationFolder, means: Means) -> None:
         self._folder, self._step = folder, means.world.size
-        first = means.world.broadcast(folder.next_number() if means.world.rank == 0 else 0)
+        self.written: list[str] = []
+        """The files so far."""
+        # of what any rank sees: an NFS client may not yet list what another one's last start has written
+        first = max(means.world.allgather(folder.next_number()))
         self._number = first + means.world.rank
         self._responses: list[JudgedResponse] = []
         self._since = time.monotonic()
@@ -116,7 +140,7 @@ class _Pieces:
     def write(self) -> None:
         """Write what there is."""
         if self._responses:
-            self._folder.write(self._number, self._responses)
+            self.written.append(self._folder.write(self._number, self._responses))
             self._number, self._responses = self._number + self._step, []
 
 

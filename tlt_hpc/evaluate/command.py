@@ -12,9 +12,17 @@ from typing import Any, Protocol
 
 from tlt_hpc.config import Config, UserError, to_toml
 from tlt_hpc.evaluate.answering import Means, answer
-from tlt_hpc.evaluate.folder import EvaluationFolder, add_json_line, write_json
+from tlt_hpc.evaluate.folder import EvaluationFolder, add_json_line, has_json_line, write_json
 from tlt_hpc.evaluate.metrics import to_json
-from tlt_hpc.evaluate.parts import build_engine, facts_of, make_decoder, make_ready, open_drafter, read_assets
+from tlt_hpc.evaluate.parts import (
+    build_engine,
+    check_same_sets,
+    facts_of,
+    make_decoder,
+    make_ready,
+    open_drafter,
+    read_assets,
+)
 from tlt_hpc.evaluate.requests import Wanted, longest_response, wanted_responses
 from tlt_hpc.evaluate.sets import EvaluationSets
 from tlt_hpc.evaluate.subject import Fingerprint, Subject, config_for, open_checkpoint, weights_of
@@ -74,6 +82,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     """
     bench = open_bench(config, world)
     assets, sets = read_assets(config, world.size)
+    check_same_sets(sets, world)
     subject, checkpoint = open_checkpoint(subject, world)
     replica = make_replica(config, world)
     decoder, fingerprint = make_decoder(config, assets, world, replica), Fingerprint(assets.shape.tied_head)
@@ -82,12 +91,12 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     facts = facts_of(config, sets, fingerprint.digest())
     wanted = wanted_responses(config, sets)
     done = claim(folder, facts, world)
-    missing = missing_of(wanted, done)
+    num_missing = count_missing(wanted, done, world)
     if world.rank == 0:
         total = sum(len(each.requests) for each in wanted)
-        reporter.started(subject.name, folder.path, total, total - len(missing), sets.warning)
+        reporter.started(subject.name, folder.path, total, total - num_missing, sets.warning)
     made = 0.0
-    if missing:
+    if num_missing:
         drafter = open_drafter(config, checkpoint, decoder)
         engine = build_engine(config, assets, sets, decoder, drafter, world, replica)
         make_ready(config, engine, wanted)
@@ -97,7 +106,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
             is_whole = answer(means, wanted, folder, done, 0, reporter.answering)
         made = time.perf_counter() - start
         if not is_whole:
-            return stopped(subject.name, folder, wanted, len(missing), world)
+            return stopped(subject.name, folder, wanted, num_missing, world)
     results: Results | None = None
     if world.rank == 0:
         reporter.counting()
@@ -105,7 +114,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         results = tally(sets, wanted, responses, bench, assets.tokenizer, config.evaluation.ks)
         report(folder, subject.log(config), results, {"evaluated": subject.name, **facts}, subject.step)
     results = world.broadcast(results)
-    return EvaluationResult(subject.name, folder.path, len(missing), 0, results, seconds=made)
+    return EvaluationResult(subject.name, folder.path, num_missing, 0, results, seconds=made)
 
 
 def stopped(
@@ -141,18 +150,23 @@ def missing_of(wanted: list[Wanted], done: Container[SampleKey]) -> list[SampleK
     return [request.key for each in wanted for request in each.requests if request.key not in done]
 
 
+def count_missing(wanted: list[Wanted], done: Container[SampleKey], world: World) -> int:
+    """How many responses are not there yet, as rank 0 finds: what all ranks do next hangs on it. Collective."""
+    return world.broadcast(len(missing_of(wanted, done)) if world.rank == 0 else 0)
+
+
 def complete(folder: EvaluationFolder, wanted: list[Wanted]) -> dict[SampleKey, JudgedResponse]:
     """All responses, read back.
 
     Raises:
-        UserError: some are not there although they were written: not all nodes write to the same folder.
+        UserError: some cannot be read although they were written.
     """
     found = folder.read()
     lacking = missing_of(wanted, found)
     if lacking:
         raise UserError(
-            f"{folder.path} lacks {len(lacking)} responses that other ranks have written; use a folder that all nodes "
-            "share (run.folder, or --out)"
+            f"{folder.path} lacks {len(lacking)} responses that were written: their files are damaged or gone; start "
+            "again, and they are generated anew"
         )
     return found
 
@@ -171,12 +185,14 @@ def report(folder: EvaluationFolder, log: Path, results: Results, facts: dict[st
         "not_judged": results.failures,
         "sets": {name: to_json(figures) for name, figures in results.figures.items()},
     }
-    text = json.dumps(tree, indent=1) + "\n"
-    if folder.results.exists() and folder.results.read_text(encoding="utf-8") == text:
-        return
-    write_json(folder.results, tree)
     steps = {} if step is None else {"num_steps": step}
-    add_json_line(log, {"evaluated": facts["evaluated"], **steps, "folder": str(folder.path), **results.metrics})
+    line = {"evaluated": facts["evaluated"], **steps, "folder": str(folder.path), **results.metrics}
+    text = json.dumps(tree, indent=1) + "\n"
+    is_new = not folder.results.exists() or folder.results.read_text(encoding="utf-8") != text
+    if is_new:
+        write_json(folder.results, tree)
+    if is_new or not has_json_line(log, line):  # a kill may have come between the two
+        add_json_line(log, line)
 
 
 def describe(config: Config, subject: Subject, sets: EvaluationSets, shape: ModelShape, num_ranks: int) -> str:

@@ -86,13 +86,15 @@ class EvaluationFolder:
         """The first number that no file of responses has."""
         return 1 + max((int(path.stem) for path in self._files()), default=-1)
 
-    def write(self, number: int, responses: Sequence[JudgedResponse]) -> None:
-        """Add a file of responses.
+    def write(self, number: int, responses: Sequence[JudgedResponse]) -> str:
+        """Add a file of responses; returns its name.
 
         Raises:
             WriteError: no room or no permission.
         """
-        write_responses(self.responses / f"{number:06d}.h5", responses)
+        path = self.responses / f"{number:06d}.h5"
+        write_responses(path, responses)
+        return path.name
 
     def read(self) -> dict[SampleKey, JudgedResponse]:
         """All responses so far; those of damaged files are generated again, which is warned of."""
@@ -123,6 +125,11 @@ def write_json(path: Path, tree: Any) -> None:
     """
     with writing_beside(path) as part:
         part.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+def has_json_line(path: Path, tree: Any) -> bool:
+    """Whether ``add_json_line`` has added this line."""
+    return path.exists() and json.dumps(tree) in path.read_text(encoding="utf-8").splitlines()
 
 
 def add_json_line(path: Path, tree: Any) -> None:

@@ -80,6 +80,24 @@ def open_checked_sets(config: Config, folder: Path, shape: ModelShape, tokenizer
     return sets
 
 
+def check_same_sets(sets: EvaluationSets, world: World) -> None:
+    """Refuse data sets that are not the same on all nodes: ranks would not agree on what is to be answered.
+
+    Collective.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    seen = world.allgather((world.hostname, sets.marks()))
+    for rank, (hostname, marks) in enumerate(seen):
+        for name, mark in marks.items():
+            if mark != seen[0][1].get(name):
+                raise ConfigError(
+                    f"evaluation.sources: rank {rank} on {hostname} reads another {name!r} than rank 0 on "
+                    f"{seen[0][0]}; give all nodes the same files"
+                )
+
+
 def facts_of(config: Config, sets: EvaluationSets, fingerprint: str) -> dict[str, object]:
     """What responses and verdicts depend on, by name."""
     evaluation = config.evaluation

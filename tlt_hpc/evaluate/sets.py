@@ -56,10 +56,21 @@ class EvaluationSets:
         """What a user should know of rows that were left out; empty: nothing."""
         return "; ".join(each.warning for each in self.sets if each.warning)
 
+    def marks(self) -> Mapping[str, str]:
+        """What each set came to, by its name: its fingerprint, and the prompts drawn with their answers."""
+        return {each.name: _mark(each) for each in self.sets}
+
     @property
     def longest_prompt(self) -> int:
         """Tokens."""
         return max(len(prompt.tokens) for each in self.sets for prompt in each.prompts)
+
+
+def _mark(each: EvaluationSet) -> str:
+    mark = hashlib.sha256(f"{each.digest} {each.rows}".encode())
+    for prompt in each.prompts:
+        mark.update(prompt.tokens.tobytes() + prompt.answer.encode() + b"\0")
+    return mark.hexdigest()
 
 
 def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSets:

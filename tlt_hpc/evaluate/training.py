@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from tlt_hpc.config import UserError
 from tlt_hpc.evaluate.answering import Means, answer
-from tlt_hpc.evaluate.command import complete, missing_of, report
+from tlt_hpc.evaluate.command import complete, count_missing, report
 from tlt_hpc.evaluate.folder import EvaluationFolder, changed_facts
-from tlt_hpc.evaluate.parts import facts_of, open_checked_sets
+from tlt_hpc.evaluate.parts import check_same_sets, facts_of, open_checked_sets
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
 from tlt_hpc.evaluate.sets import EvaluationSets
 from tlt_hpc.evaluate.subject import fingerprint_of, step_folder
@@ -52,7 +52,7 @@ def prepare(job: Job) -> TrainingEvaluation | None:
     """Read the data sets once for the whole run; None where it does not evaluate. Collective.
 
     Raises:
-        ValueError: a data set cannot be used.
+        ValueError: a data set cannot be used, or is not the same on all nodes.
     """
     if not job.config.evaluation.every_steps:
         return None
@@ -60,6 +60,7 @@ def prepare(job: Job) -> TrainingEvaluation | None:
     bench = open_bench(config.model_copy(update={"reward": without_form(config.reward)}), job.world)
     folder, shape = find_model(config.model.path), job.engine.decoder.shape
     sets = open_checked_sets(config, folder, shape, job.tokenizer)
+    check_same_sets(sets, job.world)
     if job.world.rank == 0 and sets.warning:
         logger.warning("left out of the evaluation: %s", sets.warning)
     return TrainingEvaluation(sets, wanted_responses(config, sets), bench)
@@ -77,7 +78,8 @@ def evaluate_policy(
     folder = EvaluationFolder(step_folder(job.folder, step))
     facts = facts_of(job.config, evaluation.sets, fingerprint)
     done = claim_anew(job, folder, facts)
-    if missing_of(evaluation.wanted, done) and not _answer(job, evaluation, folder, done, step, shown):
+    is_there = not count_missing(evaluation.wanted, done, job.world)
+    if not is_there and not _answer(job, evaluation, folder, done, step, shown):
         return None
     metrics: Metrics | None = None
     if job.world.rank == 0:

@@ -1,7 +1,9 @@
 """Keeps the trackers in step with ``metrics.jsonl``, whatever is killed, resumed or taken back. Knows no library.
 
 ``tracking.json`` in the run's folder says from which step on each tracker is still to be told, so one that failed, or
-was switched on late, catches up at the next start, and nothing is told twice.
+was switched on late, catches up at the next start, and no step shows twice. Steps count as taken back where the log
+lacks what was told. The last step's line may be given an evaluation's figures after it was told: at each start
+TensorBoard is told it again, W&B cannot be.
 """
 
 from __future__ import annotations
@@ -10,13 +12,22 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from tlt_hpc.config import Config
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
-from tlt_hpc.tracking.trackers import Figures, TensorBoard, Tracker, WeightsAndBiases, asked_for, failures_of
+from tlt_hpc.tracking.trackers import (
+    Figures,
+    TensorBoard,
+    Tracker,
+    WeightsAndBiases,
+    asked_for,
+    check_installed,
+    failures_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +39,23 @@ class Tracking:
     """The trackers of a run; on rank 0 alone."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
+        """Nothing is opened before the first step is told.
+
+        Raises:
+            UserError: a package that is asked for is not installed.
+        """
+        check_installed(config.tracking)
         self._config, self._folder = config, folder
         self._waiting = list(asked_for(config.tracking))
         self._trackers: list[Tracker] = []
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
 
     def follow(self, num_steps: int) -> None:
         """Tell every tracker what it has not been told of the first ``num_steps`` steps, as the log has them.
@@ -42,14 +67,14 @@ class Tracking:
         lines = read_lines(self._folder.metrics)
         waiting, self._waiting = self._waiting, []
         for name in waiting:
-            opened = _attempt(name, failures_of(name), lambda name=name: self._open(name, num_steps))  # type: ignore[misc]
+            opened = _attempt(name, failures_of(name), lambda name=name: self._open(name, num_steps, lines))  # type: ignore[misc]
             self._trackers += [] if opened is None else [opened]
         self._trackers = [tracker for tracker in self._trackers if self._tell(tracker, lines, num_steps)]
 
-    def close(self) -> None:
-        """Let go of all trackers."""
+    def close(self, failed: bool = False) -> None:
+        """Let go of all trackers; ``failed`` where an exception ends the run."""
         for tracker in self._trackers:
-            _attempt(tracker.name, tracker.failures, tracker.close)
+            _attempt(tracker.name, tracker.failures, lambda tracker=tracker: tracker.close(failed))  # type: ignore[misc]
         self._trackers = []
 
     def _tell(self, tracker: Tracker, lines: dict[int, Line], num_steps: int) -> bool:
@@ -67,10 +92,14 @@ class Tracking:
 
         return bool(_attempt(tracker.name, tracker.failures, tell))
 
-    def _open(self, name: str, num_steps: int) -> Tracker:
-        taken_back = self._next(name) > num_steps
+    def _open(self, name: str, num_steps: int, lines: dict[int, Line]) -> Tracker:
+        is_ahead = self._next(name) > num_steps
+        # otherwise all that was told still stands, but the last step's evaluation has been stopped: it goes on later
+        taken_back = is_ahead and self._next(name) - 1 not in lines
         if name == TensorBoard.name:
-            self._note({name: min(self._next(name), num_steps)})
+            if taken_back or not is_ahead:
+                # with the last one again: its line may have been given an evaluation's figures since
+                self._note({name: max(0, min(self._next(name), num_steps) - 1)})
             return TensorBoard(self._folder.path / name, self._next(name))
         if taken_back or _RUN_ID not in self._state():
             self._note({name: 0, _RUN_ID: uuid4().hex[:12]})

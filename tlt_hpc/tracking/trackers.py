@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,13 @@ from tlt_hpc.config import Config, TrackingSection, UserError
 Figures = Mapping[str, float]
 
 logger = logging.getLogger(__name__)
+
+FINISH_SECONDS = 120.0
+"""How long the end of a run waits for Weights & Biases to take what is left."""
+FAILED_FINISH_SECONDS = 5.0
+"""The same where an exception ends it: all other ranks wait."""
+_GRACE_SECONDS = 10.0
+"""What the library is given beyond its own time limit."""
 
 
 class Tracker(Protocol):
@@ -28,8 +36,8 @@ class Tracker(Protocol):
         """Tell of a step; returns once a kill of this process loses nothing of it."""
         ...
 
-    def close(self) -> None:
-        """Let go of files and processes."""
+    def close(self, failed: bool) -> None:
+        """Let go of files and processes, within a time that has an end; ``failed`` where an exception ends the run."""
         ...
 
 
@@ -51,7 +59,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 
@@ -76,14 +84,40 @@ class WeightsAndBiases:
             mode=mode,
             dir=str(folder),
             config=config.model_dump(),
-            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                x_disable_stats=True,
+                finish_timeout=FINISH_SECONDS,  # binds what wandb does at the exit of this process, too
+                finish_timeout_raises=True,
+            ),
         )
+        self._place = Path(self._run.dir).parent
 
     def log(self, step: int, figures: Figures) -> None:
         self._run.log(dict(figures), step=step, commit=True)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        """Send what is left; a server that is away holds nobody up for longer than there is time for it."""
+        seconds = FAILED_FINISH_SECONDS if failed else FINISH_SECONDS + _GRACE_SECONDS
+        errors: list[Exception] = []
+        # not joined at exit: where the run has failed, other ranks wait for this one's end
+        thread = threading.Thread(target=self._finish, args=(int(failed), errors), name="wandb-finish", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive() or any(isinstance(error, TimeoutError) for error in errors):
+            logger.warning(
+                "wandb has not sent the whole run: its server did not take it in time; `wandb sync %s` sends the rest",
+                self._place,
+            )
+        elif errors:
+            raise errors[0]
+
+    def _finish(self, exit_code: int, errors: list[Exception]) -> None:
+        try:
+            self._run.finish(exit_code=exit_code)
+        except self.failures as error:
+            errors.append(error)
 
 
 def failures_of(name: str) -> tuple[type[Exception], ...]:

@@ -1,0 +1,112 @@
+"""Ranks that do not see the same: data of an evaluation that differs by node, files that NFS shows late or never."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from data_sets import gcd_row, write_parquet
+from launch_ranks import run_on_ranks
+from test_claim import ThreadWorld
+from test_evaluate import start
+from tiny import embedded_decoder, embedded_tokenizer
+
+from tlt_hpc import job
+from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.evaluate.answering import Means, _Pieces, see_all
+from tlt_hpc.evaluate.folder import EvaluationFolder
+from tlt_hpc.evaluate.training import prepare
+from tlt_hpc.mpi.world import World
+
+TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
+
+
+def on_two_ranks(function) -> list:
+    """What a function of the world returns on each of two ranks, each a thread on a host of its own."""
+    board, barrier = [None, None], threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: function(ThreadWorld(rank, board, barrier)), range(2)))
+
+
+def sources_by_rank(folder: Path) -> None:
+    """Files of one name and of as many rows: nothing but their content differs."""
+    for rank in range(2):
+        (folder / str(rank)).mkdir()
+        write_parquet(folder / str(rank) / "a.parquet", [gcd_row(n + rank) for n in (3, 4, 5)])
+
+
+def source_of(folder: Path | str, rank: int) -> str:
+    return f"evaluation.sources=['{folder}/{rank}/a.parquet']"
+
+
+def refused_on_a_rank(folder: str) -> str:
+    world = World.connect()
+    with pytest.raises(ConfigError) as caught:
+        start(Path(folder), source_of(folder, world.rank), world=world)
+    return str(caught.value)
+
+
+@pytest.mark.mpi
+def test_an_evaluation_of_other_files_on_another_rank_is_refused_on_all(tmp_path):
+    sources_by_rank(tmp_path)
+    host = socket.gethostname()
+    message = (
+        f"evaluation.sources: rank 1 on {host} reads another 'a' than rank 0 on {host}; give all nodes the same files"
+    )
+    assert run_on_ranks(2, refused_on_a_rank, str(tmp_path)) == [message, message]
+    assert not (tmp_path / "evaluation").exists()
+
+
+def test_so_it_is_between_the_steps_of_a_run(tmp_path):
+    sources_by_rank(tmp_path)
+    tokenizer, engine = embedded_tokenizer(), SimpleNamespace(decoder=embedded_decoder())
+
+    def prepared(world) -> str:
+        config = load_config(TINY, ["evaluation.every_steps=2", source_of(tmp_path, world.rank)])
+        with pytest.raises(ConfigError) as caught:
+            prepare(SimpleNamespace(config=config, world=world, engine=engine, tokenizer=tokenizer))
+        return str(caught.value)
+
+    message = (
+        "evaluation.sources: rank 1 on node1 reads another 'a' than rank 0 on node0; give all nodes the same files"
+    )
+    assert on_two_ranks(prepared) == [message, message]
+
+
+def test_files_that_nfs_shows_late_are_waited_for(tmp_path):
+    folder = EvaluationFolder(tmp_path)
+    folder.responses.mkdir()
+    (folder.responses / "000000.h5").touch()
+    threading.Timer(0.4, (folder.responses / "000001.h5").touch).start()
+    seen = on_two_ranks(lambda world: see_all(folder, [f"00000{world.rank}.h5"], world) or folder.next_number())
+    assert seen == [2, 2]
+
+
+def test_files_that_rank_0_never_sees_end_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "NFS_SECONDS", 0.2)
+
+    def see(world) -> str:
+        with pytest.raises(UserError) as caught:
+            see_all(EvaluationFolder(tmp_path), ["000001.h5"] * world.rank, world)
+        return str(caught.value)
+
+    message = (
+        f"{tmp_path}/responses: rank 0 on node0 does not see 000001.h5, which rank 1 on node1 has written; use a "
+        "folder that all nodes share (run.folder, or --out)"
+    )
+    assert on_two_ranks(see) == [message, message]
+
+
+def test_no_rank_overwrites_what_another_one_already_sees(tmp_path):
+    def number(world) -> int:
+        folder = EvaluationFolder(tmp_path / str(world.rank))  # rank 0's listing is an old one
+        folder.responses.mkdir(parents=True)
+        for count in range(3 * world.rank):
+            (folder.responses / f"{count:06d}.h5").touch()
+        return _Pieces(folder, Means(None, None, None, None, world, None))._number
+
+    assert on_two_ranks(number) == [3, 4]
