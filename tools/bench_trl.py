@@ -96,47 +96,12 @@ def run_ours(options: argparse.Namespace) -> None:
 # -- TRL's ------------------------------------------------------------------------------------------------------------
 
 
-def run_trl(options: argparse.Namespace) -> None:
-    """One process of TRL's trainer on the same job."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+def trl_settings(config: Config, options: argparse.Namespace) -> Any:
+    """The job as TRL's arguments."""
     from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
 
-    from tlt_hpc.data.prompts import open_prompts
-    from tlt_hpc.models.folder import find_model, load_tokenizer
-    from tlt_hpc.rewards.text import boxed
-
-    torch.set_num_threads(1)
-    config = job_of(options.folder, options)
-    folder, rollout, algorithm = find_model(config.model.path), config.rollout, config.algorithm
-    prompts = open_prompts(config, load_tokenizer(folder))
-    drawn = [prompt for step in range(options.steps + 1) for prompt in prompts.batch(step)]
-    rows: list[dict[str, float]] = []
-    now: dict[str, float] = {}
-
-    def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
-        scores = [boxed(text, truth).reward for text, truth in zip(completions, answer, strict=True)]
-        now["tokens"] += sum(map(len, completion_ids))
-        now["score"] += sum(scores) / config.samples_per_step
-        now["rollout_seconds"] = time.perf_counter() - now["start"]
-        forget_peak()
-        return scores
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            torch.distributed.barrier()
-            now.update(start=time.perf_counter(), tokens=0.0, score=0.0)
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            row = torch.tensor([now["tokens"], now["score"]])
-            torch.distributed.all_reduce(row)
-            seconds = time.perf_counter() - now["start"]
-            figures = {"tokens": float(row[0]), "score": float(row[1]), "seconds": seconds}
-            rows.append({**figures, "rollout_seconds": now["rollout_seconds"], "peak_mb": peak_mb()})
-
-    settings = GRPOConfig(
+    rollout, algorithm = config.rollout, config.algorithm
+    return GRPOConfig(
         output_dir=options.folder,
         use_cpu=True,
         bf16=False,
@@ -166,18 +131,59 @@ def run_trl(options: argparse.Namespace) -> None:
         disable_tqdm=True,
         dataloader_num_workers=0,
     )
+
+
+def run_trl(options: argparse.Namespace) -> None:
+    """One process of TRL's trainer on the same job."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    from tlt_hpc.data.prompts import open_prompts
+    from tlt_hpc.models.folder import find_model, load_tokenizer
+    from tlt_hpc.rewards.text import boxed
+
+    torch.set_num_threads(1)
+    config = job_of(options.folder, options)
+    folder = find_model(config.model.path)
+    prompts = open_prompts(config, load_tokenizer(folder))
+    drawn = [prompt for step in range(options.steps + 1) for prompt in prompts.batch(step)]
+    rows: list[dict[str, float]] = []
+    now: dict[str, float] = {}
+
+    def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        scores = [boxed(text, truth).reward for text, truth in zip(completions, answer, strict=True)]
+        now["tokens"] += sum(map(len, completion_ids))
+        now["score"] += sum(scores) / config.samples_per_step
+        now["rollout_seconds"] = time.perf_counter() - now["start"]
+        forget_peak()
+        return scores
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            torch.distributed.barrier()
+            now.update(start=time.perf_counter(), tokens=0.0, score=0.0)
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            row = torch.tensor([now["tokens"], now["score"]])
+            torch.distributed.all_reduce(row)
+            seconds = time.perf_counter() - now["start"]
+            figures = {"tokens": float(row[0]), "score": float(row[1]), "seconds": seconds}
+            rows.append({**figures, "rollout_seconds": now["rollout_seconds"], "peak_mb": peak_mb()})
+
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         # not AutoTokenizer's: for every qwen2 model that takes Qwen's own way of splitting text
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
         reward_funcs=reward,
-        args=settings,
+        args=trl_settings(config, options),
         train_dataset=Dataset.from_list([{"prompt": p.text, "answer": p.answer} for p in drawn]),
         callbacks=[Clock()],
     )
     trainer.train()
     if trainer.accelerator.is_main_process:
-        write_rows(options, joined(rows, algorithm.updates_per_step))
+        write_rows(options, joined(rows, config.algorithm.updates_per_step))
 
 
 def joined(rows: list[dict[str, float]], updates: int) -> list[dict[str, float]]:
