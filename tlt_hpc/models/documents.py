@@ -69,8 +69,10 @@ def attend_documents(lengths: Sequence[int] | None) -> Attend:
         if (kernel := varlen_kernel(query)) is not None:
             key, value = key_value.chunk(2, 1)
             return varlen_attention(query, key, value, tuple(lengths or [len(query)]), kernel).flatten(1)
-        runs = _runs(lengths or [len(query)], query.device)
-        parts = [_attend(query[run.start : run.end], key_value[run.start : run.end], run.shown) for run in runs]
+        runs = list(_runs(lengths or [len(query)], query.device))
+        # cut at once: every slice of its own would have the backward pass add a gradient as long as the whole batch
+        queries, key_values = (x.split([run.end - run.start for run in runs]) for x in (query, key_value))
+        parts = [_attend(q, kv, run.shown) for q, kv, run in zip(queries, key_values, runs, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     return attend

@@ -385,10 +385,9 @@ class Policy:
         return self._forward(model, batch)[0]
 
     def _old_log_probs(self, own: Sequence[Sequence[_Batch]]) -> list[list[torch.Tensor | None]]:
-        """Log-probs before the first update; None where the only update computes them itself."""
-        if len(own) == 1:
-            return [[None] * len(own[0])]
-        return [[self._log_probs(self.engine, batch) for batch in batches] for batches in own]
+        """Log-probs before the first update; None for its own batches, whose pass in that update computes them."""
+        first, *later = own
+        return [[None] * len(first), *([self._log_probs(self.engine, batch) for batch in batches] for batches in later)]
 
     def _accumulate(self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], sums: _Sums) -> None:
         """Gradient of one update's loss over all micro-batches and ranks; adds to this rank's sums for the stats."""

@@ -26,7 +26,7 @@ from tlt_hpc.rollout.decoding import Emitted, PhaseSeconds, Rounds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, slots_needed
-from tlt_hpc.rollout.guard import TieGuard
+from tlt_hpc.rollout.guard import NUM_PROBED, TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.leaving import FeatureSink, Leaving
 from tlt_hpc.rollout.measures import RoundMeasures, profile_key
@@ -40,8 +40,6 @@ from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settin
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.tally import DraftTally
-
-_NUM_PROBED = 4
 
 
 def _keep_all(key: SampleKey) -> bool:
@@ -125,7 +123,9 @@ class RolloutEngine:
         self._finished: list[Rollout] = []
         self._leaving = Leaving(self._cache, decoder.shape.hidden_size)
         self._longest: list[list[int]] = []
-        """The longest texts so far, on which the tie guard is set at every load of weights."""
+        """The longest texts finished since the last load of weights."""
+        self._probed: list[int] = []
+        """The text on which the tie guard measured last."""
         self._num_submitted = 0
         self._counts = EngineCounts()
         self._totals_taken = self.chooser.totals()
@@ -288,7 +288,7 @@ class RolloutEngine:
     # -- weights ------------------------------------------------------------------------------------------------
 
     def load_policy(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """New weights in place, then the tie guard's tolerance measured anew on them.
+        """New weights in place, then the tie guard's tolerance measured on them with one more text.
 
         Only between rollouts: keys and values of live sequences would belong to the old weights.
         """
@@ -298,8 +298,7 @@ class RolloutEngine:
         self._leaving.forget_prompts()
         self._cache.clear()
         self._refresh_draft_head()
-        if self.settings.tie_guard and self._longest:
-            self._guard.probe(self._longest)
+        self._probe(1)
 
     def load_drafter(self, weights: Mapping[str, Tensor], trained: bool = True) -> None:
         """New drafter weights in place; between rounds, so that no round sees half of them.
@@ -327,7 +326,7 @@ class RolloutEngine:
         learned from them. Random tokens would not do: far from what a model was trained on its activations, and the
         error, are larger.
         """
-        assert not self.has_work and not self._longest and requests
+        assert not self.has_work and not self._probed and requests
         if self.decoder.device.type == "cuda" and not self._rule(self.settings.params).truncates:
             self._rounds.capture()
         if not self.settings.tie_guard:
@@ -342,8 +341,15 @@ class RolloutEngine:
                 self._retire(self._rounds.read())
         self._finished = []
         self._ngram.active, self._guard.active = uses_ngram, True
-        self._guard.probe(self._longest)
+        self._probe(NUM_PROBED)
         self._forget_counts()
+
+    def _probe(self, most: int) -> None:
+        """Set the tie guard by the longest texts since the last load, or by the last one again where there are none."""
+        texts = self._longest[-most:] or [self._probed]
+        self._longest, self._probed = [], texts[-1]
+        if self.settings.tie_guard and self._probed:
+            self._guard.probe(texts)
 
     def profile(self, requests: Sequence[Request], max_seconds: float) -> CostProfile:
         """Measure what rounds cost here, or read what was measured before, and choose by it from now on.
@@ -479,7 +485,7 @@ class RolloutEngine:
             self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
             self._leaving.take(response)
         self._ngram.finish(response)
-        self._longest = sorted([*self._longest, response.text], key=len)[-_NUM_PROBED:]
+        self._longest = sorted([*self._longest, response.text], key=len)[-NUM_PROBED:]
         self._residents.remove(row)
 
     def _rollout(

@@ -7,6 +7,7 @@ flip. Where the best two perturbed scores lie closer than ``tolerance``, both pa
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain, cycle
 
@@ -27,6 +28,8 @@ four. Measured (``tools/prove_exactness.py --errors``): no gap of 2,460 tokens o
 whichever texts were probed. The embedded model's errors have a long tail: of 73,597 tokens one gap was off by 4.8 e
 after a middling probe and 11 e after the lowest of 400, where one wrong token is to be expected in 3e10.
 """
+NUM_PROBED = 4
+"""Texts whose errors count in the tolerance."""
 _LEAST_ERROR = 1e-6
 _SCORE_ROUNDING = 2.0**-17
 """A gap of float32 scores below 64 is off by this at most even for exact logits: two roundings of either score."""
@@ -50,6 +53,8 @@ class TieGuard:
         self.num_guarded = 0
         self.num_raised = 0
         self._decoder, self._attention = decoder, attention
+        self._errors = deque([0.0], maxlen=NUM_PROBED)
+        """Largest logit errors of the texts last measured."""
 
     def tolerance(self, rule: SamplingRule) -> float:
         """The zone of doubt in units of a rule's perturbed scores; 0 where the guard is off."""
@@ -60,9 +65,13 @@ class TieGuard:
         return max(self.logit_tolerance / rule.temperature, _SCORE_ROUNDING)
 
     def probe(self, texts: Sequence[list[int]]) -> None:
-        """Measure the error of the fast path on sequences of the longest lengths in use; sets the tolerance."""
-        error = max(_error(self._decoder, text, self._attention) for text in texts)
-        self.logit_tolerance = SAFETY * max(error, _LEAST_ERROR)
+        """Measure the error of the fast path on sequences of the longest lengths in use; sets the tolerance.
+
+        The ``NUM_PROBED`` last measured count. One text at each policy step is enough: a step moves the weights too
+        little to change what rounding does to them, and a float64 pass over a long text takes its time.
+        """
+        self._errors.extend(_error(self._decoder, text, self._attention) for text in texts)
+        self.logit_tolerance = SAFETY * max(*self._errors, _LEAST_ERROR)
 
     def decide(
         self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule, banned: Tensor | None
@@ -83,6 +92,7 @@ class TieGuard:
         if error <= self.logit_tolerance / 4:
             return
         self.num_raised += 1
+        self._errors.append(error)
         raised = SAFETY * error
         logger.warning(
             "tie guard: logits off by %.2e, tolerance raised from %.2e to %.2e", error, self.logit_tolerance, raised
