@@ -23,6 +23,7 @@ FLOORS = (
     ("compare", "bench", "export", "warmup"),
     ("launch",),
     ("run",),
+    ("saving",),
     ("replay",),
     ("tail", "update", "evaluate"),
     ("draws",),

@@ -64,7 +64,7 @@ def differences(wanted: Any, got: Any, at: str = "") -> list[str]:
 
 
 def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
-    from tlt_hpc import run
+    from tlt_hpc import run, saving
     from tlt_hpc.config import load_config
     from tlt_hpc.job import assemble
     from tlt_hpc.mpi.world import World
@@ -74,8 +74,8 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
     world = World.connect()
     job = run.assemble(config, world)
-    run.resume(job, Silent())
-    run.reserve_copy(job)
+    saving.resume(job, Silent().replayed)
+    saving.reserve_copy(job)
     reserved = job.checkpoints._copy.num_bytes
     summaries: list[Any] = []
     reporter, true_start = Silent(), run.start_merge
@@ -84,7 +84,7 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     run.take_step(job, 0, reporter)
     run.start_merge = true_start
     wanted = state_of(job)
-    run.save_checkpoint(job, 1)
+    saving.save_checkpoint(job, 1)
     run.take_step(job, 1, Silent())  # changes all of it in place
     job.checkpoints.finish(world)
     moved = differences(wanted, state_of(job))
@@ -93,7 +93,7 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     if world.rank == 0:
         drop_lines(job.folder.metrics, 1)  # or the step after the save would be repeated from its log
     again = assemble(config, world)
-    saved, step = run.resume(again, Silent())
+    saved, step = saving.resume(again, Silent().replayed)
     assert saved == step
     got = state_of(again)
     again.close()
@@ -114,14 +114,14 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
 
 def stop_in_a_step(folder: str) -> list[list[Any]]:
     """By whether the step had been saved before a stop: whether it merged, and the phases that were shown."""
-    from tlt_hpc import run
+    from tlt_hpc import run, saving
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
 
     world = World.connect()
     job = run.assemble(load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"]), world)
-    run.resume(job, Silent())
+    saving.resume(job, Silent().replayed)
     true_merge, merges, seen = run.finish_merge, [], []
     run.finish_merge = lambda job: merges.append(job) or true_merge(job)
     world.request_stop("test")

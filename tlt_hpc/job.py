@@ -143,6 +143,15 @@ class Job:
     """What gives responses their rewards; its server outlives the job, for further ones of this process."""
     mismatch: MismatchWatch
 
+    def load_policy(self, version: int) -> None:
+        """Put the policy's weights into the decoder; the drafter reads its embedding and head there. Collective."""
+        self.engine.load_policy(self.policy.named_weights(), version)
+
+    def serve_drafter(self) -> None:
+        """Copy the trained drafter into the engine's."""
+        assert self.drafting is not None
+        self.engine.load_drafter(self.drafting.spot.served(), self.drafting.spot.is_trained)
+
     def close(self) -> None:
         """Take the parts down; the process group stays for a further job of this process."""
         try:

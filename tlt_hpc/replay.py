@@ -78,7 +78,7 @@ def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
     spot, sees = job.drafting.spot, job.drafting.cache.look_back(step)
     if not any(job.world.allgather(sees)):
         return
-    job.engine.load_policy(job.policy.named_weights(), step)  # whose head the drafter reads
+    job.load_policy(step)  # whose head the drafter reads
     spot.begin(step)
     for _ in range(-(-num_micro_steps // job.world.size)):
         if job.world.stop_requested or not spot.micro_step():

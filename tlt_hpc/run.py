@@ -5,33 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
-from tlt_hpc.checkpoint.store import Shard
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.draws import StepDraws
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
-from tlt_hpc.job import DRAFTER_FILE, Job, assemble
+from tlt_hpc.job import Job, assemble
 from tlt_hpc.metrics import DUE, K3, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
-from tlt_hpc.models.piece import deal
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import MicroStepRecord, Request, Stream
-from tlt_hpc.replay import replay
+from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
-from tlt_hpc.storage.folder import RunFolder, rank_of, writing_beside
+from tlt_hpc.saving import goes_on, reserve_copy, resume, save_checkpoint, save_drafter
+from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
-from tlt_hpc.tail import Tail, end_features, roll_out, shard, train_serially
+from tlt_hpc.tail import Tail, end_features, roll_out, train_serially
 from tlt_hpc.timing import PhaseTimer
 from tlt_hpc.tracking.follow import Tracking
 from tlt_hpc.update import update_policy
@@ -90,7 +86,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     """
     config, world = job.config, job.world
     evaluation = prepare(job)
-    saved, step = resume(job, reporter)
+    saved, step = resume(job, reporter.replayed)
     first = step
     reserve_copy(job)
     if world.rank == 0:
@@ -157,7 +153,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
         update = update_policy(job, rollouts, scores)
     with timer("refresh"):
         merged = finish_merge(job) if merge else unmerged(job)
-        load_policy(job, step + 1)
+        job.load_policy(step + 1)
     own = {rollout.key for rollout in tail.rollouts}
     advantages = np.full(len(rollouts), np.nan, np.float32)  # of what dynamic sampling has left out
     advantages[update.trained] = update.advantages
@@ -201,24 +197,13 @@ def finish_merge(job: Job) -> MergeReport:
     """Await the merge and hand the engine the merged drafter."""
     assert job.drafting is not None
     report = job.drafting.spot.finish_merge(job.world)
-    serve_drafter(job)
+    job.serve_drafter()
     return report
 
 
 def unmerged(job: Job) -> MergeReport | None:
     """The report of a step that trains no drafter; None where there is none."""
     return job.drafting.spot.unmerged() if job.drafting else None
-
-
-def serve_drafter(job: Job) -> None:
-    """Copy the trained drafter into the engine's."""
-    assert job.drafting is not None
-    job.engine.load_drafter(job.drafting.spot.served(), job.drafting.spot.is_trained)
-
-
-def load_policy(job: Job, version: int) -> None:
-    """Put the policy's weights into the decoder; the drafter reads its embedding and head there."""
-    job.engine.load_policy(job.policy.named_weights(), version)
 
 
 def judge_and_track(
@@ -336,105 +321,3 @@ def drop_foreign_logs(job: Job, step: int) -> None:
     for path in job.folder.rollout_logs(step):
         if rank_of(path) >= job.world.size:
             path.unlink()
-
-
-# -- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def reserve_copy(job: Job) -> None:
-    """Take the host memory for copies of this rank's state before the first step; collective."""
-    dealt = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size) if job.drafting else ()
-    num_bytes = job.policy.num_shard_bytes + job.policy.num_reference_bytes + sum(piece.num_bytes for _, piece in dealt)
-    job.checkpoints.reserve(job.world, num_bytes, pinned=job.engine.decoder.device.type == "cuda")
-
-
-def goes_on(job: Job) -> bool:
-    """Whether nobody was asked to stop; in the same collective all learn how a save goes on."""
-    reports, stop = job.world.exchange(job.checkpoints.report())
-    job.checkpoints.advance(reports)
-    return not stop
-
-
-def save_checkpoint(job: Job, step: int) -> int:
-    """Begin to save what the next step needs; collective. Returns the step.
-
-    Waits for the save before, and no longer than the copy takes, unless ``checkpoint.background`` is off.
-    """
-    job.checkpoints.finish(job.world)
-    shards: dict[str, Shard] = {"policy": job.policy.state_shard(), "reference": job.policy.reference_shard()}
-    if job.drafting:  # the same on all ranks after the merge
-        shards["drafter"] = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size)
-    state = {
-        "optimizer_steps": job.policy.optimizer_step_count,
-        "strategies": job.engine.chooser.state(),
-        "seed": job.config.run.seed,
-    }
-    job.checkpoints.begin(step, job.world, shards, state)
-    if not job.config.checkpoint.background:
-        job.checkpoints.finish(job.world)
-    return step
-
-
-def resume(job: Job, reporter: Reporter) -> tuple[int, int]:
-    """Load the newest checkpoint if there is one, repeat what was logged since, and load the engine's weights.
-
-    Returns the step of the checkpoint (0 without one) and the first step to do. Collective.
-    """
-    checkpoint = newest_checkpoint(job)
-    saved = 0
-    if checkpoint is not None:
-        saved = checkpoint.step
-        job.policy.load_state(lambda name: checkpoint.read("policy", name), checkpoint.state["optimizer_steps"])
-        if checkpoint.names("reference"):  # else it is still the model that the run began with
-            job.policy.load_reference(lambda name: checkpoint.read("reference", name))
-        if job.drafting:
-            names = checkpoint.names("drafter")
-            job.drafting.spot.load_state({name: checkpoint.read("drafter", name) for name in names})
-    step = replay(job, saved, reporter.replayed) if job.config.checkpoint.replay else saved
-    if job.drafting:
-        serve_drafter(job)
-    load_policy(job, step)
-    requests = calibration_requests(job, step)
-    job.engine.calibrate(requests)
-    if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
-        job.engine.profile(requests, job.config.speculation.profile_seconds)
-    if checkpoint is not None:
-        job.engine.chooser.load_state(checkpoint.state["strategies"])
-    return saved, step
-
-
-def calibration_requests(job: Job, step: int) -> list[Request]:
-    """A few of this rank's prompts under keys of another stream: the coming step's own would give its text away."""
-    own = shard(job, StepDraws(job.config, job.prompts, step).requests())
-    requests = own[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
-    return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in requests]
-
-
-def newest_checkpoint(job: Job) -> Checkpoint | None:
-    """What rank 0 finds, on all ranks; collective.
-
-    Raises:
-        CheckpointError: there are checkpoints and none is good.
-    """
-    found: Checkpoint | CheckpointError | None = None
-    if job.world.rank == 0:
-        try:
-            found = job.checkpoints.newest()
-        except CheckpointError as error:
-            found = error
-    found = job.world.broadcast(found)
-    if isinstance(found, CheckpointError):
-        raise found
-    return found
-
-
-def save_drafter(job: Job) -> None:
-    """Leave the drafter beside the run, where ``drafter.init`` of another run finds it."""
-    if job.drafting is None or job.world.rank != 0:
-        return
-    from safetensors.torch import save_file
-
-    target = job.folder.path / "drafter" / DRAFTER_FILE
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with writing_beside(target) as path:
-        save_file(job.drafting.spot.state(), path)

@@ -30,7 +30,8 @@ from tlt_hpc.memory_plan.phases import plan_memory
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.gather import gather
-from tlt_hpc.run import finish_merge, load_policy, reserve_copy, resume, save_checkpoint, start_merge
+from tlt_hpc.run import finish_merge, start_merge
+from tlt_hpc.saving import reserve_copy, resume, save_checkpoint
 from tlt_hpc.tail import end_features, roll_out, train_serially
 from tlt_hpc.update import update_policy
 
@@ -72,7 +73,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
     with meter("start"):
         job = assemble(config, world)
     try:
-        resume(job, SilentReporter())
+        resume(job, SilentReporter().replayed)
         reserve_copy(job)
         for step in range(STEPS):
             take_step(job, step, meter)
@@ -94,7 +95,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
         update_policy(job, rollouts, scores)
         if merges:
             finish_merge(job)
-        load_policy(job, step + 1)
+        job.load_policy(step + 1)
     with meter("save"):
         save_checkpoint(job, step + 1)
         job.checkpoints.finish(job.world)

@@ -71,7 +71,8 @@ def attend_documents(lengths: Sequence[int] | None) -> Attend:
             return varlen_attention(query, key, value, tuple(lengths or [len(query)]), kernel).flatten(1)
         runs = list(_runs(lengths or [len(query)], query.device))
         # cut at once: every slice of its own would have the backward pass add a gradient as long as the whole batch
-        queries, key_values = (x.split([run.end - run.start for run in runs]) for x in (query, key_value))
+        sizes = [run.end - run.start for run in runs]
+        queries, key_values = torch.split(query, sizes), torch.split(key_value, sizes)
         parts = [_attend(q, kv, run.shown) for q, kv, run in zip(queries, key_values, runs, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -384,7 +384,7 @@ class Policy:
     def _log_probs(self, model: Callable[..., Any], batch: _Batch) -> torch.Tensor:
         return self._forward(model, batch)[0]
 
-    def _old_log_probs(self, own: Sequence[Sequence[_Batch]]) -> list[list[torch.Tensor | None]]:
+    def _old_log_probs(self, own: Sequence[Sequence[_Batch]]) -> list[Sequence[torch.Tensor | None]]:
         """Log-probs before the first update; None for its own batches, whose pass in that update computes them."""
         first, *later = own
         return [[None] * len(first), *([self._log_probs(self.engine, batch) for batch in batches] for batches in later)]

@@ -1,0 +1,118 @@
+"""What of a run is saved and when, and how the next start takes it up; knows nothing of what a step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.store import Shard
+from tlt_hpc.draws import StepDraws
+from tlt_hpc.job import DRAFTER_FILE, Job
+from tlt_hpc.models.piece import deal
+from tlt_hpc.records import Request, Stream
+from tlt_hpc.replay import replay
+from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.tail import shard
+
+_CALIBRATION_RESPONSES = 8
+
+
+def reserve_copy(job: Job) -> None:
+    """Take the host memory for copies of this rank's state before the first step; collective."""
+    dealt = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size) if job.drafting else ()
+    num_bytes = job.policy.num_shard_bytes + job.policy.num_reference_bytes + sum(piece.num_bytes for _, piece in dealt)
+    job.checkpoints.reserve(job.world, num_bytes, pinned=job.engine.decoder.device.type == "cuda")
+
+
+def goes_on(job: Job) -> bool:
+    """Whether nobody was asked to stop; in the same collective all learn how a save goes on."""
+    reports, stop = job.world.exchange(job.checkpoints.report())
+    job.checkpoints.advance(reports)
+    return not stop
+
+
+def save_checkpoint(job: Job, step: int) -> int:
+    """Begin to save what the next step needs; collective. Returns the step.
+
+    Waits for the save before, and no longer than the copy takes, unless ``checkpoint.background`` is off.
+    """
+    job.checkpoints.finish(job.world)
+    shards: dict[str, Shard] = {"policy": job.policy.state_shard(), "reference": job.policy.reference_shard()}
+    if job.drafting:  # the same on all ranks after the merge
+        shards["drafter"] = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size)
+    state = {
+        "optimizer_steps": job.policy.optimizer_step_count,
+        "strategies": job.engine.chooser.state(),
+        "seed": job.config.run.seed,
+    }
+    job.checkpoints.begin(step, job.world, shards, state)
+    if not job.config.checkpoint.background:
+        job.checkpoints.finish(job.world)
+    return step
+
+
+def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
+    """Load the newest checkpoint if there is one, repeat what was logged since, and load the engine's weights.
+
+    ``shown`` is called on rank 0 with every step that was repeated.
+    Returns the step of the checkpoint (0 without one) and the first step to do. Collective.
+    """
+    checkpoint = newest_checkpoint(job)
+    saved = 0
+    if checkpoint is not None:
+        saved = checkpoint.step
+        job.policy.load_state(lambda name: checkpoint.read("policy", name), checkpoint.state["optimizer_steps"])
+        if checkpoint.names("reference"):  # else it is still the model that the run began with
+            job.policy.load_reference(lambda name: checkpoint.read("reference", name))
+        if job.drafting:
+            names = checkpoint.names("drafter")
+            job.drafting.spot.load_state({name: checkpoint.read("drafter", name) for name in names})
+    step = replay(job, saved, shown) if job.config.checkpoint.replay else saved
+    if job.drafting:
+        job.serve_drafter()
+    job.load_policy(step)
+    requests = calibration_requests(job, step)
+    job.engine.calibrate(requests)
+    if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
+        job.engine.profile(requests, job.config.speculation.profile_seconds)
+    if checkpoint is not None:
+        job.engine.chooser.load_state(checkpoint.state["strategies"])
+    return saved, step
+
+
+def calibration_requests(job: Job, step: int) -> list[Request]:
+    """A few of this rank's prompts under keys of another stream: the coming step's own would give its text away."""
+    own = shard(job, StepDraws(job.config, job.prompts, step).requests())
+    requests = own[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
+    return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in requests]
+
+
+def newest_checkpoint(job: Job) -> Checkpoint | None:
+    """What rank 0 finds, on all ranks; collective.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is good.
+    """
+    found: Checkpoint | CheckpointError | None = None
+    if job.world.rank == 0:
+        try:
+            found = job.checkpoints.newest()
+        except CheckpointError as error:
+            found = error
+    found = job.world.broadcast(found)
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
+def save_drafter(job: Job) -> None:
+    """Leave the drafter beside the run, where ``drafter.init`` of another run finds it."""
+    if job.drafting is None or job.world.rank != 0:
+        return
+    from safetensors.torch import save_file
+
+    target = job.folder.path / "drafter" / DRAFTER_FILE
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with writing_beside(target) as path:
+        save_file(job.drafting.spot.state(), path)
