@@ -261,7 +261,22 @@ def test_logged_steps_end_in_the_same_policy_and_generate_nothing(straight: Path
     assert [logs(broken, step) for step in range(STEPS)] == before
     assert_same_policy(broken, straight)
     assert read_lines(broken / "tiny" / "metrics.jsonl") == read_lines(straight / "tiny" / "metrics.jsonl")
-    # the features of the last two steps are on disk, and a merge counts the micro-steps of the rank with the most
+    # the drafter was saved alone after step 2, and as many micro-steps are taken again on the features of step 3, where
+    # a merge counts those of the rank with the most
+    alone = CheckpointStore(RunFolder(broken / "tiny").drafter_checkpoints, keep=1).newest_within(SAVED, STEPS)
+    assert alone is not None and alone.step == STEPS - 1
+    repeated, count = (
+        drafter_steps(broken, STEPS) - int(alone.read("drafter", "num_steps")),
+        logged_micro_steps(broken, 3),
+    )
+    assert count > 0 and repeated == -(-count // 2)
+
+
+@pytest.mark.mpi
+def test_a_drafter_that_was_not_saved_alone_is_trained_again(broken: Path) -> None:
+    shutil.rmtree(RunFolder(broken / "tiny").drafter_checkpoints)
+    assert f"going on from step {STEPS}" in train(broken)
+    # the features of the last two steps are on disk
     repeated = drafter_steps(broken, STEPS) - drafter_steps(broken, SAVED)
     counts = [logged_micro_steps(broken, step) for step in (2, 3)]
     assert sum(counts) > 0 and repeated == sum(-(-count // 2) for count in counts)

@@ -112,6 +112,64 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     }
 
 
+def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
+    """Started again after steps that no checkpoint has: the drafter saved alone, damaged, and of steps to come."""
+    from tlt_hpc import run, saving
+    from tlt_hpc.config import load_config
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+
+    world = World.connect()
+
+    def start(*changes: str) -> tuple[Any, int]:
+        config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
+        job = run.assemble(config, world)
+        return job, saving.resume(job, Silent().replayed)[1]
+
+    job, _ = start()
+    saving.reserve_copy(job)
+    reserved = job.drafting.checkpoints._copy.num_bytes
+    started = state_of(job)["drafter"]
+    for step in range(2):
+        run.take_step(job, step, Silent())
+        saving.save_between(job, step + 1)
+        saving.finish_saves(job)
+    wanted, alone = state_of(job), job.folder.drafter_checkpoints
+    sizes = reserved, job.drafting.checkpoints._copy.num_bytes
+    job.close()
+    found = [sorted(path.name for path in alone.iterdir())]
+    results = []
+    for change in ("", "damaged", "checkpoint.replay=false"):
+        world.barrier()
+        if change == "damaged" and world.rank == 0:
+            next(alone.glob("*/drafter-00000*")).write_bytes(b"")
+        world.barrier()
+        again, step = start(*([change] if "=" in change else []))
+        got = state_of(again)
+        again.close()
+        found.append(sorted(path.name for path in alone.iterdir()))
+        if world.rank > 0:  # the chooser is rank 0's on all ranks
+            wanted["chooser"] = got["chooser"] = None
+        at_start = differences(started, got["drafter"])
+        results.append({"step": step, "differences": differences(wanted, got), "not as at the start": len(at_start)})
+    leave_process_group()
+    return [*results, {"found": found, "sizes": sizes}]
+
+
+@pytest.mark.mpi
+def test_the_drafter_comes_back_from_between_two_checkpoints(tmp_path: Path) -> None:
+    for saved, damaged, anew, rest in run_on_ranks(2, save_between_and_come_back, str(tmp_path)):
+        assert saved == {"step": 2, "differences": [], "not as at the start": saved["not as at the start"]}
+        assert saved["not as at the start"] > 20
+        # trained again on what features there are: not the same, and not what it was
+        assert damaged["step"] == 2 and damaged["differences"] and damaged["not as at the start"] > 20
+        assert all(".drafter" in name or "served" in name or "chooser" in name for name in damaged["differences"])
+        # its steps are generated again: a drafter that has seen their responses is none of theirs
+        assert anew["step"] == 0 and not anew["not as at the start"]
+        assert rest["found"] == [["step-000002"], ["step-000002"], ["step-000002"], []]
+        assert rest["sizes"][0] == rest["sizes"][1] > 0
+
+
 def stop_in_a_step(folder: str) -> list[list[Any]]:
     """By whether the step had been saved before a stop: whether it merged, and the phases that were shown."""
     from tlt_hpc import run, saving

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import (
     Config,
@@ -106,6 +107,7 @@ _FREE_ON_RESUME = {
     "optimizer.sequence_parallel",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "checkpoint.drafter_every_steps",
     "checkpoint.background",
     "checkpoint.replay",
     *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
@@ -122,6 +124,18 @@ class Drafting:
     spot: SpotTrainer
     served: Drafter
     """The engine's copy, in the decoder's precision; refreshed after every merge."""
+    checkpoints: CheckpointStore
+    """Of the drafter alone, between those of the whole."""
+    saved_every: int
+    """Steps from one of those to the next; 0: there are none."""
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take up the drafter that a checkpoint has.
+
+        Raises:
+            UserError: it is of another shape.
+        """
+        self.spot.load_state({name: checkpoint.read("drafter", name) for name in checkpoint.names("drafter")})
 
 
 @dataclass(frozen=True)
@@ -426,7 +440,8 @@ def make_drafting(
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)
-    return Drafting(cache, spot, served)
+    alone = CheckpointStore(folder.drafter_checkpoints, keep=1)
+    return Drafting(cache, spot, served, alone, config.checkpoint.drafter_every_steps if settings.train else 0)
 
 
 def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:

@@ -2,8 +2,9 @@
 
 A step is committed once its line stands in ``metrics.jsonl``: rank 0 writes it when every rank's log of the step is in
 its place. So what a kill costs is the step under way, however long ago a checkpoint became whole. Knows the log, the
-policy's update and the drafter's micro-steps, which are as many as the log tells of where the step's features are still
-on disk: those of the last two. They are not the same, for they depended on the clock; no text depends on them.
+policy's update and the drafter's micro-steps. These are as many as the log tells of where the drafter was not saved
+since and the step's features are still on disk: those of the last two. They are not the same, for they depended on the
+clock; no text depends on them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import UserError
 from tlt_hpc.draws import StepDraws
 from tlt_hpc.job import Job
@@ -38,16 +41,29 @@ class ReplayError(UserError):
     """The rollout log does not belong to the checkpoint; one line with the remedy."""
 
 
-def replay(job: Job, step: int, shown: Callable[[int], None]) -> int:
-    """Repeat the committed steps' updates from ``step`` on; the first step that is still to be generated. Collective.
+@dataclass(frozen=True)
+class Replayed:
+    """How far a repetition came."""
 
-    Ends before a step whose log is incomplete or damaged, which is warned of, and at a stop vote. ``shown`` is called
-    on rank 0 with every step that was taken up.
+    step: int
+    """The first that is still to be generated."""
+    drafter: Checkpoint | None
+    """What the drafter was loaded from on the way."""
+
+
+def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
+    """Repeat the committed steps' updates from ``step`` on. Collective.
+
+    The drafter is taken up where the run last saved it alone, and trained on the steps from there on. Ends before a
+    step whose log is incomplete or damaged, which is warned of, and at a stop vote. ``shown`` is called on rank 0 with
+    every step that was taken up.
 
     Raises:
         ReplayError: on all ranks, where an update is not the one that the run made.
     """
     committed = job.world.broadcast(read_lines(job.folder.metrics) if job.world.rank == 0 else {})
+    end = next(number for number in count(step) if not is_committed(committed.get(number)))
+    saved, loaded = saved_drafter(job, step, end), None
     missing = next((number for number in range(step) if number not in committed), None)
     if missing is not None and job.world.rank == 0:
         logger.warning(
@@ -55,17 +71,31 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> int:
             "taken up where its line is missing, and its steps are generated again",
             job.folder.metrics, missing, step,
         )  # fmt: skip
-    while step < job.config.run.num_steps and is_committed(committed.get(step)) and not job.world.agree_to_stop():
+    while True:
+        if job.drafting and saved and saved.step == step:
+            job.drafting.load(saved)
+            saved, loaded = None, saved
+        if step >= min(end, job.config.run.num_steps) or job.world.agree_to_stop():
+            break
         logged = read_ranks(job, step)
         if logged is None:
             break
-        train_drafter(job, step, logged.num_micro_steps)
+        if not saved:
+            train_drafter(job, step, logged.num_micro_steps)
         stats = update_policy(job, logged.rollouts, logged.rewards).stats
         check_update(job.folder, step, logged.rewards, stats, committed[step])
         if job.world.rank == 0:
             shown(step)
         step += 1
-    return step
+    return Replayed(step, loaded)
+
+
+def saved_drafter(job: Job, first: int, last: int) -> Checkpoint | None:
+    """The newest checkpoint of the drafter alone of these steps, as rank 0 finds it; collective."""
+    if job.drafting is None:
+        return None
+    found = job.drafting.checkpoints.newest_within(first, last) if job.world.rank == 0 else None
+    return job.world.broadcast(found)
 
 
 def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:

@@ -23,7 +23,7 @@ from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
-from tlt_hpc.saving import goes_on, reserve_copy, resume, save_checkpoint, save_drafter
+from tlt_hpc.saving import finish_saves, goes_on, reserve_copy, resume, save_between, save_checkpoint, save_drafter
 from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
@@ -102,10 +102,12 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         step += 1
         if step % config.checkpoint.every_steps == 0:
             saved = save_checkpoint(job, step)
+        else:
+            save_between(job, step)
         judged = judge_and_track(job, evaluation, tracking, step, reporter)
     if saved < step:
         save_checkpoint(job, step)
-    job.checkpoints.finish(world)
+    finish_saves(job)
     finished = step >= config.run.num_steps and judged
     if finished:
         save_drafter(job)

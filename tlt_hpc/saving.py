@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import Shard
 from tlt_hpc.draws import StepDraws
-from tlt_hpc.job import DRAFTER_FILE, Job
-from tlt_hpc.models.piece import deal
+from tlt_hpc.job import DRAFTER_FILE, Drafting, Job
+from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.records import Request, Stream
-from tlt_hpc.replay import replay
+from tlt_hpc.replay import Replayed, replay
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.tail import shard
 
@@ -20,9 +20,17 @@ _CALIBRATION_RESPONSES = 8
 
 def reserve_copy(job: Job) -> None:
     """Take the host memory for copies of this rank's state before the first step; collective."""
-    dealt = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size) if job.drafting else ()
-    num_bytes = job.policy.num_shard_bytes + job.policy.num_reference_bytes + sum(piece.num_bytes for _, piece in dealt)
-    job.checkpoints.reserve(job.world, num_bytes, pinned=job.engine.decoder.device.type == "cuda")
+    pinned = job.engine.decoder.device.type == "cuda"
+    drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job, job.drafting)) if job.drafting else 0
+    num_bytes = job.policy.num_shard_bytes + job.policy.num_reference_bytes + drafter_bytes
+    job.checkpoints.reserve(job.world, num_bytes, pinned)
+    if job.drafting and job.drafting.saved_every:
+        job.drafting.checkpoints.reserve(job.world, drafter_bytes, pinned)
+
+
+def drafter_shard(job: Job, drafting: Drafting) -> Iterator[tuple[str, Piece]]:
+    """This rank's share of the drafter's state, which is the same on all ranks after a merge."""
+    return deal(drafting.spot.live_state().items(), job.world.rank, job.world.size)
 
 
 def goes_on(job: Job) -> bool:
@@ -39,8 +47,8 @@ def save_checkpoint(job: Job, step: int) -> int:
     """
     job.checkpoints.finish(job.world)
     shards: dict[str, Shard] = {"policy": job.policy.state_shard(), "reference": job.policy.reference_shard()}
-    if job.drafting:  # the same on all ranks after the merge
-        shards["drafter"] = deal(job.drafting.spot.live_state().items(), job.world.rank, job.world.size)
+    if job.drafting:
+        shards["drafter"] = drafter_shard(job, job.drafting)
     state = {
         "optimizer_steps": job.policy.optimizer_step_count,
         "strategies": job.engine.chooser.state(),
@@ -50,6 +58,35 @@ def save_checkpoint(job: Job, step: int) -> int:
     if not job.config.checkpoint.background:
         job.checkpoints.finish(job.world)
     return step
+
+
+def save_between(job: Job, step: int) -> None:
+    """Begin to save the drafter alone, and what the chooser has counted, where that is due; collective.
+
+    No step waits for it: where the last one is still being written, this one is left out.
+    """
+    if job.drafting is None or not job.drafting.saved_every or step % job.drafting.saved_every:
+        return
+    store = job.drafting.checkpoints
+    store.advance(job.world.allgather(store.report()))
+    if store.is_saving:
+        return
+    store.begin(
+        step, job.world, {"drafter": drafter_shard(job, job.drafting)}, {"strategies": job.engine.chooser.state()}
+    )
+    if not job.config.checkpoint.background:
+        store.finish(job.world)
+
+
+def finish_saves(job: Job) -> None:
+    """Wait until nothing is being saved; collective.
+
+    Raises:
+        CheckpointError: on all ranks, where one could not write.
+    """
+    job.checkpoints.finish(job.world)
+    if job.drafting:
+        job.drafting.checkpoints.finish(job.world)
 
 
 def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
@@ -66,19 +103,37 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
         if checkpoint.names("reference"):  # else it is still the model that the run began with
             job.policy.load_reference(lambda name: checkpoint.read("reference", name))
         if job.drafting:
-            names = checkpoint.names("drafter")
-            job.drafting.spot.load_state({name: checkpoint.read("drafter", name) for name in names})
-    step = replay(job, saved, shown) if job.config.checkpoint.replay else saved
+            job.drafting.load(checkpoint)
+    replayed = replay(job, saved, shown) if job.config.checkpoint.replay else Replayed(saved, None)
+    step, newest = replayed.step, replayed.drafter or checkpoint
     if job.drafting:
+        drop_drafters(job, job.drafting, step)
         job.serve_drafter()
     job.load_policy(step)
     requests = calibration_requests(job, step)
     job.engine.calibrate(requests)
     if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
         job.engine.profile(requests, job.config.speculation.profile_seconds)
-    if checkpoint is not None:
-        job.engine.chooser.load_state(checkpoint.state["strategies"])
+    if newest is not None:
+        job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step
+
+
+def drop_drafters(job: Job, drafting: Drafting, step: int) -> None:
+    """Have rank 0 remove drafters of later steps, which are generated again; collective.
+
+    Raises:
+        CheckpointError: on all ranks, where it cannot.
+    """
+    error = ""
+    if job.world.rank == 0:
+        try:
+            drafting.checkpoints.drop_after(step)
+        except CheckpointError as caught:
+            error = str(caught)
+    error = job.world.broadcast(error)
+    if error:
+        raise CheckpointError(error)
 
 
 def calibration_requests(job: Job, step: int) -> list[Request]:

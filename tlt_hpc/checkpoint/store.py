@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from tlt_hpc.checkpoint.background import Background
 from tlt_hpc.checkpoint.host_copy import HostCopy
 from tlt_hpc.checkpoint.host_room import check_room
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_checkpoint
-from tlt_hpc.checkpoint.save import Held, Save, clear_leftovers, found_in
+from tlt_hpc.checkpoint.save import Held, Save, clear_leftovers, found_in, part_of
 from tlt_hpc.models.piece import Piece
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class CheckpointStore:
         """
         check_room(world, num_bytes)
         self._copy.reserve(num_bytes, pinned)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way, as of the last ``advance``; on all ranks alike."""
+        return self._save is not None
 
     def begin(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> None:
         """Copy what is to be saved, and start to write it; collective, but only the first waits for other ranks.
@@ -187,6 +193,30 @@ class CheckpointStore:
                 "remove them all to start afresh"
             )
         return None
+
+    def newest_within(self, first: int, last: int) -> Checkpoint | None:
+        """The newest checkpoint in good order of these steps, None where there is none; reads as much as ``newest``."""
+        for step, folder in reversed(found_in(self._folder)):
+            if first <= step <= last:
+                try:
+                    return open_checkpoint(folder, step)
+                except CheckpointError as error:
+                    logger.warning("skipping checkpoint %s: %s", folder, error)
+        return None
+
+    def drop_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, which are about to be made anew; for one rank.
+
+        Raises:
+            CheckpointError: one cannot be removed.
+        """
+        for later, folder in found_in(self._folder):
+            if later > step:
+                try:
+                    folder.rename(part_of(folder))
+                    shutil.rmtree(part_of(folder))
+                except OSError as error:
+                    raise CheckpointError(f"cannot remove {folder}: {error.strerror}; remove it by hand") from None
 
     def at(self, step: int) -> Checkpoint:
         """The checkpoint of a step; reads as much as ``newest``.

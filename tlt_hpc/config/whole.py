@@ -67,6 +67,9 @@ class RolloutSection(Section):
 class CheckpointSection(Section):
     every_steps: PositiveInt = 10
     keep: PositiveInt = 2
+    drafter_every_steps: Count = 1
+    """Between checkpoints the drafter alone is saved every so many steps, in the background: unlike the policy's, its
+    training cannot be repeated from the log. 0: never."""
     replay: bool = True
     """Repeat the updates of logged steps that no checkpoint has; off: generate these steps again, and train the drafter
     in their tails again."""

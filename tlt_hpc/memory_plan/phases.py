@@ -148,10 +148,16 @@ def _loaded(situation: Situation) -> int:
 
 
 def _checkpoint_copy(situation: Situation) -> Part:
-    """A rank's share of what is saved, in whole chunks."""
-    saved = _saved(situation)
-    chunks = -(-saved // (situation.num_ranks * COPY_CHUNK_BYTES))
+    """A rank's share of what is saved, and of the drafter alone, in whole chunks each."""
+    shares = (_saved(situation), _saved_alone(situation))
+    chunks = sum(-(-share // (situation.num_ranks * COPY_CHUNK_BYTES)) for share in shares)
     return Part("copy for checkpoints", chunks * COPY_CHUNK_BYTES)
+
+
+def _saved_alone(situation: Situation) -> int:
+    """Of the drafter's checkpoints between the whole ones."""
+    alone = _trains(situation) and situation.config.checkpoint.drafter_every_steps > 0
+    return 16 * num_drafter_parameters(situation) * alone
 
 
 def _saved(situation: Situation) -> int:
@@ -169,6 +175,7 @@ def _disk(situation: Situation) -> tuple[Part, ...]:
     return some(
         (
             Part("checkpoints", (config.checkpoint.keep + 1) * saved),  # the next is written before one goes
+            Part("the drafter's between them", 2 * _saved_alone(situation)),
             Part("features", cache),
             Part("rollout logs", step * config.run.num_steps),
         )

@@ -48,6 +48,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def drafter_checkpoints(self) -> Path:
+        return self.path / "drafter-checkpoints"
+
+    @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
 
