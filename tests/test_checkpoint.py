@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import launch_ranks
@@ -32,6 +33,7 @@ from tlt_hpc.checkpoint.host_copy import HostCopy
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.models.piece import Piece, deal
+from tlt_hpc.saving import save_between
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}
 
@@ -405,6 +407,28 @@ def test_the_step_goes_on_while_the_disk_is_slow(tmp_path: Path, disk: HeldDisk)
     disk.let_go()
     store.finish(OneRank())
     assert store.report() is None and names_in(tmp_path) == ["step-000005"]
+
+
+def test_no_step_waits_for_the_drafters_own_saves(tmp_path: Path, disk: HeldDisk) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    spot = SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)})
+    job: Any = SimpleNamespace(
+        drafting=SimpleNamespace(checkpoints=store, saved_every=2, spot=spot),
+        world=OneRank(),
+        engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(background=True)),
+    )
+    save_between(job, 1)
+    assert not store.is_saving, "it is not due"
+    for step in (2, 4):
+        save_between(job, step)
+    assert store.is_saving and names_in(tmp_path) in ([], ["step-000002.part"])
+    disk.let_go()
+    store.finish(OneRank())
+    assert names_in(tmp_path) == ["step-000002"], "the one that found the disk busy was left out"
+    save_between(job, 6)
+    store.finish(OneRank())
+    assert names_in(tmp_path) == ["step-000006"]
 
 
 def test_it_is_whole_before_the_main_threads_meet_again(store: Stores, folder: Path) -> None:
