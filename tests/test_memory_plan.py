@@ -135,7 +135,7 @@ def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
     from tlt_hpc.drafting import loss
     from tlt_hpc.memory_plan import activations, phases
     from tlt_hpc.models import documents, policy_model
-    from tlt_hpc.rl.policy import REDUCE_BUCKET_ELEMENTS
+    from tlt_hpc.rl.engine import REDUCE_BUCKET_ELEMENTS
 
     assert BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS and phases.COPY_CHUNK_BYTES == CHUNK_BYTES
     assert activations.CHUNK_LOGITS == policy_model._CHUNK_LOGITS == loss._MOST_LOGITS
@@ -223,14 +223,11 @@ def test_each_setting_moves_the_part_that_it_should() -> None:
         "activations": ("update", "optimizer.gradient_checkpointing=true"),
         "drafter's activations": ("tail", "drafter.micro_step_tokens=4096"),
         "drafter's average": ("tail", "drafter.average_merges=1"),
-        "reference": ("update", "algorithm.kl_coefficient=0.1"),
     }
     for part, (phase, override) in moved.items():
         changed = plan_memory(situation("qwen7b", override))
         before, after = bytes_of(plain, phase, part), bytes_of(changed, phase, part)
-        if part == "reference":
-            assert before == 0 and after == 2 * named_parameters()
-        elif part == "activations":
+        if part == "activations":
             assert after == before, "on a GPU layers are computed again anyway"
         else:
             assert after < before, part
@@ -239,6 +236,22 @@ def test_each_setting_moves_the_part_that_it_should() -> None:
     assert [phase.name for phase in plan_memory(situation("qwen7b", "speculation.mode=ngram")).phases] == [
         *("start", "rollout", "update", "save")
     ]
+
+
+def test_a_reference_is_whole_until_stage_3_deals_it_out() -> None:
+    kept = "algorithm.kl_coefficient=0.1"
+    none, dealt, offloaded, whole = (
+        plan_memory(situation("qwen7b", *settings))
+        for settings in ((), (kept,), (kept, "optimizer.offload_parameters=true"), (kept, "optimizer.zero_stage=2"))
+    )
+    share = 2 * named_parameters() / 8
+    assert bytes_of(whole, "update", "reference") == 2 * named_parameters()
+    assert bytes_of(dealt, "update", "reference") == pytest.approx(share, rel=1e-2)
+    assert bytes_of(offloaded, "update", "reference") < 0.01 * share < bytes_of(dealt, "update", "gathered reference")
+    assert not any("reference" in part.name for phase in none.phases for part in phase.parts)
+    (host,) = (part for part in offloaded.host if part.name == "reference (offload)")
+    assert host.num_bytes == pytest.approx(share)
+    assert not any(part.name == host.name for part in dealt.host)
 
 
 def test_ranks_that_share_a_sequence_hold_a_slice_of_it() -> None:
@@ -269,9 +282,9 @@ def test_at_stage_3_a_whole_model_stands_in_rank_0s_host_memory_alone() -> None:
     (loading,) = plan.first_host
     assert loading.num_bytes == 2 * named_parameters() and loading.name not in {part.name for part in plan.host}
     assert bytes_of(plan, "start", "policy, not yet shared out") < 2 * 152064 * 3584
-    for override in ("algorithm.kl_coefficient=0.1", "optimizer.zero_stage=2"):
-        each = plan_memory(situation("qwen7b", override))
-        assert not each.first_host and loading in each.host, override
+    assert plan_memory(situation("qwen7b", "algorithm.kl_coefficient=0.1")).first_host == plan.first_host
+    each = plan_memory(situation("qwen7b", "optimizer.zero_stage=2"))
+    assert not each.first_host and loading in each.host
     assert plan.host_bytes_per_node == 8 * sum(part.num_bytes for part in plan.host) + loading.num_bytes
 
 
