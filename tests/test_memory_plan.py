@@ -19,9 +19,11 @@ from tlt_hpc.cli import main
 from tlt_hpc.config import load_config
 from tlt_hpc.memory_plan import engine as engine_plan
 from tlt_hpc.memory_plan.activations import drafter_parameters
-from tlt_hpc.memory_plan.knobs import turn_knobs
+from tlt_hpc.memory_plan.knobs import free_knobs, turn_knobs
+from tlt_hpc.memory_plan.limits import Limits
 from tlt_hpc.memory_plan.parts import MemoryPlan, Situation
 from tlt_hpc.memory_plan.phases import plan_memory
+from tlt_hpc.memory_plan.search import cheapest_fit, furthest
 from tlt_hpc.memory_plan.shapes import find_shape, named_shape
 from tlt_hpc.memory_plan.zero import BUCKET_ELEMENTS, training_state
 
@@ -314,6 +316,52 @@ def test_more_ranks_a_replica_are_a_knob_where_they_divide_model_and_node() -> N
     assert knobs(2, "rollout.tensor_parallel=2") == set(), "2 GPUs a node"
 
 
+def test_the_cheapest_settings_that_fit_are_found() -> None:
+    """All prices are tried below that of what is found, by other means than the search's."""
+    plan = plan_memory(situation("qwen7b"))
+    for gigabytes in (77, 70, 60, 40):
+        limits = Limits(gigabytes * 10**9)
+        found = cheapest_fit(plan, limits)
+        assert found is not None and limits.hold(found.plan)
+        again = plan_memory(situation("qwen7b", *found.what.split()))
+        assert again.peak.num_bytes == found.plan.peak.num_bytes
+        assert not any(limits.hold(cheaper) for cheaper in plans_below(plan, found.price)), found.what
+    assert found.price > 4, "no single knob does"
+    assert not set(found.turned) & {"rollout.max_new_tokens", "speculation.mode", "rollout.kv_bytes"}
+
+
+def plans_below(plan: MemoryPlan, price: int) -> list[MemoryPlan]:
+    """Every combination of knobs that costs less, whether or not each of them lowers the peak."""
+    found, waiting = {}, [(0, plan, frozenset[Any]())]
+    while waiting:
+        spent, last, settings = waiting.pop()
+        if settings in found:
+            continue
+        found[settings] = last
+        for knob, turned in free_knobs(last.situation):
+            if spent + knob.price < price:
+                more = frozenset({**dict(settings), knob.key: knob.value}.items())
+                waiting.append((spent + knob.price, plan_memory(turned), more))
+    return list(found.values())
+
+
+def test_host_memory_is_not_spent_that_is_not_there() -> None:
+    plan = plan_memory(situation("qwen7b", "rollout.tensor_parallel=4", "optimizer.sequence_parallel=4"))
+    tight = cheapest_fit(plan, Limits(22 * 10**9, 310 * 10**9))
+    ample = cheapest_fit(plan, Limits(21 * 10**9, 330 * 10**9))
+    assert tight is not None and "optimizer.offload_parameters" not in tight.turned
+    assert ample is not None and ample.turned["optimizer.offload_parameters"] is True
+    assert cheapest_fit(plan, Limits(21 * 10**9, 310 * 10**9)) is None
+
+
+def test_where_nothing_fits_the_least_is_told() -> None:
+    plan = plan_memory(situation("qwen7b"))
+    limits = Limits(16 * 10**9)
+    least = furthest(plan, limits).plan.peak.num_bytes
+    assert cheapest_fit(plan, limits) is None and 16e9 < least < min(knob.peak_bytes for knob in turn_knobs(plan))
+    assert furthest(plan, Limits(least)).plan.peak.num_bytes == least
+
+
 # --- the command ---
 
 
@@ -336,6 +384,22 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and "of each node's host memory" in out
 
 
+def test_what_does_not_fit_has_a_way_out_or_a_least(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "40")
+    settings = "optimizer.sequence_parallel=2 rollout.tensor_parallel=4"
+    assert status == 1
+    assert out.splitlines()[-1] == f"Fits with {settings}: 37.6 GB a GPU at the peak (update)."
+    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "40", *settings.split())
+    assert status == 0 and "Fits. Peak 37.6 GB a GPU" in out and "Fits with" not in out
+    status, out, _ = command(capsys, QWEN, "--gpus", "8", "--gpu-memory", "16")
+    least = out.splitlines()[-1]
+    assert status == 1 and least.startswith("No settings of this job fit that leave alone what is learned. Even with ")
+    assert least.endswith(
+        "it takes 19.8 GB a GPU in the phase 'update' and 321.6 GB of a node's host memory: 3.81 GB more than the "
+        "16.0 GB of each GPU. More ranks share out more."
+    )
+
+
 @pytest.mark.parametrize("job", ["qwen32b", "llama70b"])
 def test_jobs_of_replicas_fit_as_their_comments_say(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join((JOBS / f"{job}.toml").read_text().replace("\n#", " ").split())
@@ -352,6 +416,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0 and figures["fits"] and figures["ranks"] == 8 and figures["parameters"] == named_parameters()
     peak = figures["peak"]
     assert peak["bytes"] == sum(figures["phases"][peak["phase"]].values())
+    assert figures["fits_with"]["settings"] == figures["least"]["settings"] == {}
     assert figures["knobs"][0]["peak_bytes"] < peak["bytes"] and figures["disk"]["checkpoints"] > 0
 
 
