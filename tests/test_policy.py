@@ -666,7 +666,7 @@ def test_a_process_joins_leaves_and_joins_again() -> None:
 
 @pytest.mark.parametrize(("device", "parts"), [("cuda", {"offload_optimizer", "offload_param"}), ("cpu", set())])
 def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> None:
-    from tlt_hpc.rl.engine import engine_settings
+    from tlt_hpc.rl.engine import engine_settings, frozen_settings
 
     asked = ["zero_stage=3", "offload=true", "offload_parameters=true"]
     job = Path(__file__).parent.parent / "jobs" / "tiny.toml"
@@ -674,3 +674,5 @@ def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> No
     zero = engine_settings(config, 2, device)["zero_optimization"]
     assert {name for name in zero if name.startswith("offload")} == parts
     assert all(zero[name]["device"] == "cpu" for name in parts)
+    frozen = frozen_settings(config, 2, device)["zero_optimization"]
+    assert {name for name in frozen if name.startswith("offload")} == parts - {"offload_optimizer"}

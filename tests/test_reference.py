@@ -156,7 +156,7 @@ def test_a_reference_is_loaded_on_any_number_of_ranks(tmp_path: Path) -> None:
             assert sum(shares) == size and max(shares) <= 1.1 * size / len(ranks), shares
 
 
-def three_ends_of_a_run(folder: str) -> list[str]:
+def three_ends_of_a_run(folder: str, stage: int) -> list[str]:
     """The policy after four steps: at one go; with a restart after three; with the checkpoint lost by then as well."""
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
@@ -165,7 +165,12 @@ def three_ends_of_a_run(folder: str) -> list[str]:
     world = World.connect()
 
     def steps(name: str, count: int) -> str:
-        changes = [f"run.folder={folder}", f"run.name={name}", f"run.num_steps={count}"]
+        changes = [
+            f"run.folder={folder}",
+            f"run.name={name}",
+            f"run.num_steps={count}",
+            f"optimizer.zero_stage={stage}",
+        ]
         return run(load_config(TINY, [*OVERRIDES, *changes]), world, Silent()).policy_sha256
 
     ends = [steps("whole", 4)]
@@ -180,9 +185,10 @@ def three_ends_of_a_run(folder: str) -> list[str]:
 
 
 @pytest.mark.mpi
-def test_a_resumed_run_has_the_reference_that_it_had(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_resumed_run_has_the_reference_that_it_had(tmp_path: Path, stage: int) -> None:
     """The reference is that of step 2: neither the model of the start nor the policy that is loaded."""
-    for whole, restarted, replayed in run_on_ranks(2, three_ends_of_a_run, str(tmp_path), timeout=240):
+    for whole, restarted, replayed in run_on_ranks(2, three_ends_of_a_run, str(tmp_path), stage, timeout=240):
         assert whole == restarted == replayed
 
 

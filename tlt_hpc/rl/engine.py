@@ -36,6 +36,15 @@ def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[st
     }
 
 
+def frozen_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
+    """DeepSpeed's configuration of a model that is read alone."""
+    settings = engine_settings(config, num_ranks, device_type)
+    zero = settings["zero_optimization"]
+    zero.pop("offload_optimizer", None)
+    zero["stage3_max_reuse_distance"] = 0  # no backward pass comes: a layer goes as soon as it has been read
+    return settings
+
+
 def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     """The engine that trains a model, equal on all ranks (at stage 3 rank 0's counts alone); collective."""
     device_type = deepspeed.get_accelerator().device_name()
@@ -58,12 +67,9 @@ def start_frozen_engine(model: torch.nn.Module, config: Config, num_ranks: int) 
     """The engine that deals out rank 0's model and gathers it a layer at a time to read it; collective.
 
     DeepSpeed takes stage 3 without an optimiser for inference (its ``DeepSpeedZeRoOffload``): parameters stay in the
-    precision that they have, in host memory with ``optimizer.offload_parameters``.
+    precision that they have.
     """
-    settings = engine_settings(config, num_ranks, deepspeed.get_accelerator().device_name())
-    zero = settings["zero_optimization"]
-    zero.pop("offload_optimizer", None)
-    zero["stage3_max_reuse_distance"] = 0  # no backward pass comes: a layer goes as soon as it has been read
+    settings = frozen_settings(config, num_ranks, deepspeed.get_accelerator().device_name())
     _partition(model, settings)
     engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
     lengthen_timeouts(engine.data_parallel_group)
