@@ -185,7 +185,7 @@ def three_ends_of_a_run(folder: str, stage: int) -> list[str]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_reference_that_it_had(tmp_path: Path, stage: int) -> None:
     """The reference is that of step 2: neither the model of the start nor the policy that is loaded."""
     for whole, restarted, replayed in run_on_ranks(2, three_ends_of_a_run, str(tmp_path), stage, timeout=240):
