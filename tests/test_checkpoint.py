@@ -32,7 +32,7 @@ from tlt_hpc.checkpoint import save as save_module
 from tlt_hpc.checkpoint.host_copy import HostCopy
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.models.piece import Piece, deal
+from tlt_hpc.models.piece import Cut, Piece, deal
 from tlt_hpc.saving import save_between
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}
@@ -550,6 +550,14 @@ def test_what_is_dealt_comes_back_whole(tmp_path: Path, num_ranks: int) -> None:
     for name, wanted in tensors.items():
         read = checkpoint.read("drafter", name)
         assert read.dtype == wanted.dtype and torch.equal(read, wanted), name
+    for name, slices in (
+        ("wide", (slice(1, 4),)), ("wide", (slice(None), slice(9, 30))), ("wide", (slice(2, 3), slice(0, 5))),
+        ("half", (slice(2, 4),)), ("mask", (slice(3, 8),)), ("wide", ()),
+    ):  # fmt: skip
+        part, wanted = checkpoint.read("drafter", name, Cut(tuple(tensors[name].shape), slices)), tensors[name][slices]
+        assert part.dtype == wanted.dtype and torch.equal(part, wanted), (name, slices)
+    with pytest.raises(ValueError, match=r"weight 'wide' has shape \[5, 37\], config.json asks for \[5, 36\]"):
+        checkpoint.read("drafter", "wide", Cut((5, 36), (slice(1, 2),)))
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4), (5, 6)], [(0, 4), (3, 6)], [(0, 4)], [(0, 6), (0, 6)]])

@@ -5,21 +5,32 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from data_sets import gcd_row, write_parquet
 from launch_ranks import run_on_ranks
+from safetensors.torch import save_file
 from test_claim import ThreadWorld
 from test_evaluate import start
-from tiny import embedded_decoder, embedded_tokenizer
+from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
 from tlt_hpc import job
+from tlt_hpc.checkpoint.manifest import Checkpoint, File, Stored, _index, write_manifest
 from tlt_hpc.config import ConfigError, UserError, load_config
+from tlt_hpc.evaluate import subject as subject_module
 from tlt_hpc.evaluate.answering import Means, _Pieces, see_all
 from tlt_hpc.evaluate.folder import EvaluationFolder
+from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
 from tlt_hpc.evaluate.training import prepare
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.piece import deal
+from tlt_hpc.models.shape import read_shape
+from tlt_hpc.models.sharding import Sharding
 from tlt_hpc.mpi.world import World
 
 TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
@@ -59,6 +70,73 @@ def test_an_evaluation_of_other_files_on_another_rank_is_refused_on_all(tmp_path
     )
     assert run_on_ranks(2, refused_on_a_rank, str(tmp_path)) == [message, message]
     assert not (tmp_path / "evaluation").exists()
+
+
+class Read:
+    """Counts the elements that a rank's readers bring to memory, and the most at once."""
+
+    def __init__(self) -> None:
+        self.total = self.most = 0
+
+    def counting(self, readers):
+        for name, read in readers:
+            yield name, partial(self.read, read)
+
+    def read(self, read, cut):
+        tensor = read(cut)
+        self.total += tensor.numel()
+        self.most = max(self.most, tensor.numel())
+        return tensor
+
+
+def checkpoint_of_three_ranks(folder: Path):
+    """The embedded weights as a run's masters, each dealt over ranks in unequal pieces."""
+    masters = {f"{name}.master": weight.float() for name, weight in folder_weights(embedded_folder())}
+    files, stored = [], {}
+    for rank in range(3):
+        own = dict(deal(masters.items(), rank, 3))
+        tensors = {
+            name: Stored(name=name, shape=list(piece.shape), start=piece.start, stop=piece.stop)
+            for name, piece in own.items()
+        }
+        save_file(
+            {
+                kept.key: own[name].values.reshape(kept.shape if kept.is_whole else -1).clone()
+                for name, kept in tensors.items()
+            },
+            folder / str(rank),
+        )
+        files.append(File(part="policy", name=str(rank), size=1, digest="", tensors=list(tensors.values())))
+        stored |= tensors
+    write_manifest(folder / "state.json", 7, files, {})
+    return Checkpoint(folder, 7, {}, _index(files))
+
+
+@pytest.mark.parametrize("from_run", [False, True], ids=["a folder", "a run"])
+def test_ranks_of_a_replica_read_their_part_of_each_weight_alone(tmp_path, monkeypatch, from_run):
+    shape = read_shape(embedded_folder())
+    checkpoint = checkpoint_of_three_ranks(tmp_path) if from_run else None
+    subject = Subject(str(embedded_folder()), None, None, None)
+    counts, readers = [Read(), Read()], subject_module._readers
+
+    def load(world):
+        monkeypatch.setattr(subject_module, "_readers", lambda *given: counts[mine.rank].counting(readers(*given)))
+        mine.rank = world.rank
+        decoder = Decoder(shape, torch.float32, CPU, Sharding(world.rank, 2))
+        return load_weights(decoder, subject, checkpoint, world), decoder
+
+    mine = threading.local()
+    (first, one), (second, other) = on_two_ranks(load)
+    whole = embedded_decoder()
+    weights = dict(folder_weights(embedded_folder()))
+    assert first == second == fingerprint_of(((n, w.float()) for n, w in weights.items()), shape.tied_head)
+    for number, layer in enumerate(whole.layers):
+        halves = [decoder.layers[number].down.weight for decoder in (one, other)]
+        assert torch.equal(torch.cat(halves, 1), layer.down.weight)
+    size = sum(weight.numel() for weight in weights.values())
+    layers = sum(each.weight_bytes for each in whole.layers) // 4
+    assert sum(read.total for read in counts) < 2 * size - 0.45 * layers, "of a layer one reads all, the other its half"
+    assert max(read.most for read in counts) == max(weight.numel() for weight in weights.values())
 
 
 def test_so_it_is_between_the_steps_of_a_run(tmp_path):

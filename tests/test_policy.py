@@ -375,7 +375,7 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     with torch.no_grad():
         for parameter in away.parameters():
             parameter.mul_(1.3)
-    policy = Policy(make_model(), config, world, reference=away)
+    policy = Policy(make_model(), config, world, reference=lambda: away)
     rollouts = make_rollouts()
     found = policy.reference_kl(rollouts).tolist()
     plain, other = Reference(config), Reference(config)
@@ -436,7 +436,7 @@ def vary_settings() -> dict[str, Any]:
     policy.close()
 
     config = make_config(algorithm__kl_coefficient=0.5)
-    policy = Policy(make_model(), config, world, reference=make_model())
+    policy = Policy(make_model(), config, world, reference=make_model)
     stats = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(2)]
     result["kl"] = [each.kl_loss for each in stats]
     result["kl changes the update"] = distance(weights_of(policy), weights[48])
@@ -666,7 +666,7 @@ def test_a_process_joins_leaves_and_joins_again() -> None:
 
 @pytest.mark.parametrize(("device", "parts"), [("cuda", {"offload_optimizer", "offload_param"}), ("cpu", set())])
 def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> None:
-    from tlt_hpc.rl.policy import engine_settings
+    from tlt_hpc.rl.engine import engine_settings, frozen_settings
 
     asked = ["zero_stage=3", "offload=true", "offload_parameters=true"]
     job = Path(__file__).parent.parent / "jobs" / "tiny.toml"
@@ -674,3 +674,5 @@ def test_what_is_offloaded_is_in_host_memory(device: str, parts: set[str]) -> No
     zero = engine_settings(config, 2, device)["zero_optimization"]
     assert {name for name in zero if name.startswith("offload")} == parts
     assert all(zero[name]["device"] == "cpu" for name in parts)
+    frozen = frozen_settings(config, 2, device)["zero_optimization"]
+    assert {name for name in frozen if name.startswith("offload")} == parts - {"offload_optimizer"}

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, paged_attention, texts
 
 from tlt_hpc.config import load_config
@@ -148,7 +149,8 @@ def test_a_folder_gives_a_rank_the_part_that_whole_weights_would() -> None:
         for mine, other in zip(by_part.layers, by_whole.layers, strict=True):
             assert torch.equal(mine.qkv.weight, other.qkv.weight) and torch.equal(mine.down.weight, other.down.weight)
             assert torch.equal(mine.output.weight, other.output.weight)
-        assert by_part.weight_cuts()["model.layers.0.mlp.down_proj.weight"][1] == slice(index * 128, index * 128 + 128)
+        cut = by_part.weight_cuts()["model.layers.0.mlp.down_proj.weight"]
+        assert cut.slices[1] == slice(index * 128, index * 128 + 128)
 
 
 def test_a_part_of_the_wrong_size_is_refused() -> None:
@@ -158,6 +160,15 @@ def test_a_part_of_the_wrong_size_is_refused() -> None:
         decoder.load([(name, torch.zeros(64, 128))], 0)
     with pytest.raises(ValueError, match=r"has shape \[128, 128\], config.json asks for \[64, 128\]"):
         decoder.load([(name, torch.zeros(128, 128))], 0, are_cut=True)
+
+
+def test_a_part_of_a_larger_tensor_is_refused(tmp_path: Path) -> None:
+    """Its block is of the right size."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({name: torch.zeros(256, 128)}, tmp_path / "model.safetensors")
+    decoder = Decoder(SHAPE, torch.float32, CPU, Sharding(0, 2))
+    with pytest.raises(ValueError, match=r"has shape \[256, 128\], config.json asks for \[128, 128\]"):
+        decoder.load(folder_weights(tmp_path, decoder.weight_cuts()), 0, are_cut=True)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
@@ -35,7 +36,7 @@ from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, make_drafter
-from tlt_hpc.models.folder import DTYPES, load_policy_model, num_used_tokens, start_model
+from tlt_hpc.models.folder import DTYPES, num_used_tokens, start_model
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.pulse import Pulse
@@ -200,9 +201,9 @@ def assemble(config: Config, world: World) -> Job:
     engine = make_engine(decoder, engine_settings(config, assets, world), served, replica.agree)
     engine.keeps = lambda key: replica.keeps(unit_of(config, key))
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
-    model = start_model(assets.folder, config.model.dtype, device, config.optimizer.zero_stage == 3, world.rank)
-    reference = load_policy_model(assets.folder, config.model.dtype) if config.algorithm.kl_coefficient else None
-    policy = Policy(model, config, world, reference.to(device) if reference is not None else None)
+    is_dealt = config.optimizer.zero_stage == 3
+    start = partial(start_model, assets.folder, config.model.dtype, device, is_dealt, world.rank)
+    policy = Policy(start(), config, world, start if config.algorithm.kl_coefficient else None)
     return Job(
         config=config,
         world=world,

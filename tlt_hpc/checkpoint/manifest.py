@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tlt_hpc.config import UserError
+from tlt_hpc.models.piece import Cut
 from tlt_hpc.storage.folder import sync
 
 JSON = Any
@@ -94,11 +95,12 @@ class Checkpoint:
         """The names of a part's tensors, sorted; none where the part was not saved."""
         return sorted(self.tensors.get(part, {}))
 
-    def read(self, part: str, name: str) -> Tensor:
-        """One whole tensor, on the CPU.
+    def read(self, part: str, name: str, cut: Cut | None = None) -> Tensor:
+        """One tensor, whole or a block of it, on the CPU.
 
         Raises:
             CheckpointError: there is no such tensor, or its file cannot be read.
+            ValueError: it is not of the sizes that it is cut from.
         """
         if name not in self.tensors.get(part, {}):
             raise CheckpointError(
@@ -106,14 +108,37 @@ class Checkpoint:
                 "model or drafter; resume with the configuration that wrote it, or choose another run.name"
             )
         pieces = self.tensors[part][name]
-        values = [self._read_piece(file, stored.key) for file, stored in pieces]
-        return values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
+        if cut is not None:
+            cut.check(name, pieces[0][1].shape)
+        if cut is None or not cut.slices:
+            values = [self._read_piece(file, stored.key) for file, stored in pieces]
+            return values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
+        if len(pieces) == 1:
+            return self._read_piece(pieces[0][0], pieces[0][1].key, cut.slices)
+        # a block's elements are in the order of the tensor's, so those of the pieces follow each other
+        parts = [part for file, stored in pieces for part in self._read_part(file, stored, cut)]
+        return torch.cat(parts).view(cut.cut_sizes)
 
-    def _read_piece(self, file_name: str, key: str) -> Tensor:
+    def _read_part(self, file_name: str, stored: Stored, cut: Cut) -> Iterator[Tensor]:
+        """What a flat piece has of a block, [n] if anything; of its rows no others are read than the block's."""
+        width = math.prod(cut.sizes[1:])
+        first, last, _ = cut.slices[0].indices(cut.sizes[0])
+        start, stop = max(stored.start, first * width), min(stored.stop, last * width)
+        if start >= stop:
+            return
+        values = self._read_piece(file_name, stored.key, (slice(start - stored.start, stop - stored.start),))
+        if len(cut.slices) > 1:
+            assert len(cut.sizes) == len(cut.slices) == 2, cut
+            left, right, _ = cut.slices[1].indices(width)
+            columns = torch.arange(start, stop).remainder_(width)
+            values = values[(columns >= left) & (columns < right)]
+        yield values
+
+    def _read_piece(self, file_name: str, key: str, slices: tuple[slice, ...] = ()) -> Tensor:
         path = self.folder / file_name
         try:
             with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(key)
+                tensor: Tensor = file.get_slice(key)[slices] if slices else file.get_tensor(key)
                 return tensor
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {key!r} from {path}: {error}; remove {self.folder}") from None

@@ -25,10 +25,9 @@ from tlt_hpc.evaluate.parts import (
 )
 from tlt_hpc.evaluate.requests import Wanted, longest_response, wanted_responses
 from tlt_hpc.evaluate.sets import EvaluationSets
-from tlt_hpc.evaluate.subject import Fingerprint, Subject, config_for, open_checkpoint, weights_of
+from tlt_hpc.evaluate.subject import Subject, config_for, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.job import make_pulse, make_replica, open_bench
-from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
@@ -85,10 +84,10 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     check_same_sets(sets, world)
     subject, checkpoint = open_checkpoint(subject, world)
     replica = make_replica(config, world)
-    decoder, fingerprint = make_decoder(config, assets, world, replica), Fingerprint(assets.shape.tied_head)
-    decoder.load(fingerprint.reading(weights_of(subject, checkpoint, DTYPES[config.model.dtype])), 0)
+    decoder = make_decoder(config, assets, world, replica)
+    fingerprint = load_weights(decoder, subject, checkpoint, world)
     folder = EvaluationFolder(subject.folder(config))
-    facts = facts_of(config, sets, fingerprint.digest())
+    facts = facts_of(config, sets, fingerprint)
     wanted = wanted_responses(config, sets)
     done = claim(folder, facts, world)
     num_missing = count_missing(wanted, done, world)

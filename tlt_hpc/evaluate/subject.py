@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
@@ -19,7 +19,8 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
 from tlt_hpc.evaluate.options import EvaluateOptions
 from tlt_hpc.evaluate.requests import longest_response
-from tlt_hpc.models.folder import find_model, folder_weights
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.folder import ReadCut, find_model, folder_readers
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 
@@ -130,15 +131,40 @@ def _find(run: RunFolder, step: int | None) -> Checkpoint | str:
     return found or f"{run.path} has no checkpoint yet; train on until it has saved one"
 
 
-def weights_of(subject: Subject, checkpoint: Checkpoint | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The policy's weights under their Hugging Face names, one at a time, in the precision of the rollouts."""
+def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, world: World) -> str:
+    """Have the decoder read its part of each of the policy's weights; returns their fingerprint. Collective.
+
+    Whole, and one at a time, a rank reads those alone that are dealt to it for the fingerprint, which must not depend
+    on how many ranks have a part of each.
+
+    Raises:
+        ValueError: they are not those of the decoder's shape.
+    """
+    fingerprint, cuts = Fingerprint(decoder.shape.tied_head), decoder.weight_cuts()
+
+    def parts() -> Iterator[tuple[str, Tensor]]:
+        for number, (name, read) in enumerate(_readers(subject, checkpoint)):
+            cut = cuts.get(name)  # None: the decoder refuses it, or has it in the embedding
+            if cut is None or number % world.size != world.rank:
+                yield name, read(cut).to(decoder.dtype)
+                continue
+            whole = read(None).to(decoder.dtype)
+            cut.check(name, whole.shape)
+            fingerprint.note(name, whole)
+            yield name, whole[cut.slices]
+
+    decoder.load(parts(), 0, are_cut=True)
+    return fingerprint.with_others(world).digest()
+
+
+def _readers(subject: Subject, checkpoint: Checkpoint | None) -> Iterator[tuple[str, ReadCut]]:
+    """The policy's weights under their Hugging Face names, each to be read before the next is asked for."""
     if checkpoint is None:
-        for name, tensor in folder_weights(find_model(subject.place)):
-            yield name, tensor.to(dtype)
+        yield from folder_readers(find_model(subject.place))
         return
     for name in checkpoint.names("policy"):
         if name.endswith(_MASTER):
-            yield name.removesuffix(_MASTER), checkpoint.read("policy", name).to(dtype)
+            yield name.removesuffix(_MASTER), partial(checkpoint.read, "policy", name)
 
 
 class Fingerprint:
@@ -150,23 +176,28 @@ class Fingerprint:
     def __init__(self, tied_head: bool) -> None:
         self._tied_head, self._parts = tied_head, dict[str, str]()
 
-    def reading(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, noted as they pass."""
-        for name, tensor in weights:
-            if not (self._tied_head and name == "lm_head.weight"):  # some files have it twice
-                self._parts[name] = _sampled(tensor)
-            yield name, tensor
+    def note(self, name: str, tensor: Tensor) -> None:
+        """Take in a whole weight."""
+        if not (self._tied_head and name == "lm_head.weight"):  # some files have it twice
+            self._parts[name] = _sampled(tensor)
+
+    def with_others(self, world: World) -> Fingerprint:
+        """Of all that the ranks have noted together; collective."""
+        every = Fingerprint(self._tied_head)
+        for parts in world.allgather(self._parts):
+            every._parts |= parts
+        return every
 
     def digest(self) -> str:
-        """Of all that has passed, in whatever order."""
+        """Of all that was noted, in whatever order."""
         return hashlib.sha256(repr(sorted(self._parts.items())).encode()).hexdigest()[:32]
 
 
 def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
     """The fingerprint of weights that nobody else reads."""
     fingerprint = Fingerprint(tied_head)
-    for _ in fingerprint.reading(weights):
-        pass
+    for name, tensor in weights:
+        fingerprint.note(name, tensor)
     return fingerprint.digest()
 
 

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from tlt_hpc.config import Config, ConfigError, check_model_limits, check_ranks, check_sequence_parallel, load_config
 from tlt_hpc.memory_plan.knobs import turn_knobs
+from tlt_hpc.memory_plan.limits import Limits
 from tlt_hpc.memory_plan.parts import Situation
 from tlt_hpc.memory_plan.phases import plan_memory
-from tlt_hpc.memory_plan.report import GB, Limits, as_json, one_line, show
+from tlt_hpc.memory_plan.report import GB, as_json, one_line, show
 from tlt_hpc.memory_plan.shapes import find_shape
 from tlt_hpc.models.shape import ModelShape, check_sharding
 

@@ -16,6 +16,17 @@ _LEAST_GAIN = 0.005
 
 
 @dataclass(frozen=True)
+class Knob:
+    """A setting, and what it may be turned to."""
+
+    key: str
+    value: object
+    cost: str
+    price: int = 0
+    """How much slower a step becomes, roughly: only the order of sums counts. 0: it changes what is learned."""
+
+
+@dataclass(frozen=True)
 class Turned:
     """A setting turned, and the peak that it leaves."""
 
@@ -34,13 +45,17 @@ def turn_knobs(plan: MemoryPlan) -> list[Turned]:
     return sorted(worth, key=lambda knob: knob.peak_bytes)
 
 
+def free_knobs(situation: Situation) -> Iterator[tuple[Knob, Situation]]:
+    """Those that change neither what is learned nor the machine, each with the situation that it leaves."""
+    for knob, turned in _turn_all(situation):
+        # without a budget of bytes the rows say how many pages there are
+        if knob.price and (knob.key != "rollout.kv_bytes" or situation.config.rollout.kv_bytes):
+            yield knob, turned
+
+
 def _knobs(situation: Situation) -> Iterator[tuple[str, str, Situation]]:
-    for key, value, cost in _settings(situation):
-        try:
-            config = _with(situation.config, key, value)
-        except ConfigError:  # a combination that cannot be is no way out
-            continue
-        yield f"{key}={_written(value)}", cost, replace(situation, config=config)
+    for knob, turned in _turn_all(situation):
+        yield f"{knob.key}={written(knob.value)}", knob.cost, turned
     more = 2 * situation.num_ranks
     try:
         check_ranks(situation.config, more)
@@ -53,36 +68,56 @@ def _knobs(situation: Situation) -> Iterator[tuple[str, str, Situation]]:
     )
 
 
-def _settings(situation: Situation) -> Iterator[tuple[str, object, str]]:
-    config = situation.config
-    if config.optimizer.zero_stage < 3:
-        yield "optimizer.zero_stage", 3, "more communication"
-    if not config.optimizer.offload and config.optimizer.zero_stage and situation.device == "cuda":
-        yield "optimizer.offload", True, "slower step, host memory"
-    if not config.optimizer.repeats_layers(situation.device):
-        yield "optimizer.gradient_checkpointing", True, "update a third slower"
-    more = 2 * config.optimizer.sequence_parallel
+def _turn_all(situation: Situation) -> Iterator[tuple[Knob, Situation]]:
+    for knob in (*_of_the_update(situation), *_of_the_rollout(situation), *_of_the_rest(situation)):
+        try:
+            config = _with(situation.config, knob.key, knob.value)
+        except ConfigError:  # a combination that cannot be is no way out
+            continue
+        yield knob, replace(situation, config=config)
+
+
+def _of_the_update(situation: Situation) -> Iterator[Knob]:
+    optimizer = situation.config.optimizer
+    if optimizer.zero_stage < 3:
+        yield Knob("optimizer.zero_stage", 3, "more communication", 2)
+    if not optimizer.offload and optimizer.zero_stage and situation.device == "cuda":
+        yield Knob("optimizer.offload", True, "slower step, host memory", 6)
+    if situation.offloads and optimizer.zero_stage == 3 and not optimizer.offload_parameters:
+        yield Knob("optimizer.offload_parameters", True, "more host memory", 8)
+    if not optimizer.repeats_layers(situation.device):
+        yield Knob("optimizer.gradient_checkpointing", True, "update a third slower", 4)
+    more = 2 * optimizer.sequence_parallel
     if not situation.num_ranks % more and _shares(situation, more):
-        yield "optimizer.sequence_parallel", more, "more communication"
-    more = 2 * config.rollout.tensor_parallel
+        yield Knob("optimizer.sequence_parallel", more, "more communication", 2)
+    if optimizer.micro_batch_tokens > situation.longest:
+        tokens = max(situation.longest, optimizer.micro_batch_tokens // 2)
+        yield Knob("optimizer.micro_batch_tokens", tokens, "more passes", 1)
+
+
+def _of_the_rollout(situation: Situation) -> Iterator[Knob]:
+    rollout = situation.config.rollout
+    more = 2 * rollout.tensor_parallel
     if not situation.num_ranks % more and not situation.ranks_per_node % more and _divides(situation, more):
-        yield "rollout.tensor_parallel", more, "half the replicas"
-    if config.optimizer.micro_batch_tokens > situation.longest:
-        tokens = max(situation.longest, config.optimizer.micro_batch_tokens // 2)
-        yield "optimizer.micro_batch_tokens", tokens, "more passes"
-    yield "rollout.max_new_tokens", max(1, config.rollout.max_new_tokens // 2), "shorter responses"
+        yield Knob("rollout.tensor_parallel", more, "half the replicas", 4)
+    yield Knob("rollout.max_new_tokens", max(1, rollout.max_new_tokens // 2), "shorter responses")
     half = _half_the_pool(situation)
     if half:
-        yield "rollout.kv_bytes", half, "fewer live at once"
-    if config.rollout.max_live > 1:
-        yield "rollout.max_live", config.rollout.max_live // 2, "fewer live at once"
+        yield Knob("rollout.kv_bytes", half, "fewer live at once", 4)
+    if rollout.max_live > 1:
+        yield Knob("rollout.max_live", rollout.max_live // 2, "fewer live at once", 4)
+
+
+def _of_the_rest(situation: Situation) -> Iterator[Knob]:
+    config = situation.config
     if situation.learns_drafting:
-        yield "drafter.micro_step_tokens", max(256, config.drafter.micro_step_tokens // 2), "smaller micro-steps"
+        tokens = max(256, config.drafter.micro_step_tokens // 2)
+        yield Knob("drafter.micro_step_tokens", tokens, "smaller micro-steps", 1)
         if config.drafter.average_merges > 1:
-            yield "drafter.average_merges", 1, "a noisier drafter"
-        yield "speculation.mode", "ngram", "no learned drafter"
-    if config.algorithm.kl_coefficient:
-        yield "algorithm.kl_coefficient", 0.0, "no reference"
+            yield Knob("drafter.average_merges", 1, "a noisier drafter", 2)
+        yield Knob("speculation.mode", "ngram", "no learned drafter")
+    if situation.has_reference:
+        yield Knob("algorithm.kl_coefficient", 0.0, "no reference")
 
 
 def _shares(situation: Situation, size: int) -> bool:
@@ -116,5 +151,6 @@ def _with(config: Config, key: str, value: object) -> Config:
     return parse_config(tree)
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
+    """As TOML has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -42,6 +42,20 @@ class Situation:
     def learns_drafting(self) -> bool:
         return self.config.speculation.mode == "full"
 
+    @property
+    def has_reference(self) -> bool:
+        return self.config.algorithm.kl_coefficient > 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimiser's state is in host memory beside a device's own."""
+        return self.config.optimizer.offload and self.device == "cuda"
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether a rank's parameters are there too."""
+        return self.offloads and self.config.optimizer.offload_parameters
+
 
 @dataclass(frozen=True)
 class Part:

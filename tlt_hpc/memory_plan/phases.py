@@ -5,6 +5,7 @@ from __future__ import annotations
 from tlt_hpc.memory_plan.activations import drafter_activations, update_activations
 from tlt_hpc.memory_plan.engine import engine_parts, num_drafter_parameters, rollout_workspace
 from tlt_hpc.memory_plan.parts import MemoryPlan, Part, Phase, Situation, some, total
+from tlt_hpc.memory_plan.reference import gathered_reference, reference_in_host_memory, reference_parts
 from tlt_hpc.memory_plan.zero import MOMENTS, TrainingState, training_state
 
 RUNTIME_BYTES = 2_000_000_000
@@ -21,7 +22,7 @@ def plan_memory(situation: Situation) -> MemoryPlan:
     """What the run takes on each rank's device by phase, of each rank in host memory, and on disk."""
     state = training_state(situation)
     resident = (*_runtime(situation), *engine_parts(situation), *_drafter(situation), *state.resident)
-    resident = (*resident, *_reference(situation))
+    resident = (*resident, *reference_parts(situation))
     start = tuple(part for part in resident if part.name != MOMENTS)  # the first step makes them
     if situation.device == "cpu":  # the host's memory is the device's
         resident = (*resident, _checkpoint_copy(situation))
@@ -67,22 +68,19 @@ def _drafter(situation: Situation) -> tuple[Part, ...]:
     )
 
 
-def _reference(situation: Situation) -> tuple[Part, ...]:
-    kept = situation.config.algorithm.kl_coefficient > 0
-    return some((Part("reference", situation.item * situation.shape.num_parameters if kept else 0),))
-
-
 def _start(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
     """The policy arrives whole and is shared out, which at stage 3 is over before the rest is made.
 
-    At stage 3 rank 0 has it whole in host memory, and a GPU one matrix at a time, the largest of them the embedding.
+    At stage 3 rank 0 has it whole in host memory, and a GPU one matrix at a time, the largest of them the embedding;
+    a reference comes after it in the same way.
     """
     stage, shape = situation.config.optimizer.zero_stage, situation.shape
     whole = situation.item * shape.num_parameters
     if stage == 3:
         if situation.device == "cuda":
             whole = situation.item * shape.vocab_size * shape.hidden_size
-        whole -= total(part for part in state.resident if part.name not in ("policy", MOMENTS))
+        begun = total(part for part in state.resident if part.name not in ("policy", MOMENTS))
+        whole -= min(begun, total(reference_parts(situation))) if situation.has_reference else begun
     elif stage:
         whole = max(whole, 4 * -(-shape.num_parameters // situation.num_ranks))  # then gradients of zero, to begin with
     return some((Part("policy, not yet shared out", max(0, whole) if stage else 0),))
@@ -101,13 +99,14 @@ def _update(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
     """At its largest: in a backward pass, as it ends, or in the optimiser's step."""
     activations = update_activations(situation, micro_batch_tokens(situation))
     merge = Part("merge of the drafters", _merge(situation))
-    held = total(state.held)
+    gathered = (*state.held, *gathered_reference(situation))
+    held = total(gathered)
     if state.stepping > held + max(activations, state.reduced):
         return some((merge, Part("optimiser's step", state.stepping)))
     last = Part("activations", activations)
     if state.reduced > activations:
         last = Part("gradients being reduced", state.reduced)
-    return some((merge, *state.held, last))
+    return some((merge, *gathered, last))
 
 
 def _merge(situation: Situation) -> int:
@@ -127,6 +126,7 @@ def _host(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
             Part("weights while loading", 0 if _rank_0_loads(situation) else _loaded(situation)),
             *(() if situation.device == "cpu" else (_checkpoint_copy(situation),)),
             Part("optimiser (offload)", state.host),
+            Part("reference (offload)", reference_in_host_memory(situation)),
             Part("merge of the drafters", copies * 12 * drafter),
         )
     )
@@ -138,8 +138,8 @@ def _first_host(situation: Situation) -> tuple[Part, ...]:
 
 
 def _rank_0_loads(situation: Situation) -> bool:
-    """At stage 3 the others are dealt what it has read; a reference every rank reads for itself."""
-    return situation.config.optimizer.zero_stage == 3 and not situation.config.algorithm.kl_coefficient
+    """At stage 3 the others are dealt what it has read, the policy and then the reference."""
+    return situation.config.optimizer.zero_stage == 3
 
 
 def _loaded(situation: Situation) -> int:

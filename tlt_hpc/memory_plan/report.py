@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -11,22 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_hpc.memory_plan.knobs import Turned
+from tlt_hpc.memory_plan.limits import Limits, node_bytes
 from tlt_hpc.memory_plan.parts import MemoryPlan, Part, Phase, total
+from tlt_hpc.memory_plan.search import Combination, cheapest_fit, furthest
 
 GB = 1_000_000_000
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What there is, in bytes: of each GPU and of each node's host memory; None: not said."""
-
-    device: int | None = None
-    host: int | None = None
-
-    def hold(self, plan: MemoryPlan) -> bool:
-        """Whether the plan stays within what was said."""
-        device_fits = self.device is None or plan.peak.num_bytes <= self.device
-        return device_fits and (self.host is None or _node_bytes(plan) <= self.host)
 
 
 class _Unit:
@@ -51,6 +39,8 @@ def show(plan: MemoryPlan, limits: Limits, knobs: Sequence[Turned], console: Con
         console.print(line, soft_wrap=True, highlight=False)
     if knobs:
         console.print(_knob_table(plan, knobs, limits))
+    if not limits.hold(plan):
+        console.print(way_out(plan, limits), soft_wrap=True, highlight=False)
 
 
 def verdict(plan: MemoryPlan, limits: Limits) -> str:
@@ -59,12 +49,34 @@ def verdict(plan: MemoryPlan, limits: Limits) -> str:
     peak = f"Peak {unit.of(plan.peak.num_bytes)} a {of}, in the phase {plan.peak.name!r}"
     if limits.device is None and limits.host is None:
         return f"{peak}."
-    room = []
+    rooms = "; ".join(room for _, room in _rooms(unit, plan, limits))
+    return f"{'Fits' if limits.hold(plan) else 'Does not fit'}. {peak}; {rooms}."
+
+
+def _rooms(unit: _Unit, plan: MemoryPlan, limits: Limits) -> Iterator[tuple[int, str]]:
+    """Of each memory that was said: the bytes that are left, and that in words."""
     if limits.device is not None:
-        room.append(_room(unit, limits.device - plan.peak.num_bytes, limits.device, f"each {of}"))
+        left = limits.device - plan.peak.num_bytes
+        yield left, _room(unit, left, limits.device, f"each {_place(plan)}")
     if limits.host is not None:
-        room.append(_room(unit, limits.host - _node_bytes(plan), limits.host, "each node's host memory"))
-    return f"{'Fits' if limits.hold(plan) else 'Does not fit'}. {peak}; {'; '.join(room)}."
+        left = limits.host - node_bytes(plan)
+        yield left, _room(unit, left, limits.host, "each node's host memory")
+
+
+def way_out(plan: MemoryPlan, limits: Limits) -> str:
+    """One line: the least costly settings that make a plan fit, or how much memory the least takes."""
+    found, unit, of = cheapest_fit(plan, limits), _Unit(plan), _place(plan)
+    if found is not None:
+        peak = found.plan.peak
+        return f"Fits with {found.what}: {unit.of(peak.num_bytes)} a {of} at the peak ({peak.name})."
+    least = furthest(plan, limits)
+    peak, lack = least.plan.peak, (room for left, room in _rooms(unit, least.plan, limits) if left < 0)
+    return (
+        "No settings of this job fit that leave alone what is learned. "
+        f"{f'Even with {least.what} it' if least.turned else 'It'} takes {unit.of(peak.num_bytes)} a {of} in the phase "
+        f"{peak.name!r} and {_gb(node_bytes(least.plan))} of a node's host memory: {'; '.join(lack)}. More ranks share "
+        "out more."
+    )
 
 
 def one_line(plan: MemoryPlan) -> str:
@@ -84,11 +96,20 @@ def as_json(plan: MemoryPlan, limits: Limits, knobs: Sequence[Turned]) -> dict[s
         "peak": {"phase": plan.peak.name, "bytes": plan.peak.num_bytes},
         "host_by_rank": {part.name: part.num_bytes for part in plan.host},
         "host_of_rank_0": {part.name: part.num_bytes for part in plan.first_host},
-        "host_bytes_per_node": _node_bytes(plan),
+        "host_bytes_per_node": node_bytes(plan),
         "disk": {part.name: part.num_bytes for part in plan.disk},
         "fits": limits.hold(plan),
+        "fits_with": _as_json(cheapest_fit(plan, limits)),
+        "least": _as_json(furthest(plan, limits)),
         "knobs": [vars(knob) for knob in knobs],
     }
+
+
+def _as_json(found: Combination | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    peak, host = found.plan.peak, node_bytes(found.plan)
+    return {"settings": found.turned, "phase": peak.name, "peak_bytes": peak.num_bytes, "host_bytes_per_node": host}
 
 
 def _place(plan: MemoryPlan) -> str:
@@ -117,13 +138,7 @@ def _cell(unit: _Unit, phase: Phase, name: str) -> str:
 def _totals(plan: MemoryPlan) -> tuple[str, str]:
     first = f", rank 0 {_listed(plan.first_host)} more" if plan.first_host else ""
     host = f"Host memory: {_gb(total(plan.host))} a rank ({_listed(plan.host)}){first}, "
-    return f"{host}{_gb(_node_bytes(plan))} a node.", f"Disk, at most: {_gb(total(plan.disk))} ({_listed(plan.disk)})."
-
-
-def _node_bytes(plan: MemoryPlan) -> int:
-    """Host memory of a node; on CPUs the ranks' tensors are there as well."""
-    device = plan.peak.num_bytes if plan.situation.device == "cpu" else 0
-    return plan.host_bytes_per_node + device * min(plan.situation.ranks_per_node, plan.situation.num_ranks)
+    return f"{host}{_gb(node_bytes(plan))} a node.", f"Disk, at most: {_gb(total(plan.disk))} ({_listed(plan.disk)})."
 
 
 def _listed(parts: Sequence[Part]) -> str:

@@ -12,7 +12,7 @@ from tlt_hpc.memory_plan.parts import Part, Situation
 
 MOMENTS = "Adam moments"
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients reduced in one collective (``rl.policy.REDUCE_BUCKET_ELEMENTS``)."""
+"""Gradients reduced in one collective (``rl.engine.REDUCE_BUCKET_ELEMENTS``)."""
 _KEPT_WHOLE = 100_000
 """Parameters up to this size stay gathered at stage 3 (DeepSpeed's stage3_param_persistence_threshold)."""
 _MOST_GATHERED = 1_000_000_000
@@ -42,14 +42,13 @@ def training_state(situation: Situation) -> TrainingState:
     item, ranks = situation.item, situation.num_ranks
     if settings.zero_stage == 0:
         return _stage_0(count)
-    offloaded = settings.offload and situation.device == "cuda"
     own = -(-count // ranks)
-    if settings.zero_stage == 1 and item == 2 and not offloaded:
+    if settings.zero_stage == 1 and item == 2 and not situation.offloads:
         return _stage_1_in_bf16(count, own)
     state = _stage_3(situation, count, own) if settings.zero_stage == 3 else _stage_1_or_2(situation, count, own)
-    if not offloaded:
+    if not situation.offloads:
         return state
-    return _offload(state, own, item * own if settings.offload_parameters else 0)
+    return _offload(state, own, item * own if situation.offloads_parameters else 0)
 
 
 def _stage_0(count: int) -> TrainingState:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import Linear, Norm
+from tlt_hpc.models.piece import Cut
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
@@ -25,17 +26,16 @@ _HEAD_ROWS = 2048
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where the part ``cut`` of a weight of shape ``sizes`` is copied to: a view that takes it, reshaped."""
+    """Where the part ``slices`` of a weight of shape ``sizes`` is copied to: a view that takes it, reshaped."""
 
     sizes: tuple[int, ...]
     target: Tensor
     reshaped: tuple[int, ...]
-    cut: tuple[slice, ...] = ()
+    slices: tuple[slice, ...] = ()
 
     @property
-    def cut_sizes(self) -> tuple[int, ...]:
-        kept = (len(range(size)[part]) for size, part in zip(self.sizes, self.cut, strict=False))
-        return *kept, *self.sizes[len(self.cut) :]
+    def cut(self) -> Cut:
+        return Cut(self.sizes, self.slices)
 
 
 class Decoder:
@@ -73,7 +73,7 @@ class Decoder:
         """The Hugging Face names that ``load`` wants, with their sizes."""
         return {name: slot.sizes for name, slot in self._slots()}
 
-    def weight_cuts(self) -> dict[str, tuple[slice, ...]]:
+    def weight_cuts(self) -> dict[str, Cut]:
         """The part of each weight that this rank takes, by Hugging Face name: what ``load`` is given if ``are_cut``."""
         return {name: slot.cut for name, slot in self._slots()}
 
@@ -95,10 +95,10 @@ class Decoder:
                     f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; check config.json"
                 )
             slot = slots[name]
-            sizes = slot.cut_sizes if are_cut else slot.sizes
+            sizes = slot.cut.cut_sizes if are_cut else slot.sizes
             if sizes != tensor.shape:
                 raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(sizes)}")
-            slot.target.copy_((tensor if are_cut else tensor[slot.cut]).reshape(slot.reshaped))
+            slot.target.copy_((tensor if are_cut else tensor[slot.slices]).reshape(slot.reshaped))
             missing.discard(name)
         if missing:
             raise ValueError(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from tlt_hpc.models.piece import Cut
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import embedded as embedded
 from tlt_hpc.models.tokenizer import find_model as find_model
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"
+ReadCut = Callable[[Cut | None], torch.Tensor]
+"""Reads a stored tensor: all of it, or a block."""
 
 
 def num_used_tokens(tokenizer: Tokenizer, shape: ModelShape) -> int:
@@ -59,16 +63,21 @@ def empty_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     return model.eval()
 
 
-def folder_weights(
-    folder: Path, cuts: Mapping[str, tuple[slice, ...]] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def folder_weights(folder: Path, cuts: Mapping[str, Cut] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
 
     ``cuts``: the part to read of those that it names; nothing else of them is brought to memory.
 
     Raises:
-        ValueError: the folder has no safetensors file, or lacks a shard or a tensor that its index names.
+        ValueError: the folder has no safetensors file, or lacks a shard or a tensor that its index names; a tensor is
+            not of the sizes that it is cut from.
     """
+    for name, read in folder_readers(folder):
+        yield name, read(cuts.get(name) if cuts else None)
+
+
+def folder_readers(folder: Path) -> Iterator[tuple[str, ReadCut]]:
+    """``folder_weights``, each as a function that reads it, or a cut of it, until the next is asked for."""
     for file, names in _weight_files(folder).items():
         with safe_open(file, framework="pt") as reader:
             stored = list(reader.keys())
@@ -76,8 +85,18 @@ def folder_weights(
                 raise ValueError(f"{file} lacks {lacking[0]!r}, which {_INDEX} places there; download that file again")
             for name in stored:
                 if names is None or name in names:
-                    cut = cuts.get(name, ()) if cuts else ()
-                    yield name, reader.get_slice(name)[cut] if cut else reader.get_tensor(name)
+                    yield name, partial(_read_cut, reader, name)
+
+
+def _read_cut(reader: Any, name: str, cut: Cut | None) -> torch.Tensor:
+    if cut is not None:
+        stored = reader.get_slice(name)
+        cut.check(name, stored.get_shape())
+        if cut.slices:
+            part: torch.Tensor = stored[cut.slices]
+            return part
+    whole: torch.Tensor = reader.get_tensor(name)
+    return whole
 
 
 def _weight_files(folder: Path) -> Mapping[Path, set[str] | None]:

@@ -1,8 +1,8 @@
-"""A run of a tensor's elements, as one rank holds it: how state that is spread over ranks is named. Knows no file."""
+"""What one rank holds of a tensor that is spread over ranks: a run of its elements, or a block. Knows no file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,6 +29,28 @@ class Piece:
     @property
     def num_bytes(self) -> int:
         return self.values.numel() * self.values.element_size()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The block that one rank takes of a tensor of ``sizes``: ``slices`` of its first dimensions, all of the others."""
+
+    sizes: tuple[int, ...]
+    slices: tuple[slice, ...]
+
+    @property
+    def cut_sizes(self) -> tuple[int, ...]:
+        kept = (len(range(size)[part]) for size, part in zip(self.sizes, self.slices, strict=False))
+        return *kept, *self.sizes[len(self.slices) :]
+
+    def check(self, name: str, sizes: Sequence[int]) -> None:
+        """Refuse a tensor of other sizes, whose block might be of the right ones.
+
+        Raises:
+            ValueError: with the name.
+        """
+        if tuple(sizes) != self.sizes:
+            raise ValueError(f"weight {name!r} has shape {list(sizes)}, config.json asks for {list(self.sizes)}")
 
 
 def deal(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int) -> Iterator[tuple[str, Piece]]:

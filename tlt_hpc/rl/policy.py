@@ -30,20 +30,18 @@ from tlt_hpc.config import Config
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.models.policy_model import PolicyModel
 from tlt_hpc.records import Rollout
-from tlt_hpc.rl import reference as reference_weights
 from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.correction import correction_weights, mismatch_terms
-from tlt_hpc.rl.distributed import join_sequence_group, lengthen_timeouts
+from tlt_hpc.rl.distributed import join_sequence_group
+from tlt_hpc.rl.engine import start_engine
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
+from tlt_hpc.rl.reference import Reference
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradients reduced in one collective at most; 200 MB in fp32, a tenth of DeepSpeed's default. It keeps a buffer of so
-many, which a smaller model need not pay for."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +151,19 @@ class Policy:
 
     The model is a causal language model in the manner of Hugging Face, in ``config.model.dtype``, equal on all ranks
     (at ZeRO stage 3 rank 0's counts alone); it belongs to the policy from here on. ``reference`` is needed where
-    ``algorithm.kl_coefficient`` is above 0; it stays whole on every rank. All methods are collective.
+    ``algorithm.kl_coefficient`` is above 0: it makes the model that is the reference, and is called once the policy is
+    sharded, so that no rank ever has two whole ones at stage 3. All methods are collective.
 
     Raises:
         ConfigError: a combination of ZeRO stage, dtype and offload that DeepSpeed does not train exactly.
     """
 
     def __init__(
-        self, model: torch.nn.Module, config: Config, world: World, reference: torch.nn.Module | None = None
+        self,
+        model: torch.nn.Module,
+        config: Config,
+        world: World,
+        reference: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
         assert torch.distributed.is_initialized(), "join_process_group comes first"
         assert (config.algorithm.kl_coefficient > 0) == (reference is not None), "a reference goes with a KL term"
@@ -173,12 +176,9 @@ class Policy:
         self._dear_length = dear_length(model)
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
-        self.engine = _start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
+        self.engine = start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
         self._recipe = config.algorithm.recipe
-        self._reference: PolicyModel | None = None
-        if reference is not None:
-            reference.requires_grad_(False).eval().to(self.engine.device)
-            self._reference = PolicyModel(reference, sequence=self._sequence)
+        self._reference = None if reference is None else Reference(reference(), config, world, self._sequence)
         self._num_steps = 0
         self._has_state = False
 
@@ -231,7 +231,7 @@ class Policy:
         sums, nothing = np.zeros(len(rollouts)), np.zeros(len(rollouts))
         for indices in plan[self._share]:
             batch = self._load_batch(rollouts, nothing, nothing, indices)
-            log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference, batch)
+            log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference.model, batch)
             kl = kl_estimate(self._config.algorithm.kl, log_probs, reference)
             np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
         return self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
@@ -239,15 +239,14 @@ class Policy:
     def reference_shard(self) -> Iterator[tuple[str, Piece]]:
         """This rank's share of the reference's weights, by name; nothing while it is the model that it began as."""
         if self._reference is not None and self._num_renewals:
-            yield from reference_weights.shard(self._reference.inner, self._world.rank, self._world.size)
+            yield from self._reference.shard()
 
     @property
     def num_reference_bytes(self) -> int:
         """Most bytes of ``reference_shard``."""
         if self._reference is None or not self._config.algorithm.reference_every_steps:
             return 0
-        parts = reference_weights.shard(self._reference.inner, self._world.rank, self._world.size)
-        return sum(piece.num_bytes for _, piece in parts)
+        return self._reference.num_shard_bytes
 
     def load_reference(self, read: Callable[[str], torch.Tensor]) -> None:
         """Take over the reference that ``reference_shard`` gave on all ranks, on any number of ranks.
@@ -256,7 +255,7 @@ class Policy:
             read: full tensor of a parameter by its name.
         """
         assert self._reference is not None, "there is no reference"
-        reference_weights.load(self._reference.inner, read)
+        self._reference.load(read)
 
     @property
     def _num_renewals(self) -> int:
@@ -267,7 +266,7 @@ class Policy:
     def _renew_reference(self) -> None:
         every = self._config.algorithm.reference_every_steps * self._config.algorithm.updates_per_step
         if self._reference is not None and every and self._num_steps % every == 0:
-            reference_weights.renew(self._reference.inner, self.named_weights())
+            self._reference.renew(self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names, one at a time, on every rank; a tied weight comes once.
@@ -334,6 +333,9 @@ class Policy:
 
     def close(self) -> None:
         """Free the engine; the process group stays, and another policy may follow in this process."""
+        if self._reference is not None:
+            self._reference.close()
+        self._reference = None
         self.engine.destroy()
         self.engine = None  # the last reference to DeepSpeed's groups, whose threads must end before Python does
         self._parameters.clear()
@@ -409,7 +411,7 @@ class Policy:
         pg_losses = pg_losses * corrections
         losses, kl = pg_losses, torch.zeros_like(old)
         if self._reference is not None and algorithm.kl_in == "loss":
-            kl = kl_estimate(algorithm.kl, log_probs, self._log_probs(self._reference, batch))
+            kl = kl_estimate(algorithm.kl, log_probs, self._log_probs(self._reference.model, batch))
             losses = losses + algorithm.kl_coefficient * kl
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * entropy
@@ -539,26 +541,6 @@ class Policy:
                 state["step"] = num_steps
 
 
-def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
-    """DeepSpeed's configuration of the policy engine."""
-    zero: dict[str, Any] = {"stage": config.optimizer.zero_stage}
-    if config.optimizer.offload and device_type != "cpu":  # on a CPU all state is in host memory already
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        if config.optimizer.offload_parameters:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    return {
-        # Micro-batches are cut by tokens and their loss is scaled by us: to DeepSpeed each is one sample of one step.
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "train_batch_size": num_ranks,
-        "gradient_clipping": config.optimizer.max_grad_norm,  # its default is 1, not off
-        "bf16": {"enabled": config.model.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "zero_optimization": zero,
-    }
-
-
 def dear_length(model: torch.nn.Module) -> float:
     """Tokens of a document at which its attention costs as much as the products with the model's weights.
 
@@ -569,45 +551,3 @@ def dear_length(model: torch.nn.Module) -> float:
     weights = sum(parameter.numel() for parameter in model.parameters())
     width: int = config.num_hidden_layers * config.hidden_size
     return weights / width
-
-
-def _start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
-    device_type = deepspeed.get_accelerator().device_name()
-    settings = engine_settings(config, num_ranks, device_type)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    settings["zero_optimization"]["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, num_parameters)
-    if config.optimizer.zero_stage == 3:
-        _partition(model, settings)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=_make_optimizer(model, config, "offload_optimizer" in settings["zero_optimization"]),
-        config=settings,
-        dist_init_required=False,
-    )
-    lengthen_timeouts(engine.data_parallel_group)
-    return engine
-
-
-def _partition(model: torch.nn.Module, settings: dict[str, Any]) -> None:
-    """Deal rank 0's parameters over the ranks one after another: a whole model never stands on a device."""
-    device = torch.device(deepspeed.get_accelerator().current_device_name())
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-        torch.distributed.broadcast(buffer.data, 0)
-    deepspeed.zero.Init(module=model, config_dict_or_path=settings)
-
-
-def _make_optimizer(model: torch.nn.Module, config: Config, offloaded: bool) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    adam: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-    if offloaded:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles itself at first use
-
-        adam = DeepSpeedCPUAdam
-    return adam(
-        model.parameters(),
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-    )
