@@ -197,9 +197,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text("[run\n")
     start = "config file HERE/broken.toml is not valid TOML: "
-    assert said(broken) == start + "Expected ']' at the end of a table declaration (at line 1, column 5)"
+    assert said(broken) == start + "Expected ']' at the end of a table declaration (at line 1, column 5); mend it"
     broken.write_bytes(b"\xff\xfe")
-    assert said(broken) == start + "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
+    assert said(broken) == start + "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte; mend it"
     broken.write_text("run = 3\n")
     assert said(broken) == "run = 3: write it as a table, with keys of its own"
     broken.write_text("")

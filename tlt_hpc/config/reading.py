@@ -49,7 +49,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+        raise ConfigError(f"config file {path} is not valid TOML: {error}; mend it") from None
     for override in overrides:
         apply_override(tree, override)
     return parse_config(tree)

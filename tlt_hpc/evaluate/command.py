@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from tlt_hpc.config import Config, UserError, to_toml
 from tlt_hpc.evaluate.answering import Means, answer
@@ -28,6 +30,7 @@ from tlt_hpc.evaluate.sets import EvaluationSets
 from tlt_hpc.evaluate.subject import Fingerprint, Subject, config_for, open_checkpoint, weights_of
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.job import make_pulse, make_replica, open_bench
+from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.mpi.roster import Roster
@@ -86,7 +89,8 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     subject, checkpoint = open_checkpoint(subject, world)
     replica = make_replica(config, world)
     decoder, fingerprint = make_decoder(config, assets, world, replica), Fingerprint(assets.shape.tied_head)
-    decoder.load(fingerprint.reading(weights_of(subject, checkpoint, DTYPES[config.model.dtype])), 0)
+    weights = weights_of(subject, checkpoint, DTYPES[config.model.dtype])
+    load(decoder, fingerprint.reading(weights), subject, config.model.path)
     folder = EvaluationFolder(subject.folder(config))
     facts = facts_of(config, sets, fingerprint.digest())
     wanted = wanted_responses(config, sets)
@@ -124,6 +128,18 @@ def stopped(
     left = world.broadcast(len(missing_of(wanted, folder.read())) if world.rank == 0 else 0)
     reason = next(filter(None, world.allgather(world.stop_reason)), "")
     return EvaluationResult(name, folder.path, num_missing - left, left, None, reason)
+
+
+def load(decoder: Decoder, weights: Iterable[tuple[str, Tensor]], subject: Subject, model: str) -> None:
+    """Give a decoder the weights that are judged.
+
+    Raises:
+        UserError: they are not those of the folder ``model``, by which it was made.
+    """
+    try:
+        decoder.load(weights, 0)
+    except ValueError as error:
+        raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
 
 
 def claim(folder: EvaluationFolder, facts: dict[str, object], world: World) -> set[SampleKey]:
