@@ -359,6 +359,13 @@ def test_places_that_are_none(tmp_path):
         assert str(caught.value) == message
 
 
+def test_an_evaluation_whose_facts_are_damaged(tmp_path):
+    (tmp_path / "evaluation.json").write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        EvaluationFolder(tmp_path).claim({})
+    assert str(caught.value) == f"{tmp_path}/evaluation.json is damaged; delete {tmp_path} to evaluate anew"
+
+
 class OneRank:
     rank, size, hostname = 0, 1, "here"
 
