@@ -186,9 +186,12 @@ WRONG = "; it must return as many indices as there are rows"
         ("return [0]", "gives 1 indices for epoch 0; there are 8 rows" + WRONG),
         ("return [8] * 8", "gives the index 8 for epoch 0; rows are 0 to 7" + WRONG),
         ("return [-1] * 8", "gives the index -1 for epoch 0; rows are 0 to 7" + WRONG),
-        ("return [0.5] * 8", "gives no list of indices for epoch 0 but list" + WRONG),
+        ("return [0.5] * 8", "gives no list of indices for epoch 0 but list of float64" + WRONG),
         ("return None", "gives no list of indices for epoch 0 but NoneType" + WRONG),
         ("return [[0], [0, 1]] * 4", "gives no list of indices for epoch 0" + WRONG),
+        ("return [True] * 8", "gives no list of indices for epoch 0 but list of bool" + WRONG),
+        ("return 'abc'", "gives no list of indices for epoch 0 but str" + WRONG),
+        ("raise SystemExit(3)", "fails in epoch 0 (SystemExit: 3)" + WRONG),
         ("return rows[99]", "fails in epoch 0 (IndexError: tuple index out of range)" + WRONG),
         (
             "return random.sample(range(8), 8)",
@@ -208,6 +211,7 @@ def test_curricula_that_are_not_there(tmp_path: Path) -> None:
     path = graded(tmp_path)
     curriculum(tmp_path, "return []")
     (tmp_path / "bad.py").write_text("1 / 0\n")
+    (tmp_path / "end.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "mine.txt").write_text("")
     for spec, message in [
         ("order", "is not of the form path.py:name"),
@@ -215,6 +219,8 @@ def test_curricula_that_are_not_there(tmp_path: Path) -> None:
         (f"{tmp_path}/mine.txt:order", f": {tmp_path}/mine.txt is no Python file; give path.py:name"),
         (f"{tmp_path}/mine.py:nix", f": {tmp_path}/mine.py has no function 'nix'; name one that it has"),
         (f"{tmp_path}/bad.py:order", f": {tmp_path}/bad.py fails (ZeroDivisionError: division by zero); mend it"),
+        (f"{tmp_path}/end.py:order", f": {tmp_path}/end.py fails (SystemExit: 3); mend it"),
+        (f"{tmp_path}:order", f": there is no file {tmp_path}; give path.py:name"),
     ]:
         with pytest.raises(ConfigError) as caught:
             open_data(path, f"data.curriculum={spec}")

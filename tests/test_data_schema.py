@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_sets import all_prompts, gcd_row, open_data, texts, verl_row, write_jsonl, write_parquet
+from data_sets import all_prompts, gcd_row, open_data, texts, verl_row, write_arrow, write_jsonl, write_parquet
 
 from tlt_hpc.config import ConfigError
 from tlt_hpc.data.rows import RowError
@@ -96,12 +96,12 @@ def test_columns_that_are_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         all_prompts(path)
     assert str(caught.value) == (
-        f"{start} prompt among 'prompt', 'problem', 'question', 'messages'; it has answer: "
-        "name the right one in data.prompt_key"
+        f"{start} prompt among 'prompt', 'problem', 'question', 'messages'; it has answer, "
+        "text: name the right one in data.prompt_key"
     )
     with pytest.raises(ConfigError) as caught:
         all_prompts(path, "data.prompt_key=text", "data.answer_key=anwser")
-    assert str(caught.value) == f"{start} column 'anwser'; it has text: name the right one in data.answer_key"
+    assert str(caught.value) == f"{start} column 'anwser'; it has answer, text: name the right one in data.answer_key"
 
 
 def test_one_of_several_files_without_the_column(tmp_path: Path) -> None:
@@ -109,8 +109,71 @@ def test_one_of_several_files_without_the_column(tmp_path: Path) -> None:
         write_parquet(tmp_path / "a.parquet", [gcd_row(1)]),
         write_parquet(tmp_path / "b.parquet", [{"prompt": "1="}]),
     ]
-    with pytest.raises(ConfigError, match="has no answer among"):
+    with pytest.raises(ConfigError) as caught:
         all_prompts([str(file) for file in files])
+    assert str(caught.value) == (
+        f"data.source = '{files[0]}, {files[1]}' has no answer among 'reward_model.ground_truth', 'answer', "
+        "'ground_truth'; it has prompt: name the right one in data.answer_key"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "1=", "solution": "1"},
+            "has no answer among ANSWERS; it has question, solution: name the right one in data.answer_key",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "1="}], "answer": "1"},
+            "has no prompt among 'prompt', 'problem', 'question', 'messages'; it has answer, conversations: name the "
+            "right one in data.prompt_key",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "1="}], "reward_model": {"style": "rule"}},
+            "has no answer among ANSWERS; it has prompt, reward_model, reward_model.style: name the right one in "
+            "data.answer_key",
+        ),
+    ],
+)
+def test_columns_that_only_other_trainers_know(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """All columns of the file are named, not only those that were looked for."""
+    for write, name in ((write_parquet, "a.parquet"), (write_jsonl, "a.jsonl"), (write_arrow, "a.arrow")):
+        path = write(tmp_path / name, [row])
+        with pytest.raises(ConfigError) as caught:
+            all_prompts(path)
+        wanted = message.replace("ANSWERS", "'reward_model.ground_truth', 'answer', 'ground_truth'")
+        assert str(caught.value) == f"data.source = {str(path)!r} {wanted}"
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "1=", "answer": None}, "'answer' is null"),
+        ({"prompt": "1=", "answer": float("nan")}, "'answer' is NaN"),
+        ({"prompt": None, "answer": "1"}, "'prompt' is null"),
+        ({"prompt": "", "answer": "1"}, "'prompt' is an empty text"),
+    ],
+)
+def test_what_is_missing_in_a_row(write: Any, row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), [row])
+    place = f"{path}:1" if write is write_jsonl else f"{path} row 0"
+    with pytest.raises(RowError) as caught:
+        open_data(path)
+    assert str(caught.value) == f"{place}: {reason}; mend or remove the row, or set data.broken_rows = 'skip'"
+
+
+def test_a_row_without_the_key_that_others_have(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(1), {"prompt": "1="}])
+    with pytest.raises(RowError) as caught:
+        open_data(path)
+    assert str(caught.value) == (f"{path}:2: has no 'answer'; mend or remove the row, or set data.broken_rows = 'skip'")
+
+
+def test_a_row_with_half_a_surrogate_pair(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ['{"prompt": "\\ud800", "answer": "1"}'])
+    assert broken(path) == "the prompt has half of a surrogate pair; mend the row"
 
 
 ROLES = "system, user, assistant, tool, developer"
@@ -155,8 +218,11 @@ def test_rows_are_named_by_their_own_file(tmp_path: Path) -> None:
         write_parquet(tmp_path / "a.parquet", [gcd_row(1), gcd_row(2)]),
         write_parquet(tmp_path / "b.parquet", [gcd_row(3), {"prompt": None, "answer": "1"}]),
     ]
-    with pytest.raises(RowError, match=r"b\.parquet row 1: 'prompt' is null"):
+    with pytest.raises(RowError) as caught:
         open_data([str(file) for file in files])
+    assert str(caught.value) == (
+        f"{files[1]} row 1: 'prompt' is null; mend or remove the row, or set data.broken_rows = 'skip'"
+    )
 
 
 def test_bytes_are_no_text(tmp_path: Path) -> None:
@@ -169,10 +235,18 @@ def test_bytes_are_no_text(tmp_path: Path) -> None:
 def test_broken_rows_are_skipped_and_counted_where_asked(tmp_path: Path) -> None:
     rows = [*(gcd_row(i) for i in range(1, 7)), "{", {"prompt": "1="}, {"prompt": "1=" * 9, "answer": "1"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(RowError, match=r"a\.jsonl:7: not JSON"):
+    with pytest.raises(RowError) as caught:
         open_data(path, "data.overlong=drop")
-    with pytest.raises(RowError, match=r"a\.jsonl:9: prompt of 18 tokens"):
+    assert str(caught.value) == (
+        f"{path}:7: not JSON (Expecting property name enclosed in double quotes); each line must be one JSON object, "
+        "or set data.broken_rows = 'skip'"
+    )
+    with pytest.raises(RowError) as caught:
         open_data(path, "data.broken_rows=skip")
+    assert str(caught.value) == (
+        f"{path}:9: prompt of 18 tokens, data.max_prompt_tokens = 16; raise the limit, remove the row or set "
+        "data.overlong = 'drop'"
+    )
     source = open_data(path, "data.broken_rows=skip", "data.overlong=drop", count=3)
     assert source.warning == (
         f"data.source = {str(path)!r}: of 9 rows looked at 2 broken and skipped, the first {path}:7: not JSON "

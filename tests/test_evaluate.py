@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,9 @@ from data_sets import gcd_row, write_parquet
 from launch_ranks import run_on_ranks
 from tiny import embedded_folder
 
+from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli import main
-from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config
+from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, to_toml
 from tlt_hpc.evaluate import answering
 from tlt_hpc.evaluate.answering import share_of
 from tlt_hpc.evaluate.command import EvaluationResult, evaluate, evaluation_config
@@ -30,11 +33,13 @@ from tlt_hpc.evaluate.sets import EvaluationSet, EvaluationSets
 from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.evaluate.tally import same_math
 from tlt_hpc.evaluate.votes import Ballot, count_votes
+from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.rewards.standing import standing_bench
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.storage.evaluation_log import read_responses
+from tlt_hpc.storage.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -232,8 +237,12 @@ def test_other_weights_are_refused(plain, tmp_path):
     name = next(name for name in weights if name.endswith("down_proj.weight"))
     weights[name] *= 1.01
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"holds an evaluation with weights = '\w{32}', now '\w{32}'; go on"):
+    with pytest.raises(UserError) as caught:
         start(plain[0], place=str(tmp_path))
+    assert re.sub(r"\w{32}", "DIGEST", str(caught.value)) == (
+        f"{plain[0]}/evaluation holds an evaluation with weights = 'DIGEST', now 'DIGEST'; go on with what it was, or "
+        "give another folder with --out"
+    )
 
 
 @pytest.fixture
@@ -326,14 +335,108 @@ def test_what_the_data_or_model_cannot_do_ends_before_a_rank_starts(overrides, m
 
 
 def test_places_that_are_none(tmp_path):
-    with pytest.raises(UserError, match=r"neither a run's folder .* nor a model's .*; give one of them, or embedded"):
-        find_subject(EvaluateOptions(str(tmp_path)))
-    with pytest.raises(UserError, match=r"--step 3: embedded:tiny is no run's folder; leave --step out"):
-        find_subject(EvaluateOptions("embedded:tiny", 3))
-    place = str(tmp_path / "checkpoints" / "step-000004")
+    place, file = str(tmp_path / "checkpoints" / "step-000004"), tmp_path / "results"
+    file.touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
     assert find_subject(EvaluateOptions(place)).step == 4
-    with pytest.raises(UserError, match=r"--step 3, but .* is the checkpoint of step 4; give one"):
-        find_subject(EvaluateOptions(place, 3))
+    for options, message in [
+        (
+            EvaluateOptions(str(tmp_path)),
+            f"{tmp_path}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
+            "embedded:tiny",
+        ),
+        (EvaluateOptions("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder; leave --step out"),
+        (EvaluateOptions(place, 3), f"--step 3, but {place} is the checkpoint of step 4; give one"),
+        (EvaluateOptions("embedded:tiny", None, file), f"--out {file} is a file; give a folder"),
+        (
+            EvaluateOptions("embedded:tiny", None, tmp_path / "run"),
+            f"--out {tmp_path}/run has 'config.toml' in it, so a run or a model; give a folder of its own",
+        ),
+    ]:
+        with pytest.raises(UserError) as caught:
+            find_subject(options)
+        assert str(caught.value) == message
+
+
+def test_an_evaluation_whose_facts_are_damaged(tmp_path):
+    (tmp_path / "evaluation.json").write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        EvaluationFolder(tmp_path).claim({})
+    assert str(caught.value) == f"{tmp_path}/evaluation.json is damaged; delete {tmp_path} to evaluate anew"
+
+
+class OneRank:
+    rank, size, hostname = 0, 1, "here"
+
+    def allgather(self, item: Any) -> list[Any]:
+        return [item]
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    """A run with a checkpoint of step 2: the embedded model's weights."""
+    run = RunFolder(tmp_path / "tiny")
+    run.create()
+    run.config.write_text(to_toml(load_config(TINY, [f"run.folder={tmp_path}"])))
+    weights = {f"{name}.master": tensor.float() for name, tensor in folder_weights(embedded_folder())}
+    CheckpointStore(run.checkpoints, keep=2).save(2, OneRank(), {"policy": weights}, {})
+    return run
+
+
+def refused(tmp_path: Path, run: RunFolder, step: int | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        start(tmp_path, place=str(run.path), step=step)
+    assert "\n" not in str(caught.value) and not list((tmp_path / "evaluation").glob("*"))
+    return str(caught.value)
+
+
+def test_checkpoints_that_are_not_there(run, tmp_path):
+    for step in (-1, 0, 7):
+        assert refused(tmp_path, run, step) == (
+            f"no such checkpoint in {run.checkpoints}, which has those of steps 2; use one that is there"
+        )
+    (damaged,) = run.checkpoints.glob("step-000002/*.safetensors")
+    size = damaged.stat().st_size
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    assert refused(tmp_path, run, 2) == (
+        f"checkpoint {run.checkpoints}/step-000002 is damaged ({damaged.name}: 100 bytes, of {size} written); use "
+        "another one"
+    )
+    shutil.rmtree(run.checkpoints)
+    assert refused(tmp_path, run) == f"{run.path} has no checkpoint yet; train on until it has saved one"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "intermediate_size",
+            512,
+            "weight 'model.layers.0.mlp.down_proj.weight' has shape [128, 256], config.json asks for [128, 512]",
+        ),
+        (
+            "num_hidden_layers",
+            7,
+            "weight 'model.layers.7.input_layernorm.weight' is not part of a qwen2 decoder of this shape",
+        ),
+        (
+            "num_hidden_layers",
+            9,
+            "weights lack 'model.layers.8.input_layernorm.weight' and 11 more, which config.json asks for",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_than_the_folder_has(key, value, message, run, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(embedded_folder(), model)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**raw, key: value, "layer_types": None}))
+    run.config.write_text(run.config.read_text().replace("embedded:tiny", str(model)))
+    assert refused(tmp_path, run) == (
+        f"{run.path}, step 2 does not fit model.path = '{model}': {message}; take the config.json that came with the "
+        "weights"
+    )
 
 
 def command(folder: Path, *overrides: str, place: str = "embedded:tiny") -> list[str]:

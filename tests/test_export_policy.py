@@ -118,20 +118,46 @@ def test_a_failed_export_leaves_the_earlier_one(run: Path, capsys: pytest.Captur
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere holds no run: there is no config.toml; give a run's folder"),
-        (["RUN", "--step", "7"], "--step 7: no such checkpoint in"),
+        (
+            ["RUN", "--step", "7"],
+            "--step 7: no such checkpoint in RUN/checkpoints, which has those of steps 10, 20; use one that is there",
+        ),
         (["RUN", "--step", "0"], "--step 0 is no checkpoint; use the number of a folder below RUN/checkpoints"),
         (["RUN", "--shard-gb", "0"], "--shard-gb 0.0: give at least 0.001, e.g. 5"),
-        (["RUN", "--model", "elsewhere"], "elsewhere"),
+        (["RUN", "--shard-gb", "nan"], "--shard-gb nan: give at least 0.001, e.g. 5"),
+        (["RUN", "--output", str(ROOT / "README.md")], f"--output {ROOT}/README.md is a file; give a folder"),
+        (
+            ["RUN", "--output", str(ROOT / "jobs")],
+            f"--output {ROOT}/jobs has 'llama70b.toml' in it and is no earlier export; give a new or empty folder",
+        ),
+        (
+            ["RUN", "--model", "elsewhere"],
+            "model.path = 'elsewhere': no config.json in that folder; download the model there first (compute nodes "
+            "have no internet) or use 'embedded:tiny'",
+        ),
     ],
 )
 def test_mistakes_are_one_line(run: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export-policy", *(str(run) if word == "RUN" else word for word in arguments)]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and error.startswith("tlt: ")
+    assert error == f"tlt: {said.replace('RUN/', f'{run}/') if 'steps' in said else said}\n"
+    assert not (run / "export").exists()
+
+
+def test_the_folder_of_another_model(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(embedded("tiny"), model)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**raw, "intermediate_size": 512}))
+    assert main(["export-policy", str(run), "--model", str(model)]) == 2
+    assert capsys.readouterr().err == (
+        f"tlt: {model}/config.json asks for 1,973,376 weights, the checkpoint has 1,186,944; give --model the folder "
+        "that the run began with\n"
+    )
     assert not (run / "export").exists()
 
 
 def test_a_run_without_a_checkpoint_is_told_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run / "checkpoints")
     assert main(["export-policy", str(run)]) == 2
-    assert f"{run} has no checkpoint yet; train on until it has saved one" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"tlt: {run} has no checkpoint yet; train on until it has saved one\n"

@@ -189,8 +189,12 @@ def test_a_shape_is_read_from_a_file_or_a_folder(tmp_path: Path) -> None:
     assert find_shape("nowhere", str(tiny)) == find_shape("nowhere", str(tiny / "config.json"))
     broken = tmp_path / "config.json"
     broken.write_text("{")
-    with pytest.raises(ValueError, match=r"--shape .*config\.json: no JSON \(.*\); take the model's config\.json"):
-        find_shape("nowhere", str(broken))
+    reason = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+    for content, message in (("{", f"no JSON ({reason})"), ("[]", "no JSON object")):
+        broken.write_text(content)
+        with pytest.raises(ValueError) as caught:
+            find_shape("nowhere", str(broken))
+        assert str(caught.value) == f"--shape {broken}: {message}; take the model's config.json"
 
 
 # --- what the plan says ---
@@ -422,39 +426,62 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["knobs"][0]["peak_bytes"] < peak["bytes"] and figures["disk"]["checkpoints"] > 0
 
 
+KNOWN = (
+    "Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen2.5-3B, Qwen2.5-7B, Qwen2.5-14B, Qwen2.5-32B, DeepSeek-R1-Distill-Qwen-1.5B, "
+    "DeepSeek-R1-Distill-Qwen-7B, DeepSeek-R1-Distill-Qwen-32B, Qwen3-8B, Llama-3.1-8B, Llama-3.1-70B, Llama-3.3-70B, "
+    "DeepSeek-R1-Distill-Llama-70B"
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((QWEN, "--gpu-memory", "80"), "--gpu-memory 80 without --gpus; say how many GPUs a node has"),
         ((QWEN, "--gpus", "0"), "--gpus 0: give a number above 0"),
-        ((QWEN, "--gpus", "8", "--ranks", "48"), "rollout.prompts_per_step = 128 is not divisible by 48 ranks; use 96"),
-        ((QWEN, "model.device=cuda"), "model.device = 'cuda' and no --gpus; say how many GPUs a node has, e.g."),
+        (
+            (QWEN, "--gpus", "8", "--ranks", "48"),
+            "rollout.prompts_per_step = 128 is not divisible by 48 ranks; use 96 or another number of ranks",
+        ),
+        (
+            (QWEN, "model.device=cuda"),
+            "model.device = 'cuda' and no --gpus; say how many GPUs a node has, e.g. --gpus 8",
+        ),
         ((QWEN, "--gpus", "8", "model.device=cpu"), "--gpus 8 with model.device = 'cpu'; leave one of them out"),
         (
             (QWEN, "--gpus", "8", "--shape", "none"),
-            "--shape none: neither a file nor a known name; known: Qwen2.5",
+            f"--shape none: neither a file nor a known name; known: {KNOWN}",
         ),
         (
             (QWEN, "--gpus", "8", "model.path=models/own"),
             "model.path = 'models/own' is not on this machine, and its name is none that a shape is known of; give "
-            "--shape CONFIG.json, or one of Qwen2.5-0.5B",
+            f"--shape CONFIG.json, or one of {KNOWN}",
         ),
         (
             (QWEN, "--gpus", "8", "rollout.tensor_parallel=8"),
-            "rollout.tensor_parallel = 8 does not divide the model's num_attention_heads = 28; use 4 or another number",
+            "rollout.tensor_parallel = 8 does not divide the model's num_attention_heads = 28; use 4 or another number "
+            "that does",
         ),
         (
             (QWEN, "--gpus", "2", "--ranks", "8", "rollout.tensor_parallel=4"),
-            "--gpus 2 makes no whole replicas of rollout.tensor_parallel = 4 on a node; use 2 or nodes of another",
+            "--gpus 2 makes no whole replicas of rollout.tensor_parallel = 4 on a node; use 2 or nodes of another "
+            "number of GPUs",
         ),
-        ((QWEN, "--gpus", "3", "--ranks", "8"), "--ranks 8 do not fill nodes of --gpus 3; use --ranks 6, a rank"),
-        ((QWEN, "--gpus", "8", "rollout.max_live=0"), "rollout.max_live = 0"),
+        (
+            (QWEN, "--gpus", "3", "--ranks", "8"),
+            "--ranks 8 do not fill nodes of --gpus 3; use --ranks 6, a rank for each GPU",
+        ),
+        (
+            (QWEN, "--gpus", "8", "rollout.max_live=0"),
+            "rollout.max_live = 0: input should be greater than or equal to 1",
+        ),
+        ((QWEN, "--gpus", "8", "--gpu-memory", "nan"), "--gpu-memory nan: give a number above 0"),
+        ((QWEN, "--gpus", "8", "--host-memory", "inf"), "--host-memory inf: give a number above 0"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = command(capsys, *arguments)
     assert status == 2 and out == "" and err.count("\n") == 1
-    assert err.startswith(f"tlt: {message}"), err
+    assert err == f"tlt: {message}\n"
 
 
 def test_a_dry_run_says_what_a_gpu_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

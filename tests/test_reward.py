@@ -280,6 +280,15 @@ def test_text_alone_needs_no_server() -> None:
             "reward.format_pattern = '(' is no regular expression: missing ), unterminated subpattern at position 0; "
             "mend it",
         ),
+        (
+            ["reward.format_tags=['think', 'think']", "reward.default=format"],
+            "reward.format_tags names 'think' twice, and each stands once; name it once",
+        ),
+        (
+            ["reward.format_tags=['<think>']", "reward.default=format"],
+            "reward.format_tags.0 = '<think>': give a name of letters, digits, '_' and '-', such as think",
+        ),
+        (["reward.tolerance=nan"], "reward.tolerance = nan: input should be a finite number"),
         (["reward.workers=0"], "reward.workers = 0: input should be greater than or equal to 1"),
     ],
 )

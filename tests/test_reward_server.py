@@ -33,6 +33,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         case "raise": raise KeyError("planted")
         case "text": return "1.0"
         case "nan": return float("nan")
+        case "none": return None
+        case "list": return [1.0]
+        case "key": return {"reward": 1.0}
         case "exit": sys.exit(3)
         case "end": os._exit(3)
         case "segv": os.kill(os.getpid(), signal.SIGSEGV)
@@ -110,6 +113,9 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
         ("raise", Failure.ERROR, "KeyError: 'planted'"),
         ("text", Failure.ERROR, "the function returned '1.0', which is no number"),
         ("nan", Failure.ERROR, "the function returned 'nan', which is no number"),
+        ("none", Failure.ERROR, "the function returned 'None', which is no number"),
+        ("list", Failure.ERROR, "the function returned '[1.0]', which is no number"),
+        ("key", Failure.ERROR, "the function returned \"{'reward': 1.0}\", which is no number"),
         ("exit", Failure.ERROR, "SystemExit: 3"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
@@ -258,7 +264,18 @@ def test_handing_over_never_waits(own: str) -> None:
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         ("compute_score = 3", "TypeError: compute_score is a int and cannot be called"),
-        ("raise SystemExit(1)", None),
+        (
+            "def compute_score(completions, **kwargs): return [0.0]",  # TRL's
+            "TypeError: compute_score cannot be called with data_source, solution_str, ground_truth, extra_info by "
+            "name: missing a required argument: 'completions'",
+        ),
+        (
+            "def compute_score(solution_str, ground_truth): return 0.0",
+            "TypeError: compute_score cannot be called with data_source, solution_str, ground_truth, extra_info by "
+            "name: got an unexpected keyword argument 'data_source'",
+        ),
+        ("raise SystemExit(1)", "RuntimeError: it calls sys.exit(1)"),
+        ("import os; os._exit(3)", None),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: str, message: str | None) -> None:
@@ -267,7 +284,10 @@ def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: s
     with pytest.raises(UserError) as caught:
         client_of(spec)
     if message is None:
-        assert str(caught.value).startswith("the server of rewards ended with status 1 before it was ready; ")
+        assert str(caught.value) == (
+            "the server of rewards ended with status 3 before it was ready; what it said stands above: mend that, or "
+            "try `python -m tlt_hpc.rewards.server 0` by hand"
+        )
     else:
         assert str(caught.value) == f"reward.function = {spec!r} cannot be loaded: {message}; mend the file"
 

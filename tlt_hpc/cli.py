@@ -137,10 +137,13 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     from tlt_hpc.evaluate.command import describe, evaluation_config
     from tlt_hpc.evaluate.parts import read_assets
     from tlt_hpc.evaluate.subject import find_subject
+    from tlt_hpc.models.folder import check_weights
 
     subject = find_subject(evaluate_options.read_options(options))
     config = evaluation_config(config, subject)
     assets, sets = read_assets(config, num_ranks)
+    if subject.run is None:
+        check_weights(assets.folder, assets.shape)
     return config, describe(config, subject, sets, assets.shape, num_ranks)
 
 

@@ -16,7 +16,7 @@ from tlt_hpc.config import (
     to_toml,
 )
 from tlt_hpc.data.prompts import PromptSource, open_prompts
-from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
+from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.rewards.functions import check_function
@@ -57,6 +57,7 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
         _check_reward_function(config)
     tokenizer = load_tokenizer(folder)
     prompts = open_prompts(config, tokenizer, read_chat_format(folder))
+    check_weights(folder, shape)
     return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), prompts)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 StrategyName = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)]

@@ -108,7 +108,19 @@ class RewardSection(Section):
     """Far limit for what takes no CPU time, such as a function that waits for ever; nothing else should meet it."""
 
 
-def check_data(data: DataSection) -> None:
+_ROW_KEYS = ("chat_template", "system_prompt", "text_prompts", "prompt_key", "answer_key")
+"""Of [data]: how rows are read, of which the embedded task has none."""
+
+
+def check_data(data: DataSection, is_for_others: bool) -> None:
+    """Refuse what says nothing; ``is_for_others``: evaluations read other sources by the same keys."""
+    keys = ("curriculum", *(() if is_for_others else _ROW_KEYS)) if data.source == EMBEDDED_TASK else ()
+    for key in keys:
+        if (value := vars(data)[key]) != DataSection.model_fields[key].default:
+            raise ConfigError(
+                f"data.{key} = {value!r} says nothing with data.source = {EMBEDDED_TASK!r}, which has no rows; name "
+                f"files in data.source or leave data.{key} out"
+            )
     try:
         date.fromisoformat(data.template_date)
     except ValueError as error:
@@ -145,6 +157,8 @@ def _check_format(reward: RewardSection, is_kind: bool) -> None:
         raise ConfigError(
             "reward.format_pattern and reward.format_tags both say what a response looks like; leave one of them out"
         )
+    if doubles := [tag for tag in reward.format_tags if reward.format_tags.count(tag) > 1]:
+        raise ConfigError(f"reward.format_tags names {doubles[0]!r} twice, and each stands once; name it once")
     is_given, is_used = bool(reward.format_pattern or reward.format_tags), is_kind or reward.format_weight > 0
     if is_used and not is_given:
         what = "the kind 'format'" if is_kind else f"reward.format_weight = {reward.format_weight}"

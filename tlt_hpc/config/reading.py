@@ -14,8 +14,20 @@ from pydantic import ValidationError
 from tlt_hpc.config.base import ConfigError
 from tlt_hpc.config.whole import Config, check_combinations
 
-_LISTS = {"tuple_type": 'give a list, such as ["a", "b"]', "too_short": "give a list of one or more"}
-"""Remedies where pydantic speaks of Python's types."""
+_REMEDIES = {
+    "too_short": "give a list of one or more",
+    "dict_type": 'give a table, such as {name = "value"}',
+    "model_type": "write it as a table, with keys of its own",
+    "run.name": "use letters, digits, '_', '-' and '.', and none of the last two in front",
+    "data.template_date": "give a day as 2024-07-26",
+    "reward.format_tags": "give a name of letters, digits, '_' and '-', such as think",
+    "optimizer.betas": "give a list of two, such as [0.9, 0.999]",
+}
+"""Where pydantic speaks of Python's types or of patterns: by its word for the mistake, or by the key."""
+_SHAPES = ("missing", "tuple_type", "too_long", "string_pattern_mismatch")
+"""Mistakes that a key's own remedy goes with."""
+_KEY_PARTS = 2
+"""A section and its key; what follows is a place within a list."""
 _REPLACED = {
     "speculation.depths": "speculation.strategies",
     "speculation.sharpness": "speculation.strategies",
@@ -37,7 +49,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from None
+        raise ConfigError(f"config file {path} is not valid TOML: {error}; mend it") from None
     for override in overrides:
         apply_override(tree, override)
     return parse_config(tree)
@@ -105,10 +117,26 @@ def _one_line(error: ValidationError) -> str:
     key = ".".join(location)
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_closest(location)}"
-    if first["type"] == "missing":
+    if first["type"] == "missing" and len(location) <= _KEY_PARTS:
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
-    remedy = _LISTS.get(first["type"]) or _plain(first["msg"])
-    return f"{key} = {first['input']!r}: {remedy}"
+    if first["type"] == "missing":  # of a list, whose value is what was given
+        key = ".".join(location[:_KEY_PARTS])
+    return f"{key} = {_shown(first['input'])}: {_remedy(first['type'], location, first['input'], first['msg'])}"
+
+
+def _remedy(kind: str, location: list[str], value: Any, message: str) -> str:
+    own = _REMEDIES.get(".".join(location[:_KEY_PARTS]))
+    if own is not None and kind in _SHAPES:
+        return own
+    if kind in ("tuple_type", "dict_type") and isinstance(value, str) and value[:1] in "[{" and value:
+        return "this is no TOML; put the whole in single quotes, so that the shell leaves the quotes within"
+    if kind == "tuple_type":
+        return f"give a list, such as [{json.dumps(value, default=str)}]"
+    return _REMEDIES.get(kind) or _plain(message)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _plain(message: str) -> str:

@@ -18,6 +18,9 @@ from tlt_hpc.recipes import CORRECTION_BOUNDS, GROUP_ADVANTAGES
 
 EMBEDDED_MODEL = "embedded:tiny"
 
+_MOST_SAMPLES = 2**31 - 1
+"""Of a step, whose samples are counted in 32 bits."""
+
 
 class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
@@ -188,11 +191,16 @@ def check_model_limits(config: Config, max_positions: int) -> None:
     Raises:
         ConfigError: with the key and the remedy.
     """
+    if config.data.max_prompt_tokens >= max_positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens = {config.data.max_prompt_tokens} leaves no room for a response in the model's "
+            f"{max_positions} positions; lower it"
+        )
     total = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if total > max_positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens = {total} exceeds the model's {max_positions} positions; "
-            f"lower rollout.max_new_tokens to {max(1, max_positions - config.data.max_prompt_tokens)} or less"
+            f"lower rollout.max_new_tokens to {max_positions - config.data.max_prompt_tokens} or less"
         )
 
 
@@ -201,6 +209,11 @@ def check_combinations(config: Config) -> None:
         raise ConfigError(
             f"rollout.group_size = {config.rollout.group_size} with algorithm.name = {config.algorithm.name!r}, "
             "whose advantage needs a group; use rollout.group_size of 2 or more, or algorithm.name = 'reinforce++'"
+        )
+    if config.samples_per_step > _MOST_SAMPLES:
+        raise ConfigError(
+            f"rollout.prompts_per_step x rollout.group_size = {config.samples_per_step} samples a step are more than "
+            f"{_MOST_SAMPLES}; lower one of them"
         )
     if config.samples_per_step % config.algorithm.updates_per_step:
         raise ConfigError(
@@ -228,7 +241,7 @@ def check_combinations(config: Config) -> None:
         )
     _check_algorithm(config)
     check_drafter(config.drafter)
-    check_data(config.data)
+    check_data(config.data, bool(config.evaluation.sources))
     check_reward(config.reward)
     check_evaluation(config.evaluation, config.data, config.rollout.max_new_tokens)
     if "" in config.rollout.stop_strings:
@@ -291,6 +304,11 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.max_refills = {algorithm.max_refills} with rollout.group_size = {config.rollout.group_size} "
             f"and rollout.temperature = {config.rollout.temperature}: the scores of every group are equal; use groups "
             "of 2 or more and a temperature above 0, or leave algorithm.max_refills out"
+        )
+    if not algorithm.overlong_buffer and algorithm.overlong_penalty != 1.0:
+        raise ConfigError(
+            f"algorithm.overlong_penalty = {algorithm.overlong_penalty} says nothing with algorithm.overlong_buffer = "
+            "0; set a buffer, or leave algorithm.overlong_penalty out"
         )
     if algorithm.overlong_buffer > config.rollout.max_new_tokens:
         raise ConfigError(

@@ -16,15 +16,15 @@ _FILE_MAGIC = b"ARROW1"
 
 
 class ArrowRows:
-    """A table's rows. Rows are counted from 0, as pandas counts them.
+    """A table's rows, of some of the columns that ``schema`` has. Rows are counted from 0, as pandas counts them.
 
     Memory: a parquet file's wanted columns stand decoded in it; an Arrow file is mapped, so ranks of a node share it.
     """
 
-    def __init__(self, path: Path, kind: str, table: pa.Table) -> None:
+    def __init__(self, path: Path, kind: str, table: pa.Table, schema: pa.Schema) -> None:
         self._path, self.kind, self.name = path, kind, str(path)
         self._columns = {name: table.column(name) for name in table.column_names}
-        self._num_rows, self._schema = table.num_rows, table.schema
+        self._num_rows, self._schema = table.num_rows, schema
 
     def __len__(self) -> int:
         return int(self._num_rows)
@@ -53,13 +53,14 @@ def open_parquet(path: Path, wanted: frozenset[str]) -> ArrowRows:
     """
     try:
         with pq.ParquetFile(path, memory_map=True) as file:
-            names = _without_doubles(path, file.schema_arrow.names)
+            schema = file.schema_arrow
+            names = _without_doubles(path, schema.names)
             table = file.read(columns=[name for name in names if name in wanted] or names)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
             f"data.source: {path} cannot be read as parquet ({first_line(error)}); write or download it again"
         ) from None
-    return ArrowRows(path, "parquet", table)
+    return ArrowRows(path, "parquet", table, schema)
 
 
 def open_arrow(path: Path, wanted: frozenset[str]) -> ArrowRows:
@@ -78,7 +79,7 @@ def open_arrow(path: Path, wanted: frozenset[str]) -> ArrowRows:
             f"data.source: {path} cannot be read as Arrow ({first_line(error)}); write or download it again"
         ) from None
     names = _without_doubles(path, table.column_names)
-    return ArrowRows(path, "arrow", table.select([name for name in names if name in wanted] or names))
+    return ArrowRows(path, "arrow", table.select([name for name in names if name in wanted] or names), table.schema)
 
 
 def _without_doubles(path: Path, names: list[str]) -> list[str]:

@@ -73,6 +73,8 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
     text, origin = chat.template, "the model folder"
     if data.chat_template != "auto":
         text, origin = _read(Path(data.chat_template)), f"data.chat_template = {data.chat_template!r}"
+        if not text.strip():
+            raise ConfigError(f"{origin} is empty; give a file of Jinja or 'auto'")
     if not text:
         return None
     return ChatTemplate(text, dict(chat.special_tokens), date.fromisoformat(data.template_date), origin)

@@ -47,7 +47,7 @@ def load_curriculum(spec: str) -> Curriculum:
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"data.curriculum = {spec!r}: {path} fails ({_said(error)}); mend it") from error
     function = vars(module).get(name)
     if not callable(function):
@@ -79,7 +79,7 @@ class CurriculumOrder:
         """
         try:
             answer = self._function(epoch, self._facts)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._refusal(f"fails in epoch {epoch} ({_said(error)})") from error
         return self._checked(answer, epoch)
 
@@ -90,7 +90,8 @@ class CurriculumOrder:
         except ValueError:
             raise self._refusal(f"gives no list of indices for epoch {epoch}") from None
         if order.ndim != 1 or not np.issubdtype(order.dtype, np.integer):
-            raise self._refusal(f"gives no list of indices for epoch {epoch} but {type(answer).__name__}")
+            what = f"{type(answer).__name__}{f' of {order.dtype}' if order.ndim == 1 else ''}"
+            raise self._refusal(f"gives no list of indices for epoch {epoch} but {what}")
         if len(order) != count:
             raise self._refusal(f"gives {len(order)} indices for epoch {epoch}; there are {count} rows")
         if order.min() < 0 or order.max() >= count:
@@ -102,5 +103,5 @@ class CurriculumOrder:
         return ConfigError(f"data.curriculum = {self._spec!r} {what}; it must return as many indices as there are rows")
 
 
-def _said(error: Exception) -> str:
+def _said(error: Exception | SystemExit) -> str:
     return f"{type(error).__name__}: {first_line(error)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, ConfigError, DataSection
 from tlt_hpc.data.rows import JoinedRows, Rows
 
 _PATTERN = frozenset("*?[")
+_ALIKE = 0.75
+"""Of two words, from which on one may be meant for the other."""
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 """What splits are usually called; where a file is named so, names tell of splits."""
@@ -45,6 +48,9 @@ def find_files(data: DataSection) -> list[Path]:
         ConfigError: there is no such file, or none that can be read.
     """
     sources = (data.source,) if isinstance(data.source, str) else data.source
+    for source in sources:
+        if source == EMBEDDED_TASK or source.startswith(TASK_PREFIX):
+            raise ConfigError(f"data.source = {data.source_name!r}: {source!r} cannot stand in a list; give it alone")
     found = [path for source in sources for path in _files_of(source, data.split)]
     if doubles := sorted({str(path) for path in found if found.count(path) > 1}):
         raise ConfigError(f"data.source = {data.source_name!r} names {doubles[0]} twice; name it once")
@@ -83,7 +89,16 @@ def _files_of(source: str, split: str) -> list[Path]:
         if files := sorted(match for match in _matches(path) if match.is_file()):
             return files
         raise ConfigError(f"data.source = {source!r}: no file is named like that; mend the pattern")
-    raise ConfigError(f"data.source = {source!r} does not exist; give {_CHOICE}")
+    raise ConfigError(f"data.source = {source!r} does not exist; {_meant(source)}give {_CHOICE}")
+
+
+def _meant(source: str) -> str:
+    """A task of another spelling."""
+    kind, colon, name = source.partition(":")
+    for known in (TASK_PREFIX + name, EMBEDDED_TASK) if colon else ():
+        if difflib.SequenceMatcher(None, kind, known.partition(":")[0]).ratio() > _ALIKE:
+            return f"did you mean {known!r}? or "
+    return ""
 
 
 def _matches(pattern: Path) -> Iterable[Path]:

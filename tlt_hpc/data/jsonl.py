@@ -44,11 +44,15 @@ class JsonlRows:
         return f"{self._path}:{self._numbers[index]}"
 
     def columns(self) -> frozenset[str]:
+        """Raises ``ConfigError`` where none of the first rows can be read."""
+        first: RowError | None = None
         for index in range(min(len(self), _LOOKED_AT)):
             try:
                 return nested_columns(self[index])
-            except RowError:
-                continue
+            except RowError as error:
+                first = first or error
+        if first is not None:
+            raise ConfigError(f"data.source: {first}")
         return frozenset()
 
     def digest(self) -> str:

@@ -88,6 +88,6 @@ def nested_columns(tree: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(tree) | frozenset(inner)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What an error of another library says, without the lines that follow."""
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

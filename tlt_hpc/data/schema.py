@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,8 @@ def _value(row: Row, path: str, where: str) -> Any:
         found = found[name]
     if found is None:
         raise RowError(where, f"{path!r} is null; mend or remove the row")
+    if isinstance(found, float) and math.isnan(found):  # what pandas has where there is nothing
+        raise RowError(where, f"{path!r} is NaN; mend or remove the row")
     return found
 
 

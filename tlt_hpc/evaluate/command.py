@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import Config, UserError, to_toml
 from tlt_hpc.evaluate.answering import Means, answer
 from tlt_hpc.evaluate.folder import EvaluationFolder, add_json_line, has_json_line, write_json
@@ -28,6 +29,7 @@ from tlt_hpc.evaluate.sets import EvaluationSets
 from tlt_hpc.evaluate.subject import Subject, config_for, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.job import make_pulse, make_replica, open_bench
+from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
@@ -85,7 +87,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     subject, checkpoint = open_checkpoint(subject, world)
     replica = make_replica(config, world)
     decoder = make_decoder(config, assets, world, replica)
-    fingerprint = load_weights(decoder, subject, checkpoint, world)
+    fingerprint = load(decoder, subject, checkpoint, config.model.path, world)
     folder = EvaluationFolder(subject.folder(config))
     facts = facts_of(config, sets, fingerprint)
     wanted = wanted_responses(config, sets)
@@ -123,6 +125,18 @@ def stopped(
     left = world.broadcast(len(missing_of(wanted, folder.read())) if world.rank == 0 else 0)
     reason = next(filter(None, world.allgather(world.stop_reason)), "")
     return EvaluationResult(name, folder.path, num_missing - left, left, None, reason)
+
+
+def load(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, model: str, world: World) -> str:
+    """Give a decoder its part of the weights that are judged; returns their fingerprint. Collective.
+
+    Raises:
+        UserError: they are not those of the folder ``model``, by which it was made.
+    """
+    try:
+        return load_weights(decoder, subject, checkpoint, world)
+    except ValueError as error:
+        raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
 
 
 def claim(folder: EvaluationFolder, facts: dict[str, object], world: World) -> set[SampleKey]:

@@ -72,6 +72,8 @@ def find_subject(options: EvaluateOptions) -> Subject:
     Raises:
         UserError: nothing of the kind is there.
     """
+    if options.out is not None:
+        _check_out(options.out)
     path = Path(options.place)
     if path.parent.name == "checkpoints" and path.name.removeprefix("step-").isdecimal():
         step = int(path.name.removeprefix("step-"))
@@ -88,6 +90,13 @@ def find_subject(options: EvaluateOptions) -> Subject:
             f"{EMBEDDED_MODEL}"
         )
     return Subject(options.place, None, None, options.out)
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; give a folder")
+    if found := [name for name in ("config.toml", "config.json") if (out / name).exists()]:
+        raise UserError(f"--out {out} has {found[0]!r} in it, so a run or a model; give a folder of its own")
 
 
 def config_for(config: Config, subject: Subject) -> Config:

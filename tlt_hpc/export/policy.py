@@ -23,6 +23,7 @@ from tlt_hpc.export.options import PolicyOptions
 from tlt_hpc.export.source import checkpoint_at, config_of
 from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, is_marked, write_folder
 from tlt_hpc.models.folder import DTYPES, find_model
+from tlt_hpc.models.shape import read_shape
 from tlt_hpc.storage.folder import RunFolder
 
 MARK = "<!-- written by tlt export-policy -->"
@@ -55,6 +56,7 @@ def run(options: PolicyOptions) -> None:
     if checkpoint is None:
         raise UserError(f"{options.place} has no checkpoint yet; train on until it has saved one")
     model = find_model(options.model or config.model.path)
+    check_model(checkpoint, model)
     companions = companions_of(model)
     check_policy_output(options.output, [path.name for path in companions])
     dtype: torch.dtype = DTYPES[options.dtype]
@@ -82,6 +84,22 @@ def shapes_of(checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
     """The shape of every weight, by its Hugging Face name, sorted; nothing is read."""
     parts = checkpoint.tensors.get("policy", {})
     return {n.removesuffix(_MASTER): parts[n][0][1].shape for n in sorted(parts) if n.endswith(_MASTER)}
+
+
+def check_model(checkpoint: Checkpoint, model: Path) -> None:
+    """Refuse the configuration and tokenizer of another model than the checkpoint's.
+
+    Raises:
+        ValueError: the weights are more or fewer than the folder's configuration asks for.
+    """
+    shape = read_shape(model)
+    names = shapes_of(checkpoint)
+    count = sum(math.prod(sizes) for name, sizes in names.items() if not (shape.tied_head and name == "lm_head.weight"))
+    if count != shape.num_parameters:
+        raise UserError(
+            f"{model / CONFIG} asks for {shape.num_parameters:,} weights, the checkpoint has {count:,}; give --model "
+            "the folder that the run began with"
+        )
 
 
 def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype, most_bytes: int) -> list[Shard]:

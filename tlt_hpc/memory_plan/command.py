@@ -83,7 +83,7 @@ def _check_replicas(config: Config, shape: ModelShape, num_gpus: int | None) -> 
 def _limits(options: argparse.Namespace) -> Limits:
     for name in ("gpus", "ranks", "gpu_memory", "host_memory"):
         value = vars(options)[name]
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
     if options.gpu_memory is not None and options.gpus is None:
         raise ConfigError(f"--gpu-memory {options.gpu_memory:g} without --gpus; say how many GPUs a node has")

@@ -76,9 +76,12 @@ def _given_shape(given: str) -> ModelShape:
         return read_shape(file)
     if file.is_file():
         try:
-            return shape_from(json.loads(file.read_text(encoding="utf-8")), given)
-        except json.JSONDecodeError as error:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ConfigError(f"--shape {given}: no JSON ({error}); take the model's config.json") from None
+        if not isinstance(raw, dict):
+            raise ConfigError(f"--shape {given}: no JSON object; take the model's config.json")
+        return shape_from(raw, given)
     shape = named_shape(file.name)
     if shape is None:
         raise ConfigError(f"--shape {given}: neither a file nor a known name; known: {', '.join(_KNOWN)}")

@@ -24,6 +24,9 @@ _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
 
 
+_TAKE = "take the config.json that came with the weights"
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Where the part ``slices`` of a weight of shape ``sizes`` is copied to: a view that takes it, reshaped."""
@@ -91,18 +94,18 @@ class Decoder:
             if name == "lm_head.weight" and self.shape.tied_head:
                 continue
             if name not in slots:
-                raise ValueError(
-                    f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; check config.json"
-                )
+                raise ValueError(f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; {_TAKE}")
             slot = slots[name]
             sizes = slot.cut.cut_sizes if are_cut else slot.sizes
             if sizes != tensor.shape:
-                raise ValueError(f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(sizes)}")
+                raise ValueError(
+                    f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(sizes)}; {_TAKE}"
+                )
             slot.target.copy_((tensor if are_cut else tensor[slot.slices]).reshape(slot.reshaped))
             missing.discard(name)
         if missing:
             raise ValueError(
-                f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more; the model folder is incomplete"
+                f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more, which config.json asks for; {_TAKE}"
             )
         self._pack()
         self.version = version

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+from tlt_hpc.config import UserError
+from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.piece import Cut
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import embedded as embedded
@@ -25,6 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _INDEX = "model.safetensors.index.json"
 ReadCut = Callable[[Cut | None], torch.Tensor]
 """Reads a stored tensor: all of it, or a block."""
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def num_used_tokens(tokenizer: Tokenizer, shape: ModelShape) -> int:
@@ -99,6 +101,27 @@ def _read_cut(reader: Any, name: str, cut: Cut | None) -> torch.Tensor:
     return whole
 
 
+def check_weights(folder: Path, shape: ModelShape) -> None:
+    """Refuse a folder whose weights cannot be read, before anything is started; reads the files' heads alone.
+
+    Raises:
+        ValueError: no weights, a file of them is missing or cut short, or they are another model's.
+    """
+    if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+        return  # transformers reads these, which say nothing before they are read as a whole
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as reader:
+                found = reader.get_slice(_EMBEDDING).get_shape() if _EMBEDDING in reader.keys() else None  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(f"{file} is no whole safetensors file ({error}); download it again") from None
+        if found not in (None, wanted := [shape.vocab_size, shape.hidden_size]):
+            raise UserError(
+                f"{file}: {_EMBEDDING!r} has shape {found}, config.json asks for {wanted}; take the config.json that "
+                "came with the weights"
+            )
+
+
 def _weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
     """The files that hold a folder's weights, with the names to take from each (None: all)."""
     single, index = folder / "model.safetensors", folder / _INDEX
@@ -109,7 +132,10 @@ def _weight_files(folder: Path) -> Mapping[Path, set[str] | None]:
             f"model folder {folder} has no model.safetensors and no {_INDEX}; convert the weights with save_pretrained"
         )
     files: dict[Path, set[str]] = {}
-    for name, file in json.loads(index.read_text())["weight_map"].items():
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict):
+        raise UserError(f"{index} has no 'weight_map'; download it again")
+    for name, file in placed.items():
         files.setdefault(folder / file, set()).add(name)
     if missing := [file.name for file in sorted(files) if not file.is_file()]:
         raise ValueError(
@@ -123,11 +149,16 @@ def end_token_ids(folder: Path, shape: ModelShape) -> tuple[int, ...]:
     """Ids that end a response: generation_config.json's where it names some, since chat models list more there.
 
     Raises:
-        ValueError: neither file names one.
+        ValueError: neither file names one, or one that is no token's.
     """
     path = folder / "generation_config.json"
-    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = tuple(named) if isinstance(named, list) else shape.eos_token_ids if named is None else (named,)
     if not ids:
         raise ValueError(f"model folder {folder} names no eos_token_id; add one to its generation_config.json")
+    if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < shape.vocab_size]:
+        raise UserError(
+            f"model folder {folder}: eos_token_id {wrong[0]!r} is none of the model's tokens 0 to "
+            f"{shape.vocab_size - 1}; mend its generation_config.json"
+        )
     return ids

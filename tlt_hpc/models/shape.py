@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from tlt_hpc.models.json_file import read_json
 
 FAMILIES = ("qwen2", "qwen3", "llama")
 _HEAD_DIM = {"qwen3": 128}
@@ -91,7 +92,7 @@ def read_shape(folder: Path) -> ModelShape:
         raise ValueError(
             f"model folder {folder} has no config.json; give a Hugging Face model folder or 'embedded:tiny'"
         )
-    return shape_from(json.loads(path.read_text()), str(path))
+    return shape_from(read_json(path), str(path))
 
 
 def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
@@ -104,7 +105,13 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     if family not in FAMILIES:
         raise ValueError(f"{origin}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)}")
     _refuse_features(raw, origin)
-    num_heads, hidden_size = _size(raw, "num_attention_heads", origin), _size(raw, "hidden_size", origin)
+    hidden_size, (num_heads, num_kv_heads) = _size(raw, "hidden_size", origin), _heads(raw, origin)
+    head_dim = _size(raw, "head_dim", origin) if raw.get("head_dim") else _HEAD_DIM.get(family)
+    if head_dim is None and hidden_size % num_heads:
+        raise ValueError(
+            f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}; take the "
+            "config.json that came with the weights"
+        )
     theta, scaling = _rope(raw, origin)
     eos = raw.get("eos_token_id")
     attention_bias = bool(raw.get("attention_bias", False))
@@ -115,8 +122,8 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
         intermediate_size=_size(raw, "intermediate_size", origin),
         num_layers=_size(raw, "num_hidden_layers", origin),
         num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=raw.get("head_dim") or _HEAD_DIM.get(family) or hidden_size // num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim or hidden_size // num_heads,
         norm_epsilon=raw.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -132,7 +139,23 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
 def _size(raw: dict[str, Any], key: str, origin: str) -> int:
     if key not in raw:
         raise ValueError(f"{origin}: {key} is missing; take the config.json that came with the weights")
+    if not isinstance(raw[key], int) or raw[key] < 1:
+        raise ValueError(
+            f"{origin}: {key} = {raw[key]!r} is no count of 1 or more; take the config.json that came with the weights"
+        )
     return int(raw[key])
+
+
+def _heads(raw: dict[str, Any], origin: str) -> tuple[int, int]:
+    """Heads, and key-value heads, which each serve as many of them."""
+    heads = _size(raw, "num_attention_heads", origin)
+    kv_heads = _size(raw, "num_key_value_heads", origin) if raw.get("num_key_value_heads") is not None else heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"{origin}: num_attention_heads = {heads} is not divisible by num_key_value_heads = {kv_heads}; take the "
+            "config.json that came with the weights"
+        )
+    return heads, kv_heads
 
 
 def _refuse_features(raw: dict[str, Any], origin: str) -> None:

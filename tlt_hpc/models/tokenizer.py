@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import resources
@@ -12,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
+from tlt_hpc.models.json_file import read_json
 from tlt_hpc.records import ChatFormat
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -42,7 +42,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The fast tokenizer of a model folder; read once while the file stays as it is.
 
     Raises:
-        ValueError: the folder has no tokenizer.json.
+        ValueError: the folder has no tokenizer.json, or it is none.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -55,7 +55,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 @lru_cache(maxsize=4)
 def _read_tokenizer(path: Path, changed: int, size: int) -> Tokenizer:
-    tokenizer = Tokenizer.from_file(str(path))
+    read_json(path)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises this class itself
+        raise UserError(f"{path} is no tokenizer ({error}); save it again with save_pretrained") from error
     tokenizer.no_truncation()  # some files keep how their training cut and padded, which transformers undoes too
     tokenizer.no_padding()
     return tokenizer
@@ -67,7 +71,8 @@ def read_chat_format(folder: Path) -> ChatFormat:
     Raises:
         UserError: a file that is no JSON, or several templates and no default.
     """
-    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    files = (folder / name for name in ("special_tokens_map.json", "tokenizer_config.json"))
+    settings = {key: value for file in files if file.is_file() for key, value in read_json(file).items()}
     file = folder / "chat_template.jinja"  # of newer folders; it goes before the configuration's
     template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
     if isinstance(template, list):
@@ -89,15 +94,3 @@ def _default_of(templates: list[Mapping[str, str]], folder: Path) -> str:
 def _text_of(token: Any) -> str | None:
     """A special token, which is a text or an object around it."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is no JSON object; download it again")
-    return found

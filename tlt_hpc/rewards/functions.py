@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import math
 import sys
@@ -16,6 +17,8 @@ from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
 RewardFunction = Callable[..., Any]
 MODULE = "tlt_reward_function"
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""verl's."""
 
 
 def check_function(spec: str) -> None:
@@ -47,11 +50,25 @@ def load_function(spec: str) -> RewardFunction:
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[MODULE] = module
-    found.loader.exec_module(module)
+    try:
+        found.loader.exec_module(module)
+    except SystemExit as error:
+        raise RuntimeError(f"it calls sys.exit({error.code!r})") from None
     function = vars(module)[name]
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__} and cannot be called")
+    _check_arguments(name, function)
     return function  # type: ignore[no-any-return]
+
+
+def _check_arguments(name: str, function: RewardFunction) -> None:
+    """Refuse at the start what would fail on every response."""
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be called with {', '.join(_ARGUMENTS)} by name: {error}") from None
+    except ValueError:  # some built in functions do not tell
+        return
 
 
 def call_function(function: RewardFunction, answer: Answer) -> Verdict:

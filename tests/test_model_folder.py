@@ -1,0 +1,200 @@
+"""Model folders that cannot be used: each is refused in one line by the command, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import embedded_folder
+
+from tlt_hpc.cli import main
+
+TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+TAKE = "; take the config.json that came with the weights"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the embedded model, as ``mine`` in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(embedded_folder(), tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+def change(path: Path, **changes: Any) -> None:
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    assert main([*(command or ("train", str(TINY), "model.path=mine")), "--dry-run"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:5], err.count("\n")) == ("", "tlt: ", 1)
+    return err[5:-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of qwen2, qwen3, llama"),
+        ({"model_type": None}, "model_type 'missing' is not supported; use one of qwen2, qwen3, llama"),
+        (
+            {"use_sliding_window": True},
+            "use_sliding_window = true is not supported; use a model without sliding windows",
+        ),
+        (
+            {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types with 'sliding_attention' is not supported; use a model without sliding windows",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rope_type 'yarn' is not supported; use 'default' or 'llama3'",
+        ),
+        ({"mlp_bias": True}, "mlp_bias = true is not supported; use a model without MLP biases"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use a model with 'silu'"),
+        ({"hidden_size": None}, "hidden_size is missing" + TAKE),
+        ({"hidden_size": "128"}, "hidden_size = '128' is no count of 1 or more" + TAKE),
+        ({"hidden_size": 128.5}, "hidden_size = 128.5 is no count of 1 or more" + TAKE),
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1 is no count of 1 or more" + TAKE),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 is no count of 1 or more" + TAKE),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0 is no count of 1 or more" + TAKE),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not divisible by num_key_value_heads = 3" + TAKE),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2},
+            "hidden_size = 128 is not divisible by num_attention_heads = 6" + TAKE,
+        ),
+    ],
+)
+def test_shapes_that_no_decoder_has(
+    changes: dict[str, Any], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(folder / CONFIG, **changes)
+    assert said(capsys) == f"mine/config.json: {message}"
+
+
+NO_JSON = "is not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"
+LATIN = "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (CONFIG, b"{", f"mine/config.json {NO_JSON}; download it again"),
+        (CONFIG, b"[]", "mine/config.json is no JSON object; download it again"),
+        (CONFIG, b"\xff", f"mine/config.json is not valid JSON ({LATIN}); download it again"),
+        ("generation_config.json", b"{", f"mine/generation_config.json {NO_JSON}; download it again"),
+        ("tokenizer_config.json", b"{", f"mine/tokenizer_config.json {NO_JSON}; download it again"),
+        ("tokenizer.json", b"{", f"mine/tokenizer.json {NO_JSON}; download it again"),
+        (
+            "tokenizer.json",
+            b"{}",
+            "mine/tokenizer.json is no tokenizer (Model missing. at line 1 column 2); save it again with "
+            "save_pretrained",
+        ),
+        (
+            "model.safetensors",
+            b"version https://git-lfs",
+            "mine/model.safetensors is no whole safetensors file (Error while deserializing header: header too "
+            "large); download it again",
+        ),
+    ],
+)
+def test_files_that_are_damaged(
+    file: str, content: bytes, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / file).write_bytes(content)
+    assert said(capsys) == message
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        (
+            CONFIG,
+            "model.path = 'mine': no config.json in that folder; download the model there first (compute nodes have "
+            "no internet) or use 'embedded:tiny'",
+        ),
+        (
+            "tokenizer.json",
+            "model folder mine has no tokenizer.json; save the fast tokenizer there with save_pretrained",
+        ),
+        (
+            "model.safetensors",
+            f"model folder mine has no model.safetensors and no {INDEX}; convert the weights with save_pretrained",
+        ),
+    ],
+)
+def test_files_that_are_missing(file: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / file).unlink()
+    assert said(capsys) == message
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", f"mine/{INDEX} {NO_JSON}; download it again"),
+        ("{}", f"mine/{INDEX} has no 'weight_map'; download it again"),
+        (
+            '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}',
+            f"model folder mine lacks 1.safetensors and 1 more shards that {INDEX} names; download them",
+        ),
+    ],
+)
+def test_shards_that_are_missing(index: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(index)
+    assert said(capsys) == message
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (None, "model folder mine names no eos_token_id; add one to its generation_config.json"),
+        (
+            99,
+            "model folder mine: eos_token_id 99 is none of the model's tokens 0 to 23; mend its generation_config.json",
+        ),
+        (
+            "<end>",
+            "model folder mine: eos_token_id '<end>' is none of the model's tokens 0 to 23; mend its "
+            "generation_config.json",
+        ),
+    ],
+)
+def test_ends_that_are_no_tokens(token: object, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (CONFIG, "generation_config.json"):
+        change(folder / file, eos_token_id=token)
+    assert said(capsys) == message
+
+
+OTHER_WEIGHTS = (
+    "mine/model.safetensors: 'model.embed_tokens.weight' has shape [24, 128], config.json asks for [32, 128]" + TAKE
+)
+
+
+@pytest.mark.parametrize("command", [("train", str(TINY), "model.path=mine"), ("evaluate", "mine", str(TINY))])
+def test_the_weights_of_another_model(
+    command: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(folder / CONFIG, vocab_size=32)
+    assert said(capsys, *command) == OTHER_WEIGHTS
+
+
+def test_heads_that_a_replica_cannot_share(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = ["run.ranks=3", "rollout.prompts_per_step=18", "rollout.tensor_parallel=3"]
+    assert said(capsys, "train", str(TINY), "model.path=mine", *ranks) == (
+        "rollout.tensor_parallel = 3 does not divide the model's num_attention_heads = 4; use 2 or another number "
+        "that does"
+    )
+
+
+def test_several_templates_and_none_by_default(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(folder / "tokenizer_config.json", chat_template=[{"name": "tool_use", "template": "{{ 1 }}"}])
+    assert said(capsys) == (
+        "model folder mine has the chat templates tool_use and no default; save the one you want as a file and give "
+        "data.chat_template"
+    )

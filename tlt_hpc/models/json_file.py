@@ -1,0 +1,24 @@
+"""Reads the JSON files of a model's folder. Knows none of their keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tlt_hpc.config import UserError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises:
+        UserError: it is no JSON, or no object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is no JSON object; download it again")
+    return found
