@@ -84,6 +84,7 @@ def test_the_figures_stand_in_the_steps_lines(evaluated):
     assert record.strategy_tokens.sum() == sum(len(rollout.response_tokens) for rollout in record.rollouts)
 
 
+@pytest.mark.slow
 def test_a_replica_says_what_whole_models_do(evaluated, tmp_path):
     tlt("train", tmp_path, "run.num_steps=2", "evaluation.every_steps=2", "rollout.tensor_parallel=2")
     own, whole = (
