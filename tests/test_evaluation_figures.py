@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 
 from tlt_hpc.config import RewardSection
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, estimate, figures_of, majority, pass_at_k
 from tlt_hpc.evaluate.metrics import metrics_of
+from tlt_hpc.evaluate.tally import judged_of
 from tlt_hpc.evaluate.votes import Ballot, answer_of, count_votes
+from tlt_hpc.records import FinishReason, SampleKey
 from tlt_hpc.rewards.standing import settings_of
+from tlt_hpc.storage.evaluation_log import JudgedResponse
 
 SETTINGS = settings_of(RewardSection())
 
@@ -88,6 +92,13 @@ def test_lengths_and_cuts_are_of_all_responses():
     assert metrics["val-aux/x/response_length/clip_ratio"] == 1 / 6
     mixed = figures_of([long, PromptAnswers("b", False, judged(0), (judged(0), judged(0)))], ())
     assert mixed.majority is None and mixed.unanswered_share is None, "of some prompts nobody can tell"
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1.0, 2.0])
+def test_a_response_is_right_where_its_reward_is_whole_and_cut_at_the_cap(reason, reward):
+    response = JudgedResponse(SampleKey(0, 1, 0, 0, 1), np.zeros(3, np.int32), reason, 1, reward)
+    assert judged_of(response, 5) == Judged(reward >= 1, reward, 3, reason == FinishReason.LENGTH, 5)
 
 
 def test_metrics_have_verls_names():
