@@ -31,7 +31,7 @@ from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import drop_lines, read_lines
-from tlt_hpc.tail import shard
+from tlt_hpc.tail import refill, shard
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -174,6 +174,17 @@ def test_enough_groups_need_no_refill_and_none_is_allowed_by_default() -> None:
     assert draws.refill(np.array([0, 1] * 4, np.float32)) == []
     assert draws.num_refills == 0
     assert not make_draws().needs_scores()
+
+
+def test_groups_are_judged_by_all_ranks_scores_whatever_finished_first() -> None:
+    draws = make_draws("algorithm.max_refills=1")
+    own, others = draws.requests()[::-2], draws.requests()[::2]  # second samples of all groups, and first ones
+    told = [(request.key, 0.0) for request in others]
+    job: Any = SimpleNamespace(
+        engine=SimpleNamespace(finished=own), world=SimpleNamespace(allgather=lambda mine: [mine, told])
+    )
+    scorer: Any = SimpleNamespace(settle=lambda rollouts: np.ones(len(rollouts), np.float32))
+    assert refill(job, draws, scorer) == [], "every group has a 0 and a 1"
 
 
 def test_every_request_has_one_rank() -> None:
