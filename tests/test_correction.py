@@ -117,6 +117,14 @@ def test_it_is_told_at_once_and_then_now_and_again() -> None:
     assert not watch.look(Mismatch(1e-3, 1e-4), lambda: pytest.fail("nothing is to be told"))
     told = [bool(watch.look(Mismatch(0.05, 0.02), lambda: None)) for _ in range(2 * TOLD_EVERY + 1)]
     assert [index for index, value in enumerate(told) if value] == [0, TOLD_EVERY, 2 * TOLD_EVERY]
+    for _ in range(TOLD_EVERY - 1):  # steps that are well count too
+        watch.look(Mismatch(1e-3, 1e-4), lambda: None)
+    assert watch.look(Mismatch(0.05, 0.02), lambda: None)
+
+
+def test_it_is_told_with_the_first_steps_distance_and_what_is_corrected() -> None:
+    now, first = Mismatch(0.05, 0.02), Mismatch(0.001, 0.0005)
+    assert MismatchWatch("bfloat16", True).look(now, lambda: first) == likely_cause(now, first, "bfloat16", True)
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------

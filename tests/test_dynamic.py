@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -13,19 +14,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_sets import gcd_rows, open_data, texts, write_jsonl
+from test_data_order import curriculum
+from tiny import embedded_tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.data.order import shuffled
+from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.data.refill import Refills
 from tlt_hpc.draws import StepDraws, trained_on
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.records import Prompt, Rollout, Stream
-from tlt_hpc.replay import what_lacks
+from tlt_hpc.replay import ReplayError, what_lacks
 from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
-from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.tail import shard
+from tlt_hpc.storage.step_lines import drop_lines, read_lines
+from tlt_hpc.tail import refill, shard
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -73,6 +79,13 @@ def test_what_is_trained_on(teaches: list[int], wanted: int, kept: list[int]) ->
 # -- which rows -------------------------------------------------------------------------------------------------------
 
 
+SEED = 1
+
+
+def answers(prompts: Sequence[Prompt]) -> list[int]:
+    return [int(prompt.answer) for prompt in prompts]
+
+
 def refills(num_rows: int = 20, bad: Sequence[int] = ()) -> Refills:
     def order(epoch: int) -> Any:
         return np.random.default_rng(epoch).permutation(num_rows)
@@ -84,13 +97,38 @@ def test_rows_are_new_good_and_a_beginning_of_more() -> None:
     rows = refills(bad=[3, 4]).rows(5, own=[0, 1, 2], count=15)
     assert sorted(rows) == list(range(5, 20))
     assert all(refills(bad=[3, 4]).rows(5, [0, 1, 2], count) == rows[:count] for count in range(15))
-    assert refills().rows(6, [0, 1, 2], 15) != rows
+    assert refills(bad=[3, 4]).rows(6, [0, 1, 2], 15) != rows
 
 
 def test_data_smaller_than_a_step_comes_again() -> None:
     rows = refills(4).rows(0, own=[0, 1], count=9)
     assert sorted(rows[:2]) == [2, 3] and rows[2:4] == [0, 1] and rows[4:8] == rows[:4]
     assert refills(2).rows(0, own=[0, 1], count=3) == [0, 1, 0]
+
+
+def test_a_files_refills_are_in_an_order_of_their_own(tmp_path: Path) -> None:
+    source = open_data(write_jsonl(tmp_path / "a.jsonl", gcd_rows(40)), seed=SEED)
+    for step in (0, 7):  # 16 places a step, so step 7 begins 8 places before the end of the third epoch
+        own = answers(source.batch(step))
+        places = [divmod(place, 40) for place in range(16 * step, 16 * step + 16)]
+        drawn = [int(shuffled(40, SEED, epoch, "refill")[place]) + 1 for epoch, place in places]
+        assert set(drawn[:10]) & set(own), "or nothing shows that they are left out"
+        assert answers(source.refill(step, 10)) == [row for row in dict.fromkeys(drawn) if row not in own][:10]
+
+
+def test_a_curriculums_refills_come_next_in_it_and_broken_rows_in_none(tmp_path: Path) -> None:
+    by = curriculum(tmp_path, "return sorted(range(len(rows)), key=lambda row: -row)")
+    source = open_data(write_jsonl(tmp_path / "a.jsonl", gcd_rows(12)), by)
+    assert answers(source.refill(0, 4)) == answers(source.batch(1)) == [8, 7, 6, 5]
+    broken = write_jsonl(tmp_path / "b.jsonl", [*gcd_rows(6), *["{"] * 6])
+    assert set(answers(open_data(broken, "data.broken_rows=skip").refill(0, 20))) == set(range(1, 7))
+
+
+def test_the_embedded_tasks_refills_are_of_their_step_and_seed() -> None:
+    first, other = (open_prompts(load_config(TINY, [f"run.seed={seed}"]), embedded_tokenizer()) for seed in (0, 1))
+    drawn = [texts(prompts) for prompts in (first.refill(0, 8), first.refill(1, 8), other.refill(0, 8), first.batch(0))]
+    assert all(not set(one) & set(two) for one, two in itertools.combinations(drawn, 2))
+    assert texts(first.refill(0, 3)) == drawn[0][:3]
 
 
 # -- a step's draws ---------------------------------------------------------------------------------------------------
@@ -104,25 +142,26 @@ def make_draws(*overrides: str) -> StepDraws:
     """Four prompts of two responses, and refills."""
     own = ["rollout.prompts_per_step=4", "rollout.group_size=2", "algorithm.updates_per_step=1", *overrides]
     prompts: Any = SimpleNamespace(
-        batch=lambda step: [make_prompt(number) for number in range(4)],
-        refill=lambda step, count: [make_prompt(100 + number) for number in range(count)],
+        batch=lambda step: [make_prompt(1000 * step + number) for number in range(4)],
+        refill=lambda step, count: [make_prompt(1000 * step + 100 + number) for number in range(count)],
     )
     return StepDraws(load_config(TINY, own), prompts, 7)
 
 
 def test_refills_have_keys_of_their_own_and_end() -> None:
-    draws = make_draws("algorithm.max_refills=2")
+    draws = make_draws("algorithm.max_refills=2", "run.seed=5")
     requests = draws.requests()
     assert [(r.key.stream, r.key.draw, r.key.sample) for r in requests[:3]] == [(0, 0, 0), (0, 0, 1), (0, 1, 0)]
     more = draws.refill(np.array([0, 1, 0, 1, 1, 1, 0, 0], np.float32))  # 2 of 4 teach: 2 / 0.5
     assert [(r.key.stream, r.key.step, r.key.draw, r.key.sample) for r in more] == [
         (Stream.REFILL, 7, draw, sample) for draw in range(4) for sample in range(2)
     ]
-    assert [int(r.prompt_tokens[0]) for r in more[::2]] == [100, 101, 102, 103]
+    assert [int(r.prompt_tokens[0]) for r in more[::2]] == [7100, 7101, 7102, 7103]
     scores = np.array([0, 1, 0, 1, 1, 1, 0, 0] + [0, 0] * 3 + [0, 1], np.float32)  # 3 of 8: one is missing, 1 / 0.375
     last = draws.refill(scores)
-    assert [int(r.prompt_tokens[0]) for r in last[::2]] == [104, 105, 106]
+    assert [int(r.prompt_tokens[0]) for r in last[::2]] == [7104, 7105, 7106]
     assert not draws.needs_scores()
+    assert {r.key.seed for r in [*last, *more, *requests]} == {5} and requests[0].prompt_tokens[0] == 7000
     assert sorted(r.key for r in [*last, *more, *requests]) == [r.key for r in [*requests, *more, *last]]
     for request in (requests[5], last[2]):
         rollout: Any = SimpleNamespace(key=request.key)
@@ -135,6 +174,17 @@ def test_enough_groups_need_no_refill_and_none_is_allowed_by_default() -> None:
     assert draws.refill(np.array([0, 1] * 4, np.float32)) == []
     assert draws.num_refills == 0
     assert not make_draws().needs_scores()
+
+
+def test_groups_are_judged_by_all_ranks_scores_whatever_finished_first() -> None:
+    draws = make_draws("algorithm.max_refills=1")
+    own, others = draws.requests()[::-2], draws.requests()[::2]  # second samples of all groups, and first ones
+    told = [(request.key, 0.0) for request in others]
+    job: Any = SimpleNamespace(
+        engine=SimpleNamespace(finished=own), world=SimpleNamespace(allgather=lambda mine: [mine, told])
+    )
+    scorer: Any = SimpleNamespace(settle=lambda rollouts: np.ones(len(rollouts), np.float32))
+    assert refill(job, draws, scorer) == [], "every group has a 0 and a 1"
 
 
 def test_every_request_has_one_rank() -> None:
@@ -186,6 +236,9 @@ def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
     parts = logged([*own, *more[:5]])
     told = what_lacks(parts, np.zeros(13, np.float32), job, 7)
     assert told == "run/rollouts lacks 3 of the 16 responses of step 7"
+    whole[-1].prompt_tokens = whole[0].prompt_tokens
+    with pytest.raises(ReplayError, match="another prompt"):
+        what_lacks(whole, np.zeros(len(whole), np.float32), job, 7)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -220,6 +273,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     train(folder, 2)
     return folder
+
+
+def assert_same_end(folder: Path, straight: Path) -> None:
+    ends = [CheckpointStore(each / "tiny" / "checkpoints", keep=9).at(STEPS) for each in (straight, folder)]
+    for name in ends[0].names("policy"):
+        assert (ends[0].read("policy", name) == ends[1].read("policy", name)).all(), name
 
 
 def ordered(parts: Sequence[StepRecord]) -> list[tuple[Rollout, float, float]]:
@@ -270,6 +329,20 @@ def test_its_steps_are_taken_up_from_the_log(straight: Path, tmp_path: Path) -> 
     shown = train(tmp_path, 2)
     assert "step 1: its update repeated" in shown and "step 2: its update repeated" in shown
     assert responses(tmp_path) == before
-    ends = [CheckpointStore(folder / "tiny" / "checkpoints", keep=9).at(STEPS) for folder in (straight, tmp_path)]
-    for name in ends[0].names("policy"):
-        assert (ends[0].read("policy", name) == ends[1].read("policy", name)).all(), name
+    assert_same_end(tmp_path, straight)
+
+
+@pytest.mark.mpi
+def test_a_run_goes_on_behind_steps_that_were_taken_up(straight: Path, tmp_path: Path) -> None:
+    """As a kill in step 2 leaves it: of step 1 no checkpoint, of step 2 nothing; both have refills."""
+    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "tiny" / "checkpoints" / f"step-{step:06d}")
+    drop_lines(tmp_path / "tiny" / "metrics.jsonl", 2)
+    for path in RunFolder(tmp_path / "tiny").rollout_logs(2):
+        path.unlink()
+    shown = train(tmp_path, 2)
+    assert "step 1: its update repeated" in shown and "going on from step 2" in shown
+    assert all(read_lines(straight / "tiny" / "metrics.jsonl")[step]["rollout/refills"] for step in (1, 2))
+    assert responses(tmp_path) == responses(straight)
+    assert_same_end(tmp_path, straight)

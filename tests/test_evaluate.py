@@ -113,15 +113,16 @@ def test_it_answers_every_prompt_greedily_and_by_sampling(plain):
 
 
 def test_what_is_asked_of_the_engine():
-    config = load_config(TINY, ["evaluation.samples=2", "rollout.stop_strings=['x']", "rollout.top_k=5"])
+    changes = "evaluation.samples=2", "evaluation.seed=3", "rollout.stop_strings=['x']", "rollout.top_k=5"
+    config = load_config(TINY, changes)
     prompt = Prompt(np.array([2], np.int32), "", "", "")
     (wanted,) = wanted_responses(config, EvaluationSets((EvaluationSet("a", (7,), (prompt,), ""),)))
     sampled = SamplingParams(512, temperature=0.6, top_p=0.95, stop_strings=("x",))
     assert [request.params for request in wanted.requests] == [
         SamplingParams(512, temperature=0.0, stop_strings=("x",)), sampled, sampled,
     ]  # fmt: skip
-    assert [(key.stream, key.draw, key.sample) for key in (request.key for request in wanted.requests)] == [
-        (Stream.EVALUATION, 7, sample) for sample in range(3)
+    assert [(key.seed, key.stream, key.draw, key.sample) for key in (request.key for request in wanted.requests)] == [
+        (3, Stream.EVALUATION, 7, sample) for sample in range(3)
     ]
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 
 from tlt_hpc.config import RewardSection
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, estimate, figures_of, majority, pass_at_k
 from tlt_hpc.evaluate.metrics import metrics_of
+from tlt_hpc.evaluate.tally import judged_of
 from tlt_hpc.evaluate.votes import Ballot, answer_of, count_votes
+from tlt_hpc.records import FinishReason, SampleKey
 from tlt_hpc.rewards.standing import settings_of
+from tlt_hpc.storage.evaluation_log import JudgedResponse
 
 SETTINGS = settings_of(RewardSection())
 
@@ -80,6 +84,23 @@ def test_figures_of_prompts():
     assert (figures.mean_length, figures.cut_share) == (10.0, 0.0)
 
 
+def test_lengths_and_cuts_are_of_all_responses():
+    long = PromptAnswers("a", True, judged(0, length=70, is_cut=True), (judged(0, length=10), judged(1, length=10)))
+    figures = figures_of([long, prompt(0, 1)], ())
+    assert (figures.mean_length, figures.cut_share) == (20.0, 1 / 6)
+    metrics = metrics_of("x", figures)
+    assert metrics["val-aux/x/response_length/clip_ratio"] == 1 / 6
+    mixed = figures_of([long, PromptAnswers("b", False, judged(0), (judged(0), judged(0)))], ())
+    assert mixed.majority is None and mixed.unanswered_share is None, "of some prompts nobody can tell"
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1.0, 2.0])
+def test_a_response_is_right_where_its_reward_is_whole_and_cut_at_the_cap(reason, reward):
+    response = JudgedResponse(SampleKey(0, 1, 0, 0, 1), np.zeros(3, np.int32), reason, 1, reward)
+    assert judged_of(response, 5) == Judged(reward >= 1, reward, 3, reason == FinishReason.LENGTH, 5)
+
+
 def test_metrics_have_verls_names():
     metrics = metrics_of("aime24", figures_of([prompt(0, 1), prompt(0, 0)], (2,)))
     assert {name: value for name, value in metrics.items() if name.startswith("val-core")} == {
@@ -104,6 +125,7 @@ def test_kinds_without_answers_have_no_majority():
     [
         ("boxed", [r"\boxed{4}", r"so \boxed{5}", r"\boxed{5}", "5", r"\boxed{5} ."], "10000", [0, 1, 1, None, None]),
         ("numeric", ["it is 0.5", "1/2", "#### 3", "three"], "0000", [1, 1, 2, None]),
+        ("numeric", ["3000000", "3000002", "3000004"], "000", [1, 1, 2]),  # the tolerance is relative
         ("choice", ["The answer is B", r"\boxed{(B)}", "A", "none of them"], "0010", [1, 1, 0, None]),
         # two ways to write what is right are one answer
         ("boxed", ["first", "second"], "11", [0, 0]),
@@ -134,3 +156,11 @@ def test_mathematics_is_asked_for_round_by_round():
 
 def test_mathematics_without_a_box_is_read_from_the_end():
     assert answer_of("math", "x" * 9000 + " so 7") == "x" * 4091 + " so 7"
+
+
+def test_an_answer_that_does_not_even_equal_itself_is_an_answer():
+    ballot = Ballot("math", [r"\boxed{1}", r"\boxed{2}"], [False] * 2, SETTINGS)
+    ballot.take([False, False])
+    assert len(ballot.questions) == 1, "the first has its place"
+    ballot.take([False])
+    assert ballot.votes == [1, 2]

@@ -22,7 +22,7 @@ from tlt_hpc.memory_plan.activations import drafter_parameters
 from tlt_hpc.memory_plan.knobs import free_knobs, turn_knobs
 from tlt_hpc.memory_plan.limits import Limits
 from tlt_hpc.memory_plan.parts import MemoryPlan, Situation
-from tlt_hpc.memory_plan.phases import plan_memory
+from tlt_hpc.memory_plan.phases import micro_batch_tokens, plan_memory
 from tlt_hpc.memory_plan.search import cheapest_fit, furthest
 from tlt_hpc.memory_plan.shapes import find_shape, named_shape
 from tlt_hpc.memory_plan.zero import BUCKET_ELEMENTS, training_state
@@ -201,22 +201,28 @@ def test_a_shape_is_read_from_a_file_or_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stage", "ranks", "resident"),
-    [  # bytes a parameter: weights, then masters, moments and gradients as far as they stay
-        ("float32", 0, 2, 12.0),
-        ("float32", 1, 2, 4 + 12 / 2),
-        ("bfloat16", 1, 2, 6 + 12 / 2),
-        ("bfloat16", 2, 4, 2 + 12 / 4),
-        ("bfloat16", 3, 64, 18 / 64),
+    ("dtype", "stage", "ranks", "resident", "held", "stepping"),
+    [  # bytes a parameter: weights, then masters, moments and gradients as far as they stay; gradients; of the step
+        ("float32", 0, 2, 12.0, 4, 4),
+        ("float32", 1, 2, 4 + 12 / 2, 4, 12 / 2),
+        ("bfloat16", 1, 2, 6 + 12 / 2, 2, 2 + 8 / 2),
+        ("bfloat16", 2, 4, 2 + 12 / 4, 4 / 4, 12 / 4),
+        ("bfloat16", 3, 64, 18 / 64, 0, 12 / 64),
     ],
 )
-def test_training_state_by_stage(dtype: str, stage: int, ranks: int, resident: float) -> None:
+def test_training_state_by_stage(
+    dtype: str, stage: int, ranks: int, resident: float, held: float, stepping: float
+) -> None:
     given = situation(
         "qwen7b", f"model.dtype={dtype}", f"optimizer.zero_stage={stage}", "optimizer.offload=false", ranks=ranks
     )
     state = training_state(given)
     found = sum(part.num_bytes for part in state.resident if part.name != "bucket of gradients")
-    assert found / given.shape.num_parameters == pytest.approx(resident, rel=2e-3)
+    count = given.shape.num_parameters
+    gradients = sum(part.num_bytes for part in state.held if part.name.startswith("gradients"))
+    assert (found / count, gradients / count, state.stepping / count) == pytest.approx(
+        (resident, held, stepping), rel=2e-3
+    )
     if stage:
         away = training_state(replace(given, config=load_config(JOBS / "qwen7b.toml", ["optimizer.zero_stage=3"])))
         assert away.host == 16 * -(-given.shape.num_parameters // ranks) and state.host == 0
@@ -264,6 +270,24 @@ def test_ranks_that_share_a_sequence_hold_a_slice_of_it() -> None:
     alone = bytes_of(plan_memory(situation("qwen7b")), "update", "activations")
     shared = plan_memory(situation("qwen7b", "optimizer.sequence_parallel=4"))
     assert bytes_of(shared, "update", "activations") < 0.3 * alone
+
+
+def test_a_pass_has_no_more_tokens_than_a_ranks_share_or_the_budget() -> None:
+    step = "rollout.prompts_per_step=2", "rollout.group_size=4", "algorithm.updates_per_step=2"
+    given = situation("tiny", *step, "optimizer.sequence_parallel=2", "optimizer.micro_batch_tokens=100000", ranks=4)
+    assert micro_batch_tokens(given) == given.longest, "4 samples an update, 2 to each pair of ranks, half on each"
+    small = situation("tiny", *step, "optimizer.micro_batch_tokens=16", ranks=1)
+    assert micro_batch_tokens(small) == small.longest, "a response is never cut"
+
+
+def test_what_is_saved_counts_masters_moments_drafter_and_a_reference_that_is_renewed() -> None:
+    changes = "checkpoint.keep=3", "algorithm.kl_coefficient=0.1", "algorithm.reference_every_steps=5"
+    plan = plan_memory(situation("tiny", *changes, ranks=2))
+    saved = (12 + 4) * plan.situation.shape.num_parameters + 16 * engine_plan.num_drafter_parameters(plan.situation)
+    disk, host = ({part.name: part.num_bytes for part in parts} for parts in (plan.disk, plan.host))
+    assert disk["checkpoints"] == 4 * saved, "the next is written before one goes"
+    assert disk["features"] == 2 * plan.situation.config.drafter.cache_bytes
+    assert host["copy for checkpoints"] == -(-saved // (2 << 24)) << 24
 
 
 def test_a_replica_divides_what_decodes_and_nothing_that_learns() -> None:

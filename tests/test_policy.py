@@ -280,11 +280,14 @@ def test_ranks_that_share_sequences_have_the_same_gradients(
 # --- the other algorithms: the whole update's objective at once, by the papers' formulas ---
 
 
-def objective(config: Config, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]]) -> torch.Tensor:
-    """Of one update: by response, all log-softmax rows, the tokens' log-probs now and before, and the advantage."""
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]
+
+
+def objective(config: Config, parts: list[Part]) -> torch.Tensor:
+    """Of one update: by response, all log-softmax rows, the tokens' log-probs now, before, recorded; the advantage."""
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
     losses = []
-    for rows, log_probs, old, advantage in parts:
+    for rows, log_probs, old, recorded, advantage in parts:
         ratio = (log_probs - old).exp()
         if algorithm.name == "gspo":
             ratio = (log_probs - old).mean().exp().expand(len(old))
@@ -293,6 +296,8 @@ def objective(config: Config, parts: list[tuple[torch.Tensor, torch.Tensor, torc
             loss = -ratio.detach().clamp(max=5.0) * advantage * log_probs
         else:
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        if algorithm.rollout_correction == "tis":
+            loss = loss * (old - recorded).exp().clamp(min=LEAST_WEIGHT)
         entropy = -(rows.exp() * rows).sum(-1)
         losses.append(loss - algorithm.entropy_coefficient * entropy)
     if algorithm.name == "dr-grpo":
@@ -323,7 +328,8 @@ def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[fl
             for i in range(update, len(rollouts), NUM_UPDATES):
                 rows = reference.log_softmax(rollouts[i])
                 tokens = rollouts[i].response_tokens.tolist()
-                parts.append((rows, rows[range(len(tokens)), tokens], old[i], float(advantages[i])))
+                recorded = torch.from_numpy(rollouts[i].log_probs)
+                parts.append((rows, rows[range(len(tokens)), tokens], old[i], recorded, float(advantages[i])))
             reference.optimizer.zero_grad()
             objective(config, parts).backward()
             reference.gradients.append({n: p.grad.clone() for n, p in reference.model.named_parameters()})
@@ -335,12 +341,19 @@ def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[fl
     return results
 
 
+LEAST_WEIGHT = 0.05
+CORRECTED: dict[str, Any] = {
+    "algorithm__rollout_correction": "tis",
+    "algorithm__rollout_correction_low": LEAST_WEIGHT,
+    "algorithm__entropy_coefficient": 0.3,
+}
 ALGORITHMS: list[dict[str, Any]] = [
     {"algorithm__name": "dr-grpo"},
     {"algorithm__name": "rloo"},
     {"algorithm__name": "gspo", "algorithm__clip_low": "auto", "algorithm__clip_high": "auto"},
     {"algorithm__name": "cispo", "algorithm__clip_low": "auto", "algorithm__clip_high": "auto"},
     {"algorithm__name": "grpo", "algorithm__aggregation": "seq-mean-token-mean", "algorithm__entropy_coefficient": 0.3},
+    CORRECTED,
 ]
 
 
@@ -357,6 +370,32 @@ def test_a_loss_by_response_is_the_same_where_ranks_share_sequences() -> None:
     changes = {**ALGORITHMS[2], "optimizer__sequence_parallel": 2}
     ((difference, largest),) = run_on_ranks(2, distances_from_objective, [changes])[0]
     assert largest > 1e-3 and difference < TOLERANCE * max(1.0, largest), (difference, largest)
+
+
+def mismatch_and_its_formulas() -> list[list[float]]:
+    """What a corrected update tells of recorded and own probabilities, ranks apart and together, and one process."""
+    world, rollouts = connect(), make_rollouts()
+    found = []
+    for sharing in (1, 2):
+        policy = make_policy(make_config(**CORRECTED, optimizer__sequence_parallel=sharing), world)
+        found.append(list(vars(policy.update(rollouts, make_advantages()).mismatch).values()))
+        policy.close()
+    plain = Reference(make_config())
+    with torch.no_grad():
+        old = torch.cat([plain.log_probs(rollout) for rollout in rollouts]).double()
+    recorded = torch.from_numpy(np.concatenate([rollout.log_probs for rollout in rollouts])).double()
+    away, weights = (old.exp() - recorded.exp()).abs(), (old - recorded).exp()
+    k1, k3 = recorded - old, weights - 1 + recorded - old
+    outside = (weights < LEAST_WEIGHT).double().mean()
+    assert 0.1 < outside < 0.9
+    wanted = [away.mean(), away.max(), k1.mean(), k3.mean(), weights.clamp(min=LEAST_WEIGHT).mean(), outside]
+    leave()
+    return [*found, list(map(float, wanted))]
+
+
+def test_the_mismatch_is_of_all_tokens_before_the_update() -> None:
+    for apart, together, wanted in run_on_ranks(2, mismatch_and_its_formulas):
+        assert apart == pytest.approx(wanted, rel=1e-4) and together == pytest.approx(wanted, rel=1e-4)
 
 
 def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:

@@ -212,3 +212,29 @@ def test_what_comes_back_is_what_there_was_at_the_save(tmp_path: Path, changes: 
         assert result["averaged"], "the engine drafts with the last merge's weights"
         assert result["reserved"], "the first save asked for memory that was not taken before"
         assert all(seconds > 2 for seconds in result["refresh"]), "posting the merge is in no phase"
+
+
+def ends_with_and_without_a_restart(folder: str) -> list[str]:
+    """The policy after two steps of ranks that share sequences, without a break and with one after the first."""
+    from tlt_hpc.config import load_config
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.run import run
+
+    world = World.connect()
+
+    def steps(name: str, count: int) -> str:
+        changes = ["optimizer.sequence_parallel=2", "speculation.mode=ngram", "rollout.max_new_tokens=60"]
+        changes += [f"run.folder={folder}", f"run.name={name}", f"run.num_steps={count}"]
+        config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, *changes])
+        return run(config, world, Silent()).policy_sha256
+
+    ends = [steps("whole", 2), steps("broken", 1), steps("broken", 2)]
+    leave_process_group()
+    return ends
+
+
+@pytest.mark.mpi
+def test_a_restart_of_ranks_that_share_sequences_is_exact(tmp_path: Path) -> None:
+    for whole, half, resumed in run_on_ranks(2, ends_with_and_without_a_restart, str(tmp_path)):
+        assert resumed == whole != half

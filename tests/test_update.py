@@ -26,10 +26,11 @@ class Policy:
 
     def update(self, rollouts: list[Rollout], advantages: np.ndarray) -> str:
         self.given = advantages.tolist()
+        self.groups = [rollout.key.draw for rollout in rollouts]
         return "stats"
 
 
-def learned(*overrides: str) -> tuple[Any, list[float]]:
+def learned(*overrides: str, scores: np.ndarray = SCORES) -> tuple[Any, list[float]]:
     """What the update says of itself, and the advantages that the policy was given."""
     config = load_config(
         ROOT / "jobs" / "tiny.toml", ["rollout.group_size=2", "rollout.max_new_tokens=100", *overrides]
@@ -40,7 +41,9 @@ def learned(*overrides: str) -> tuple[Any, list[float]]:
         Rollout(SampleKey(0, 0, 0, i // 2, i % 2), empty, np.zeros(n, np.int32), empty, FinishReason.EOS, 0, n, 0.0)
         for i, n in enumerate(LENGTHS)
     ]
-    return update_policy(job, rollouts, SCORES), job.policy.given
+    update = update_policy(job, rollouts, scores)
+    assert job.policy.groups == [index // 2 for index in update.trained]
+    return update, job.policy.given
 
 
 def test_without_penalties_rewards_are_scores() -> None:
@@ -53,6 +56,13 @@ def test_length_is_punished_before_the_advantage() -> None:
     update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong_buffer=20", "algorithm.overlong_penalty=0.4")
     assert update.rewards.tolist() == pytest.approx([1, -0.2, 0.7, 0.6])
     assert given == pytest.approx([0.6, -0.6, 0.05, -0.05])
+
+
+def test_what_dynamic_sampling_leaves_out_is_not_learned_from() -> None:
+    sizes = "rollout.prompts_per_step=1", "algorithm.updates_per_step=1", "algorithm.max_refills=1"
+    update, given = learned("algorithm.name=dr-grpo", *sizes, scores=np.array([1, 1, 0, 1], np.float32))
+    assert update.trained.tolist() == [2, 3] and update.rewards.tolist() == [0, 1] and given == [-0.5, 0.5]
+    assert update.teaching_share == 0.5, "of all groups that were drawn"
 
 
 def test_the_distance_is_taken_from_the_reward() -> None:

@@ -86,7 +86,7 @@ def answers_of(
     pairs = zip(responses, votes or [None] * len(responses), strict=True)
     judged = {response.key.sample: judged_of(response, vote) for response, vote in pairs}
     greedy = judged.pop(0, None)
-    return PromptAnswers(wanted.prompt.source, votes is not None, greedy, tuple(judged[i] for i in sorted(judged)))
+    return PromptAnswers(wanted.prompt.source, votes is not None, greedy, tuple(judged.values()))
 
 
 def judged_of(response: JudgedResponse, vote: int | None) -> Judged:

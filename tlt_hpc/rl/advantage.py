@@ -99,11 +99,14 @@ def overlong_penalties(lengths: NDArray[np.int64], longest: int, buffer: int, pe
 
 
 def _groups(rewards: Floats, group_size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rewards by group [G, S], and the same less each group's mean, exactly zero where a group's are all equal."""
+    """Rewards by group [G, S], and the same less each group's mean, exactly zero where a group's are all equal.
+
+    Sums of float32 are exact in float64, so that the mean of equal rewards is no rounding error off, which a tiny
+    denominator would blow up.
+    """
+    assert rewards.dtype == np.float32, f"rewards in {rewards.dtype}"
     assert group_size >= 2, f"group_size = {group_size}: a group of one has no spread"
     assert rewards.ndim == 1 and rewards.size % group_size == 0, f"{rewards.shape} is not groups of {group_size}"
     groups = rewards.astype(np.float64).reshape(-1, group_size)
     centred: NDArray[np.float64] = groups - groups.mean(axis=1, keepdims=True)
-    # The mean of equal numbers may be off by a rounding error, which a tiny denominator would blow up.
-    centred[np.ptp(groups, axis=1) == 0] = 0.0
     return groups, centred
