@@ -64,10 +64,9 @@ def test_a_model_that_cannot_be_divided_is_refused_before_anything_starts() -> N
     )
 
 
-@pytest.mark.parametrize("what", ["warmup", "ablate"])
-def test_commands_that_need_whole_models_say_so(what: str) -> None:
-    assert message_of(TWO, what=what) == (
-        f"tlt: rollout.tensor_parallel = 2: tlt {what} decodes with a whole model on every rank; where it fits, give "
+def test_a_command_that_needs_whole_models_says_so() -> None:
+    assert message_of(TWO, what="ablate") == (
+        "tlt: rollout.tensor_parallel = 2: tlt ablate decodes with a whole model on every rank; where it fits, give "
         "rollout.tensor_parallel=1"
     )
 

@@ -264,11 +264,36 @@ def test_two_ranks_share_the_work_and_learn_the_same(straight, tmp_path):
     assert sorted(map(content, ours)) == sorted(map(content, theirs))
 
 
-def without_noise(folder: str) -> list:
+@pytest.mark.mpi
+def test_ranks_that_decode_together_warm_up_the_same_drafter(straight, tmp_path):
+    """Texts are the same, features but for the order of sums; and a replica that was stopped goes on."""
+    assert run_on_ranks(2, stopped, str(tmp_path / "two"), "rollout.tensor_parallel=2") == [False, False]
+    together = run_on_ranks(2, without_noise, str(tmp_path / "two"), "rollout.tensor_parallel=2")
+    quiet = tmp_path / "one"
+    alone = without_noise(str(quiet))
+    assert together[0][0] == together[1][0] and together[0][1] + together[1][1] == alone[1]
+    for (updates, loss, accept), (others, theirs, their_accept) in zip(alone[0], together[0][0], strict=True):
+        assert updates == others
+        assert loss == pytest.approx(theirs, abs=1e-3)
+        assert accept == pytest.approx(their_accept, rel=0.02)
+    ours, theirs = (sorted(documents(folder), key=content) for folder in (quiet, tmp_path / "two"))
+    assert [document.tokens.tobytes() for document in ours] == [document.tokens.tobytes() for document in theirs]
+    for own, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(to_floats(own.features), to_floats(other.features), rtol=2**-7, atol=1e-3)
+
+
+def stopped(folder: str, *overrides: str) -> bool:
+    """Whether it finished although it was asked to stop while it captured, on one rank alone."""
+    world = World.connect()
+    reporter = Reporter("capturing", 2, world) if world.rank == 0 else Reporter()
+    return start(Path(folder), "warmup.noise=0", *overrides, reporter=reporter, world=world).finished
+
+
+def without_noise(folder: str, *overrides: str) -> list:
     """The curve, and how many documents this rank has read to train on."""
     read, counted = Shelf.read, []
     Shelf.read = lambda shelf, index: counted.append(index) or read(shelf, index)
-    result = start(Path(folder), "warmup.noise=0")
+    result = start(Path(folder), "warmup.noise=0", *overrides)
     Shelf.read = read
     return [[[p.updates, p.loss, p.accept_length] for p in result.progress.curve], len(counted)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -183,13 +183,13 @@ def assemble(config: Config, world: World) -> Job:
     assets = read_assets(config, world.size)
     if world.rank == 0 and assets.prompts.warning:
         logger.warning("%s", assets.prompts.warning)
-    device = choose_device(config, world)
     warm = None
     if config.speculation.mode == "full":
         warm = read_drafter(config.drafter.init, config.drafter.form, assets.shape)
     folder = RunFolder(config.folder)
     replica = make_replica(config, world)
-    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
+    decoder = make_decoder(config, assets, world, replica)
+    device = decoder.device
     drafting = (
         make_drafting(config, world, folder, decoder, assets, warm) if config.speculation.mode == "full" else None
     )
@@ -213,7 +213,7 @@ def assemble(config: Config, world: World) -> Job:
         prompts=assets.prompts,
         engine=engine,
         policy=policy,
-        pulse=make_pulse(world, replica, engine),
+        pulse=make_pulse(world, replica, lambda: engine.text_mark),
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         drafting=drafting,
         bench=bench,
@@ -355,6 +355,12 @@ def make_replica(config: Config, world: World) -> Replica:
     return Replica(world, config.rollout.tensor_parallel)
 
 
+def make_decoder(config: Config, assets: ModelAssets, world: World, replica: Replica) -> Decoder:
+    """The decoder, or this rank's part of it, without weights; collective."""
+    device = choose_device(config, world)
+    return Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
+
+
 def make_sharding(replica: Replica, world: World, device: torch.device) -> Sharding:
     """Which part of the decoder this rank holds, and how its replica sums; collective."""
     if replica.size == 1:
@@ -363,10 +369,10 @@ def make_sharding(replica: Replica, world: World, device: torch.device) -> Shard
     return Sharding(replica.index, replica.size, replica_sum(world, replica.size))
 
 
-def make_pulse(world: World, replica: Replica, engine: RolloutEngine) -> Pulse:
-    """The pulse of all ranks; collective."""
+def make_pulse(world: World, replica: Replica, text_mark: Callable[[], int]) -> Pulse:
+    """The pulse of all ranks, given a checksum of the text that a replica's ranks have in common; collective."""
     comm = world.private_comm()
-    return Pulse(comm) if replica.size == 1 else ReplicaPulse(comm, replica, lambda: engine.text_mark)
+    return Pulse(comm) if replica.size == 1 else ReplicaPulse(comm, replica, text_mark)
 
 
 def unit_of(config: Config, key: SampleKey) -> int:

@@ -19,7 +19,6 @@ from tlt_hpc.evaluate.parts import (
     build_engine,
     check_same_sets,
     facts_of,
-    make_decoder,
     make_ready,
     open_drafter,
     read_assets,
@@ -28,7 +27,7 @@ from tlt_hpc.evaluate.requests import Wanted, longest_response, wanted_responses
 from tlt_hpc.evaluate.sets import EvaluationSets
 from tlt_hpc.evaluate.subject import Subject, config_for, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results, tally
-from tlt_hpc.job import make_pulse, make_replica, open_bench
+from tlt_hpc.job import make_decoder, make_pulse, make_replica, open_bench
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.mpi.roster import Roster
@@ -102,7 +101,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         engine = build_engine(config, assets, sets, decoder, drafter, world, replica)
         make_ready(config, engine, wanted)
         start = time.perf_counter()
-        with closing(make_pulse(world, replica, engine)) as pulse:
+        with closing(make_pulse(world, replica, lambda: engine.text_mark)) as pulse:
             means = Means(engine, bench, assets.tokenizer, pulse, world, replica)
             is_whole = answer(means, wanted, folder, done, 0, reporter.answering)
         made = time.perf_counter() - start

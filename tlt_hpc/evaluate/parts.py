@@ -13,11 +13,11 @@ from tlt_hpc.data.jsonl import digest_of
 from tlt_hpc.evaluate.folder import WEIGHTS
 from tlt_hpc.evaluate.requests import Wanted, longest_response, sampling_params
 from tlt_hpc.evaluate.sets import EvaluationSets, open_sets
-from tlt_hpc.job import choose_device, engine_settings, make_engine, make_sharding, read_drafter, unit_of
+from tlt_hpc.job import engine_settings, make_engine, read_drafter, unit_of
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
-from tlt_hpc.models.folder import DTYPES, end_token_ids, find_model, load_tokenizer
+from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.mpi.replica import Replica
@@ -163,12 +163,6 @@ def calibration_requests(wanted: list[Wanted]) -> list[Request]:
     some = wanted[:: max(1, len(wanted) // _CALIBRATION_RESPONSES)][:_CALIBRATION_RESPONSES]
     firsts = [each.requests[-1] for each in some]
     return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in firsts]
-
-
-def make_decoder(config: Config, assets: ModelAssets, world: World, replica: Replica) -> Decoder:
-    """The decoder, or this rank's part of it, without weights; collective."""
-    device = choose_device(config, world)
-    return Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
 
 
 def open_drafter(config: Config, checkpoint: Checkpoint | None, decoder: Decoder) -> Drafter | None:

@@ -1,14 +1,16 @@
-"""First phase of a warm-up: the target's features of all training texts, in parts that the ranks take in turn.
+"""First phase of a warm-up: the target's features of all training texts, in parts that the replicas take in turn.
 
 A part is decoded from scratch by one engine, whatever came before it, and its file appears whole or not at all: so a
-part that a killed rank began is made again bit for bit, by any rank. Where the bytes of a rank run out, the parts that
-it made are all there will be: that follows from their files, and once training has begun from a list of them.
+part that a killed rank began is made again bit for bit, by any rank. Of the ranks that decode together the first writes
+it. Where the bytes of a replica run out, the parts that it made are all there will be: that follows from their files,
+and once training has begun from a list of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.job import make_engine
+from tlt_hpc.job import make_engine, make_pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -58,17 +60,17 @@ class Part:
 def capture(parts: Parts, reporter: CaptureReporter) -> bool:
     """Make what is missing of the features; False where a stop vote came first. Collective."""
     all_parts, are_fixed = parts_of(parts)
-    work = CaptureWork(parts, all_parts, are_fixed)
-    pulse, world = parts.pulse, parts.world
-    pulse.begin(0)
-    while not (roster := pulse.poll(work.status(world.stop_requested))).over:
-        if work.is_done:
-            pulse.back_off()
-        else:
-            with pulse.progressing():
-                work.step()
-        if world.rank == 0:
-            _report(roster, len(parts.texts.training), reporter)
+    work, world = CaptureWork(parts, all_parts, are_fixed), parts.world
+    with closing(make_pulse(world, parts.replica, work.text_mark)) as pulse:
+        pulse.begin(0)
+        while not (roster := pulse.poll(work.status(world.stop_requested))).over:
+            if work.is_done:
+                pulse.back_off()
+            else:
+                with pulse.progressing():
+                    work.step()
+            if world.rank == 0:
+                _report(roster, len(parts.texts.training), reporter)
     work.abandon()
     return not roster.stopping
 
@@ -114,27 +116,28 @@ def _part_size(parts: Parts, num_texts: int) -> int:
     path = parts.features / _SIZE_FILE
     if path.is_file():
         return int(json.loads(path.read_text(encoding="utf-8"))["size"])
-    size = part_size(num_texts, parts.world.size, _MOST_FILLINGS * parts.settings.max_live)
+    size = part_size(num_texts, parts.replica.count, _MOST_FILLINGS * parts.settings.max_live)
     with writing_beside(path) as part:
         part.write_text(json.dumps({"size": size}) + "\n", encoding="utf-8")
     return size
 
 
-def part_size(num_texts: int, num_ranks: int, most: int) -> int:
-    """Texts of a part: ``most`` at most, and such that every rank has as many parts."""
-    rounds = -(-num_texts // (num_ranks * most))
-    return -(-num_texts // (num_ranks * rounds))
+def part_size(num_texts: int, num_replicas: int, most: int) -> int:
+    """Texts of a part: ``most`` at most, and such that every replica has as many parts."""
+    rounds = -(-num_texts // (num_replicas * most))
+    return -(-num_texts // (num_replicas * rounds))
 
 
 class CaptureWork:
-    """This rank's parts, one after another."""
+    """The parts of this rank's replica, one after another."""
 
     def __init__(self, parts: Parts, all_parts: Sequence[Part], are_fixed: bool) -> None:
-        self._parts, self._texts = parts, parts.texts
-        self._own, self._are_fixed = all_parts[parts.world.rank :: parts.world.size], are_fixed
+        self._parts, self._texts, self._replica = parts, parts.texts, parts.replica
+        self._own, self._are_fixed = all_parts[parts.replica.number :: parts.replica.count], are_fixed
+        self._num_bytes = parts.config.drafter.cache_bytes * parts.replica.size
         self._left = self._missing()
         self._num_tokens = 0
-        self._open: tuple[Part, FeatureCache, RolloutEngine] | None = None
+        self._open: tuple[FeatureCache | None, RolloutEngine] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -145,18 +148,24 @@ class CaptureWork:
         waiting = sum(part.end - part.start for part in self._left)
         left, tokens = waiting, self._num_tokens
         if self._open is not None:
-            left, tokens = left + self._open[2].num_unfinished, tokens + self._open[2].num_tokens
+            _, engine = self._open
+            left, tokens = left + engine.num_unfinished, tokens + engine.num_tokens
         return Status(State.IDLE if self.is_done else State.BUSY, left, tokens, 0, stop)
+
+    def text_mark(self) -> int:
+        """The checksum of the text of the part under way; 0 without one."""
+        return 0 if self._open is None else self._open[1].text_mark
 
     def step(self) -> None:
         """One round of decoding; begins and ends parts."""
         if self._open is None:
             self._begin(self._left.pop(0))
         assert self._open is not None
-        _, cache, engine = self._open
+        cache, engine = self._open
         engine.step()
         if not engine.has_work:
-            cache.end_step()
+            if cache is not None:
+                cache.end_step()
             self._num_tokens += engine.num_tokens
             self._open = None
             self._left = self._missing()
@@ -164,24 +173,30 @@ class CaptureWork:
     def abandon(self) -> None:
         """Leave the part that is under way."""
         if self._open is not None:
-            _, cache, engine = self._open
+            cache, engine = self._open
             engine.abort()
-            cache.abandon_step()
+            if cache is not None:
+                cache.abandon_step()
             self._open = None
 
     def _begin(self, part: Part) -> None:
         texts = self._texts.training[part.start : part.end]
+        requests = requests_of(texts, part.start, self._parts.config.run.seed)
+        engine = make_engine(self._parts.decoder, self._settings(texts), self._parts.served, self._replica.agree)
+        engine.calibrate(requests[:1])
+        cache = self._begin_file(part) if self._replica.index == 0 else None
+        if cache is not None:
+            sink: FeatureSink = cache.begin_step(0, self._parts.decoder.version).append
+            engine.feature_sink = naming_responses(sink, texts) if self._texts.are_logged else sink
+        engine.submit(requests)
+        self._open = cache, engine
+
+    def _begin_file(self, part: Part) -> FeatureCache:
         size = self._parts.decoder.shape.hidden_size
         # a cache has half of its bytes for one step, and this one has no other
         cache = FeatureCache(part.folder, 0, self._parts.served.num_features, size, 2 * self._room(part), num_ranks=1)
         cache.recover()
-        sink: FeatureSink = cache.begin_step(0, self._parts.decoder.version).append
-        requests = requests_of(texts, part.start, self._parts.config.run.seed)
-        engine = make_engine(self._parts.decoder, self._settings(texts), self._parts.served)
-        engine.calibrate(requests[:1])
-        engine.feature_sink = naming_responses(sink, texts) if self._texts.are_logged else sink
-        engine.submit(requests)
-        self._open = part, cache, engine
+        return cache
 
     def _settings(self, texts: Sequence[Text]) -> EngineSettings:
         """One strategy: what is chosen by the clock would not be chosen again by a second try."""
@@ -192,10 +207,17 @@ class CaptureWork:
         return replace(base, params=SamplingParams(1, temperature=0.0), strategies=(OFF,), max_prompt_tokens=longest)
 
     def _missing(self) -> list[Part]:
-        """Own parts to make, but for those after which another would not fit the rank's budget of bytes."""
+        """Own parts to make, as the replica's first rank finds them; collective over it."""
+        found = self._found_missing() if self._replica.index == 0 else []
+        numbers = [self._own.index(part) for part in found]
+        count = self._replica.agree(len(numbers))
+        return [self._own[self._replica.agree(numbers[i] if numbers else 0)] for i in range(count)]
+
+    def _found_missing(self) -> list[Part]:
+        """Own parts to make, but for those after which another would not fit the replica's budget of bytes."""
         missing, sizes = [], [0]
         for part in self._own:
-            if not self._are_fixed and self._parts.config.drafter.cache_bytes - sum(sizes) < max(sizes):
+            if not self._are_fixed and self._num_bytes - sum(sizes) < max(sizes):
                 break
             if part.file.exists():
                 sizes.append(part.file.stat().st_size)
@@ -207,7 +229,7 @@ class CaptureWork:
         """What the own parts before this one leave: those after it had the same, and it is to come to the same bits."""
         before = (other.file for other in self._own if other.index < part.index)
         used = sum(file.stat().st_size for file in before if file.exists())
-        return max(1, self._parts.config.drafter.cache_bytes - used)
+        return max(1, self._num_bytes - used)
 
 
 def requests_of(texts: Sequence[Text], start: int, seed: int) -> list[Request]:

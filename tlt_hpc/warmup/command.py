@@ -64,20 +64,17 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
         ValueError: the user's mistake (configuration, model folder, data, logs).
     """
     parts = assemble(config, world)
-    try:
-        progress = resume(parts)
-        was_finished = progress.is_finished
-        if world.rank == 0 and not was_finished:
-            reporter.started(config, parts.texts, progress)
-        if not was_finished and capture(parts, reporter):
-            progress = train(parts, progress, reporter)
-        if progress.is_finished:
-            reason = end_reason(progress, config.warmup)
-        else:
-            reason = next(filter(None, world.allgather(world.stop_reason)), "")
-        return WarmupResult(parts.path, progress, was_finished, reason)
-    finally:
-        parts.close()
+    progress = resume(parts)
+    was_finished = progress.is_finished
+    if world.rank == 0 and not was_finished:
+        reporter.started(config, parts.texts, progress)
+    if not was_finished and capture(parts, reporter):
+        progress = train(parts, progress, reporter)
+    if progress.is_finished:
+        reason = end_reason(progress, config.warmup)
+    else:
+        reason = next(filter(None, world.allgather(world.stop_reason)), "")
+    return WarmupResult(parts.path, progress, was_finished, reason)
 
 
 def train(parts: Parts, progress: Progress, reporter: WarmupReporter) -> Progress:

@@ -15,11 +15,11 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, UserError, load_config
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.job import choose_device, claim_folder, engine_settings, make_drafting, read_drafter
+from tlt_hpc.job import claim_folder, engine_settings, make_decoder, make_drafting, make_replica, read_drafter
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.folder import DTYPES, folder_weights
-from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import Assets, read_assets
 from tlt_hpc.rollout.settings import EngineSettings
@@ -38,6 +38,7 @@ class Parts:
 
     config: Config
     world: World
+    replica: Replica
     path: Path
     assets: Assets
     texts: Texts
@@ -47,7 +48,6 @@ class Parts:
     trainer: SpotTrainer
     served: Drafter
     """The engines' copy, in the decoder's precision."""
-    pulse: Pulse
     saves: CheckpointStore
 
     @property
@@ -57,10 +57,6 @@ class Parts:
     @property
     def drafter(self) -> Path:
         return self.path / "drafter"
-
-    def close(self) -> None:
-        """Take the parts down."""
-        self.pulse.close()
 
 
 def assemble(config: Config, world: World) -> Parts:
@@ -73,8 +69,9 @@ def assemble(config: Config, world: World) -> Parts:
     settings = engine_settings(config, assets, world)
     warm = read_drafter(config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
     texts = choose_texts(config, assets, settings.num_tokens, world)
-    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], choose_device(config, world))
-    decoder.load(folder_weights(assets.folder), 0)
+    replica = make_replica(config, world)
+    decoder = make_decoder(config, assets, world, replica)
+    decoder.load(folder_weights(assets.folder, decoder.weight_cuts()), 0, are_cut=True)
     folder = RunFolder(config.folder)
     # the cache that comes with it is a run's; a warm-up keeps its features in parts
     drafting = make_drafting(config, world, folder, decoder, assets, warm)
@@ -82,6 +79,7 @@ def assemble(config: Config, world: World) -> Parts:
     return Parts(
         config=config,
         world=world,
+        replica=replica,
         path=folder.path,
         assets=assets,
         texts=texts,
@@ -89,7 +87,6 @@ def assemble(config: Config, world: World) -> Parts:
         decoder=decoder,
         trainer=drafting.spot,
         served=drafting.served,
-        pulse=Pulse(world.private_comm()),
         saves=CheckpointStore(training_folder(folder), _NUM_SAVES),
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tlt_hpc.config import Config, ConfigError, UserError, load_config, refuse_replicas, to_toml
+from tlt_hpc.config import Config, ConfigError, UserError, load_config, to_toml
 from tlt_hpc.models.folder import find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
@@ -26,7 +26,6 @@ def config_of(config: Config) -> Config:
             f"speculation.mode = {config.speculation.mode!r} has no learned drafter to warm up; "
             "use speculation.mode = 'full'"
         )
-    refuse_replicas(config, "tlt warmup")
     rollout_strategy(config)
     validation_strategy(config)
     run = config.run.model_copy(update={"name": config.run.name + SUFFIX})

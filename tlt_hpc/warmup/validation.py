@@ -14,13 +14,13 @@ from tlt_hpc.warmup.plan import validation_strategy, validation_tokens
 
 
 class Validation:
-    """An engine with the validation strategy alone; each rank answers its share of the held-out prompts."""
+    """An engine with the validation strategy alone; each replica answers its share of the held-out prompts."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         requests = parts.texts.validation_requests(parts.config.run.seed)
-        self._requests: list[Request] = requests[parts.world.rank :: parts.world.size]
-        self._engine = make_engine(parts.decoder, settings_of(parts, requests), parts.served)
+        self._requests: list[Request] = requests[parts.replica.number :: parts.replica.count]
+        self._engine = make_engine(parts.decoder, settings_of(parts, requests), parts.served, parts.replica.agree)
         self._engine.calibrate(requests[:1])
 
     def accept_length(self) -> float | None:
@@ -28,15 +28,17 @@ class Validation:
 
         None where a rank was asked to stop before it was through.
         """
-        world = self._parts.world
+        world, replica = self._parts.world, self._parts.replica
         self._engine.load_drafter(self._parts.trainer.drafter.state_dict(), trained=True)
         self._engine.take_counts()
         self._engine.submit(self._requests)
-        while self._engine.has_work and not world.stop_requested:
+        # what one rank of a replica was told all of them heed, before the same step
+        while self._engine.has_work and not replica.agree(int(world.stop_requested), self._engine.text_mark):
             self._engine.step()
         num_left = self._engine.abort()
         self._engine.collect()
         counts = self._engine.take_counts()
+        # a replica's ranks count the same, each of them
         tokens, passes, left = world.sum(np.array([counts.num_tokens, counts.num_row_passes, num_left], np.int64))
         return float(tokens / passes) if left == 0 else None
 
@@ -49,6 +51,6 @@ def settings_of(parts: Parts, requests: list[Request]) -> EngineSettings:
         params=replace(params, min_tokens=min(params.min_tokens, params.max_tokens)),
         tie_guard=False,
         strategies=(validation_strategy(parts.config),),
-        max_live=min(parts.settings.max_live, -(-len(requests) // parts.world.size)),
+        max_live=min(parts.settings.max_live, -(-len(requests) // parts.replica.count)),
         max_prompt_tokens=max(len(request.prompt_tokens) for request in requests),
     )
