@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import embedded_folder
 
 from tlt_hpc.cli import main
+from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.job import choose_device
+from tlt_hpc.mpi.world import World
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -23,6 +27,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(embedded_folder(), tmp_path / "mine")
     return tmp_path / "mine"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_device(load_config(TINY, ["model.device=cuda"]), World.connect())
+    assert str(caught.value) == ("model.device = 'cuda' but torch sees no CUDA device; use 'cpu' or fix the allocation")
 
 
 def change(path: Path, **changes: Any) -> None:

@@ -16,7 +16,7 @@ from attacks import ASSERTED, ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.sandbox.outside import Limits, Sandbox, SandboxError, Template, working_template
+from tlt_hpc.rewards.sandbox.outside import Limits, Outcome, Sandbox, SandboxError, Template, working_template
 from tlt_hpc.rewards.standing import settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,6 +178,17 @@ def test_the_walls_are_the_same_for_everybody(prefix: list[str]) -> None:
     who, blocked, honest = done.stdout.splitlines()
     assert "65534 ['tmp', 'usr'] [1, 1, 0]" in who, "read-only but for the scratch folder"
     assert "status=1" in blocked and "output='42\\n', status=0" in honest
+
+
+def test_a_sandbox_in_which_nothing_works_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Outcome("", 1, 0.0, None)
+    monkeypatch.setattr(Sandbox, "run", lambda *_: broken)
+    with pytest.raises(SandboxError) as caught:
+        working_template()
+    assert str(caught.value) == (
+        "reward kind 'code': the sandbox stands but an honest program fails in it, with Outcome(output='', status=1, "
+        "cpu_seconds=0.0, failure=None); use another kind, and report this with the kernel's version"
+    )
 
 
 @needs_root
