@@ -52,7 +52,7 @@ $(VENV)/triton: $(INSTALLED)
 triton: $(VENV)/triton
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --durations=20
 
 test-slow: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m slow --timeout 3600

@@ -57,17 +57,19 @@ def job_of(folder: str, options: argparse.Namespace) -> Config:
 
 
 class Watch(SilentReporter):
-    """Takes the figures of every step."""
+    """Takes the figures of every step; its seconds are those since the step before was shown, saves included."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
+        self._shown = time.perf_counter()
 
     def phase(self, step: int, name: str) -> None:
         if name == "update":
             forget_peak()
 
     def stepped(self, summary: Any) -> None:
-        tokens, seconds = summary["perf/total_num_tokens"], summary["timing_s/step"]
+        tokens, now = summary["perf/total_num_tokens"], time.perf_counter()
+        seconds, self._shown = now - self._shown, now
         self.rows.append(
             {
                 "tokens": tokens,

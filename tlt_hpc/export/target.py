@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.folder import embedded, folder_weights
+from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, shape_from
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -47,7 +47,7 @@ def read_target(name: str, asked: str) -> Target:
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"{asked}: no config.json there; name the target model's folder with --model")
-    raw = _parse(path)
+    raw = read_json(path)
     return Target(
         name=name,
         folder=folder,
@@ -68,13 +68,3 @@ def embedding_of(target: Target) -> Tensor:
         if name == EMBEDDING:
             return tensor
     raise UserError(f"model folder {target.folder} has no {EMBEDDING!r}, which this format holds a copy of")
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is no JSON ({error}); take the one that came with the weights") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} holds no configuration; take the one that came with the weights")
-    return raw
