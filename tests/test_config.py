@@ -53,7 +53,8 @@ NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front
         ("rolout.temperature=0.9", "unknown key 'rolout'; did you mean 'rollout'?"),
         (
             "checkpoint.zzz=1",
-            "unknown key 'checkpoint.zzz'; valid keys: checkpoint.every_steps, checkpoint.keep, checkpoint.replay, "
+            "unknown key 'checkpoint.zzz'; valid keys: checkpoint.every_steps, checkpoint.keep, "
+            "checkpoint.drafter_every_steps, checkpoint.replay, "
             "checkpoint.background",
         ),
         ("speculation.strategies=drafter-4", f"speculation.strategies = 'drafter-4': {LIST}[\"drafter-4\"]"),

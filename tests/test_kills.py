@@ -18,6 +18,7 @@ from launch_ranks import mpiexec
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import read_step
 
 pytestmark = [pytest.mark.mpi]
 
@@ -55,6 +56,10 @@ def dying(owner, name, place, rank_of):
 true_write = save.write_file
 def write_file(path, tensors):
     true_write(path, tensors[: len(tensors) // 2])  # half of it reaches the disk
+    if path.parent.parent.name == "drafter-checkpoints":
+        if path.parent.name.startswith("step-000002"):
+            die_there("saving alone", int(path.name.split("-")[1]))
+        return true_write(path, tensors)
     if path.parent.name.startswith("step-000001"):
         steps[0] = 1
         die_there("writing", int(path.name.split("-")[1]))
@@ -88,10 +93,9 @@ sys.exit(cli.main())
 """
 
 
-def arguments(folder: Path, num_steps: int) -> list[str]:
-    return [
-        "train", str(ROOT / "jobs" / "tiny.toml"), *OVERRIDES, f"run.num_steps={num_steps}", f"run.folder={folder}",
-    ]  # fmt: skip
+def arguments(folder: Path, num_steps: int, *changes: str) -> list[str]:
+    overrides = [*OVERRIDES, f"run.num_steps={num_steps}", f"run.folder={folder}", *changes]
+    return ["train", str(ROOT / "jobs" / "tiny.toml"), *overrides]
 
 
 def start(program: list[str], changes: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -103,10 +107,10 @@ def start(program: list[str], changes: dict[str, str] | None = None) -> subproce
     )  # fmt: skip
 
 
-def finish(folder: Path, num_steps: int) -> None:
+def finish(folder: Path, num_steps: int, *changes: str) -> None:
     """Go on to the end, from where the last kill left it: nothing that was committed is generated again."""
     committed, logs = num_steps_done(folder), committed_logs(folder)
-    process = start(["-m", "tlt_hpc", *arguments(folder, num_steps)])
+    process = start(["-m", "tlt_hpc", *arguments(folder, num_steps, *changes)])
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert committed == 0 or f"going on from step {committed}" in out, out
@@ -142,11 +146,11 @@ def assert_same_end(folder: Path, straight: Path, num_steps: int) -> None:
     assert not list((folder / "tiny" / "checkpoints").glob("*.part"))
 
 
-def die(folder: Path, place: str, rank: int, num_steps: int) -> None:
+def die(folder: Path, place: str, rank: int, num_steps: int, *changes: str) -> None:
     """Run until a rank has killed itself at the place."""
     script = folder / "dying.py"
     script.write_text(DYING)
-    process = start([str(script), *arguments(folder, num_steps)], {"DIE_AT": place, "DIE_RANK": str(rank)})
+    process = start([str(script), *arguments(folder, num_steps, *changes)], {"DIE_AT": place, "DIE_RANK": str(rank)})
     out, _ = process.communicate(timeout=240)
     assert process.returncode not in (0, 75) and "Traceback" not in out, f"nobody died at {place!r}\n{out}"
 
@@ -169,6 +173,23 @@ def test_killed_at_a_place_it_ends_as_if_it_had_not_been(tmp_path, places):
         assert num_steps_done(broken) == 1, "the step under way is what was lost"
     finish(broken, 2)
     assert_same_end(broken, straight, 2)
+
+
+def test_killed_between_two_checkpoints_the_drafter_keeps_what_it_learned(tmp_path):
+    rare, num_steps = "checkpoint.every_steps=4", 4
+    die(tmp_path, "saving alone", 1, num_steps, rare)
+    assert num_steps_done(tmp_path) == 2 and not list((tmp_path / "tiny" / "checkpoints").glob("step-*"))
+    run = RunFolder(tmp_path / "tiny")
+    alone = CheckpointStore(run.drafter_checkpoints, keep=2).within(0, 9)
+    assert list(alone) == [1], "the one of step 2 was being written"
+    kept = int(alone[1].read("drafter", "num_steps"))
+    again = sum(len(read_step(path).micro_steps) for path in run.rollout_logs(1))
+    finish(tmp_path, num_steps, rare)
+    end = CheckpointStore(run.checkpoints, keep=2).at(num_steps)
+    later = [json.loads(line)["drafter/steps"] for line in run.metrics.read_text().splitlines()][2:]
+    learned = int(end.read("drafter", "num_steps"))
+    # a merge counts the micro-steps of the rank with the most: half of all at least
+    assert kept > 0 and learned >= kept + again / RANKS + sum(later) / RANKS, (kept, again, later, learned)
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:

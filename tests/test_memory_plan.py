@@ -287,7 +287,11 @@ def test_what_is_saved_counts_masters_moments_drafter_and_a_reference_that_is_re
     disk, host = ({part.name: part.num_bytes for part in parts} for parts in (plan.disk, plan.host))
     assert disk["checkpoints"] == 4 * saved, "the next is written before one goes"
     assert disk["features"] == 2 * plan.situation.config.drafter.cache_bytes
-    assert host["copy for checkpoints"] == -(-saved // (2 << 24)) << 24
+    alone = 16 * engine_plan.num_drafter_parameters(plan.situation)
+    assert disk["the drafter's between them"] == 3 * alone, "two are kept, and the next is written before one goes"
+    assert host["copy for checkpoints"] == (-(-saved // (2 << 24)) + -(-alone // (2 << 24))) << 24
+    without = plan_memory(situation("tiny", *changes, "checkpoint.drafter_every_steps=0", ranks=2))
+    assert "the drafter's between them" not in {part.name for part in without.disk}
 
 
 def test_a_replica_divides_what_decodes_and_nothing_that_learns() -> None:

@@ -261,10 +261,11 @@ def test_logged_steps_end_in_the_same_policy_and_generate_nothing(straight: Path
     assert [logs(broken, step) for step in range(STEPS)] == before
     assert_same_policy(broken, straight)
     assert read_lines(broken / "tiny" / "metrics.jsonl") == read_lines(straight / "tiny" / "metrics.jsonl")
-    # the drafter was saved alone after step 2, and as many micro-steps are taken again on the features of step 3, where
-    # a merge counts those of the rank with the most
-    alone = CheckpointStore(RunFolder(broken / "tiny").drafter_checkpoints, keep=1).newest_within(SAVED, STEPS)
-    assert alone is not None and alone.step == STEPS - 1
+    # the drafter was saved alone after three steps, and as many micro-steps are taken again on the features of step 3,
+    # where a merge counts those of the rank with the most
+    saves = CheckpointStore(RunFolder(broken / "tiny").drafter_checkpoints, keep=2).within(0, STEPS)
+    assert list(saves) == [SAVED - 1, STEPS - 1]
+    alone = saves[STEPS - 1]
     repeated, count = (
         drafter_steps(broken, STEPS) - int(alone.read("drafter", "num_steps")),
         logged_micro_steps(broken, 3),

@@ -142,10 +142,14 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
     for change in ("", "damaged", "checkpoint.replay=false"):
         world.barrier()
         if change == "damaged" and world.rank == 0:
-            next(alone.glob("*/drafter-00000*")).write_bytes(b"")
+            for path in alone.glob("*/drafter-00000*"):
+                path.write_bytes(b"")
         world.barrier()
         again, step = start(*([change] if "=" in change else []))
         got = state_of(again)
+        if world.rank == 0:
+            saving.forget_after(again, step)
+        world.barrier()
         again.close()
         found.append(sorted(path.name for path in alone.iterdir()))
         if world.rank > 0:  # the chooser is rank 0's on all ranks
@@ -166,8 +170,62 @@ def test_the_drafter_comes_back_from_between_two_checkpoints(tmp_path: Path) -> 
         assert all(".drafter" in name or "served" in name or "chooser" in name for name in damaged["differences"])
         # its steps are generated again: a drafter that has seen their responses is none of theirs
         assert anew["step"] == 0 and not anew["not as at the start"]
-        assert rest["found"] == [["step-000002"], ["step-000002"], ["step-000002"], []]
+        assert rest["found"] == [*[["step-000001", "step-000002"]] * 3, []]
         assert rest["sizes"][0] == rest["sizes"][1] > 0
+
+
+def stop_in_a_tail(folder: str) -> list[dict[str, Any]]:
+    """A replay that a stop cuts short, and a stop in the tail after a step whose drafter was saved alone."""
+    from tlt_hpc import run, saving
+    from tlt_hpc.config import load_config
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+
+    config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"])
+    results, learned = [], []
+
+    def came_back(job: Any, step: int, of: int) -> None:
+        results.append({"step": step, "learned": job.drafting.spot.num_steps, "of": of})
+        job.close()
+
+    job = run.assemble(config, World.connect())
+    saving.resume(job, Silent().replayed)
+    for step in range(2):
+        run.take_step(job, step, Silent())
+        saving.save_between(job, step + 1)
+        saving.finish_saves(job)
+        learned.append(job.drafting.spot.num_steps)
+    job.close()
+
+    cut = run.assemble(config, World.connect())
+    _, step = saving.resume(cut, lambda step: cut.world.request_stop("test"))  # after the first that is repeated
+    came_back(cut, step, learned[0])
+    again = run.assemble(config, World.connect())
+    _, step = saving.resume(again, Silent().replayed)
+    taken = again.drafting.spot.num_steps
+    tail = run.roll_out(again, 2, Silent())
+    run.end_features(again, tail)
+    if run.start_merge(again, tail.decision):
+        run.finish_merge(again)
+    in_the_tail = again.drafting.spot.num_steps
+    saving.save_checkpoint(again, 2)
+    saving.finish_saves(again)
+    results.append({"step": step, "learned": taken, "of": learned[1], "in the tail": in_the_tail - taken})
+    again.close()
+    last = run.assemble(config, World.connect())
+    _, step = saving.resume(last, Silent().replayed)
+    came_back(last, step, in_the_tail)
+    leave_process_group()
+    return results
+
+
+@pytest.mark.mpi
+def test_a_stop_costs_the_drafter_nothing(tmp_path: Path) -> None:
+    for cut, again, tail in run_on_ranks(2, stop_in_a_tail, str(tmp_path)):
+        assert cut["step"] == 1 and cut["learned"] == cut["of"]
+        assert again["step"] == 2 and again["learned"] == again["of"], "the save beyond the cut was kept"
+        assert again["in the tail"] > 0
+        assert tail["step"] == 2 and tail["learned"] == tail["of"], "the whole checkpoint is newer than its own save"
 
 
 def stop_in_a_step(folder: str) -> list[list[Any]]:

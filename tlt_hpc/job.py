@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -129,6 +129,8 @@ class Drafting:
     """Of the drafter alone, between those of the whole."""
     saved_every: int
     """Steps from one of those to the next; 0: there are none."""
+    warned: list[int] = field(default_factory=list)
+    """The step, if any, at which the user was told that one was left out."""
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Take up the drafter that a checkpoint has.
@@ -447,7 +449,7 @@ def make_drafting(
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)
-    alone = CheckpointStore(folder.drafter_checkpoints, keep=1)
+    alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
     return Drafting(cache, spot, served, alone, config.checkpoint.drafter_every_steps if settings.train else 0)
 
 

@@ -54,16 +54,18 @@ class Replayed:
 def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
     """Repeat the committed steps' updates from ``step`` on. Collective.
 
-    The drafter is taken up where the run last saved it alone, and trained on the steps from there on. Ends before a
-    step whose log is incomplete or damaged, which is warned of, and at a stop vote. ``shown`` is called on rank 0 with
-    every step that was taken up.
+    The drafter is taken up wherever the run saved it alone on the way, and trained on the steps after the last such
+    save. Ends before a step whose log is incomplete or damaged, which is warned of, and at a stop vote. ``shown`` is
+    called on rank 0 with every step that was taken up.
 
     Raises:
         ReplayError: on all ranks, where an update is not the one that the run made.
     """
     committed = job.world.broadcast(read_lines(job.folder.metrics) if job.world.rank == 0 else {})
-    end = next(number for number in count(step) if not is_committed(committed.get(number)))
-    saved, loaded = saved_drafter(job, step, end), None
+    uncommitted = next(number for number in count(step) if not is_committed(committed.get(number)))
+    end, loaded = min(uncommitted, job.config.run.num_steps), None
+    # after its step, for what a stop adds in the middle of the next one is in the whole checkpoint alone
+    saves = saved_drafters(job, step + 1, end)
     missing = next((number for number in range(step) if number not in committed), None)
     if missing is not None and job.world.rank == 0:
         logger.warning(
@@ -72,15 +74,15 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
             job.folder.metrics, missing, step,
         )  # fmt: skip
     while True:
-        if job.drafting and saved and saved.step == step:
-            job.drafting.load(saved)
-            saved, loaded = None, saved
-        if step >= min(end, job.config.run.num_steps) or job.world.agree_to_stop():
+        if job.drafting and step in saves:
+            loaded = saves.pop(step)
+            job.drafting.load(loaded)
+        if step >= end or job.world.agree_to_stop():
             break
         logged = read_ranks(job, step)
         if logged is None:
             break
-        if not saved:
+        if not saves:
             train_drafter(job, step, logged.num_micro_steps)
         stats = update_policy(job, logged.rollouts, logged.rewards).stats
         check_update(job.folder, step, logged.rewards, stats, committed[step])
@@ -90,12 +92,11 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
     return Replayed(step, loaded)
 
 
-def saved_drafter(job: Job, first: int, last: int) -> Checkpoint | None:
-    """The newest checkpoint of the drafter alone of these steps, as rank 0 finds it; collective."""
+def saved_drafters(job: Job, first: int, last: int) -> dict[int, Checkpoint]:
+    """The checkpoints of the drafter alone of these steps, as rank 0 finds them; collective."""
     if job.drafting is None:
-        return None
-    found = job.drafting.checkpoints.newest_within(first, last) if job.world.rank == 0 else None
-    return job.world.broadcast(found)
+        return {}
+    return job.world.broadcast(job.drafting.checkpoints.within(first, last) if job.world.rank == 0 else {})
 
 
 def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:

@@ -23,16 +23,23 @@ from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
-from tlt_hpc.saving import finish_saves, goes_on, reserve_copy, resume, save_between, save_checkpoint, save_drafter
+from tlt_hpc.saving import (
+    finish_saves,
+    forget_after,
+    goes_on,
+    reserve_copy,
+    resume,
+    save_between,
+    save_checkpoint,
+    save_drafter,
+)
 from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
-from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
+from tlt_hpc.storage.step_lines import add_line, read_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, train_serially
 from tlt_hpc.timing import PhaseTimer
 from tlt_hpc.tracking.follow import Tracking
 from tlt_hpc.update import update_policy
-
-_CALIBRATION_RESPONSES = 8
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +101,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     if saved < step:  # so that nothing is replayed twice
         saved = save_checkpoint(job, step)
     if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
-        drop_lines(job.folder.metrics, step)  # logs that are about to be replaced are no committed step's
+        forget_after(job, step)  # logs that are about to be replaced are no committed step's
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     while step < config.run.num_steps and goes_on(job):
         if not take_step(job, step, reporter, is_saved=saved == step):

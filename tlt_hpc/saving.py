@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -13,9 +14,12 @@ from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.records import Request, Stream
 from tlt_hpc.replay import Replayed, replay
 from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.step_lines import drop_lines
 from tlt_hpc.tail import shard
 
 _CALIBRATION_RESPONSES = 8
+
+logger = logging.getLogger(__name__)
 
 
 def reserve_copy(job: Job) -> None:
@@ -63,13 +67,20 @@ def save_checkpoint(job: Job, step: int) -> int:
 def save_between(job: Job, step: int) -> None:
     """Begin to save the drafter alone, and what the chooser has counted, where that is due; collective.
 
-    No step waits for it: where the last one is still being written, this one is left out.
+    No step waits for it: where the last one is still being written, this one is left out, which is warned of once.
     """
     if job.drafting is None or not job.drafting.saved_every or step % job.drafting.saved_every:
         return
     store = job.drafting.checkpoints
     store.advance(job.world.allgather(store.report()))
     if store.is_saving:
+        if job.world.rank == 0 and not job.drafting.warned:
+            job.drafting.warned.append(step)
+            logger.warning(
+                "step %d: the drafter of an earlier step is still being written to %s, so this step's is not saved; "
+                "a kill would cost it what it learned since (checkpoint.drafter_every_steps = 0: never saved alone)",
+                step, job.folder.drafter_checkpoints,
+            )  # fmt: skip
         return
     store.begin(
         step, job.world, {"drafter": drafter_shard(job, job.drafting)}, {"strategies": job.engine.chooser.state()}
@@ -107,7 +118,6 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     replayed = replay(job, saved, shown) if job.config.checkpoint.replay else Replayed(saved, None)
     step, newest = replayed.step, replayed.drafter or checkpoint
     if job.drafting:
-        drop_drafters(job, job.drafting, step)
         job.serve_drafter()
     job.load_policy(step)
     requests = calibration_requests(job, step)
@@ -119,21 +129,17 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     return saved, step
 
 
-def drop_drafters(job: Job, drafting: Drafting, step: int) -> None:
-    """Have rank 0 remove drafters of later steps, which are generated again; collective.
+def forget_after(job: Job, step: int) -> None:
+    """Drop what is on record of later steps, which are about to be generated again; on rank 0.
+
+    Their lines go first: a drafter without them is not taken up, and lines without theirs would be.
 
     Raises:
-        CheckpointError: on all ranks, where it cannot.
+        CheckpointError: a drafter's checkpoint cannot be removed.
     """
-    error = ""
-    if job.world.rank == 0:
-        try:
-            drafting.checkpoints.drop_after(step)
-        except CheckpointError as caught:
-            error = str(caught)
-    error = job.world.broadcast(error)
-    if error:
-        raise CheckpointError(error)
+    drop_lines(job.folder.metrics, step)
+    if job.drafting:
+        job.drafting.checkpoints.drop_after(step)
 
 
 def calibration_requests(job: Job, step: int) -> list[Request]:

@@ -194,15 +194,16 @@ class CheckpointStore:
             )
         return None
 
-    def newest_within(self, first: int, last: int) -> Checkpoint | None:
-        """The newest checkpoint in good order of these steps, None where there is none; reads as much as ``newest``."""
-        for step, folder in reversed(found_in(self._folder)):
+    def within(self, first: int, last: int) -> dict[int, Checkpoint]:
+        """The checkpoints in good order of these steps, by step; reads as much of each as ``newest``."""
+        good = {}
+        for step, folder in found_in(self._folder):
             if first <= step <= last:
                 try:
-                    return open_checkpoint(folder, step)
+                    good[step] = open_checkpoint(folder, step)
                 except CheckpointError as error:
                     logger.warning("skipping checkpoint %s: %s", folder, error)
-        return None
+        return good
 
     def drop_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, which are about to be made anew; for one rank.

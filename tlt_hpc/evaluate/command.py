@@ -134,6 +134,8 @@ def load(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, mode
     """
     try:
         return load_weights(decoder, subject, checkpoint, world)
+    except UserError:  # files that cannot be read: no matter of what they hold
+        raise
     except ValueError as error:
         raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
 

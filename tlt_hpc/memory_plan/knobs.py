@@ -24,6 +24,8 @@ class Knob:
     cost: str
     price: int = 0
     """How much slower a step becomes, roughly: only the order of sums counts. 0: it changes what is learned."""
+    opens: bool = False
+    """Others can be turned only after it, so it may be worth turning even where it gives nothing by itself."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def _turn_all(situation: Situation) -> Iterator[tuple[Knob, Situation]]:
 def _of_the_update(situation: Situation) -> Iterator[Knob]:
     optimizer = situation.config.optimizer
     if optimizer.zero_stage < 3:
-        yield Knob("optimizer.zero_stage", 3, "more communication", 2)
+        yield Knob("optimizer.zero_stage", 3, "more communication", 2, opens=True)
     if not optimizer.offload and optimizer.zero_stage and situation.device == "cuda":
         yield Knob("optimizer.offload", True, "slower step, host memory", 6)
     if situation.offloads and optimizer.zero_stage == 3 and not optimizer.offload_parameters:

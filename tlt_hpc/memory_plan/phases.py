@@ -175,7 +175,7 @@ def _disk(situation: Situation) -> tuple[Part, ...]:
     return some(
         (
             Part("checkpoints", (config.checkpoint.keep + 1) * saved),  # the next is written before one goes
-            Part("the drafter's between them", 2 * _saved_alone(situation)),
+            Part("the drafter's between them", 3 * _saved_alone(situation)),
             Part("features", cache),
             Part("rollout logs", step * config.run.num_steps),
         )

@@ -58,8 +58,8 @@ def furthest(plan: MemoryPlan, limits: Limits) -> Combination:
 
 
 def _turned_further(found: Combination, limits: Limits) -> Iterator[Combination]:
-    """With one setting more turned, or turned again, where that helps."""
+    """With one setting more turned, or turned again, where that helps or lets another help."""
     for knob, situation in free_knobs(found.plan.situation):
         plan = plan_memory(situation)
-        if limits.better(found.plan, plan):
+        if knob.opens or limits.better(found.plan, plan):
             yield Combination(plan, {**found.turned, knob.key: knob.value}, found.price + knob.price)

@@ -64,7 +64,7 @@ def load_function(spec: str) -> RewardFunction:
 def _check_arguments(name: str, function: RewardFunction) -> None:
     """Refuse at the start what would fail on every response."""
     try:
-        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS))
+        inspect.signature(function, follow_wrapped=False).bind(**dict.fromkeys(_ARGUMENTS))
     except TypeError as error:
         raise TypeError(f"{name} cannot be called with {', '.join(_ARGUMENTS)} by name: {error}") from None
     except ValueError:  # some built in functions do not tell
