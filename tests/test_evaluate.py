@@ -19,6 +19,7 @@ from data_sets import gcd_row, write_parquet
 from launch_ranks import run_on_ranks
 from tiny import embedded_folder
 
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli import main
 from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, to_toml
@@ -438,6 +439,14 @@ def test_a_checkpoint_of_another_model_than_the_folder_has(key, value, message, 
         f"{run.path}, step 2 does not fit model.path = '{model}': {message}; take the config.json that came with the "
         "weights"
     )
+
+
+def test_a_file_that_cannot_be_read_is_no_wrong_model(run, tmp_path, monkeypatch):
+    def broken(*_):
+        raise CheckpointError("cannot read 'x.master' from y: Input/output error; remove z")
+
+    monkeypatch.setattr(Checkpoint, "read", broken)
+    assert refused(tmp_path, run) == "cannot read 'x.master' from y: Input/output error; remove z"
 
 
 def command(folder: Path, *overrides: str, place: str = "embedded:tiny") -> list[str]:

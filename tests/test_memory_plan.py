@@ -362,6 +362,15 @@ def test_the_cheapest_settings_that_fit_are_found() -> None:
     assert not set(found.turned) & {"rollout.max_new_tokens", "speculation.mode", "rollout.kv_bytes"}
 
 
+def test_a_setting_that_gives_nothing_by_itself_may_open_another() -> None:
+    """One rank gains nothing by a stage of ZeRO, and without one nothing is offloaded."""
+    alone = "model.dtype=float32", "optimizer.zero_stage=0"
+    plan = plan_memory(situation("tiny", *alone, model="qwen2.5-1.5b", ranks=1))
+    found = cheapest_fit(plan, Limits(24 * 10**9))
+    assert found is not None and {"optimizer.zero_stage", "optimizer.offload"} <= found.turned.keys()
+    assert Limits(24 * 10**9).hold(found.plan)
+
+
 def plans_below(plan: MemoryPlan, price: int) -> list[MemoryPlan]:
     """Every combination of knobs that costs less, whether or not each of them lowers the peak."""
     found, waiting = {}, [(0, plan, frozenset[Any]())]

@@ -258,6 +258,22 @@ def test_handing_over_never_waits(own: str) -> None:
     client.close()
 
 
+def test_a_function_made_by_a_decorator_is_what_is_called(tmp_path: Path) -> None:
+    """The decorator takes verl's arguments; what it wraps has others."""
+    (tmp_path / "own.py").write_text(
+        "import functools\n"
+        "def adapted(inner):\n"
+        "    @functools.wraps(inner)\n"
+        "    def outer(data_source, solution_str, ground_truth, extra_info): return inner(solution_str)\n"
+        "    return outer\n"
+        "@adapted\n"
+        "def compute_score(text): return float(len(text))\n"
+    )
+    client = client_of(f"{tmp_path / 'own.py'}:compute_score")
+    assert ask(client, "four") == [Verdict(4.0)]
+    client.close()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
