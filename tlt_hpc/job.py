@@ -25,7 +25,7 @@ from tlt_hpc.config import (
     TrackingSection,
     UserError,
     WarmupSection,
-    load_config,
+    load_saved_config,
     to_toml,
 )
 from tlt_hpc.data.claim import claim_data
@@ -307,7 +307,7 @@ def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
 
 def _claim(folder: RunFolder, config: Config) -> None:
     if folder.config.exists():
-        changed = changed_keys(load_config(folder.config), config)
+        changed = changed_keys(load_saved_config(folder.config), config)
         if changed:
             key, (old, new) = next(iter(changed.items()))
             raise ConfigError(

@@ -8,7 +8,7 @@ from tlt_hpc.config.base import ConfigError, Section, UserError
 from tlt_hpc.config.data import EMBEDDED_TASK, TASK_PREFIX, DataSection, RewardKind, RewardSection
 from tlt_hpc.config.drafter import DrafterSection, LossKind, SpeculationSection, WarmupSection
 from tlt_hpc.config.evaluation import EvaluationSection
-from tlt_hpc.config.reading import apply_override, load_config, parse_config, to_toml
+from tlt_hpc.config.reading import apply_override, load_config, load_saved_config, parse_config, to_toml
 from tlt_hpc.config.tracking import TrackingSection
 from tlt_hpc.config.whole import (
     EMBEDDED_MODEL,
@@ -54,6 +54,7 @@ __all__ = [
     "check_replicas",
     "check_sequence_parallel",
     "load_config",
+    "load_saved_config",
     "parse_config",
     "refuse_replicas",
     "to_toml",

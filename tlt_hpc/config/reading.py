@@ -55,6 +55,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse_config(tree)
 
 
+def load_saved_config(path: Path) -> Config:
+    """Read what a run has saved of its configuration.
+
+    Raises:
+        ConfigError: as ``load_config``; it is the run's file then that has to be mended, not the user's.
+    """
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path}, which the run saved: {error} (in that file)") from None
+
+
 def parse_config(tree: dict[str, Any]) -> Config:
     """Validate a nested dict into a ``Config``.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
+from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.evaluate.options import EvaluateOptions
 from tlt_hpc.evaluate.requests import longest_response
 from tlt_hpc.models.decoder import Decoder
@@ -103,7 +103,7 @@ def config_for(config: Config, subject: Subject) -> Config:
     """The job's configuration with the model that is evaluated, and room for the evaluation's responses."""
     path = config.model.path if subject.run is not None else subject.place
     if subject.run is not None:
-        theirs = load_config(subject.run.config).model.path
+        theirs = load_saved_config(subject.run.config).model.path
         path = theirs if theirs == EMBEDDED_MODEL or Path(theirs).is_dir() else path
     return config.model_copy(
         update={

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_config
+from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.export.forms import AnyDrafter, drafter_from
 from tlt_hpc.export.options import ExportOptions
 from tlt_hpc.export.target import EMBEDDING, Target, embedding_of, read_target
@@ -152,7 +152,7 @@ def config_of(run: RunFolder | None) -> Config | None:
     if run is None or not run.config.is_file():
         return None
     try:
-        return load_config(run.config)
+        return load_saved_config(run.config)
     except UserError as error:
         raise UserError(f"{run.config}: {error}") from None
 

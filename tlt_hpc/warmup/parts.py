@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import Config, ConfigError, UserError, load_config
+from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.job import claim_folder, engine_settings, make_decoder, make_drafting, make_replica, read_drafter
@@ -132,7 +132,7 @@ def _conflict(folder: RunFolder, config: Config) -> str | None:
     """What of [warmup] differs and may not, with the remedy."""
     if not folder.config.exists():
         return None
-    old, new = load_config(folder.config).warmup.model_dump(), config.warmup.model_dump()
+    old, new = load_saved_config(folder.config).warmup.model_dump(), config.warmup.model_dump()
     changed = [name for name in old if old[name] != new[name] and name not in _FREE]
     responses = [name for name in changed if name in _OF_RESPONSES]
     if responses:

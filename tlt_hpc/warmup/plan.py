@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tlt_hpc.config import Config, ConfigError, UserError, load_config, to_toml
+from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config, to_toml
 from tlt_hpc.models.folder import find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
@@ -89,7 +89,7 @@ def _check_vocabulary(source: str, folder: RunFolder, tokenizer: Tokenizer) -> N
     """By the model that the run names; where that is no longer at hand, the tokens themselves are checked later."""
     if not folder.config.is_file():
         return
-    path = load_config(folder.config).model.path
+    path = load_saved_config(folder.config).model.path
     try:
         theirs = load_tokenizer(find_model(path))
     except ValueError:
