@@ -1,13 +1,15 @@
 """Drafter folders: what is read from them, and what is no drafter of the model at hand."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import CPU, embedded_decoder
 
+from tlt_hpc.cli import main
 from tlt_hpc.config import EMBEDDED_MODEL, ConfigError
-from tlt_hpc.job import read_drafter as read_for_a_run
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, load_drafter, read_drafter
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, initial_drafter, load_drafter, read_drafter
 from tlt_hpc.models.eagle import Eagle
 
 
@@ -19,6 +21,20 @@ def decoder():
 def tensors(decoder):
     state = Eagle(decoder.shape, 3, torch.float32, CPU).state_dict()
     return {f"{name}.weight": tensor for name, tensor in state.items()}
+
+
+def test_a_drafter_that_a_run_cannot_begin_with_is_named_before_it_starts(capsys):
+    job = str(Path(__file__).parent.parent / "jobs" / "tiny.toml")
+    for override, message in (
+        ("drafter.init=nowhere", "tlt: drafter.init = 'nowhere': no drafter.safetensors there; "),
+        (
+            "drafter.form=eagle3",
+            "tlt: drafter.init = 'embedded:tiny' is of the form 'eagle'; set drafter.form = ",
+        ),
+    ):
+        assert main(["train", job, "--dry-run", override]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.startswith(message) and printed.err.count("\n") == 1
 
 
 def test_sizes_are_those_of_a_drafter(decoder):
@@ -40,7 +56,7 @@ def test_a_runs_file_is_read_without_its_moments(decoder, tmp_path):
 
 def test_the_embedded_drafter_is_found_by_the_models_name(decoder):
     assert load_drafter(EMBEDDED_MODEL, decoder, "--drafter").fc.dtype == torch.float32
-    assert read_for_a_run("random", "eagle", decoder.shape) is None
+    assert initial_drafter("random", "eagle", decoder.shape) is None
 
 
 def broken(kind, decoder, folder):
@@ -70,7 +86,7 @@ def test_what_is_no_drafter_of_the_model_is_one_line_that_says_who_asked(kind, w
         load_drafter(str(tmp_path), decoder, "--drafter here")
     assert str(found.value).startswith("--drafter here: ")
     with pytest.raises(ConfigError, match=words) as asked:
-        read_for_a_run(str(tmp_path), "eagle", decoder.shape)
+        initial_drafter(str(tmp_path), "eagle", decoder.shape)
     assert str(asked.value).startswith(f"drafter.init = {str(tmp_path)!r}: ")
     assert str(asked.value).endswith("or 'random'")
     assert "\n" not in str(asked.value)

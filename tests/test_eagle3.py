@@ -16,9 +16,10 @@ from tlt_hpc.drafting.loss import LossSettings, drafter_loss, total_variation
 from tlt_hpc.drafting.packing import Excerpt, pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
-from tlt_hpc.job import choose_vocabulary, read_drafter
+from tlt_hpc.job import choose_vocabulary
 from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents
+from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import Eagle3
 from tlt_hpc.plan import read_assets
@@ -350,7 +351,7 @@ def test_a_run_counts_its_prompts_and_answers():
 
 def test_what_does_not_go_together_is_one_line():
     with pytest.raises(ConfigError, match=r"warmup\.init = 'embedded:tiny' is of the form 'eagle'; set drafter\.form"):
-        read_drafter("embedded:tiny", "eagle3", embedded_decoder().shape, "warmup.init")
+        initial_drafter("embedded:tiny", "eagle3", embedded_decoder().shape, "warmup.init")
     tree = load_config("jobs/tiny.toml").model_dump() | {"drafter": {"form": "eagle3", "loss": "feature"}}
     with pytest.raises(ConfigError, match=r"drafter\.loss = 'feature' with drafter\.form = 'eagle3'"):
         parse_config(tree)

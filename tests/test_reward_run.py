@@ -88,6 +88,20 @@ def judged(rollout: Rollout) -> float:
     return boxed(response, str(math.gcd(first, second))).reward
 
 
+@pytest.mark.mpi
+def test_a_function_that_fails_on_every_response_ends_the_run(tmp_path: Path) -> None:
+    """It would go on to its end and learn nothing."""
+    (tmp_path / "own.py").write_text("def compute_score(**given): return 1 / 0\n")
+    function = f"reward.function={tmp_path / 'own.py'}:compute_score"
+    done = train(tmp_path, "reward.default=function", function, "rollout.max_new_tokens=32", "run.ranks=2")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert (
+        "tlt: none of the 16 responses of step 0 could be judged: reward.function failed; mend it; for one, "
+        "ZeroDivisionError: division by zero; then start again\n"
+    ) in done.stderr
+    assert not (tmp_path / "tiny" / "metrics.jsonl").exists()
+
+
 def test_a_function_that_fails_at_import_ends_the_job_with_one_line_and_nothing_written(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def f(*_): return 0\nraise RuntimeError('planted')\n")
     spec = f"{tmp_path / 'own.py'}:f"

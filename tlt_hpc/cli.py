@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(options.config, options.overrides)
         num_ranks = launched_count(os.environ) or config.run.ranks
         config, plan = plan_command(config, options, num_ranks)
+        if rank is None and options.command in ("train", "compare"):
+            check_drafter(config)  # the ranks read it for themselves
         if options.dry_run:
             if not rank:
                 print(plan)
@@ -78,6 +80,20 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     if options.command == "compare":
         config = without_side_effects(config)
     return plan_run(config, num_ranks)
+
+
+def check_drafter(config: Config) -> None:
+    """Open the drafter that a run begins with.
+
+    Raises:
+        ValueError: it is not there, or another model's.
+    """
+    from tlt_hpc.models.drafter_file import initial_drafter
+    from tlt_hpc.models.folder import find_model
+    from tlt_hpc.models.shape import read_shape
+
+    if config.speculation.mode == "full":
+        initial_drafter(config.drafter.init, config.drafter.form, read_shape(find_model(config.model.path)))
 
 
 def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:

@@ -34,10 +34,9 @@ from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter, Form
-from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, make_drafter
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
 from tlt_hpc.models.folder import DTYPES, num_used_tokens, start_model
-from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
@@ -187,7 +186,7 @@ def assemble(config: Config, world: World) -> Job:
         logger.warning("%s", assets.prompts.warning)
     warm = None
     if config.speculation.mode == "full":
-        warm = read_drafter(config.drafter.init, config.drafter.form, assets.shape)
+        warm = initial_drafter(config.drafter.init, config.drafter.form, assets.shape)
     folder = RunFolder(config.folder)
     replica = make_replica(config, world)
     decoder = make_decoder(config, assets, world, replica)
@@ -499,24 +498,3 @@ def _texts(config: Config, assets: Assets) -> Iterator[NDArray[np.int32]]:
         for prompt in assets.prompts.batch(step):
             yield prompt.tokens
             yield np.array(assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids, np.int32)
-
-
-def read_drafter(init: str, form: Form, shape: ModelShape, key: str = "drafter.init") -> dict[str, torch.Tensor] | None:
-    """The tensors that ``init`` (the configuration's ``key``) names; None for a random start.
-
-    Raises:
-        ConfigError: there are none, or they are of another model or form.
-    """
-    if init == "random":
-        return None
-    try:
-        weights = drafter_file.read_drafter(init, shape, f"{key} = {init!r}")
-    except ValueError as error:
-        raise ConfigError(f"{error} or 'random'") from None
-    found = "eagle3" if TOKEN_IDS in weights else "eagle"
-    if found != form:
-        raise ConfigError(
-            f"{key} = {init!r} is of the form {found!r}; set drafter.form = {found!r}, or {key} to 'random' or to what "
-            f"tlt warmup makes with drafter.form={form}"
-        )
-    return weights

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
@@ -20,6 +20,7 @@ from tlt_hpc.metrics import DUE, K3, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummar
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import MicroStepRecord
+from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
@@ -154,6 +155,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
         reporter.phase(step, "reward")
     with timer("reward"):
         rewards = tail.scorer.rewards(tail.rollouts)
+        check_judged(job, step, tail.scorer)
         rollouts, scores = gather(job.world, tail.rollouts, rewards)
     if shows:
         reporter.phase(step, "update")
@@ -189,6 +191,19 @@ def warn_of_mismatch(job: Job, summary: StepSummary) -> None:
     line = job.mismatch.look(Mismatch(summary[PROBS_DIFF], summary[K3]), first)
     if line:
         logger.warning("step %d: %s", summary.step, line)
+
+
+def check_judged(job: Job, step: int, scorer: Scorer) -> None:
+    """End a run of which no response could be judged, for it would go on and learn nothing; collective.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    told = job.world.allgather(scorer.unjudged())
+    failed, total = sum(count for count, *_ in told), sum(count for _, count, _ in told)
+    if failed and failed == total:
+        words = next(words for *_, words in told if words)
+        raise UserError(f"none of the {total} responses of step {step} could be judged: {words}; then start again")
 
 
 # -- reward and update ----------------------------------------------------------------------------------------------

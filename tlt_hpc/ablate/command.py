@@ -18,7 +18,7 @@ from tlt_hpc.ablate.held_out import measure
 from tlt_hpc.ablate.options import ArmName
 from tlt_hpc.ablate.plan import Ablation, digest_of, mark_done, write_plan
 from tlt_hpc.config import Config
-from tlt_hpc.job import read_drafter
+from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import read_assets
 from tlt_hpc.run import Reporter, run
@@ -78,14 +78,14 @@ def check_drafters(ablation: Ablation, world: World) -> None:
     """Find a drafter that does not fit now, and not after hours of other arms.
 
     Raises:
-        ValueError: as ``read_assets`` and ``read_drafter``.
+        ValueError: as ``read_assets`` and ``initial_drafter``.
     """
     shape = read_assets(ablation.config, world.size).shape
     form = ablation.config.drafter.form
     if set(ablation.arms) - set(WITHOUT_DRAFTER):
-        read_drafter(ablation.config.drafter.init, form, shape)
+        initial_drafter(ablation.config.drafter.init, form, shape)
     if "frozen-tv" in ablation.arms and ablation.tv_drafter:
-        read_drafter(ablation.tv_drafter, form, shape, "--tv-drafter")
+        initial_drafter(ablation.tv_drafter, form, shape, "--tv-drafter")
 
 
 def throw_away_a_step(ablation: Ablation, left: list[ArmName], world: World, screens: Screens) -> bool:

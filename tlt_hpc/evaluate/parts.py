@@ -13,10 +13,10 @@ from tlt_hpc.data.jsonl import digest_of
 from tlt_hpc.evaluate.folder import WEIGHTS
 from tlt_hpc.evaluate.requests import Wanted, longest_response, sampling_params
 from tlt_hpc.evaluate.sets import EvaluationSets, open_sets
-from tlt_hpc.job import engine_settings, make_engine, read_drafter, unit_of
+from tlt_hpc.job import engine_settings, make_engine, unit_of
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
+from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, make_drafter
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
@@ -180,7 +180,7 @@ def open_drafter(config: Config, checkpoint: Checkpoint | None, decoder: Decoder
         names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
         weights = {name: checkpoint.read("drafter", name) for name in names}
     elif config.drafter.init != "random":
-        weights = read_drafter(config.drafter.init, config.drafter.form, decoder.shape)
+        weights = initial_drafter(config.drafter.init, config.drafter.form, decoder.shape)
     if weights is None:
         return None
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS))

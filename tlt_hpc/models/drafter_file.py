@@ -9,9 +9,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt_hpc.config import EMBEDDED_MODEL, UserError
+from tlt_hpc.config import EMBEDDED_MODEL, ConfigError, UserError
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
 from tlt_hpc.models.folder import embedded
@@ -129,3 +129,24 @@ def check_ids(ids: Tensor, shape: ModelShape, asked: str) -> None:
             f"{asked}: {TOKEN_IDS!r} must be int64 ids of the target's {shape.vocab_size} tokens, each above the one "
             f"before; {_REMEDY}"
         )
+
+
+def initial_drafter(init: str, form: Form, shape: ModelShape, key: str = "drafter.init") -> dict[str, Tensor] | None:
+    """The tensors that ``init`` (the configuration's ``key``) names; None for a random start.
+
+    Raises:
+        ConfigError: there are none, or they are of another model or form.
+    """
+    if init == "random":
+        return None
+    try:
+        weights = read_drafter(init, shape, f"{key} = {init!r}")
+    except ValueError as error:
+        raise ConfigError(f"{error} or 'random'") from None
+    found = "eagle3" if TOKEN_IDS in weights else "eagle"
+    if found != form:
+        raise ConfigError(
+            f"{key} = {init!r} is of the form {found!r}; set drafter.form = {found!r}, or {key} to 'random' or to what "
+            f"tlt warmup makes with drafter.form={form}"
+        )
+    return weights

@@ -130,6 +130,13 @@ class Scorer:
         failed = {f"reward/failed/{failure}": float(counted[failure]) for failure in Failure}
         return {**figures, **failed, "reward/waited_seconds": self.seconds_waited}
 
+    def unjudged(self) -> tuple[int, int, str]:
+        """Verdicts that fell to what the user can mend, of how many, and one of them in words."""
+        mendable = (Failure.UNREADABLE, Failure.ERROR)
+        told = [verdict for verdict in self._verdicts.values() if verdict.failure in mendable]
+        words = f"{_REMEDIES[told[0].failure]}; for one, {told[0].detail}" if told else ""  # type: ignore[index]
+        return len(told), len(self._verdicts), words
+
     def _hand_over(self, rollouts: Sequence[Rollout]) -> None:
         """What ended with the rollout and was not offered."""
         assert self._bench.client is not None

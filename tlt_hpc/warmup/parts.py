@@ -15,9 +15,10 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.job import claim_folder, engine_settings, make_decoder, make_drafting, make_replica, read_drafter
+from tlt_hpc.job import claim_folder, engine_settings, make_decoder, make_drafting, make_replica
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
@@ -67,7 +68,7 @@ def assemble(config: Config, world: World) -> Parts:
     """
     assets = read_assets(config, world.size)
     settings = engine_settings(config, assets, world)
-    warm = read_drafter(config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
+    warm = initial_drafter(config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
     texts = choose_texts(config, assets, settings.num_tokens, world)
     replica = make_replica(config, world)
     decoder = make_decoder(config, assets, world, replica)
