@@ -17,6 +17,7 @@ from tlt_hpc.config import (
     Config,
     ConfigError,
     apply_override,
+    check_learns,
     check_model_limits,
     check_ranks,
     check_sequence_parallel,
@@ -265,6 +266,17 @@ def test_cap_over_the_models_positions() -> None:
         check_model_limits(config, 16)
     assert str(caught.value) == (
         "data.max_prompt_tokens = 16 leaves no room for a response in the model's 16 positions; lower it"
+    )
+
+
+def test_responses_that_are_all_alike_teach_nothing() -> None:
+    check_learns(load_config(TINY))
+    check_learns(load_config(TINY, ["rollout.temperature=0", "algorithm.name=reinforce++"]))
+    with pytest.raises(ConfigError) as caught:
+        check_learns(load_config(TINY, ["rollout.temperature=0"]))
+    assert str(caught.value) == (
+        "rollout.temperature = 0.0 makes all responses of a group alike, and algorithm.name = 'dapo' learns from their "
+        "differences; use a temperature above 0"
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from tlt_hpc import __version__
 from tlt_hpc.ablate import options as ablate_options
 from tlt_hpc.bench import options as bench_options
-from tlt_hpc.config import Config, UserError, load_config, without_side_effects
+from tlt_hpc.config import Config, UserError, check_learns, load_config, without_side_effects
 from tlt_hpc.evaluate import options as evaluate_options
 from tlt_hpc.export import options as export_options
 from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
@@ -79,6 +79,8 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_evaluation(config, options, num_ranks)
     if options.command == "compare":
         config = without_side_effects(config)
+    else:
+        check_learns(config)
     return plan_run(config, num_ranks)
 
 

@@ -204,6 +204,19 @@ def check_model_limits(config: Config, max_positions: int) -> None:
         )
 
 
+def check_learns(config: Config) -> None:
+    """Refuse to train where no response can teach anything; a comparison of such runs has its use.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    if config.rollout.temperature == 0 and config.algorithm.recipe.advantage in GROUP_ADVANTAGES:
+        raise ConfigError(
+            f"rollout.temperature = 0.0 makes all responses of a group alike, and algorithm.name = "
+            f"{config.algorithm.name!r} learns from their differences; use a temperature above 0"
+        )
+
+
 def check_combinations(config: Config) -> None:
     if config.rollout.group_size < 2 and config.algorithm.recipe.advantage in GROUP_ADVANTAGES:
         raise ConfigError(
