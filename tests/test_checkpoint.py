@@ -34,6 +34,7 @@ from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.models.piece import Cut, Piece, deal
 from tlt_hpc.saving import save_between
+from tlt_hpc.storage.folder import RunFolder
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}
 
@@ -409,26 +410,34 @@ def test_the_step_goes_on_while_the_disk_is_slow(tmp_path: Path, disk: HeldDisk)
     assert store.report() is None and names_in(tmp_path) == ["step-000005"]
 
 
-def test_no_step_waits_for_the_drafters_own_saves(tmp_path: Path, disk: HeldDisk) -> None:
+def test_no_step_waits_for_the_drafters_own_saves(
+    tmp_path: Path, disk: HeldDisk, caplog: pytest.LogCaptureFixture
+) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     spot = SimpleNamespace(live_state=lambda: {"fc.weight": torch.zeros(3)})
     job: Any = SimpleNamespace(
-        drafting=SimpleNamespace(checkpoints=store, saved_every=2, spot=spot),
+        drafting=SimpleNamespace(checkpoints=store, saved_every=2, spot=spot, warned=[]),
+        folder=RunFolder(tmp_path),
         world=OneRank(),
         engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
         config=SimpleNamespace(checkpoint=SimpleNamespace(background=True)),
     )
     save_between(job, 1)
     assert not store.is_saving, "it is not due"
-    for step in (2, 4):
+    for step in (2, 4, 6):
         save_between(job, step)
+    assert caplog.messages == [
+        f"step 4: the drafter of an earlier step is still being written to {tmp_path / 'drafter-checkpoints'}, so this "
+        "step's is not saved; a kill would cost it what it learned since (checkpoint.drafter_every_steps = 0: never "
+        "saved alone)"
+    ]
     assert store.is_saving and names_in(tmp_path) in ([], ["step-000002.part"])
     disk.let_go()
     store.finish(OneRank())
-    assert names_in(tmp_path) == ["step-000002"], "the one that found the disk busy was left out"
-    save_between(job, 6)
+    assert names_in(tmp_path) == ["step-000002"], "those that found the disk busy were left out"
+    save_between(job, 8)
     store.finish(OneRank())
-    assert names_in(tmp_path) == ["step-000006"]
+    assert names_in(tmp_path) == ["step-000008"]
 
 
 def test_it_is_whole_before_the_main_threads_meet_again(store: Stores, folder: Path) -> None:

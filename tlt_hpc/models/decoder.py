@@ -15,16 +15,13 @@ from torch import Tensor
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import Linear, Norm
-from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.piece import TAKE_CONFIG, Cut
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 
 _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
-
-
-_TAKE = "take the config.json that came with the weights"
 
 
 @dataclass(frozen=True)
@@ -94,18 +91,21 @@ class Decoder:
             if name == "lm_head.weight" and self.shape.tied_head:
                 continue
             if name not in slots:
-                raise ValueError(f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; {_TAKE}")
+                raise ValueError(
+                    f"weight {name!r} is not part of a {self.shape.family} decoder of this shape; {TAKE_CONFIG}"
+                )
             slot = slots[name]
             sizes = slot.cut.cut_sizes if are_cut else slot.sizes
             if sizes != tensor.shape:
                 raise ValueError(
-                    f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(sizes)}; {_TAKE}"
+                    f"weight {name!r} has shape {list(tensor.shape)}, config.json asks for {list(sizes)}; {TAKE_CONFIG}"
                 )
             slot.target.copy_((tensor if are_cut else tensor[slot.slices]).reshape(slot.reshaped))
             missing.discard(name)
         if missing:
             raise ValueError(
-                f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more, which config.json asks for; {_TAKE}"
+                f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more, which config.json asks for; "
+                f"{TAKE_CONFIG}"
             )
         self._pack()
         self.version = version

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.config import UserError
 from tlt_hpc.models.json_file import read_json
-from tlt_hpc.models.piece import Cut
+from tlt_hpc.models.piece import TAKE_CONFIG, Cut
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import embedded as embedded
 from tlt_hpc.models.tokenizer import find_model as find_model
@@ -116,10 +116,7 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
         except SafetensorError as error:
             raise UserError(f"{file} is no whole safetensors file ({error}); download it again") from None
         if found not in (None, wanted := [shape.vocab_size, shape.hidden_size]):
-            raise UserError(
-                f"{file}: {_EMBEDDING!r} has shape {found}, config.json asks for {wanted}; take the config.json that "
-                "came with the weights"
-            )
+            raise UserError(f"{file}: {_EMBEDDING!r} has shape {found}, config.json asks for {wanted}; {TAKE_CONFIG}")
 
 
 def _weight_files(folder: Path) -> Mapping[Path, set[str] | None]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+TAKE_CONFIG = "take the config.json that came with the weights"
+"""The remedy where weights and configuration are of different models."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -50,7 +53,9 @@ class Cut:
             ValueError: with the name.
         """
         if tuple(sizes) != self.sizes:
-            raise ValueError(f"weight {name!r} has shape {list(sizes)}, config.json asks for {list(self.sizes)}")
+            raise ValueError(
+                f"weight {name!r} has shape {list(sizes)}, config.json asks for {list(self.sizes)}; {TAKE_CONFIG}"
+            )
 
 
 def deal(tensors: Iterable[tuple[str, Tensor]], rank: int, num_ranks: int) -> Iterator[tuple[str, Piece]]:
