@@ -266,13 +266,9 @@ def check_combinations(config: Config) -> None:
         )
 
 
-def _check_algorithm(config: Config) -> None:
+def _check_distance(config: Config) -> None:
+    """What the algorithm takes for the distance from the reference."""
     algorithm, recipe = config.algorithm, config.algorithm.recipe
-    if recipe.clip_low > 1:
-        raise ConfigError(
-            f"algorithm.clip_low = {recipe.clip_low}: a ratio is never below 0, so a bound below it is none; use "
-            "1.0 for none"
-        )
     if algorithm.kl_in == "reward" and not algorithm.kl_coefficient:
         raise ConfigError(
             f"algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = {algorithm.kl_coefficient}; set "
@@ -295,6 +291,16 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.kl_estimator = {algorithm.kl_estimator!r} with algorithm.kl_in = {algorithm.kl_in!r}: the mean "
             "of its gradient there is not the distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss"
         )
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm, recipe = config.algorithm, config.algorithm.recipe
+    if recipe.clip_low > 1:
+        raise ConfigError(
+            f"algorithm.clip_low = {recipe.clip_low}: a ratio is never below 0, so a bound below it is none; use "
+            "1.0 for none"
+        )
+    _check_distance(config)
     correction = algorithm.correction
     if correction.name == "none" and (correction.low or correction.high):
         raise ConfigError(
