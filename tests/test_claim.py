@@ -11,6 +11,7 @@ import pytest
 
 from tlt_hpc import job
 from tlt_hpc.config import Config, ConfigError, load_config
+from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.storage.folder import RunFolder
 
 TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
@@ -21,6 +22,7 @@ class ThreadWorld:
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.hostname = rank, 2, f"node{rank}"
+        self.node_group = NodeGroup(None)
         self._board, self._barrier = board, barrier
 
     def allgather(self, item: Any) -> list[Any]:
@@ -62,7 +64,7 @@ def test_a_folder_that_a_node_does_not_share_is_refused_on_all_ranks(
 def test_a_shared_folder_is_claimed_and_nothing_of_the_check_stays(tmp_path: Path) -> None:
     assert claim(tmp_path, tmp_path) == ["", ""]
     assert sorted(path.name for path in (tmp_path / "tiny").iterdir()) == [
-        "cache", "checkpoints", "config.toml", "rollouts",
+        "cache", "checkpoints", "config.toml", "rollouts", "status",
     ]  # fmt: skip
 
 

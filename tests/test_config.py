@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 
 from tlt_hpc.cli import USER_ERROR, main
 from tlt_hpc.config import (
+    FREE_ON_RESUME,
     Config,
     ConfigError,
     apply_override,
@@ -55,7 +57,7 @@ NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front
         (
             "checkpoint.zzz=1",
             "unknown key 'checkpoint.zzz'; valid keys: checkpoint.every_steps, checkpoint.keep, "
-            "checkpoint.drafter_every_steps, checkpoint.replay, "
+            "checkpoint.drafter_every_steps, checkpoint.replay, checkpoint.keep_responses_seconds, "
             "checkpoint.background",
         ),
         ("speculation.strategies=drafter-4", f"speculation.strategies = 'drafter-4': {LIST}[\"drafter-4\"]"),
@@ -494,3 +496,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.Ca
     assert "32 samples a rank" in plan
     assert parse_config(tomllib.loads(toml)) == load_config(TINY, ["run.num_steps=7", "run.ranks=4"])
     assert list(here.iterdir()) == []
+
+
+def test_the_docs_list_what_may_change_when_a_run_goes_on():
+    text = (Path(__file__).parent.parent / "docs" / "cluster.md").read_text()
+    table = text.partition("## Going on with other settings")[2].partition("\n## ")[0]
+    listed = {
+        f"{section}.{key}"
+        for section, keys in re.findall(r"^\| `\[(\w+)\]` \| (.*) \|$", table, re.MULTILINE)
+        for key in re.findall(r"`(\w+)`", keys)
+    }
+    assert listed == FREE_ON_RESUME
+    known = {f"{section}.{key}" for section, keys in load_config(TINY).model_dump().items() for key in keys}
+    assert listed <= known

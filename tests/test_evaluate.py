@@ -39,6 +39,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.rewards.standing import standing_bench
 from tlt_hpc.rl.distributed import leave_process_group
+from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.evaluation_log import read_responses
 from tlt_hpc.storage.folder import RunFolder
 
@@ -69,7 +70,7 @@ class Reporter:
         if self._at is not None and len(list(self._folder.glob("responses/*.h5"))) >= self._at:
             if self._world is None:
                 raise Killed
-            self._world.request_stop("test")
+            self._world.flag.request(Stop.ASKED, "test")
 
     def counting(self): ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from tlt_hpc.evaluate.answering import Means, _Pieces, see_all
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
 from tlt_hpc.evaluate.training import prepare
+from tlt_hpc.launch.local import launched_rank
 from tlt_hpc.models import folder as folder_module
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
@@ -57,6 +59,8 @@ def source_of(folder: Path | str, rank: int) -> str:
 
 
 def refused_on_a_rank(folder: str) -> str:
+    rank = launched_rank(os.environ)
+    socket.gethostname = lambda: f"n{rank}"  # a node reads its files once
     world = World.connect()
     with pytest.raises(ConfigError) as caught:
         start(Path(folder), source_of(folder, world.rank), world=world)
@@ -66,10 +70,7 @@ def refused_on_a_rank(folder: str) -> str:
 @pytest.mark.mpi
 def test_an_evaluation_of_other_files_on_another_rank_is_refused_on_all(tmp_path):
     sources_by_rank(tmp_path)
-    host = socket.gethostname()
-    message = (
-        f"evaluation.sources: rank 1 on {host} reads another 'a' than rank 0 on {host}; give all nodes the same files"
-    )
+    message = "evaluation.sources: rank 1 on n1 reads another 'a' than rank 0 on n0; give all nodes the same files"
     assert run_on_ranks(2, refused_on_a_rank, str(tmp_path)) == [message, message]
     assert not (tmp_path / "evaluation").exists()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -90,6 +91,7 @@ def test_what_is_no_hdf5_file_is_one_line(tmp_path: Path, content: bytes) -> Non
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
+import h5py
 import numpy as np
 from tlt_hpc.storage import hdf5
 from tlt_hpc.storage.folder import WriteError, writing_beside
@@ -169,3 +171,34 @@ def test_files_are_listed_by_number_not_by_letters(tmp_path: Path) -> None:
         path.touch()
     assert folder.rollout_steps() == [999_999, 1_000_000]
     assert folder.rollout_logs(1_000_000) == paths[2:]
+
+
+@pytest.mark.parametrize(
+    "kind", ["external link", "soft link", "other file's bytes", "virtual", "no checksum", "own member"]
+)
+def test_what_leads_out_of_a_file_is_not_followed(tmp_path: Path, kind: str) -> None:
+    path, secret = tmp_path / "a.h5", tmp_path / "secret"
+    secret.write_bytes(bytes(range(16)))
+    file = hdf5.NewFile(path, KIND)
+    hdf5.put_array(file.root, "a", np.arange(4, dtype=np.int32))
+    file.commit(1)
+    with hdf5.CommittedFile(path, KIND) as whole:
+        assert whole.root["a"][:].tolist() == [0, 1, 2, 3]
+    with h5py.File(path, "r+") as struck:
+        del struck["a"]
+        if kind == "external link":
+            struck["a"] = h5py.ExternalLink(str(secret), "/a")
+        elif kind == "soft link":
+            struck["a"] = h5py.SoftLink("/nowhere")
+        elif kind == "other file's bytes":
+            struck.create_dataset("a", (4,), "i4", external=[(str(secret), 0, 16)])
+        elif kind == "virtual":
+            layout = h5py.VirtualLayout((4,), "i4")
+            layout[:] = h5py.VirtualSource(str(secret), "a", (4,))
+            struck.create_virtual_dataset("a", layout)
+        elif kind == "no checksum":
+            struck["a"] = np.arange(4, dtype=np.int32)
+        else:
+            struck["a"] = struck["/"]
+    with pytest.raises(hdf5.DamagedFile, match=r"a.h5: damaged .*(a link to|not stored as|groups within groups)"):
+        hdf5.CommittedFile(path, KIND)

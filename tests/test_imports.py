@@ -18,7 +18,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("show_evaluation",),
-    ("display", "inspect_data"),
+    ("display", "inspect_data", "preflight"),
     ("ablate",),
     ("compare", "bench", "export", "warmup"),
     ("launch",),
@@ -26,14 +26,14 @@ FLOORS = (
     ("saving",),
     ("replay",),
     ("tail", "update", "evaluate"),
-    ("draws",),
+    ("draws", "kept", "finished"),
     ("job", "metrics"),
     ("plan", "memory_plan"),
     ("rollout", "drafting", "rl", "rewards", "checkpoint", "data", "tracking"),
     ("models",),
     ("mpi", "storage", "kernels"),
-    ("config", "records", "timing"),
-    ("recipes",),
+    ("config", "records", "timing", "stopping"),
+    ("recipes", "watch", "errors"),
     ("",),  # the package itself: its version
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
@@ -42,20 +42,21 @@ LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 MAY_KNOW = {
     "rollout": {"models", "kernels", "records"},
     "kernels": set(),
-    "drafting": {"models", "storage", "config", "records"},
+    "drafting": {"models", "storage", "config", "records", "watch"},
     "data": {"config", "records"},
-    "rewards": {"config", "records"},
-    "storage": {"records", "config"},
-    "mpi": {"config"},
-    "launch": {"config"},
+    "rewards": {"config", "records", "watch"},
+    "storage": {"records", "config", "errors"},
+    "mpi": {"config", "stopping", "watch"},
+    "launch": {"config", "storage", "stopping"},
     "bench": {"rollout", "models", "data", "config", "records"},
     "memory_plan": {"rollout", "models", "config"},
     "export": {"checkpoint", "models", "storage", "config"},
     "tracking": {"storage", "config"},
     "records": set(),
-    "config": {"recipes"},
+    "config": {"recipes", "errors"},
     "recipes": set(),
-    "timing": set(),
+    "timing": {"watch"},
+    "watch": set(),
 }
 
 HOME_OF = {
@@ -74,6 +75,7 @@ HOME_OF = {
     "math_verify": {"rewards"},
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
+    "huggingface_hub": {"preflight"},
 }
 WITHOUT_TORCH = {
     "mpi",
@@ -82,6 +84,7 @@ WITHOUT_TORCH = {
     "records",
     "recipes",
     "timing",
+    "watch",
     "data",
     "rewards",
     "launch",
@@ -92,6 +95,7 @@ WITHOUT_TORCH = {
     "show_evaluation",
     "compare",
     "inspect_data",
+    "preflight",
 }
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {
@@ -109,6 +113,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_trl.py",
         "bench_replica.py",
         "check_memory_plan.py",
+        "faulty_inputs.py",
     },
     "jobs": set[str](),
 }

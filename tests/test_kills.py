@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.mpi]
 
 ROOT = Path(__file__).parent.parent
 RANKS = 2
+MARK = "TLT_TEST_START"
 OVERRIDES = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
     "speculation.profile_seconds=0", "checkpoint.every_steps=1", f"run.ranks={RANKS}",
@@ -100,7 +102,8 @@ def arguments(folder: Path, num_steps: int, *changes: str) -> list[str]:
 
 def start(program: list[str], changes: dict[str, str] | None = None) -> subprocess.Popen[str]:
     command = [mpiexec(), "-n", str(RANKS), sys.executable, "-m", "mpi4py", *program]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(changes or {})}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: uuid4().hex}
+    environment = {**os.environ, **own, **(changes or {})}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -192,13 +195,22 @@ def test_killed_between_two_checkpoints_the_drafter_keeps_what_it_learned(tmp_pa
     assert kept > 0 and learned >= kept + again / RANKS + sum(later) / RANKS, (kept, again, later, learned)
 
 
+def mark_of(pid: int) -> bytes:
+    """What all processes that ``start`` has led to have in their environment; empty once the launcher is gone."""
+    try:
+        found = re.search(rf"\0({MARK}=\w+\0)".encode(), Path(f"/proc/{pid}/environ").read_bytes())
+    except OSError:
+        return b""
+    return found[1] if found else b""
+
+
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """rank -> process id, of those below mpiexec."""
-    found = {}
+    """rank -> process id, of those below mpiexec, which gives each a session of its own."""
+    found, mark = {}, mark_of(process.pid)
     for path in Path("/proc").glob("[0-9]*"):
         try:
             environment = (path / "environ").read_bytes()
-            if os.getsid(int(path.name)) != process.pid or b"tlt_hpc" not in (path / "cmdline").read_bytes():
+            if not mark or mark not in environment or b"tlt_hpc" not in (path / "cmdline").read_bytes():
                 continue
         except (OSError, ProcessLookupError):
             continue

@@ -9,7 +9,7 @@ import torch
 from launch_ranks import run_on_ranks
 from tiny import embedded_folder
 
-from tlt_hpc.models.folder import empty_policy_model, folder_weights, load_policy_model, start_model
+from tlt_hpc.models.folder import empty_policy_model, folder_weights, load_policy_model, read_config, start_model
 
 
 def start_from_rank_0(given: str) -> dict[str, Any]:
@@ -24,7 +24,9 @@ def start_from_rank_0(given: str) -> dict[str, Any]:
     config = load_config(job, ["optimizer.zero_stage=3", "algorithm.kl_coefficient=0"])
     world = World.connect()
     join_process_group(world, "cpu")
-    model = start_model(Path(given), "float32", torch.device("cpu"), is_dealt=True, rank=world.rank)
+    model = start_model(
+        Path(given), "float32", torch.device("cpu"), is_dealt=True, rank=world.rank, node=world.node_group
+    )
     if world.rank > 0:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data.fill_(7)  # what the memory held
@@ -52,6 +54,9 @@ def tensors_of(model: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def test_an_empty_model_has_the_loaded_ones_tensors() -> None:
-    loaded, empty = load_policy_model(embedded_folder(), "float32"), empty_policy_model(embedded_folder(), "float32")
+    loaded, empty = (
+        load_policy_model(embedded_folder(), "float32"),
+        empty_policy_model(read_config(embedded_folder()), "float32"),
+    )
     assert tensors_of(empty) == tensors_of(loaded)
     assert empty.get_output_embeddings().weight is empty.get_input_embeddings().weight

@@ -205,6 +205,7 @@ def test_a_line_of_an_earlier_version_commits_nothing() -> None:
 def train(folder: Path, ranks: int = 2, status: int = 0) -> str:
     command = [sys.executable, "-m", "tlt_hpc", "train", str(ROOT / "jobs" / "tiny.toml"), *OVERRIDES]
     command += [f"run.folder={folder}", f"run.ranks={ranks}"]
+    (folder / "tiny" / "finished.json").unlink(missing_ok=True)  # with it, a finished run looks no further
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr

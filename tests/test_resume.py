@@ -11,6 +11,8 @@ import pytest
 import torch
 from launch_ranks import run_on_ranks
 
+from tlt_hpc.stopping import Stop
+
 ROOT = Path(__file__).parent.parent
 OVERRIDES = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "rollout.max_live=4",
@@ -198,7 +200,9 @@ def stop_in_a_tail(folder: str) -> list[dict[str, Any]]:
     job.close()
 
     cut = run.assemble(config, World.connect())
-    _, step = saving.resume(cut, lambda step: cut.world.request_stop("test"))  # after the first that is repeated
+    _, step = saving.resume(
+        cut, lambda step: cut.world.flag.request(Stop.ASKED, "test")
+    )  # after the first that is repeated
     came_back(cut, step, learned[0])
     again = run.assemble(config, World.connect())
     _, step = saving.resume(again, Silent().replayed)
@@ -240,7 +244,7 @@ def stop_in_a_step(folder: str) -> list[list[Any]]:
     saving.resume(job, Silent().replayed)
     true_merge, merges, seen = run.finish_merge, [], []
     run.finish_merge = lambda job: merges.append(job) or true_merge(job)
-    world.request_stop("test")
+    world.flag.request(Stop.ASKED, "test")
     for is_saved in (True, False):
         phases: list[str] = []
         reporter = Silent()

@@ -18,6 +18,7 @@ from tlt_hpc.config import load_config
 from tlt_hpc.models.folder import find_model, load_tokenizer
 from tlt_hpc.records import Rollout
 from tlt_hpc.rewards.text import boxed
+from tlt_hpc.stopping import StopFlag
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 
@@ -120,7 +121,7 @@ def test_the_server_starts_before_mpi_does(command: str, monkeypatch: pytest.Mon
     class ConnectedError(Exception):
         pass
 
-    def connect() -> None:
+    def connect(flag: StopFlag) -> None:
         calls.append("connect")
         raise ConnectedError
 
@@ -128,5 +129,6 @@ def test_the_server_starts_before_mpi_does(command: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("tlt_hpc.mpi.world.World.connect", connect)
     monkeypatch.setattr("tlt_hpc.rewards.standing.standing_bench", lambda section: calls.append(section.default))
     with pytest.raises(ConnectedError):
-        cli.RUNS[command](load_config(ROOT / "jobs" / "tiny.toml", ["reward.default=math"]), argparse.Namespace())
+        config = load_config(ROOT / "jobs" / "tiny.toml", ["reward.default=math"])
+        cli.RUNS[command](config, argparse.Namespace(), StopFlag())
     assert calls == ["math", "connect"]

@@ -154,9 +154,10 @@ def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
     assert process.returncode == 75, f"{process.returncode}\n{out}\n{errors}"
     assert re.search(rf"stopped early \(.*{number.name}.*\) after \d+ of 100 steps; the same command goes on", out)
     assert "Traceback" not in errors
-    newest = max((tmp_path / "tiny" / "checkpoints").glob("step-*"))
-    reached = int(newest.name.removeprefix("step-"))
-    assert reached >= 1
+    assert "Abort" not in errors and "BAD TERMINATION" not in out + errors
+    reached = len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines())
+    saved = [path.name for path in (tmp_path / "tiny" / "checkpoints").glob("step-*")]
+    assert saved == ([] if number == signal.SIGTERM else [f"step-{reached:06d}"]), "SIGKILL is near: nothing is saved"
     run_tlt(tmp_path, f"run.num_steps={reached + 1}", "checkpoint.every_steps=50")
     for step in range(min(4, reached + 1)):
         assert tokens_of(tmp_path / "tiny", step) == tokens_of(straight, step)
@@ -226,7 +227,15 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
 
 def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
     done = run_tlt(straight.parent, "run.num_steps=4")
-    assert "already finished: 4 steps" in done.stdout
+    assert re.fullmatch(
+        r"already finished: 4 steps in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n", done.stdout
+    )
+    word = straight / "finished.json"
+    told = word.read_text()
+    word.write_text(told[:20])
+    refused = run_tlt(straight.parent, "run.num_steps=4", status=2)
+    assert re.fullmatch(rf"tlt: {word} is damaged \(.*\); remove it, and the run looks for itself\n", refused.stderr)
+    word.write_text(told)
     refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2)
     lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
     assert len(lines) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from tlt_hpc.config import ConfigError, DrafterSection, load_config
 from tlt_hpc.drafting.schedule import BLIND_STEPS, JUDGED_DEPTH, PATIENCE, DraftCounts, decide, judge
-from tlt_hpc.plan import _check_strategies
+from tlt_hpc.plan import check_strategies
 from tlt_hpc.rollout.tally import DraftTally
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.tail import past_drafts
@@ -139,5 +139,5 @@ def test_counts_survive_the_log_and_later_steps_are_not_read(tmp_path) -> None:
 )
 def test_combinations_that_make_no_sense_are_one_line(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        _check_strategies(load_config("jobs/tiny.toml", overrides))
+        check_strategies(load_config("jobs/tiny.toml", overrides))
     assert message in str(caught.value) and "\n" not in str(caught.value)

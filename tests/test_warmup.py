@@ -27,6 +27,7 @@ from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.drafter_facts import read_facts
 from tlt_hpc.storage.feature_cache import Document, FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder, part_of
@@ -84,7 +85,7 @@ class Reporter:
         if moment == self._moment and (self.seen[moment] if number is None else number) >= self._at:
             if self._world is None:
                 raise Killed
-            self._world.request_stop("test")
+            self._world.flag.request(Stop.ASKED, "test")
 
 
 def config_for(folder: Path, *overrides: str):

@@ -17,6 +17,7 @@ from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, launch, run_on_ranks
 
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
+from tlt_hpc.stopping import Stop
 
 RANK_COUNTS = pytest.mark.parametrize("num_ranks", [1, 2, 4])
 
@@ -93,7 +94,7 @@ WAIT_FOR_STOP = """
 import time
 from tlt_hpc.mpi.world import World
 world = World.connect()
-world.install_signal_handlers()
+world.answer_signals()
 print("ready", flush=True)
 try:
     while not world.stop_requested:
@@ -224,12 +225,12 @@ def test_a_forgotten_sum_keeps_its_buffers() -> None:
 
 def vote(voter: int | None) -> list[Any]:
     world = World.connect()
-    before = world.agree_to_stop()
+    before = bool(world.agree_to_stop())
     if world.rank == voter:
-        world.request_stop("SIGTERM")
-        world.request_stop("a later reason")
+        world.flag.request(Stop.ASKED, "SIGTERM")
+        world.flag.request(Stop.ASKED, "a later reason")
     agreed = world.agree_to_stop()
-    return [before, agreed, world.stop_requested, world.stop_reason]
+    return [before, agreed is Stop.ASKED, world.stop_requested, world.stop_reason]
 
 
 @pytest.mark.mpi

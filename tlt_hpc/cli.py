@@ -1,4 +1,5 @@
-"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``data``, exports.
+"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``preflight``,
+``data``, exports.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -10,25 +11,40 @@ import json
 import logging
 import os
 import re
+import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tlt_hpc import __version__
 from tlt_hpc.ablate import options as ablate_options
 from tlt_hpc.bench import options as bench_options
-from tlt_hpc.config import Config, UserError, check_learns, load_config, without_side_effects
+from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
 from tlt_hpc.evaluate import options as evaluate_options
 from tlt_hpc.export import options as export_options
-from tlt_hpc.launch.local import become_ranks, launched_count, launched_rank
+from tlt_hpc.finished import told_finished
+from tlt_hpc.launch.caches import make_node_cache
+from tlt_hpc.launch.device import take_device
+from tlt_hpc.launch.local import become_ranks, given_job, launched_count, launched_rank
+from tlt_hpc.launch.time_limit import await_preemption, know_limits, progress_in, queue_again
 from tlt_hpc.memory_plan import options as memory_plan_options
+from tlt_hpc.preflight import options as preflight_options
+from tlt_hpc.stopping import Stop, StopFlag
+from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.watch.beat import BEAT
+from tlt_hpc.watch.watch import Watch
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
 
 USER_ERROR = 2
 """Exit status of a mistake in the command or configuration; nothing was written."""
 STOPPED_EARLY = 75
+"""Exit status of a run that a signal stopped: the same command goes on from there."""
 INTERRUPTED = 130
-"""Exit status of a run that a signal stopped: it left a checkpoint, and the same command goes on from there."""
+"""Exit status of a command that a Ctrl-C ended at once."""
 _OVERRIDE = re.compile(r"[a-z_]+\.[a-z_]+=")
 _FIRST_WORD_SECONDS = 10.0
 """How long the other ranks leave it to rank 0 to name an error that all of them met."""
@@ -40,36 +56,89 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
     rank = launched_rank(os.environ)
+    flag = StopFlag()
+    if options.command not in ALONE:
+        flag.install()  # before the seconds that imports take: there, a signal ends the process without a word
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
     if options.command in ALONE:
         return run_alone(ALONE[options.command], options)
+    is_rank = rank is not None and not options.dry_run
     try:
-        config = load_config(options.config, options.overrides)
+        config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
-        config, plan = plan_command(config, options, num_ranks)
+        config = config_of(config, options)
+        plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command in ("train", "compare"):
             check_drafter(config)  # the ranks read it for themselves
         if options.dry_run:
             if not rank:
                 print(plan)
             return 0
+        if rank is None and options.command == "train":
+            check_resumable(RunFolder(config.folder).config, config)
+            if told := told_finished(config):
+                print(told)
+                return 0
         if rank is None and config.run.ranks > 1:
-            become_ranks(config.run.ranks, given)
+            become_ranks(config.run.ranks, given, options.config)
     except ValueError as error:
+        if is_rank and rank is not None:
+            return tell_all_ranks(error, rank)
         if not rank:
             print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR
     try:
-        return RUNS[options.command](config, options)
-    except UserError as error:
+        if rank is not None:
+            settle(config, rank)
+        know_limits(flag, os.environ, rank or 0, config.folder)
+        with Watch(config.run.stall_factor, rank) as watch:
+            return watch.ended(RUNS[options.command](config, options, flag))
+    except (UserError, WriteError) as error:
         return fail_together(error, rank or 0)
+    except KeyboardInterrupt:
+        interrupted = UserError("interrupted; the same command goes on from what was saved")
+        return fail_together(interrupted, rank or 0, INTERRUPTED)
 
 
-def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) -> tuple[Config, str]:
-    """The configuration that a command runs, held against the files that it names, and the plan in words.
+def settle(config: Config, rank: int) -> None:
+    """What a rank needs of its node before torch looks at it: a folder for caches, and one GPU.
 
     Raises:
-        ValueError: as ``plan_run``.
+        UserError: the folder cannot be made, or the node has more ranks than GPUs.
+    """
+    make_node_cache(os.environ)
+    own = None if config.model.device == "cpu" else take_device(os.environ, rank)
+    if own is not None and rank == 0:
+        print(f"a GPU for each rank; rank 0 on {socket.gethostname()} uses GPU {own}", flush=True)
+
+
+def config_of(config: Config, options: argparse.Namespace) -> Config:
+    """The configuration that a command runs.
+
+    Raises:
+        ValueError: it is none that the command can run, or there is no such run or model to evaluate.
+    """
+    if options.command == "warmup":
+        from tlt_hpc.warmup import plan
+
+        return plan.config_of(config)
+    if options.command == "evaluate":
+        from tlt_hpc.evaluate.command import evaluation_config
+        from tlt_hpc.evaluate.subject import find_subject
+
+        return evaluation_config(config, find_subject(evaluate_options.read_options(options)))
+    if options.command == "compare":
+        return without_side_effects(config)
+    if options.command == "train":
+        check_learns(config)
+    return config
+
+
+def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
+    """The plan in words, after ``config_of``'s configuration has been held against the files that it names.
+
+    Raises:
+        ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
     """
     if options.command == "warmup":
         return plan_warmup(config, num_ranks)
@@ -77,10 +146,6 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_ablation(config, options, num_ranks)
     if options.command == "evaluate":
         return plan_evaluation(config, options, num_ranks)
-    if options.command == "compare":
-        config = without_side_effects(config)
-    else:
-        check_learns(config)
     return plan_run(config, num_ranks)
 
 
@@ -98,11 +163,25 @@ def check_drafter(config: Config) -> None:
         initial_drafter(config.drafter.init, config.drafter.form, read_shape(find_model(config.model.path)))
 
 
-def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:
-    """The configuration, held against the files that it names, and the plan in words.
+def tell_all_ranks(error: ValueError, rank: int) -> int:
+    """End all ranks with an error that this one met before they meet, and maybe no other: a node without the data."""
+    from tlt_hpc.mpi.world import LaunchError, World
+    from tlt_hpc.preflight.nodes import report_error
+
+    try:
+        report_error(World.connect(), error)
+    except LaunchError:  # single ranks: each has its own to say
+        return fail_together(UserError(str(error)), rank)
+    except UserError as shared:
+        return fail_together(shared, rank)
+    raise AssertionError("report_error always raises")
+
+
+def plan_run(config: Config, num_ranks: int) -> str:
+    """The plan of a run or a comparison in words.
 
     Raises:
-        ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
+        ValueError: as ``plan_command``.
     """
     from tlt_hpc.memory_plan.command import summarise
     from tlt_hpc.plan import describe, read_assets
@@ -115,69 +194,93 @@ def plan_run(config: Config, num_ranks: int) -> tuple[Config, str]:
 
         open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
     memory = summarise(config, assets.shape, num_ranks)
-    return config, (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
+    return (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
 
 
-def plan_warmup(config: Config, num_ranks: int) -> tuple[Config, str]:
-    """The same for the warm-up of a job, whose configuration has a folder of its own.
+def plan_warmup(config: Config, num_ranks: int) -> str:
+    """The same for the warm-up of a job.
 
     Raises:
-        ValueError: as ``plan_run``.
+        ValueError: as ``plan_command``.
     """
     from tlt_hpc.plan import read_assets
-    from tlt_hpc.warmup.plan import check_sources, config_of, describe
+    from tlt_hpc.warmup.plan import check_sources, describe
 
-    config = config_of(config)
     assets = read_assets(config, num_ranks)
     check_sources(config, assets.tokenizer)
-    return config, describe(config, assets.shape, num_ranks)
+    return describe(config, assets.shape, num_ranks)
 
 
-def plan_ablation(config: Config, options: argparse.Namespace, num_ranks: int) -> tuple[Config, str]:
+def plan_ablation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
     """The same for an ablation: the job's configuration as it is, and its arms.
 
     Raises:
-        ValueError: as ``plan_run``, or an arm that the job cannot have, or nothing to resume.
+        ValueError: as ``plan_command``, or an arm that the job cannot have, or nothing to resume.
     """
     from tlt_hpc.ablate import plan
     from tlt_hpc.plan import read_assets
 
     read_assets(config, num_ranks)
-    return config, plan.describe(plan.plan_ablation(config, ablate_options.read_options(options), num_ranks))
+    return plan.describe(plan.plan_ablation(config, ablate_options.read_options(options), num_ranks))
 
 
-def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> tuple[Config, str]:
+def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
     """The same for an evaluation, which reads nothing of what the job trains on.
 
     Raises:
-        ValueError: as ``plan_run``, or no such run or model.
+        ValueError: as ``plan_command``, or no such run or model.
     """
-    from tlt_hpc.evaluate.command import describe, evaluation_config
+    from tlt_hpc.evaluate.command import describe
     from tlt_hpc.evaluate.parts import read_assets
     from tlt_hpc.evaluate.subject import find_subject
     from tlt_hpc.models.folder import check_weights
 
     subject = find_subject(evaluate_options.read_options(options))
-    config = evaluation_config(config, subject)
     assets, sets = read_assets(config, num_ranks)
     if subject.run is None:
         check_weights(assets.folder, assets.shape)
-    return config, describe(config, subject, sets, assets.shape, num_ranks)
+    return describe(config, subject, sets, assets.shape, num_ranks)
 
 
-def fail_together(error: UserError, rank: int) -> int:
-    """End all ranks with one line: rank 0's, unless it has none to say; a non-zero status ends the others (mpi4py)."""
-    if rank:
-        time.sleep(_FIRST_WORD_SECONDS)
-    print(f"tlt: {error}", file=sys.stderr, flush=True)
-    return USER_ERROR
+def fail_together(error: UserError | WriteError, rank: int, status: int = USER_ERROR) -> int:
+    """End all ranks with one line: rank 0's, or of another that stands alone with its error."""
+    from tlt_hpc.mpi.ending import all_come_here, exit_now, is_alone
+
+    if not rank:
+        print(f"tlt: {error}", file=sys.stderr, flush=True)
+        if is_alone():
+            return status
+        all_come_here(_FIRST_WORD_SECONDS)
+    elif not all_come_here(_FIRST_WORD_SECONDS):
+        print(f"tlt: rank {rank}: {error}", file=sys.stderr, flush=True)
+    return exit_now(status)
+
+
+def leave_early(world: World, folder: Path, progress: str) -> int:
+    """End a job that was stopped and can go on: where its time was up, or it is preempted, Slurm queues it again.
+
+    Collective.
+
+    Args:
+        folder: of what was worked on.
+        progress: how far that has come.
+    """
+    stop = world.agree_to_stop()
+    world.flag.is_left = True
+    BEAT.leave("stopped early")  # Slurm may kill any of the ranks from here on
+    if stop is Stop.TIME and world.rank == 0:
+        print(f"tlt: {queue_again(os.environ, folder, progress)}", flush=True)
+    elif stop is Stop.KILL and world.rank == 0:
+        await_preemption(os.environ)
+    world.leave()
+    return STOPPED_EARLY
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("data", "plan") and not any(argument.startswith("-") for argument in rest):
+    if options.command in ("data", "plan", "preflight") and not any(argument.startswith("-") for argument in rest):
         options.overrides, rest = [*options.overrides, *rest], []
     if options.command in ALONE:
         if rest:
@@ -236,6 +339,9 @@ def make_parser() -> argparse.ArgumentParser:
     memory_plan_options.add_plan_options(
         commands.add_parser("plan", help="predict the memory that a run takes, by phase; status 1: more than there is")
     )
+    preflight_options.add_preflight_options(
+        commands.add_parser("preflight", help="find before a job what would end it; status 1: something would")
+    )
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
     policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
@@ -285,6 +391,13 @@ def run_plan(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def run_preflight(options: argparse.Namespace) -> int:
+    """``tlt preflight``."""
+    from tlt_hpc.preflight.command import run
+
+    return run(options)
+
+
 def run_data(options: argparse.Namespace) -> int:
     """``tlt data inspect``."""
     from tlt_hpc.inspect_data import run
@@ -298,6 +411,7 @@ ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export-policy": run_export_policy,
     "data": run_data,
     "plan": run_plan,
+    "preflight": run_preflight,
 }
 """Commands that run in this process alone, without a configuration."""
 
@@ -328,118 +442,139 @@ def start_rewards(config: Config) -> None:
         standing_bench(without_form(config.reward))
 
 
-def run_train(config: Config, options: argparse.Namespace) -> int:
+def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> World:
+    """All ranks, on nodes that are alike and have the job's files; from here on they answer signals by a vote.
+
+    Collective; one rank a node reads. To be called before torch is imported: MPICH tells the launcher its address with
+    whatever lies in memory behind it, and in a process that has imported much that exceeds a line of Slurm's PMI 2.
+
+    Raises:
+        UserError: on all ranks, where a node differs or the ranks were started wrongly.
+    """
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.preflight.nodes import check_nodes
+
+    world = World.connect(flag)
+    plan = partial(plan_command, config, options, world.size)
+    check_nodes(world, config, plan)  # before any other collective: a rank with an error of its own waits there
+    world.answer_signals()
+    return world
+
+
+def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt train`` on this rank."""
     from tlt_hpc.tracking.trackers import start_early
 
     start_rewards(config)
     if not launched_rank(os.environ):
         start_early(config.tracking)
+    world = connect(config, options, flag)
+    if told := world.broadcast(told_finished(config) if world.rank == 0 else ""):
+        if world.rank == 0:
+            print(told)
+        world.leave()
+        return 0
     from tlt_hpc.display import make_reporter, print_result
-    from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.run import run
 
-    world = World.connect()
-    world.install_signal_handlers()
     with make_reporter(world.rank == 0) as reporter:
         result = run(config, world, reporter)
     leave_process_group()
     if world.rank == 0:
         print_result(config, result)
-    world.barrier()  # a non-zero status ends the other ranks: not before the last word is out
-    return 0 if result.finished else STOPPED_EARLY
+    if not result.finished:
+        return leave_early(world, config.folder, progress_in(config.folder))
+    world.leave()
+    return 0
 
 
-def run_compare(config: Config, options: argparse.Namespace) -> int:
+def run_compare(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt compare`` on this rank."""
     start_rewards(config)
+    world = connect(config, options, flag)
     from tlt_hpc.compare import compare, write_json
     from tlt_hpc.display import make_reporter, print_comparison
-    from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
 
-    world = World.connect()
-    world.install_signal_handlers()
     with make_reporter(world.rank == 0) as reporter:
         comparison = compare(config, options.steps, world, reporter)
     leave_process_group()
     if comparison is None:
         if world.rank == 0:
             print("tlt: the comparison was stopped; a new one starts over", file=sys.stderr, flush=True)
-        world.barrier()
+        world.leave()
         return 1
     if world.rank == 0:
         if options.json is not None:
             write_json(comparison, options.json)
         print_comparison(comparison)
-    world.barrier()
+    world.leave()  # a non-zero status ends the other ranks: not before the last word is out
     return 0 if comparison.all_equal else 1
 
 
-def run_warmup(config: Config, options: argparse.Namespace) -> int:
+def run_warmup(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt warmup`` on this rank."""
+    world = connect(config, options, flag)
     from tlt_hpc.display import make_warmup_reporter, print_warmup
-    from tlt_hpc.mpi.world import World
     from tlt_hpc.warmup.command import warm_up
 
-    world = World.connect()
-    world.install_signal_handlers()
     with make_warmup_reporter(world.rank == 0) as reporter:
         result = warm_up(config, world, reporter)
     if world.rank == 0:
         print_warmup(result, options.config, config.drafter.form)
-    world.barrier()
-    return 0 if result.finished else STOPPED_EARLY
+    if not result.finished:
+        progress = f"{len(list(result.folder.rglob('*.h5')))} files of features, {result.progress.updates} updates"
+        return leave_early(world, result.folder, progress)
+    world.leave()
+    return 0
 
 
-def run_evaluate(config: Config, options: argparse.Namespace) -> int:
+def run_evaluate(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt evaluate`` on this rank."""
     start_rewards(config)
+    world = connect(config, options, flag)
     from tlt_hpc.evaluate.command import evaluate
     from tlt_hpc.evaluate.subject import find_subject
-    from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.show_evaluation import make_evaluation_reporter, print_evaluation
 
-    world = World.connect()
-    world.install_signal_handlers()
     with make_evaluation_reporter(world.rank == 0) as reporter:
         result = evaluate(config, find_subject(evaluate_options.read_options(options)), world, reporter)
     leave_process_group()
     if world.rank == 0:
         print_evaluation(result)
-    world.barrier()
-    return 0 if result.finished else STOPPED_EARLY
+    if not result.finished:
+        return leave_early(world, result.folder, f"{result.num_left} responses before the end")
+    world.leave()
+    return 0
 
 
-def run_ablate(config: Config, options: argparse.Namespace) -> int:
+def run_ablate(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt ablate`` on this rank."""
     start_rewards(config)
+    world = connect(config, options, flag)
     from tlt_hpc.ablate.command import Stopped, ablate
     from tlt_hpc.ablate.plan import plan_ablation
     from tlt_hpc.ablate.report import write_report
     from tlt_hpc.display import AblationScreens, print_ablation, print_stopped_ablation
-    from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
 
-    world = World.connect()
-    world.install_signal_handlers()
     asked = ablate_options.read_options(options)
     ending = ablate(plan_ablation(config, asked, world.size), world, AblationScreens(world.rank == 0))
     leave_process_group()
     if isinstance(ending, Stopped):
         if world.rank == 0:
             print_stopped_ablation(ending, options.config)
-        world.barrier()
+        world.leave()
         return STOPPED_EARLY
     if world.rank == 0:
         print_ablation(ending, write_report(ending, asked.json, asked.plot))
-    world.barrier()
+    world.leave()
     return 0 if ending.as_promised else 1
 
 
-RUNS = {
+RUNS: dict[str, Callable[[Config, argparse.Namespace, StopFlag], int]] = {
     "train": run_train,
     "compare": run_compare,
     "warmup": run_warmup,

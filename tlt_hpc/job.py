@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
@@ -21,11 +22,8 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import (
     Config,
     ConfigError,
-    EvaluationSection,
-    TrackingSection,
     UserError,
-    WarmupSection,
-    load_saved_config,
+    check_resumable,
     to_toml,
 )
 from tlt_hpc.data.claim import claim_data
@@ -37,11 +35,13 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
 from tlt_hpc.models.folder import DTYPES, num_used_tokens, start_model
+from tlt_hpc.models.once import read_all_once, read_once
 from tlt_hpc.models.sharding import WHOLE, Sharding
-from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.node import NodeGroup
+from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan import Assets, ModelAssets, read_assets
+from tlt_hpc.plan import Assets, ModelAssets, read_assets_once
 from tlt_hpc.records import SampleKey, SamplingParams
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rewards.standing import standing_bench
@@ -55,65 +55,19 @@ from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.first_rollouts import FirstRollouts
 from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
+from tlt_hpc.watch.beat import BEAT
+from tlt_hpc.watch.last import warn_of_last
 
 logger = logging.getLogger(__name__)
+
+GIVEN_GPU = "TLT_GPU"
+"""Where launch/device.py says which GPU a rank was left with."""
 
 DRAFTER_FILE = drafter_file.DRAFTER_FILE
 _COUNTED_STEPS = 64
 """Steps whose prompts are counted for a draft vocabulary."""
 NFS_SECONDS = 60.0
 """How long an NFS client may by default go on with an old listing of a folder."""
-# What may differ when a run is resumed: how long it goes on, where it runs, how often it saves, what it may occupy.
-# None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
-_FREE_ON_RESUME = {
-    "run.num_steps",
-    "run.ranks",
-    "run.folder",
-    "model.path",
-    "model.device",
-    "data.overlong",  # what of these two may change data/claim.py says
-    "data.broken_rows",
-    "reward.workers",
-    "reward.wall_seconds",
-    "rollout.max_live",
-    "rollout.kv_bytes",
-    "rollout.page_size",
-    "rollout.prefill_tokens",
-    "rollout.tensor_parallel",
-    "speculation.strategies",
-    "speculation.chooser",
-    "speculation.profile_seconds",
-    "speculation.epsilon",
-    "speculation.window",
-    "speculation.ngram_orders",
-    "speculation.ngram_history_tokens",
-    "drafter.average_merges",
-    "drafter.micro_step_tokens",
-    "drafter.micro_step_seconds",
-    "drafter.cache_bytes",
-    "drafter.schedule",
-    "drafter.every_steps",
-    "drafter.fall",
-    "drafter.place",
-    "drafter.serial_micro_steps",
-    "drafter.serial_as",
-    "drafter.cache_folder",
-    "drafter.cache_compression",
-    "optimizer.zero_stage",
-    "optimizer.offload",
-    "optimizer.offload_parameters",
-    "optimizer.micro_batch_tokens",
-    "optimizer.gradient_checkpointing",
-    "optimizer.sequence_parallel",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-    "checkpoint.drafter_every_steps",
-    "checkpoint.background",
-    "checkpoint.replay",
-    *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
-    *(f"evaluation.{name}" for name in EvaluationSection.model_fields),  # so does an evaluation
-    *(f"tracking.{name}" for name in TrackingSection.model_fields),
-}
 
 
 @dataclass(frozen=True)
@@ -131,13 +85,14 @@ class Drafting:
     warned: list[int] = field(default_factory=list)
     """The step, if any, at which the user was told that one was left out."""
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Take up the drafter that a checkpoint has.
+    def load(self, checkpoint: Checkpoint, node: NodeGroup) -> None:
+        """Take up the drafter that a checkpoint has; collective over the node.
 
         Raises:
             UserError: it is of another shape.
         """
-        self.spot.load_state({name: checkpoint.read("drafter", name) for name in checkpoint.names("drafter")})
+        names = checkpoint.names("drafter")
+        self.spot.load_state({name: read_once(node, partial(checkpoint.read, "drafter", name)) for name in names})
 
 
 @dataclass(frozen=True)
@@ -181,12 +136,14 @@ class Job:
 def assemble(config: Config, world: World) -> Job:
     """Build all parts; collective."""
     bench = open_bench(config, world)
-    assets = read_assets(config, world.size)
+    node = world.node_group
+    assets = read_assets_once(config, world.size, node)
     if world.rank == 0 and assets.prompts.warning:
         logger.warning("%s", assets.prompts.warning)
     warm = None
     if config.speculation.mode == "full":
-        warm = initial_drafter(config.drafter.init, config.drafter.form, assets.shape)
+        init = partial(initial_drafter, config.drafter.init, config.drafter.form, assets.shape)
+        warm = read_all_once(node, init)
     folder = RunFolder(config.folder)
     replica = make_replica(config, world)
     decoder = make_decoder(config, assets, world, replica)
@@ -203,7 +160,7 @@ def assemble(config: Config, world: World) -> Job:
     engine.keeps = lambda key: replica.keeps(unit_of(config, key))
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     is_dealt = config.optimizer.zero_stage == 3
-    start = partial(start_model, assets.folder, config.model.dtype, device, is_dealt, world.rank)
+    start = partial(start_model, assets.folder, config.model.dtype, device, is_dealt, world.rank, node)
     policy = Policy(start(), config, world, start if config.algorithm.kl_coefficient else None)
     return Job(
         config=config,
@@ -266,6 +223,7 @@ def claim_folder(folder: RunFolder, config: Config, world: World, prompts: Promp
     finally:
         if world.rank == 0:
             probe.unlink(missing_ok=True)
+    BEAT.folder = folder.status
 
 
 def _check_shared(config: Config, name: str, writer: str, world: World) -> None:
@@ -305,39 +263,27 @@ def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
 
 
 def _claim(folder: RunFolder, config: Config) -> None:
-    if folder.config.exists():
-        changed = changed_keys(load_saved_config(folder.config), config)
-        if changed:
-            key, (old, new) = next(iter(changed.items()))
-            raise ConfigError(
-                f"{folder.config} holds a run with {key} = {old!r}, now {new!r}; "
-                "resume with the old value or give another run.name"
-            )
+    check_resumable(folder.config, config)
     folder.create()
+    warn_of_last(folder.status, BEAT.start)
     with writing_beside(folder.config) as path:
         path.write_text(to_toml(config), encoding="utf-8")
-
-
-def changed_keys(old: Config, new: Config) -> dict[str, tuple[object, object]]:
-    """Keys whose values differ and may not on resume, with both values."""
-    changed = {}
-    for section, values in old.model_dump().items():
-        for name, value in values.items():
-            now = new.model_dump()[section][name]
-            if value != now and f"{section}.{name}" not in _FREE_ON_RESUME:
-                changed[f"{section}.{name}"] = (value, now)
-    return changed
 
 
 def choose_device(config: Config, world: World) -> torch.device:
     """The rank's device: one CUDA device per local rank where there are any, unless the configuration says otherwise.
 
     Raises:
-        ConfigError: ``cuda`` is asked for and there is none.
+        ConfigError: ``cuda`` is asked for and there is none, or the launcher has given this rank one that torch lacks.
     """
     available = torch.cuda.is_available()
     if config.model.device == "cuda" and not available:
         raise ConfigError("model.device = 'cuda' but torch sees no CUDA device; use 'cpu' or fix the allocation")
+    if config.model.device == "auto" and not available and GIVEN_GPU in os.environ:
+        raise ConfigError(
+            f"rank {world.rank} on {world.hostname} was given GPU {os.environ[GIVEN_GPU]} and torch sees none; install "
+            "a CUDA build of torch that fits the driver, or give model.device=cpu"
+        )
     if config.model.device == "cpu" or not available:
         return torch.device("cpu")
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
@@ -373,7 +319,7 @@ def make_sharding(replica: Replica, world: World, device: torch.device) -> Shard
 def make_pulse(world: World, replica: Replica, text_mark: Callable[[], int]) -> Pulse:
     """The pulse of all ranks, given a checksum of the text that a replica's ranks have in common; collective."""
     comm = world.private_comm()
-    return Pulse(comm) if replica.size == 1 else ReplicaPulse(comm, replica, text_mark)
+    return Pulse(comm, busy_seconds=BUSY_SECONDS) if replica.size == 1 else ReplicaPulse(comm, replica, text_mark)
 
 
 def unit_of(config: Config, key: SampleKey) -> int:

@@ -15,10 +15,12 @@ from tlt_hpc.config import (
     check_sequence_parallel,
     to_toml,
 )
+from tlt_hpc.data.once import ReadOnce
 from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
+from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rollout.strategy import strategies_of
 
@@ -52,13 +54,35 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     check_model_limits(config, shape.max_positions)
     check_division(config, shape)
     check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
-    _check_strategies(config)
+    check_strategies(config)
     if config.reward.function:
         _check_reward_function(config)
     tokenizer = load_tokenizer(folder)
     prompts = open_prompts(config, tokenizer, read_chat_format(folder))
     check_weights(folder, shape)
     return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), prompts)
+
+
+def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
+    """``read_assets`` on the node's first rank, for all its ranks; prompts are read there at every step, too.
+
+    Collective over the node, as the prompts' ``batch`` and ``refill`` are.
+
+    Raises:
+        ValueError: as ``read_assets``, on all the node's ranks.
+    """
+    if node.size == 1:
+        return read_assets(config, num_ranks)
+    found: list[PromptSource] = []
+
+    def read() -> tuple[ModelAssets, str]:
+        assets = read_assets(config, num_ranks)
+        found.append(assets.prompts)
+        return ModelAssets(assets.folder, assets.shape, assets.tokenizer, assets.eos_token_ids), assets.prompts.warning
+
+    given, warning = node.once(read)
+    prompts = ReadOnce(found[0] if found else None, warning, node.once)
+    return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, prompts)
 
 
 def check_division(config: Config, shape: ModelShape) -> None:
@@ -80,7 +104,12 @@ def _check_reward_function(config: Config) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _check_strategies(config: Config) -> None:
+def check_strategies(config: Config) -> None:
+    """Refuse strategies that cannot be, or leave nothing to choose from.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
     mode, names = config.speculation.mode, config.speculation.strategies
     try:
         arms = strategies_of(mode, names)

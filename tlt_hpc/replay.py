@@ -30,6 +30,7 @@ from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_step
 from tlt_hpc.storage.step_lines import Line, read_lines
 from tlt_hpc.update import update_policy
+from tlt_hpc.watch.beat import BEAT, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
     while True:
         if job.drafting and step in saves:
             loaded = saves.pop(step)
-            job.drafting.load(loaded)
+            job.drafting.load(loaded, job.world.node_group)
         if step >= end or job.world.agree_to_stop():
             break
         logged = read_ranks(job, step)
@@ -84,7 +85,8 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
             break
         if not saves:
             train_drafter(job, step, logged.num_micro_steps)
-        stats = update_policy(job, logged.rollouts, logged.rewards).stats
+        with BEAT.within(Phase.UPDATE, step):
+            stats = update_policy(job, logged.rollouts, logged.rewards).stats
         check_update(job.folder, step, logged.rewards, stats, committed[step])
         if job.world.rank == 0:
             shown(step)

@@ -15,7 +15,9 @@ from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
+from tlt_hpc.finished import note_finished
 from tlt_hpc.job import Job, assemble
+from tlt_hpc.kept import drop_kept
 from tlt_hpc.metrics import DUE, K3, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
@@ -25,15 +27,16 @@ from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.saving import (
-    finish_saves,
     forget_after,
     goes_on,
     reserve_copy,
     resume,
+    save_at_end,
     save_between,
     save_checkpoint,
     save_drafter,
 )
+from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import add_line, read_lines
@@ -41,6 +44,7 @@ from tlt_hpc.tail import Tail, end_features, roll_out, train_serially
 from tlt_hpc.timing import PhaseTimer
 from tlt_hpc.tracking.follow import Tracking
 from tlt_hpc.update import update_policy
+from tlt_hpc.watch.beat import BEAT
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,10 @@ class RunResult:
     """The step it began with, after what a checkpoint and the log had."""
     num_steps: int
     finished: bool
+    stop: Stop
+    """What ended it early, NONE where nothing did."""
     policy_sha256: str
+    """Empty unless it finished."""
     stop_reason: str
     """Empty unless a signal or a vote ended the run early."""
 
@@ -113,14 +120,16 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         else:
             save_between(job, step)
         judged = judge_and_track(job, evaluation, tracking, step, reporter)
-    if saved < step:
-        save_checkpoint(job, step)
-    finish_saves(job)
-    finished = step >= config.run.num_steps and judged
+    stop, is_saved = save_at_end(job, saved, step)
+    finished = step >= config.run.num_steps and judged and is_saved
     if finished:
         save_drafter(job)
-    reason = next(filter(None, world.allgather(world.stop_reason)), "") if not finished else ""
-    return RunResult(first, step, finished, job.policy.sha256(), reason)
+    if finished:
+        stop = Stop.NONE
+    digest = job.policy.sha256() if finished else ""  # gathers the whole policy
+    if finished and world.rank == 0:
+        note_finished(config, step, digest)
+    return RunResult(first, step, finished, stop, digest, world.stop_reason if stop else "")
 
 
 def memory_table(job: Job) -> dict[str, int]:
@@ -133,6 +142,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
 
     ``is_saved``, alike on all ranks: there is a checkpoint of this step already, so a stop leaves nothing to save.
     """
+    BEAT.at_step(step)
     timer = PhaseTimer()
     shows = job.world.rank == 0
     with timer("gen"):
@@ -141,7 +151,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
         train_serially(job, step, tail)
     with timer("gen"):
         end_features(job, tail)
-    if tail.stopped and is_saved:
+    if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
         return False
     with timer("refresh"):  # the copy that is sent; the sum itself hides behind the update
         merge = start_merge(job, tail.decision)
@@ -171,11 +181,13 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
     own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
     record = make_record(job, step, tail, rewards, own_advantages, merged)
     summary = summarise(job.world, record, update, merged, timer.take())
+    job.folder.check_there(job.world.rank)
     write_step(job.folder.rollout_log(step, job.world.rank), record)
     job.world.barrier()
     if shows:
         drop_foreign_logs(job, step)
         add_line(job.folder.metrics, {**summary.metrics, "drafter/why": tail.decision.reason})  # this commits the step
+        drop_kept(job.folder)
         reporter.stepped(summary)
         warn_of_mismatch(job, summary)
     return True
@@ -298,6 +310,7 @@ def make_record(
             "rollout/drafter_faults": float(counts.num_drafter_faults),
             **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
             LATE: tail.late_seconds,
+            "rollout/kept": float(sum(rollout.key in tail.kept for rollout in tail.rollouts)),
             **tail.scorer.metrics(),
             **(drafter_metrics(job, tail, counts, micro_steps, merged) if job.drafting else {}),
         },

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
-from tlt_hpc.checkpoint.store import Shard
+from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, Shard
 from tlt_hpc.draws import StepDraws
 from tlt_hpc.job import DRAFTER_FILE, Drafting, Job
+from tlt_hpc.models.once import read_once
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.records import Request, Stream
 from tlt_hpc.replay import Replayed, replay
+from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.step_lines import drop_lines
 from tlt_hpc.tail import shard
+from tlt_hpc.watch.beat import BEAT, Phase
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tlt_hpc.mpi.node import NodeGroup
 
 _CALIBRATION_RESPONSES = 8
 
@@ -44,6 +55,7 @@ def goes_on(job: Job) -> bool:
     return not stop
 
 
+@BEAT.within(Phase.SAVING)
 def save_checkpoint(job: Job, step: int) -> int:
     """Begin to save what the next step needs; collective. Returns the step.
 
@@ -64,6 +76,7 @@ def save_checkpoint(job: Job, step: int) -> int:
     return step
 
 
+@BEAT.within(Phase.SAVING)
 def save_between(job: Job, step: int) -> None:
     """Begin to save the drafter alone, and what the chooser has counted, where that is due; collective.
 
@@ -89,17 +102,51 @@ def save_between(job: Job, step: int) -> None:
         store.finish(job.world)
 
 
-def finish_saves(job: Job) -> None:
-    """Wait until nothing is being saved; collective.
+def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
+    """Save what no checkpoint has, and wait until nothing is being saved, as long as a stop leaves time for it.
+
+    What is given up then is repeated from the log by the next start. Collective; returns what ended the run, and
+    whether all was saved, alike on all ranks.
 
     Raises:
         CheckpointError: on all ranks, where one could not write.
     """
-    job.checkpoints.finish(job.world)
-    if job.drafting:
-        job.drafting.checkpoints.finish(job.world)
+    stop, is_whole = finish_saves(job)
+    if saved == step or stop is Stop.KILL or not is_whole:
+        return stop, saved == step and is_whole
+    save_checkpoint(job, step)
+    return finish_saves(job)
 
 
+@BEAT.within(Phase.SAVING)
+def finish_saves(job: Job) -> tuple[Stop, bool]:
+    """Wait until nothing is being saved, or a stop leaves no more time and it is given up; collective.
+
+    Returns what was agreed on last, and whether all was saved.
+
+    Raises:
+        CheckpointError: on all ranks, where one could not write.
+    """
+    stores = [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])]
+    while True:
+        reports = [store.report() for store in stores]
+        with BEAT.asking():
+            told, stop = job.world.exchange((reports, job.world.flag.is_late))
+        for number, store in enumerate(stores):
+            store.advance([every[number] for every, _ in told])
+        under_way = [store for store in stores if store.is_saving]
+        if not under_way:
+            return stop, True
+        if any(is_late for _, is_late in told):
+            for store in under_way:
+                store.abandon()
+            if job.world.rank == 0:
+                logger.warning("no time is left to save: the next start repeats what was logged since the last save")
+            return stop, False
+        time.sleep(ASK_EVERY_SECONDS)
+
+
+@BEAT.within(Phase.LOADING)
 def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     """Load the newest checkpoint if there is one, repeat what was logged since, and load the engine's weights.
 
@@ -110,11 +157,13 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     saved = 0
     if checkpoint is not None:
         saved = checkpoint.step
-        job.policy.load_state(lambda name: checkpoint.read("policy", name), checkpoint.state["optimizer_steps"])
+        node = job.world.node_group
+        read = partial(_read_once, node, checkpoint)
+        job.policy.load_state(partial(read, "policy"), checkpoint.state["optimizer_steps"])
         if checkpoint.names("reference"):  # else it is still the model that the run began with
-            job.policy.load_reference(lambda name: checkpoint.read("reference", name))
+            job.policy.load_reference(partial(read, "reference"))
         if job.drafting:
-            job.drafting.load(checkpoint)
+            job.drafting.load(checkpoint, node)
     replayed = replay(job, saved, shown) if job.config.checkpoint.replay else Replayed(saved, None)
     step, newest = replayed.step, replayed.drafter or checkpoint
     if job.drafting:
@@ -127,6 +176,11 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step
+
+
+def _read_once(node: NodeGroup, checkpoint: Checkpoint, part: str, name: str) -> Tensor:
+    """A tensor of a checkpoint, read by the node's first rank."""
+    return read_once(node, lambda: checkpoint.read(part, name))
 
 
 def forget_after(job: Job, step: int) -> None:

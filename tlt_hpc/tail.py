@@ -6,6 +6,7 @@ Knows neither the policy's update nor what is written of a step.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,12 +18,14 @@ from tlt_hpc.config import UserError
 from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
 from tlt_hpc.draws import StepDraws
 from tlt_hpc.job import Job, unit_of
+from tlt_hpc.kept import Keeper, open_keeper
 from tlt_hpc.mpi.roster import Roster, State, Status
-from tlt_hpc.records import Request, Rollout, RolloutTiming
+from tlt_hpc.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_summary
 from tlt_hpc.storage.step_lines import read_lines
+from tlt_hpc.watch.beat import BEAT, Phase
 
 
 class RollingReporter(Protocol):
@@ -47,6 +50,8 @@ class Tail:
     """Whether the step trains the drafter."""
     late_seconds: float
     """From this rank's knowing of a release to its leaving the loop, the longest."""
+    kept: Set[SampleKey]
+    """Of the responses that an earlier start has left, of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +64,61 @@ class Part:
 
 
 def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
-    """All that a step generates; what a rank does while it waits is as in ``generate``. Collective."""
+    """All that a step generates, but for what an earlier start has kept; a rank that waits does as in ``generate``.
+
+    Collective.
+    """
     decision = decide_training(job, step)
+    keeper, kept = open_keeper(job, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = make_scorer(job, draws)
     begin_features(job, step)
     trains = decision.trains and job.config.drafter.place == "tail"
     requests, parts = draws.requests(), list[Part]()
     while requests:
-        parts.append(generate(job, step, requests, scorer, trains, reporter))
+        left = take_up(job, requests, keeper, kept)
+        parts.append(generate(job, step, left, scorer, keeper, trains, reporter))
         requests = [] if parts[-1].stopped else refill(job, draws, scorer)
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
     timings = tuple(part.timing for part in parts)
     late = max(part.late_seconds for part in parts)
-    return Tail(job.engine.collect(), timings, parts[-1].stopped, scorer, decision, late)
+    return Tail(job.engine.collect(), timings, parts[-1].stopped, scorer, decision, late, kept.keys())
 
 
+def take_up(job: Job, requests: list[Request], keeper: Keeper, kept: Mapping[SampleKey, Rollout]) -> list[Request]:
+    """Those of the requests that are still to be generated.
+
+    What was kept of the others stands among the engine's finished ones from here on, on the ranks whose it is: it is
+    scored, gathered and logged like any other.
+
+    Raises:
+        UserError: on all ranks, where a kept response is to another prompt.
+    """
+    left = still_to_do(requests, kept, job.config.data.source)
+    own = [kept[request.key] for request in requests if request.key in kept and is_own(job, request.key)]
+    job.engine.take_over(own)
+    keeper.skip(len(own))
+    return left
+
+
+def still_to_do(requests: list[Request], kept: Mapping[SampleKey, Rollout], source: object) -> list[Request]:
+    """Those of the requests that nothing was kept of.
+
+    Raises:
+        UserError: on all ranks, where a kept response is to another prompt.
+    """
+    for request in requests:
+        rollout = kept.get(request.key)
+        if rollout is not None and not np.array_equal(rollout.prompt_tokens, request.prompt_tokens):
+            raise UserError(
+                f"a response of step {request.key.step} that an earlier start has kept is to another prompt than "
+                f"data.source = {source!r} gives; restore that, or remove the run's folder kept/"
+            )
+    return [request for request in requests if request.key not in kept]
+
+
+@BEAT.within(Phase.REWARD)
 def refill(job: Job, draws: StepDraws, scorer: Scorer) -> list[Request]:
     """What replaces the groups that teach nothing, of all ranks; none where there are enough. Collective."""
     if not draws.needs_scores():
@@ -87,7 +130,13 @@ def refill(job: Job, draws: StepDraws, scorer: Scorer) -> list[Request]:
 
 
 def generate(
-    job: Job, step: int, requests: list[Request], scorer: Scorer, trains: bool, reporter: RollingReporter
+    job: Job,
+    step: int,
+    requests: list[Request],
+    scorer: Scorer,
+    keeper: Keeper,
+    trains: bool,
+    reporter: RollingReporter,
 ) -> Part:
     """Generate; once this rank runs dry, score and train the drafter until the last rank has finished.
 
@@ -106,12 +155,16 @@ def generate(
             scorer.offer(job.engine.finished)
         elif not use_wait(job, scorer, trains and worth_training(job, roster)):
             pulse.back_off()
+        if keeper.is_due(engine.finished):
+            with pulse.progressing():
+                keeper.keep(engine.finished)
         if job.world.rank == 0:
             reporter.rolling(step, roster)
     late_seconds = time.perf_counter() - pulse.released_at
     timing = RolloutTiming(start, last_token, time.time())
     if roster.stopping:
         engine.abort()
+    keeper.keep(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
     return Part(timing, roster.stopping, late_seconds)
 
 
@@ -131,6 +184,7 @@ def begin_features(job: Job, step: int) -> None:
     job.drafting.spot.begin(step)
 
 
+@BEAT.within(Phase.SAVING)
 def end_features(job: Job, tail: Tail) -> None:
     """Close the feature cache of the step: nothing is trained on it before the next rollout."""
     if job.drafting is None:
@@ -236,6 +290,12 @@ def status(job: Job) -> Status:
 def shard(job: Job, requests: list[Request]) -> list[Request]:
     """Those of a step's requests that this rank's replica generates: whole groups, or single samples of all groups."""
     return [request for request in requests if job.replica.takes(unit_of(job.config, request.key))]
+
+
+def is_own(job: Job, key: SampleKey) -> bool:
+    """Whether a finished response is this rank's to score, train on and log: its replica's, and its own among them."""
+    unit = unit_of(job.config, key)
+    return job.replica.takes(unit) and job.replica.keeps(unit)
 
 
 def make_scorer(job: Job, draws: StepDraws) -> Scorer:

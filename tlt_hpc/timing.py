@@ -1,10 +1,21 @@
-"""Wall-clock seconds by phase of a step. Knows nothing of what the phases do."""
+"""Wall-clock seconds by phase of a step, and which of them the watch is told of. Knows nothing of what they do."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from tlt_hpc.watch.beat import BEAT, Phase
+
+WATCHED = {
+    "gen": Phase.ROLLOUT,
+    "drafter": Phase.DRAFTER,
+    "reward": Phase.REWARD,
+    "update_actor": Phase.UPDATE,
+    "refresh": Phase.REFRESH,
+}
+"""Phase of a step, as metrics name it -> the watch's."""
 
 
 class PhaseTimer:
@@ -15,10 +26,11 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block as ``phase``."""
+        """Time a block as ``phase``, one of ``WATCHED``."""
         start = time.perf_counter()
         try:
-            yield
+            with BEAT.within(WATCHED[phase]):
+                yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +25,11 @@ def check_room(world: World, num_bytes: int) -> None:
         CheckpointError: on all ranks.
     """
     wants = world.allgather((world.node, world.hostname, num_bytes, available_bytes()))
+    wanted_on: Counter[int] = Counter()
+    for node, _, count, _ in wants:
+        wanted_on[node] += count
     for node, hostname, _, available in wants:
-        wanted = sum(count for other, _, count, _ in wants if other == node)
+        wanted = wanted_on[node]
         if wanted > available:
             raise CheckpointError(
                 f"{hostname} has {available / 1e9:.1f} GB of host memory left, and to save a checkpoint its ranks copy "

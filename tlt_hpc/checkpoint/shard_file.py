@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tlt_hpc.watch.beat import BEAT
+
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -54,6 +56,7 @@ def write_file(path: Path, tensors: Sequence[Copied]) -> None:
         for tensor in ordered:
             for view in tensor.views:
                 file.write(view.numpy().data)
+                BEAT.written += 1
         file.flush()
         os.fsync(file.fileno())
 

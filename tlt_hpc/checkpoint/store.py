@@ -28,6 +28,7 @@ from tlt_hpc.checkpoint.host_room import check_room
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_checkpoint
 from tlt_hpc.checkpoint.save import Held, Save, clear_leftovers, found_in, part_of
 from tlt_hpc.models.piece import Piece
+from tlt_hpc.watch.beat import BEAT
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -123,9 +124,19 @@ class CheckpointStore:
         Raises:
             CheckpointError: as ``advance``.
         """
-        while self._task is not None:
-            self._task.wait(ASK_EVERY_SECONDS)
-            self.advance(world.allgather(self.report()))
+        with BEAT.asking():
+            while self._task is not None:
+                self._task.wait(ASK_EVERY_SECONDS)
+                self.advance(world.allgather(self.report()))
+
+    def abandon(self) -> None:
+        """Wait no longer for what is being saved, nor for the disk, as before the process ends; on all ranks together.
+
+        It becomes a checkpoint if it was written all the same, and else is removed by the next start.
+        """
+        assert self._save is not None, "nothing is being saved"
+        self._save.given_up.set()
+        self._save = self._task = None
 
     def save(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> Path:
         """``begin`` and ``finish``: the folder of the checkpoint; collective.

@@ -8,7 +8,8 @@ from tlt_hpc.config.base import ConfigError, Section, UserError
 from tlt_hpc.config.data import EMBEDDED_TASK, TASK_PREFIX, DataSection, RewardKind, RewardSection
 from tlt_hpc.config.drafter import DrafterSection, LossKind, SpeculationSection, WarmupSection
 from tlt_hpc.config.evaluation import EvaluationSection
-from tlt_hpc.config.reading import apply_override, load_config, load_saved_config, parse_config, to_toml
+from tlt_hpc.config.reading import apply_override, find_problems, load_config, load_saved_config, parse_config, to_toml
+from tlt_hpc.config.resume import FREE_ON_RESUME, check_resumable
 from tlt_hpc.config.tracking import TrackingSection
 from tlt_hpc.config.whole import (
     EMBEDDED_MODEL,
@@ -29,6 +30,7 @@ from tlt_hpc.config.whole import (
 __all__ = [
     "EMBEDDED_MODEL",
     "EMBEDDED_TASK",
+    "FREE_ON_RESUME",
     "TASK_PREFIX",
     "AlgorithmSection",
     "CheckpointSection",
@@ -54,7 +56,9 @@ __all__ = [
     "check_model_limits",
     "check_ranks",
     "check_replicas",
+    "check_resumable",
     "check_sequence_parallel",
+    "find_problems",
     "load_config",
     "load_saved_config",
     "parse_config",

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tlt_hpc.errors import UserError as UserError
+
 PositiveInt = Annotated[int, Field(ge=1, lt=2**63)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 StrategyName = Annotated[str, Field(min_length=1)]
@@ -13,10 +15,6 @@ Count = Annotated[int, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
-
-
-class UserError(ValueError):
-    """A mistake that the user can mend; its text is one line with the remedy, and a command ends with it."""
 
 
 class ConfigError(UserError):

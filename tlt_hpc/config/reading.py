@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from tlt_hpc.config.base import ConfigError
-from tlt_hpc.config.whole import Config, check_combinations
+from tlt_hpc.config.whole import Config, check_combinations, find_combinations
 
 _REMEDIES = {
     "too_short": "give a list of one or more",
@@ -35,24 +36,55 @@ _REPLACED = {
 }
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), content: bytes | None = None) -> Config:
     """Read a TOML file, apply ``section.key=value`` overrides, and validate.
+
+    Args:
+        content: of the file, where it has been read already.
 
     Raises:
         ConfigError: unreadable file, TOML that does not parse, unknown key, wrong type or impossible combination.
     """
-    path = Path(path)
+    return parse_config(_read_tree(Path(path), _read_file(Path(path)) if content is None else content, overrides))
+
+
+def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, list[ConfigError]]:
+    """As ``load_config``, with all mistakes in keys and values, or where these are right in combinations, at once.
+
+    Raises:
+        ConfigError: unreadable file.
+    """
+    content = _read_file(Path(path))
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = _read_tree(Path(path), content, overrides)
+    except ConfigError as error:
+        return None, [error]
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        return None, [ConfigError(_one_line(details)) for details in error.errors()]
+    config = _resolved(config)
+    found = find_combinations(config)
+    return (None if found else config), found
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(
             f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
         ) from None
+
+
+def _read_tree(path: Path, content: bytes, overrides: Sequence[str]) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; mend it") from None
     for override in overrides:
         apply_override(tree, override)
-    return parse_config(tree)
+    return tree
 
 
 def load_saved_config(path: Path) -> Config:
@@ -76,10 +108,14 @@ def parse_config(tree: dict[str, Any]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_one_line(error)) from None
-    config = config.model_copy(update={"algorithm": config.algorithm.resolved()})
+        raise ConfigError(_one_line(error.errors()[0])) from None
+    config = _resolved(config)
     check_combinations(config)
     return config
+
+
+def _resolved(config: Config) -> Config:
+    return config.model_copy(update={"algorithm": config.algorithm.resolved()})
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -123,8 +159,7 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
+def _one_line(first: ErrorDetails) -> str:
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
     if first["type"] == "extra_forbidden":

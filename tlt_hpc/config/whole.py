@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,6 +31,8 @@ class RunSection(Section):
     num_steps: PositiveInt
     ranks: PositiveInt = 1
     """MPI ranks that ``tlt`` starts itself when no launcher (srun, mpiexec) did; a launcher's count goes first."""
+    stall_factor: NonNegative = 1.0
+    """How long a rank may stand still before the watch ends the job, in limits of docs/cluster.md; 0: for ever."""
 
 
 class ModelSection(Section):
@@ -76,6 +79,9 @@ class CheckpointSection(Section):
     replay: bool = True
     """Repeat the updates of logged steps that no checkpoint has; off: generate these steps again, and train the drafter
     in their tails again."""
+    keep_responses_seconds: NonNegative = 300.0
+    """Finished responses of a step under way are written every so many seconds, for the next start; 0: only when the
+    rollout ends, or a stop cuts it short."""
     background: bool = True
     """Write while the next step goes on; off: the step waits for the disk, and what was done is never lost again."""
 
@@ -218,6 +224,27 @@ def check_learns(config: Config) -> None:
 
 
 def check_combinations(config: Config) -> None:
+    """Refuse what cannot be together.
+
+    Raises:
+        ConfigError: of the first such combination, with the remedy.
+    """
+    for check in _COMBINATIONS:
+        check(config)
+
+
+def find_combinations(config: Config) -> list[ConfigError]:
+    """What ``check_combinations`` would refuse: of each of its parts the first."""
+    found = []
+    for check in _COMBINATIONS:
+        try:
+            check(config)
+        except ConfigError as error:
+            found.append(error)
+    return found
+
+
+def _check_samples(config: Config) -> None:
     if config.rollout.group_size < 2 and config.algorithm.recipe.advantage in GROUP_ADVANTAGES:
         raise ConfigError(
             f"rollout.group_size = {config.rollout.group_size} with algorithm.name = {config.algorithm.name!r}, "
@@ -234,6 +261,9 @@ def check_combinations(config: Config) -> None:
             f"{config.samples_per_step} samples; "
             f"use {math.gcd(config.samples_per_step, config.algorithm.updates_per_step)}"
         )
+
+
+def _check_zero(config: Config) -> None:
     if config.optimizer.zero_stage == 0 and config.model.dtype != "float32":
         raise ConfigError(
             f"optimizer.zero_stage = 0 with model.dtype = {config.model.dtype!r} has no fp32 master weights, so small "
@@ -247,16 +277,14 @@ def check_combinations(config: Config) -> None:
             f"optimizer.offload = {str(config.optimizer.offload).lower()}: parameters are shared out at stage 3 alone, "
             "and follow the optimiser's state; use optimizer.zero_stage = 3 and optimizer.offload = true"
         )
+
+
+def _check_rollout(config: Config) -> None:
     if config.rollout.min_new_tokens > config.rollout.max_new_tokens:
         raise ConfigError(
             f"rollout.min_new_tokens = {config.rollout.min_new_tokens} exceeds rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}; lower it"
         )
-    _check_algorithm(config)
-    check_drafter(config.drafter)
-    check_data(config.data, bool(config.evaluation.sources))
-    check_reward(config.reward)
-    check_evaluation(config.evaluation, config.data, config.rollout.max_new_tokens)
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
     if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
@@ -334,3 +362,15 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is more than rollout.max_new_tokens = "
             f"{config.rollout.max_new_tokens}; lower it"
         )
+
+
+_COMBINATIONS: tuple[Callable[[Config], None], ...] = (
+    _check_samples,
+    _check_zero,
+    _check_rollout,
+    _check_algorithm,
+    lambda config: check_drafter(config.drafter),
+    lambda config: check_data(config.data, bool(config.evaluation.sources)),
+    lambda config: check_reward(config.reward),
+    lambda config: check_evaluation(config.evaluation, config.data, config.rollout.max_new_tokens),
+)

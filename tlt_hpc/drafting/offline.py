@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heapreplace
 from itertools import count
 
 import torch
@@ -43,11 +44,11 @@ def _shuffled_epochs(num: int, seed: int) -> Iterator[int]:
 def deal(batch: Sequence[int], lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """A batch's documents by rank, so that the ranks have nearly equal tokens: the longest first, to who has fewest."""
     hands: list[list[int]] = [[] for _ in range(num_ranks)]
-    tokens = [0] * num_ranks
+    tokens = [(0, rank) for rank in range(num_ranks)]  # a heap
     for index in sorted(batch, key=lambda index: -lengths[index]):
-        rank = tokens.index(min(tokens))
+        least, rank = tokens[0]
         hands[rank].append(index)
-        tokens[rank] += lengths[index]
+        heapreplace(tokens, (least + lengths[index], rank))
     return hands
 
 

@@ -31,6 +31,7 @@ from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
 from tlt_hpc.models.eagle3 import Eagle3
 from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.watch.beat import BEAT
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class SpotTrainer:
         and leaves nothing but ``cut_seconds``. An update that is cheap and all that is missing is carried out.
         """
         start = time.time()
+        BEAT.tick()
         try:
             return self._micro_step(start, is_over)
         except _ReleasedError:

@@ -35,6 +35,9 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.records import SampleKey
 from tlt_hpc.rewards.standing import without_form
 from tlt_hpc.storage.evaluation_log import JudgedResponse
+from tlt_hpc.storage.folder import make_folder
+from tlt_hpc.watch.beat import BEAT, Phase
+from tlt_hpc.watch.last import warn_of_last
 
 
 class EvaluationReporter(Protocol):
@@ -74,6 +77,7 @@ def evaluation_config(config: Config, subject: Subject) -> Config:
     return found.model_copy(update={"reward": without_form(found.reward)})
 
 
+@BEAT.within(Phase.EVALUATION)
 def evaluate(config: Config, subject: Subject, world: World, reporter: EvaluationReporter) -> EvaluationResult:
     """Evaluate, or go on; ``config`` is ``evaluation_config``'s. Collective.
 
@@ -81,7 +85,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         ValueError: the user's mistake (configuration, checkpoint, data, a folder that holds another evaluation).
     """
     bench = open_bench(config, world)
-    assets, sets = read_assets(config, world.size)
+    assets, sets = world.node_group.once(lambda: read_assets(config, world.size))
     check_same_sets(sets, world)
     subject, checkpoint = open_checkpoint(subject, world)
     replica = make_replica(config, world)
@@ -150,12 +154,15 @@ def claim(folder: EvaluationFolder, facts: dict[str, object], world: World) -> s
     if world.rank == 0:
         try:
             folder.claim(facts)
+            make_folder(folder.status)
+            warn_of_last(folder.status, BEAT.start)
             found = set(folder.read())
         except UserError as error:
             found = str(error)
     found = world.broadcast(found)
     if isinstance(found, str):
         raise UserError(found)
+    BEAT.folder = folder.status
     return found
 
 

@@ -43,6 +43,11 @@ class EvaluationFolder:
     def responses(self) -> Path:
         return self.path / "responses"
 
+    @property
+    def status(self) -> Path:
+        """What each rank is at, or was at when it ended."""
+        return self.path / "status"
+
     def claim(self, facts: Facts) -> None:
         """Keep what the responses depend on, or hold it against what is there; data sets may be added.
 

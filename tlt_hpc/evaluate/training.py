@@ -26,6 +26,7 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.records import SampleKey
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rewards.standing import without_form
+from tlt_hpc.watch.beat import BEAT, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,14 @@ def prepare(job: Job) -> TrainingEvaluation | None:
     config = job.config
     bench = open_bench(config.model_copy(update={"reward": without_form(config.reward)}), job.world)
     folder, shape = find_model(config.model.path), job.engine.decoder.shape
-    sets = open_checked_sets(config, folder, shape, job.tokenizer)
+    sets = job.world.node_group.once(lambda: open_checked_sets(config, folder, shape, job.tokenizer))
     check_same_sets(sets, job.world)
     if job.world.rank == 0 and sets.warning:
         logger.warning("left out of the evaluation: %s", sets.warning)
     return TrainingEvaluation(sets, wanted_responses(config, sets), bench)
 
 
+@BEAT.within(Phase.EVALUATION)
 def evaluate_policy(
     job: Job, evaluation: TrainingEvaluation, step: int, shown: Callable[[Roster], None]
 ) -> Metrics | None:

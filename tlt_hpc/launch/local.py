@@ -10,6 +10,11 @@ from pathlib import Path
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+JOB_FILE, JOB_TEXT = "TLT_JOB_FILE", "TLT_JOB_TEXT"
+"""Path and text of the job file, set by whoever starts the ranks (this module, or ``sbatch/env.sh``): hundreds of ranks
+do not open it then."""
+_LONGEST_JOB = 65536
+"""Bytes; Linux lets one variable have twice as many."""
 TERMINAL_VARIABLE = "TLT_TERMINAL_WIDTH"
 """Width of the user's terminal, for rank 0, whose own output goes through the launcher's pipe; unset without one."""
 
@@ -33,6 +38,13 @@ def launched_count(environment: Mapping[str, str]) -> int | None:
     return None
 
 
+def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
+    """What the job file ``path`` had in it when the ranks were started; None where nobody says so, or to no rank."""
+    if launched_rank(environment) is None or environment.get(JOB_FILE) != path:
+        return None
+    return os.fsencode(environment[JOB_TEXT])
+
+
 def find_mpiexec() -> str:
     """The mpiexec beside this Python, else the one on the path.
 
@@ -53,17 +65,26 @@ def launch_command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
     return [find_mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "tlt_hpc", *arguments]
 
 
-def launch_environment(num_ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The ranks' environment: one thread each unless the user says otherwise, the asked rank count to check against."""
-    ranks = {**environment, "TLT_RANKS": str(num_ranks)}
+def launch_environment(num_ranks: int, environment: Mapping[str, str], job: str = "") -> dict[str, str]:
+    """The ranks' environment: one thread each unless the user says otherwise, the asked rank count to check against.
+
+    ``job``: path of the job file, whose text goes with it; empty: none.
+    """
+    ranks = {**environment, "TLT_RANKS": str(num_ranks), **_job_variables(job)}
     ranks.setdefault("OMP_NUM_THREADS", "1")
     if sys.stdout.isatty():
         ranks[TERMINAL_VARIABLE] = str(shutil.get_terminal_size().columns)
     return ranks
 
 
-def become_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
+def _job_variables(job: str) -> dict[str, str]:
+    if not job or Path(job).stat().st_size > _LONGEST_JOB:
+        return {}
+    return {JOB_FILE: job, JOB_TEXT: os.fsdecode(Path(job).read_bytes())}
+
+
+def become_ranks(num_ranks: int, arguments: Sequence[str], job: str) -> None:
     """Replace this process by mpiexec with the ranks; does not return."""
     command = launch_command(num_ranks, arguments)
     sys.stdout.flush()
-    os.execve(command[0], command, launch_environment(num_ranks, os.environ))
+    os.execve(command[0], command, launch_environment(num_ranks, os.environ, job))

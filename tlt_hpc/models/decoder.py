@@ -19,6 +19,7 @@ from tlt_hpc.models.piece import TAKE_CONFIG, Cut
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
+from tlt_hpc.watch.beat import BEAT
 
 _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""
@@ -102,6 +103,7 @@ class Decoder:
                 )
             slot.target.copy_((tensor if are_cut else tensor[slot.slices]).reshape(slot.reshaped))
             missing.discard(name)
+            BEAT.tick()
         if missing:
             raise ValueError(
                 f"weights lack {sorted(missing)[0]!r} and {len(missing) - 1} more, which config.json asks for; "

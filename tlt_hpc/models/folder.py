@@ -13,14 +13,16 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.config import UserError
 from tlt_hpc.models.json_file import read_json
+from tlt_hpc.models.once import share
 from tlt_hpc.models.piece import TAKE_CONFIG, Cut
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import embedded as embedded
 from tlt_hpc.models.tokenizer import find_model as find_model
 from tlt_hpc.models.tokenizer import load_tokenizer as load_tokenizer
+from tlt_hpc.mpi.node import NodeGroup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"
@@ -43,21 +45,39 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], local_files_only=True)
 
 
-def start_model(folder: Path, dtype: str, device: torch.device, is_dealt: bool, rank: int) -> PreTrainedModel:
-    """What a policy begins with: on the device, or, if rank 0's is dealt out, on the host and empty on other ranks."""
-    if not is_dealt:
-        return load_policy_model(folder, dtype).to(device)  # type: ignore[arg-type]
-    return load_policy_model(folder, dtype) if rank == 0 else empty_policy_model(folder, dtype)
+def start_model(
+    folder: Path, dtype: str, device: torch.device, is_dealt: bool, rank: int, node: NodeGroup
+) -> PreTrainedModel:
+    """What a policy begins with: on the device, or, if rank 0's is dealt out, on the host and empty on other ranks.
+
+    Of a node's ranks one reads, and gives the others its tensors one at a time; collective over the node.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401 (seconds, spent before any rank waits)
+
+    config = node.once(lambda: read_config(folder))
+    reads = rank == 0 if is_dealt else node.is_first
+    model = load_policy_model(folder, dtype) if reads else empty_policy_model(config, dtype)
+    if is_dealt:
+        return model
+    share(node, (tensor.data for tensor in (*model.parameters(), *model.buffers())))
+    return model.to(device)  # type: ignore[arg-type]
 
 
-def empty_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
-    """The same model with whatever the memory held for weights and buffers, for a rank that is given rank 0's.
+def read_config(folder: Path) -> PretrainedConfig:
+    """What transformers makes of a folder's config.json."""
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return config
+
+
+def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
+    """The model of a configuration with whatever the memory held for weights and buffers, for a rank that is given its.
 
     Its memory is only promised by the system, until it is written to.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     model = model.to_empty(device="cpu")

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tlt_hpc.mpi.library import MPI
+from tlt_hpc.watch.beat import BEAT
 
 FIRST_PAUSE_SECONDS = 50e-6
 LONGEST_PAUSE_SECONDS = 2e-3
-LARGEST_CPU_SHARE = 0.03
+LARGEST_CPU_SHARE = 0.01
 DEAREST_POLL_SECONDS = 1e-3
 """CPU time that a poll and a wake-up never take together."""
 LONGEST_STRETCH = 4
@@ -26,7 +27,7 @@ class BackOff:
     """Pauses that double from 50 microseconds up to a cap, so that a waiting rank leaves its core to others.
 
     Where a poll and its wake-up are dear, as on a slow or crowded node, the cap stretches until waiting takes no more
-    than 3 % of the core, at most fourfold.
+    than 1 % of the core, at most fourfold.
     """
 
     def __init__(self, cap_seconds: float = LONGEST_PAUSE_SECONDS) -> None:
@@ -53,11 +54,16 @@ class BackOff:
         self._pause_seconds = min(FIRST_PAUSE_SECONDS, self._cap_seconds)
 
 
-def wait(request: MPI.Request) -> None:
-    """Wait for a nonblocking operation without spinning; the caller holds its buffers until this returns."""
+def wait(request: MPI.Request, name: str, scope: str = "world") -> None:
+    """Wait for a nonblocking operation without spinning; the caller holds its buffers until this returns.
+
+    The watch knows it by its ``name`` and a running number among those of its ``scope``, whose ranks all wait for it.
+    """
     back_off = BackOff()
+    BEAT.wait_in(name, scope)
     while not request.Test():
         back_off.pause()
+    BEAT.go_on()
 
 
 class ProgressThread:

@@ -15,26 +15,35 @@ import numpy as np
 
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import LONGEST_PAUSE_SECONDS, BackOff, ProgressThread
-from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.mpi.roster import Heard, Roster, State, Status
+from tlt_hpc.watch.beat import BEAT
 
+BUSY_SECONDS = 10e-3
+"""From one look of a rank that decodes to its next, in a run: rounds of a small model take a few milliseconds."""
 RECORD_FIELDS = ("epoch", "round", "state", "sequences_left", "tokens", "drafter_steps", "stop")
 
 
 class Pulse:
     """Tells every rank, without ever blocking, what all the others are doing.
 
-    ``comm`` is private to the pulse (``World.private_comm``). Counters, over all rollouts: ``num_polls``,
-    ``num_rounds``; ``last_round_seconds`` runs from this rank's posting of the last round to its seeing the result.
-    ``released_at`` is when this rank came to know that the last rollout was over, by ``time.perf_counter``.
+    ``comm`` is private to the pulse (``World.private_comm``). A BUSY rank looks at it once in ``busy_seconds``.
+
+    Counters, over all rollouts: ``num_polls``, ``num_rounds``; ``last_round_seconds`` runs from this rank's posting of
+    the last round to its seeing the result. ``released_at`` is when this rank came to know that the last rollout was
+    over, by ``time.perf_counter``.
     """
 
-    def __init__(self, comm: MPI.Comm, back_off_cap_seconds: float = LONGEST_PAUSE_SECONDS) -> None:
+    def __init__(
+        self, comm: MPI.Comm, back_off_cap_seconds: float = LONGEST_PAUSE_SECONDS, busy_seconds: float = 0.0
+    ) -> None:
         self.num_polls = 0
         self.num_rounds = 0
         self.last_round_seconds = 0.0
         self.released_at = 0.0
         self._comm = comm
         self._back_off = BackOff(back_off_cap_seconds)
+        self._busy_seconds = busy_seconds
+        self._next_look = 0.0
         self._progress = ProgressThread(self._advance)
         self._standing: Status | None = None
         self._told_over = True
@@ -51,6 +60,7 @@ class Pulse:
         self._roster = Roster.before_first_round(epoch, self._comm.size)
         self._told_over = False
         self._back_off.reset()
+        BEAT.begin_pulse()
 
     def poll(self, status: Status) -> Roster:
         """The newest roster, without blocking; at most one new one a call.
@@ -64,8 +74,10 @@ class Pulse:
         assert self._roster is not None and not self._told_over, "poll outside a rollout: call begin first"
         self._progress.check()
         self.num_polls += 1
-        self._move_on(self._roster, status)
+        if self._is_due(status):
+            self._move_on(self._roster, status)
         self._told_over = self._roster.over
+        BEAT.polled(self.num_rounds, status.sequences_left, self._roster.over)
         return self._roster
 
     @property
@@ -75,6 +87,7 @@ class Pulse:
 
     def back_off(self) -> None:
         """Sleep, doubling to the cap; a roster in which the number of BUSY ranks has changed starts short again."""
+        BEAT.stand_by()
         self._back_off.pause()
 
     @contextmanager
@@ -88,12 +101,22 @@ class Pulse:
             RuntimeError: the helper thread has failed.
         """
         self._standing = status
+        BEAT.go_on()
         with self._progress.running():
             yield
+        BEAT.go_on()
 
     def close(self) -> None:
         """End the helper thread; to be called before MPI finalises."""
         self._progress.close()
+
+    def _is_due(self, status: Status) -> bool:
+        """Whether to ask the library: a BUSY rank has no use for the others' news every few milliseconds."""
+        now = time.perf_counter()
+        if status.state == State.BUSY and not status.stop and now < self._next_look:
+            return False
+        self._next_look = now + self._busy_seconds
+        return True
 
     def _advance(self) -> None:
         """One call of the helper thread, while the main thread is away."""
@@ -134,15 +157,10 @@ class Pulse:
         assert (self._received[:, :2] == expected).all(), (
             f"records of epoch and round {expected}: {self._received[:, :2]}"
         )
-        self._roster = Roster(*expected, tuple(_status(record) for record in self._received[:, 2:].tolist()))
+        self._roster = Roster(*expected, Heard(self._received[:, 2:].copy()))
         if self._roster.over:
             self.released_at = time.perf_counter()
         # A reset at every roster would keep the pauses of an idle rank short for as long as a busy one steps quickly.
         if self._roster.num_busy != previous.num_busy:
             self._back_off.reset()
         return self._roster
-
-
-def _status(record: list[int]) -> Status:
-    state, sequences_left, tokens, drafter_steps, stop = record
-    return Status(State(state), sequences_left, tokens, drafter_steps, bool(stop))

@@ -14,7 +14,7 @@ import numpy as np
 from tlt_hpc.config import ConfigError
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import wait
-from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 
@@ -53,7 +53,7 @@ class Replica:
         if self._comm is None:
             return number
         told = np.array([number, mark], np.int64)
-        wait(self._comm.Ibcast(told, 0))
+        wait(self._comm.Ibcast(told, 0), "agreement of a replica", scope="replica")
         if int(told[1]) != mark:
             raise RuntimeError(
                 f"rank {self.index} of replica {self.number} has decoded another text than its first rank: their "
@@ -70,7 +70,7 @@ class ReplicaPulse(Pulse):
     """
 
     def __init__(self, comm: MPI.Comm, replica: Replica, mark: Callable[[], int]) -> None:
-        super().__init__(comm)
+        super().__init__(comm, busy_seconds=BUSY_SECONDS)
         self._replica, self._mark = replica, mark
         self._seen: Roster | None = None
         self._going: Roster | None = None

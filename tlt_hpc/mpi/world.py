@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import socket
-import time
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI
+from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.progress import wait
+from tlt_hpc.stopping import Stop, StopFlag
+from tlt_hpc.watch.beat import BEAT, Member
 
 T = TypeVar("T")
 
@@ -28,8 +29,6 @@ RANK_COUNT_VARIABLES = ("TLT_RANKS", "SLURM_NTASKS")
 MOST_BYTES = 2**30
 """Of one collective of bytes: counts and displacements must fit a C int in libraries older than MPI 4."""
 SUMMABLE = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64))
-SAME_KEYSTROKE_SECONDS = 1.0
-"""One Ctrl-C may reach a rank twice, from the terminal and from the launcher that forwards it."""
 
 
 class LaunchError(UserError):
@@ -50,7 +49,7 @@ class PendingSum:
 
     def wait(self) -> NDArray[Any]:
         """The sum, of the shape and dtype of what was given; sleeps until it is there. May be called again."""
-        wait(self._request)
+        wait(self._request, "sum")
         self._pending.discard(self)
         return self._received
 
@@ -58,22 +57,23 @@ class PendingSum:
 class World:
     """All ranks of the job, and this rank's place among them.
 
-    ``rank`` of ``size``; ``node`` counts the hosts in order of their lowest rank, ``local_rank`` the ranks of one host.
+    ``rank`` of ``size``; ``node`` counts the hosts in order of their lowest rank, ``local_rank`` the ranks of one host,
+    which are ``node_group``.
     All methods named after collectives are collective: every rank calls them in the same order.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, flag: StopFlag | None = None) -> None:
         self._comm = _duplicate(comm)
+        self.flag = flag or StopFlag()
         self._pending_sums: set[PendingSum] = set()
-        self._stop_reason: str | None = None
-        self._interrupted_at: float | None = None
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.hostname: str = socket.gethostname()
         self.node, self.local_rank = place(self.allgather(self.hostname), self.rank)
+        self.node_group = NodeGroup(self._comm.Split(self.node, self.rank))
 
     @classmethod
-    def connect(cls) -> World:
+    def connect(cls, flag: StopFlag | None = None) -> World:
         """The world of all ranks that were launched, or of this process alone where there was no launcher.
 
         Initialises MPI with MPI_THREAD_MULTIPLE where that has not happened yet; it is finalised at exit.
@@ -85,7 +85,16 @@ class World:
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         check_thread_level(MPI.Query_thread(), MPI.Get_library_version())
         check_rank_count(MPI.COMM_WORLD.size, os.environ)
-        return cls(MPI.COMM_WORLD)
+        world = cls(MPI.COMM_WORLD, flag)
+        BEAT.join(
+            Member.of(world.rank, world.allgather((world.hostname, os.getpid(), uuid4().hex))), MPI.COMM_WORLD.Abort
+        )
+        return world
+
+    @property
+    def library(self) -> str:
+        """What the MPI library says of itself, in one or more lines."""
+        return str(MPI.Get_library_version())
 
     def allgather(self, item: T) -> list[T]:
         """Every rank's ``item`` (picklable, of any size), in rank order."""
@@ -96,7 +105,7 @@ class World:
         for start in range(0, int(lengths.max()), block):
             counts = np.clip(lengths - start, 0, block)
             sent, received = payload[start : start + block], np.empty(int(counts.sum()), np.uint8)
-            wait(self._comm.Iallgatherv(sent, [received, counts.tolist()]))
+            wait(self._comm.Iallgatherv(sent, [received, counts.tolist()]), "allgather")
             for whole, piece in zip(pickles, np.split(received, np.cumsum(counts)[:-1]), strict=True):
                 whole += piece.tobytes()
         return [pickle.loads(whole) for whole in pickles]
@@ -105,11 +114,11 @@ class World:
         """The ``item`` (picklable, of any size) of rank ``root``; what the others give is not looked at."""
         payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if self.rank == root else bytearray()
         length = np.array([len(payload)], np.int64)
-        wait(self._comm.Ibcast(length, root))
+        wait(self._comm.Ibcast(length, root), "broadcast")
         payload = payload or bytearray(int(length[0]))
         buffer = np.frombuffer(payload, np.uint8)
         for start in range(0, buffer.size, MOST_BYTES):
-            wait(self._comm.Ibcast(buffer[start : start + MOST_BYTES], root))
+            wait(self._comm.Ibcast(buffer[start : start + MOST_BYTES], root), "broadcast")
         return item if self.rank == root else pickle.loads(payload)
 
     def sum(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -125,7 +134,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait, asleep, until every rank has come here."""
-        wait(self._comm.Ibarrier())
+        wait(self._comm.Ibarrier(), "barrier")
 
     def private_comm(self) -> MPI.Comm:
         """A duplicate of the world's communicator for one owner, whose traffic meets nobody else's; collective."""
@@ -134,52 +143,40 @@ class World:
     @property
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop, or all have agreed to."""
-        return self._stop_reason is not None
+        return self.flag.kind is not Stop.NONE
 
     @property
     def stop_reason(self) -> str:
         """Why, empty where no stop was requested."""
-        return self._stop_reason or ""
+        return self.flag.reason
 
-    def request_stop(self, reason: str) -> None:
-        """Set this rank's stop flag; the first reason is kept. Safe in a signal handler."""
-        if self._stop_reason is None:
-            self._stop_reason = reason
-
-    def agree_to_stop(self) -> bool:
-        """Whether any rank's stop flag is set, the same answer on all; if so, all flags are set from then on."""
+    def agree_to_stop(self) -> Stop:
+        """The most urgent of all ranks' wishes to stop, the same on all, whose flags are raised to it."""
         return self.exchange(None)[1]
 
-    def exchange(self, item: T) -> tuple[list[T], bool]:
+    def exchange(self, item: T) -> tuple[list[T], Stop]:
         """Every rank's ``item``, as ``allgather``, and ``agree_to_stop``, in one collective."""
-        votes = self.allgather((item, self._stop_reason))
-        reason = next((f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(votes) if reason is not None), None)
-        if reason is not None:
-            self.request_stop(reason)
-        return [item for item, _ in votes], reason is not None
+        votes = self.allgather((item, self.flag.kind, self.flag.reason))
+        agreed = max(kind for _, kind, _ in votes)
+        if agreed:
+            rank, reason = next((rank, reason) for rank, (_, kind, reason) in enumerate(votes) if kind is agreed)
+            self.flag.request(agreed, f"rank {rank}: {reason}")
+        return [item for item, _, _ in votes], agreed
 
-    def install_signal_handlers(self) -> None:
-        """SIGTERM, SIGINT and SIGUSR2 set the stop flag; a second Ctrl-C, a second or more later, interrupts.
+    def answer_signals(self) -> None:
+        """From here on SIGTERM, SIGINT and SIGUSR2 set the stop flag, which is voted on, instead of ending the rank."""
+        self.flag.install()
+        self.flag.is_answered = True
 
-        Raises (later, in the main thread):
-            KeyboardInterrupt: on that second Ctrl-C.
-        """
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.request_stop(signal.Signals(number).name)
-        if number != signal.SIGINT:
-            return
-        now = time.monotonic()
-        if self._interrupted_at is None:
-            self._interrupted_at = now
-        elif now - self._interrupted_at >= SAME_KEYSTROKE_SECONDS:
-            raise KeyboardInterrupt
+    def leave(self) -> None:
+        """Have all ranks end together, and MPI with them, so that a rank's status is its own affair; collective."""
+        self.flag.is_left = True
+        self.barrier()
+        MPI.Finalize()
 
     def _allgather_length(self, length: int) -> NDArray[np.int64]:
         sent, received = np.array([length], np.int64), np.empty(self.size, np.int64)
-        wait(self._comm.Iallgather(sent, received))
+        wait(self._comm.Iallgather(sent, received), "allgather")
         return received
 
 
@@ -225,5 +222,5 @@ def _rank_count_message(size: int, variable: str, asked: str) -> str:
 
 def _duplicate(comm: MPI.Comm) -> MPI.Comm:
     duplicate, request = comm.Idup()
-    wait(request)
+    wait(request, "duplication of a communicator")
     return duplicate

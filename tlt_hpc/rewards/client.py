@@ -6,6 +6,7 @@ had not judged; an answer that it dies of twice has reward 0. Knows no rollout a
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from typing import Any
 from tlt_hpc.config import UserError
 from tlt_hpc.rewards.answer import MOST_CHARACTERS, Answer, Failure, Settings, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
+from tlt_hpc.watch.beat import BEAT
 
 _LAUNCHER_PREFIXES = ("PMI", "PMIX", "OMPI_", "OPAL_", "PRTE_", "MPI", "HYDRA_", "HYDI_", "SLURM_", "SRUN_", "SBATCH_",
                       "PALS_", "PBS_", "I_MPI_", "MV2_", "TLT_")  # fmt: skip
@@ -58,13 +60,21 @@ class RewardClient:
         """Verdicts that have come and were not taken."""
         return len(self._verdicts)
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, limit_seconds: float = math.inf) -> None:
         """Wait until the server has imported what it needs.
 
         Raises:
-            UserError: it cannot judge what it is asked to, or cannot start; one line with the remedy.
+            UserError: it cannot judge what it is asked to, or cannot start, or takes longer than the limit (then it is
+                killed); one line with the remedy.
         """
+        started = time.monotonic()
         while not self._is_ready:
+            if time.monotonic() - started > limit_seconds:
+                self._process.kill()
+                raise UserError(
+                    f"what judges responses was not ready after {limit_seconds:g} s; see what reward.function "
+                    "does when it is imported"
+                )
             select.select([self._socket], [], [], 1.0)
             self.pump()
 
@@ -106,6 +116,7 @@ class RewardClient:
             select.select([self._socket], writing, [], 1.0)
             self.pump()
             self._check_stalled()
+            BEAT.tick()  # a server that stands still is replaced, by a count of its own
         return {number: self._verdicts.pop(number) for number in numbers}
 
     def take_ready(self) -> dict[int, Verdict]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,11 +68,11 @@ def mini_batches(num_samples: int, num_updates: int) -> list[Indices]:
 def balance(indices: Sequence[int], costs: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Share samples out over ranks by cost: the dearest first, each to the rank with the least so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0.0] * num_ranks
+    loads = [(0.0, rank) for rank in range(num_ranks)]  # a heap: ranks and samples grow together
     for index in sorted(indices, key=lambda index: (-costs[index], index)):
-        rank = loads.index(min(loads))
+        load, rank = loads[0]
         shares[rank].append(index)
-        loads[rank] += costs[index]
+        heapreplace(loads, (load + costs[index], rank))
     return shares
 
 

@@ -37,6 +37,7 @@ from tlt_hpc.rl.distributed import join_sequence_group
 from tlt_hpc.rl.engine import start_engine
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 from tlt_hpc.rl.reference import Reference
+from tlt_hpc.watch.beat import BEAT
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -274,6 +275,7 @@ class Policy:
         A tensor is good only until the next is asked for, and every rank must take them all.
         """
         for name, parameter in self._parameters.items():
+            BEAT.tick()
             with self._gathered(parameter):
                 yield name, parameter.detach()
 
@@ -315,9 +317,11 @@ class Policy:
         self._make_state()
         for name, parameter in self._parameters.items():
             # The next forward pass reads the parameter itself; the optimiser would only write it after its next step.
+            master = read(f"{name}.master")
             with self._gathered(parameter, modifier_rank=0), torch.no_grad():
-                parameter.copy_(read(f"{name}.master"))
-            for kind in ("master", *MOMENTS):
+                parameter.copy_(master)
+            self._set_full_state(parameter, "master", master.to(self.engine.device))
+            for kind in MOMENTS:
                 self._set_full_state(parameter, kind, read(f"{name}.{kind}").to(self.engine.device))
         self._set_step_count(num_steps)
 
@@ -384,6 +388,7 @@ class Policy:
 
     @torch.no_grad()
     def _log_probs(self, model: Callable[..., Any], batch: _Batch) -> torch.Tensor:
+        BEAT.tick()
         return self._forward(model, batch)[0]
 
     def _old_log_probs(self, own: Sequence[Sequence[_Batch]]) -> list[Sequence[torch.Tensor | None]]:
@@ -394,6 +399,7 @@ class Policy:
     def _accumulate(self, batches: Sequence[_Batch], old: Sequence[torch.Tensor | None], sums: _Sums) -> None:
         """Gradient of one update's loss over all micro-batches and ranks; adds to this rank's sums for the stats."""
         for index, (batch, old_log_probs) in enumerate(zip(batches, old, strict=True)):
+            BEAT.at_part("micro-batch", index + 1, len(batches))
             self.engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
             loss = self._loss(batch, old_log_probs, sums)
             # DeepSpeed averages over ranks; the tokens' weights are those of all ranks' tokens.
@@ -499,6 +505,7 @@ class Policy:
 
     def _full_state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
         state: torch.Tensor
+        BEAT.tick()
         if self._stage == 0:
             state = parameter.detach() if kind == "master" else self.engine.basic_optimizer.state[parameter][kind]
         elif kind == "master":
@@ -525,6 +532,7 @@ class Policy:
         return Piece(fragment.detach(), mapping.lp_fragment_address.start, tuple(parameter.shape))
 
     def _set_full_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        BEAT.tick()
         if self._stage == 0:
             self._full_state(parameter, kind).copy_(value)
         elif kind == "master":

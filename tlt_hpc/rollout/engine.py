@@ -238,6 +238,10 @@ class RolloutEngine:
         """Responses that have ended and were not collected yet, in the order in which they did."""
         return self._finished
 
+    def take_over(self, finished: Iterable[Rollout]) -> None:
+        """Have responses to this rank's requests, which ended under an earlier engine, stand among the finished."""
+        self._finished += finished
+
     def collect(self) -> list[Rollout]:
         """The finished responses in the order of their keys; the engine forgets them."""
         finished, self._finished = sorted(self._finished, key=lambda rollout: rollout.key), []

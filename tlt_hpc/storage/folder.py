@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tlt_hpc.errors import UserError
+
 PART_SUFFIX = ".part"
 
 
@@ -40,8 +42,8 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
+    def finished(self) -> Path:
+        return self.path / "finished.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -59,14 +61,48 @@ class RunFolder:
     def cache(self) -> Path:
         return self.path / "cache"
 
+    @property
+    def kept(self) -> Path:
+        return self.path / "kept"
+
+    def kept_part(self, step: int, rank: int, number: int) -> Path:
+        """Where a rank keeps finished responses of a step that is under way, the ``number``-th time."""
+        return _folder_of(self.kept, step) / f"rank-{rank:04d}-{number:06d}.h5"
+
+    def next_kept_part(self, step: int, rank: int) -> Path:
+        """The next one that is not there."""
+        numbers = [int(path.stem.rpartition("-")[2]) for path in self.kept_parts(step, rank)]
+        return self.kept_part(step, rank, max(numbers, default=-1) + 1)
+
+    def kept_parts(self, step: int, rank: int | None = None) -> list[Path]:
+        """Such files, of all ranks or of one, in order."""
+        return sorted(_folder_of(self.kept, step).glob(f"rank-{'*' if rank is None else f'{rank:04d}'}-*.h5"))
+
+    @property
+    def status(self) -> Path:
+        """What each rank is at, or was at when it ended."""
+        return self.path / "status"
+
     def create(self) -> None:
         """Make the run's folders; those that exist stay as they are.
 
         Raises:
             WriteError: no room or no permission.
         """
-        for folder in (self.checkpoints, self.rollouts, self.cache):
+        for folder in (self.checkpoints, self.rollouts, self.cache, self.status):
             make_folder(folder)
+
+    def check_there(self, rank: int) -> None:
+        """See that nobody has taken the run's folder away, which would be made anew with this step alone; on rank 0.
+
+        Raises:
+            UserError: it was deleted, or has another name now.
+        """
+        if rank == 0 and not self.config.exists():
+            raise UserError(
+                f"{self.config} is gone: the run's folder was deleted or moved while the run went on; put it back in "
+                f"place of what is left of {self.path}, and start again"
+            )
 
     def rollout_log(self, step: int, rank: int) -> Path:
         return _file_of(self.rollouts, step, rank)
@@ -149,8 +185,8 @@ def publish(path: Path, durable: bool = True) -> None:
 
 
 @contextmanager
-def writing_beside(path: Path) -> Iterator[Path]:
-    """Yield the part to write; publish it on success, remove it on any error.
+def writing_beside(path: Path, durable: bool = True) -> Iterator[Path]:
+    """Yield the part to write; publish it on success, ``durable`` or not, and remove it on any error.
 
     Raises:
         WriteError: the disk refused, in the body or at the rename.
@@ -159,7 +195,7 @@ def writing_beside(path: Path) -> Iterator[Path]:
     part = part_of(path)
     try:
         yield part
-        publish(path)
+        publish(path, durable)
     except WriteError:
         raise
     except OSError as error:

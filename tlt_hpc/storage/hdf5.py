@@ -30,15 +30,18 @@ os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
 from h5py import Dataset as Dataset
 from h5py import File as File
 from h5py import Group as Group
+from h5py import HardLink
 
 CHUNK_BYTES = 2**20
 CHUNK_CACHE_BYTES = 8 * 2**20
 # Readable by every HDF5 since 1.10 (2016), and the oldest format that has a checksum on all metadata.
 FORMAT = ("v110", "v110")
 BFLOAT16 = "bfloat16"
+_MOST_DEPTH = 4
 
-# What h5py, numpy and our own checks raise on a file that is not what it should be.
-_DAMAGE = (OSError, KeyError, IndexError, RuntimeError, TypeError, ValueError)
+# What h5py, numpy and our own checks raise on a file that is not what it should be; MemoryError where it claims to have
+# an array that fits no machine.
+_DAMAGE = (OSError, KeyError, IndexError, RuntimeError, TypeError, ValueError, MemoryError)
 
 
 class DamagedFile(ValueError):  # noqa: N818
@@ -103,6 +106,7 @@ class CommittedFile:
             with self.naming_damage():
                 self.root = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
                 self.committed = _check_header(self.root, kind)
+                _check_own(self.root)
         except DamagedFile:
             self._bytes.close()
             raise
@@ -261,6 +265,21 @@ def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """bf16 bits as float32, exactly."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _check_own(group: Group, depth: int = 0) -> None:
+    """Refuse what leads out of the file, or is in it without a checksum: neither is of this project's writing."""
+    if depth > _MOST_DEPTH:  # a group that is its own member, as likely as not
+        raise ValueError("it has groups within groups beyond what this project writes")
+    for name in group:
+        link = group.get(name, getlink=True)
+        if not isinstance(link, HardLink):
+            raise ValueError(f"{name} is a link to {link.path}, not data")
+        node = group[name]
+        if isinstance(node, Group):
+            _check_own(node, depth + 1)
+        elif not isinstance(node, Dataset) or node.external or node.is_virtual or (node.size and not node.fletcher32):
+            raise ValueError(f"{name} is not stored as this project stores data")
 
 
 def _check_header(root: File, kind: FileKind) -> int:

@@ -26,13 +26,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.records import MicroStepRecord, Rollout, RolloutTiming
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, NewFile, put_array, put_attributes
+from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
 
 KIND = FileKind("rollout log", schema=2, remedy="delete it and resume the run from a checkpoint of an earlier step")
 
-_KEY_COLUMNS = ("seed", "stream", "step", "draw", "sample")
+_JUDGED = ("rewards", "advantages")
 _MICRO_STEP_COLUMNS = {"start_seconds": "f8", "end_seconds": "f8", "num_tokens": "i8", "loss": "f8"}
 _TIMING = ("start_seconds", "last_token_seconds", "release_seconds")
 
@@ -116,7 +117,7 @@ def read_step(path: Path) -> StepRecord:
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
         summary = _get_summary(file)
-        rollouts = _get_rollouts(file.root["rollouts"])
+        rollouts = get_rollouts(file.root["rollouts"])
         return StepRecord(
             step=summary.step,
             rank=summary.rank,
@@ -151,7 +152,7 @@ def is_committed(path: Path) -> bool:
     """Whether a whole step lies there, by its commit counter; payload checksums are left to ``read_step``."""
     try:
         with CommittedFile(path, KIND) as file, file.naming_damage():
-            _check_counts(file.root["rollouts"], file.committed)
+            check_counts(file.root["rollouts"], file.committed, _JUDGED)
     except (DamagedFile, FileNotFoundError):
         return False
     return True
@@ -172,9 +173,9 @@ def _put_record(root: Group, record: StepRecord) -> None:
     put_attributes(root, {"step": record.step, "rank": record.rank, "num_ranks": record.num_ranks})
     put_attributes(root, {"harvested_seconds": record.harvested_seconds})
     put_attributes(root, {"guarded_near_ties": record.guarded_near_ties})
-    _put_arrays(root.create_group("rollouts"), _rollout_columns(record))
-    _put_arrays(root.create_group("micro_steps"), _micro_step_columns(record.micro_steps))
-    _put_arrays(root.create_group("strategy"), _strategy_columns(record))
+    put_arrays(root.create_group("rollouts"), _rollout_columns(record))
+    put_arrays(root.create_group("micro_steps"), _micro_step_columns(record.micro_steps))
+    put_arrays(root.create_group("strategy"), _strategy_columns(record))
     timing = root.create_group("timing")
     put_attributes(timing, {name: float(value) for name, value in vars(record.timing).items()})
     rows = [[vars(refill)[name] for name in _TIMING] for refill in record.refills]
@@ -182,27 +183,8 @@ def _put_record(root: Group, record: StepRecord) -> None:
     put_attributes(root.create_group("metrics"), {name: float(value) for name, value in record.metrics.items()})
 
 
-def _put_arrays(group: Group, arrays: dict[str, NDArray[Any]]) -> None:
-    for name, array in arrays.items():
-        put_array(group, name, array)
-
-
 def _rollout_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
-    rollouts = record.rollouts
-    keys = {name: np.array([vars(r.key)[name] for r in rollouts], np.int64) for name in _KEY_COLUMNS}
-    return keys | {
-        "finish_reason": np.array([r.finish_reason for r in rollouts], np.int8),
-        "weight_version": np.array([r.weight_version for r in rollouts], np.int64),
-        "num_target_passes": np.array([r.num_target_passes for r in rollouts], np.int64),
-        "finished_seconds": np.array([r.finished_seconds for r in rollouts], np.float64),
-        "rewards": record.rewards,
-        "advantages": record.advantages,
-        "prompt_tokens": _flat([r.prompt_tokens for r in rollouts], np.int32),
-        "response_tokens": _flat([r.response_tokens for r in rollouts], np.int32),
-        "log_probs": _flat([r.log_probs for r in rollouts], np.float32),
-        "prompt_ends": np.cumsum([len(r.prompt_tokens) for r in rollouts], dtype=np.int64),
-        "response_ends": np.cumsum([len(r.response_tokens) for r in rollouts], dtype=np.int64),
-    }
+    return rollout_columns(record.rollouts) | {name: vars(record)[name] for name in _JUDGED}
 
 
 def _micro_step_columns(micro_steps: tuple[MicroStepRecord, ...]) -> dict[str, NDArray[Any]]:
@@ -220,13 +202,9 @@ def _strategy_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
     }
 
 
-def _flat(arrays: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="equiv")
-
-
 def _get_summary(file: CommittedFile) -> StepSummary:
     root, rollouts, strategy = file.root, file.root["rollouts"], file.root["strategy"]
-    _check_counts(rollouts, file.committed)
+    check_counts(rollouts, file.committed, _JUDGED)
     return StepSummary(
         step=int(root.attrs["step"]),
         rank=int(root.attrs["rank"]),
@@ -251,34 +229,3 @@ def _get_summary(file: CommittedFile) -> StepSummary:
 def _get_micro_steps(group: Group) -> tuple[MicroStepRecord, ...]:
     columns = [group[name][:].tolist() for name in _MICRO_STEP_COLUMNS]
     return tuple(MicroStepRecord(*row) for row in zip(*columns, strict=True))
-
-
-def _get_rollouts(group: Group) -> tuple[Rollout, ...]:
-    column = {name: group[name][:] for name in group}
-    prompts = np.split(column["prompt_tokens"], column["prompt_ends"])
-    responses = np.split(column["response_tokens"], column["response_ends"])
-    log_probs = np.split(column["log_probs"], column["response_ends"])
-    keys = np.stack([column[name] for name in _KEY_COLUMNS], axis=1).tolist()
-    return tuple(
-        Rollout(
-            key=SampleKey(*key),
-            prompt_tokens=prompts[i],
-            response_tokens=responses[i],
-            log_probs=log_probs[i],
-            finish_reason=FinishReason(column["finish_reason"][i]),
-            weight_version=int(column["weight_version"][i]),
-            num_target_passes=int(column["num_target_passes"][i]),
-            finished_seconds=float(column["finished_seconds"][i]),
-        )
-        for i, key in enumerate(keys)
-    )
-
-
-def _check_counts(group: Group, committed: int) -> None:
-    for name in (*_KEY_COLUMNS, "prompt_ends", "response_ends", "rewards", "advantages"):
-        if len(group[name]) != committed:
-            raise ValueError(f"{len(group[name])} entries of {name}, but {committed} rollouts were committed")
-    for tokens, ends in (("prompt_tokens", "prompt_ends"), ("response_tokens", "response_ends")):
-        num_tokens = int(group[ends][-1]) if committed else 0
-        if len(group[tokens]) != num_tokens:
-            raise ValueError(f"{len(group[tokens])} {tokens}, but {num_tokens} were committed")

@@ -33,7 +33,7 @@ def read_lines(path: Path) -> dict[int, Line]:
             if line:
                 row = json.loads(line)
                 rows[int(row[STEP])] = row
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines):  # cut off before its end, so it commits nothing
                 logger.warning("%s:%d is cut off and not counted", path, number)
                 continue

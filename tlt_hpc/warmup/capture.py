@@ -30,6 +30,7 @@ from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.warmup.parts import Parts
 from tlt_hpc.warmup.plan import rollout_strategy
 from tlt_hpc.warmup.texts import Text
+from tlt_hpc.watch.beat import BEAT, Phase
 
 _MOST_FILLINGS = 4
 """Responses of a part, in fillings of the engine: its tail leaves rows empty, and a kill costs a part."""
@@ -57,6 +58,7 @@ class Part:
         return self.folder.feature_cache(0, 0)
 
 
+@BEAT.within(Phase.ROLLOUT)
 def capture(parts: Parts, reporter: CaptureReporter) -> bool:
     """Make what is missing of the features; False where a stop vote came first. Collective."""
     all_parts, are_fixed = parts_of(parts)

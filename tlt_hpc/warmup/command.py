@@ -25,6 +25,7 @@ from tlt_hpc.warmup.shelf import Shelf
 from tlt_hpc.warmup.texts import Texts
 from tlt_hpc.warmup.training import Training
 from tlt_hpc.warmup.validation import Validation
+from tlt_hpc.watch.beat import BEAT, Phase
 
 
 class WarmupReporter(CaptureReporter, Protocol):
@@ -111,6 +112,7 @@ def choose_vocabulary(parts: Parts, shelf: Shelf) -> None:
     parts.trainer.draft_among(most_frequent_tokens(counts, len(ids), parts.settings.eos_token_ids))
 
 
+@BEAT.within(Phase.UPDATE)
 def take_update(
     parts: Parts, training: Training, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
@@ -123,9 +125,10 @@ def take_update(
     progress = progress.learned(loss, num_tokens, seconds)
     if world.rank == 0:
         reporter.learned(progress, loss)
-    return progress, bool(stops) and world.agree_to_stop()
+    return progress, bool(stops) and bool(world.agree_to_stop())
 
 
+@BEAT.within(Phase.EVALUATION)
 def validate(
     parts: Parts, validation: Validation, shelf: Shelf, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
@@ -137,7 +140,7 @@ def validate(
     assert len(digests) == 1, f"the ranks' drafters differ: {digests}"
     accept_length = validation.accept_length()
     if accept_length is None:
-        return progress, world.agree_to_stop()
+        return progress, bool(world.agree_to_stop())
     progress = progress.validated(accept_length, world.broadcast(time.perf_counter() - start))
     if world.rank == 0:
         is_best = progress.best == progress.curve[-1]

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Judges a run's policy, or a model, on one node:   sbatch sbatch/evaluate.sh RUN JOB.toml [key=value ...]
+# such as   sbatch sbatch/evaluate.sh runs/qwen7b runs/qwen7b/config.toml evaluation.samples=32
+# Requeued, or submitted again, it goes on from where it was. Status 75: stopped early.
+# Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh.
+#SBATCH --account=YOUR_ACCOUNT
+#SBATCH --partition=YOUR_PARTITION
+#SBATCH --job-name=tlt-evaluate
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=8
+#SBATCH --mem=0
+#SBATCH --time=12:00:00
+#SBATCH --signal=USR2@120
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH --exclusive
+#SBATCH --requeue
+PROJECT="$SLURM_SUBMIT_DIR" # the clone; call sbatch there
+STORE="$PROJECT"            # the shared folder that has models/ and data/, and where runs/ is written
+
+set -euo pipefail
+source "$PROJECT/sbatch/env.sh"
+cd "$STORE"
+: "${2:?give a run and its TOML, such as runs/qwen7b runs/qwen7b/config.toml}"
+read_job "$2"
+# In a container: put  apptainer exec --nv --bind "$STORE" tlt_hpc.sif  before python.
+srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+    python -m mpi4py -m tlt_hpc evaluate "$@"

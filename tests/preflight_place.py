@@ -1,0 +1,154 @@
+"""A place where a job is well: a model in two shards, a data set, a Slurm of shell scripts; for tests to spoil."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tlt_hpc.cli import main
+from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.preflight import mpi
+from tlt_hpc.preflight.ask import Answer
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTITION = {
+    "PartitionName": "main",
+    "AllowAccounts": "ALL",
+    "AllowQos": "ALL",
+    "Default": "YES",
+    "GraceTime": "10",
+    "MaxNodes": "UNLIMITED",
+    "MaxTime": "1-00:00:00",
+    "PreemptMode": "REQUEUE",
+    "State": "UP",
+}
+SETTINGS = {"JobRequeue": "1", "KillWait": "30 sec", "PreemptType": "preempt/partition_prio"}
+NODES = "4|idle|32|256000|gpu:a100:4(S:0-1)"
+SCRIPT = """#!/usr/bin/env bash
+#SBATCH --account=science
+#SBATCH --partition=main  # a comment
+#SBATCH -N2
+#SBATCH --ntasks-per-node 1
+#SBATCH --time=10:00:00
+#SBATCH --mem=16G
+#SBATCH --signal=USR2@120
+#SBATCH --requeue
+srun --mpi="${TLT_SRUN_MPI:-pmi2}" python -m mpi4py -m tlt_hpc train jobs/tiny.toml
+"""
+
+
+@dataclass
+class Place:
+    """Where a job is well, and how it is spoiled."""
+
+    path: Path
+    monkeypatch: pytest.MonkeyPatch
+    arguments: list[str] = field(default_factory=list)
+    """Of the command, behind the job."""
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data.jsonl"
+
+    def write(self, name: str, text: str) -> Path:
+        file = self.path / name
+        file.write_text(text)
+        return file
+
+    def command(self, name: str, script: str) -> Path:
+        """A program on PATH."""
+        file = self.path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        return file
+
+    def prints(self, name: str, text: str, status: int = 0) -> Path:
+        """A program that prints a text."""
+        shown = self.write(f"{name}-says-{len(list(self.path.iterdir()))}.txt", text)
+        return self.command(name, f"cat '{shown}'\nexit {status}")
+
+    def slurm(
+        self,
+        nodes: str = NODES,
+        kinds: str = "MPI plugin types are...\n\tpmi2\n\tpmix\n",
+        script: str = SCRIPT,
+        settings: dict[str, str] | None = None,
+        **partition: str,
+    ) -> None:
+        """A Slurm that says what it is told to, and a script that asks it for two nodes."""
+        words = " ".join(f"{key}={value}" for key, value in {**PARTITION, **partition}.items())
+        one = self.write("partition.txt", f"{words}\nPartitionName=other State=UP\n")
+        whole = {**SETTINGS, **(settings or {})}
+        all_ = self.write("config.txt", "\n".join(f"{key:<20} = {value}" for key, value in whole.items()))
+        self.command("scontrol", f"case $2 in partition) cat '{one}';; config) cat '{all_}';; esac")
+        self.prints("sinfo", nodes + "\n")
+        self.prints("srun", kinds)
+        self.prints("sbatch", "sbatch: Job 1 to start at 2026-01-01T00:00:00\n")
+        self.prints("sacctmgr", "science|normal,long\nother|normal\n")
+        self.arguments += ["--script", str(self.write("job.sh", script))]
+
+    def set(self, *overrides: str) -> None:
+        self.arguments += overrides
+
+    def check(self) -> tuple[int, dict[str, dict[str, str]]]:
+        """Run the command: its status, and the verdicts by their checks' names."""
+        path = self.path / "verdicts.json"
+        status = main(
+            ["preflight", str(ROOT / "jobs" / "tiny.toml"), *self.base(), *self.arguments, "--json", str(path)]
+        )
+        return status, {verdict["name"]: verdict for verdict in json.loads(path.read_text())["verdicts"]}
+
+    def base(self) -> list[str]:
+        run = self.path / "runs"
+        keys = {"model.path": self.model, "data.source": self.data, "run.folder": run, "data.max_prompt_tokens": 64}
+        return [f"{key}={value}" for key, value in keys.items()]
+
+
+def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """The embedded model in two shards, forty problems, and MPI as it answers where it is well, without starting it."""
+    place = Place(path, monkeypatch)
+    shutil.copytree(embedded("tiny"), place.model)
+    shard(place.model)
+    rows = [{"prompt": f"gcd({2 * n},{3 * n})=", "answer": str(n)} for n in range(1, 41)]
+    place.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{path / 'bin'}:/usr/bin:/bin")
+    for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_TIMELIMIT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SLURM_JOB_ID", "TLT_SRUN_MPI", "TLT_LOCAL_CACHE", "TLT_LOCAL_DISK", "SLURM_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(path))
+    monkeypatch.setattr(mpi, "ask", answer_of_mpich)
+    return place
+
+
+def answer_of_mpich(command: list[str], seconds: float, environment: object = None) -> Answer:
+    """What a sound MPICH answers to the checks of MPI."""
+    if command[-1] == "--version":
+        return Answer(0, "HYDRA build details:", "")
+    told = {"ranks": 2, "hosts": ["here"], "version": "MPICH Version: 5.0.2", "files": ["/opt/mpi/libmpi.so.12"]}
+    return Answer(0, json.dumps(told), "")
+
+
+def shard(folder: Path) -> None:
+    """Put a model's weights into two files with an index."""
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    parts = [names[::2], names[1::2]]
+    placed = {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file)
+        placed |= dict.fromkeys(part, file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))

@@ -1,0 +1,122 @@
+"""One GPU for each rank of a node, as the launcher names them; and the node's folder for caches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from local_slurm import LocalSlurm
+
+from tlt_hpc import job
+from tlt_hpc.config import UserError
+from tlt_hpc.launch import device
+from tlt_hpc.launch.caches import FOLDER, make_node_cache
+
+STEP = {"SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "own"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", **STEP, "SLURM_LOCALID": "2"}, "2"),
+        ({"CUDA_VISIBLE_DEVICES": "4,6", **STEP, "SLURM_LOCALID": "1"}, "6"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f1, GPU-2c0", **STEP, "SLURM_LOCALID": "1"}, "GPU-2c0"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-11ab,MIG-22cd", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "MIG-11ab"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "MPI_LOCALRANKID": "1"}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "PALS_LOCAL_RANKID": "1"}, "1"),
+        # mpiexec in an allocation: all ranks see the number of the one task that started them
+        ({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "0", "MPI_LOCALRANKID": "1"}, "1"),
+        # Slurm dealt them out: there is one already
+        ({"CUDA_VISIBLE_DEVICES": "3", **STEP, "SLURM_LOCALID": "3"}, "3"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "3", "TLT_SHARE_GPUS": "1"}, "1"),
+    ],
+)
+def test_a_rank_is_left_with_one_gpu(environment: dict[str, str], own: str) -> None:
+    assert device.take_device(environment, 0) == own
+    assert environment["CUDA_VISIBLE_DEVICES"] == environment[job.GIVEN_GPU] == own
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"CUDA_VISIBLE_DEVICES": "", **STEP, "SLURM_LOCALID": "0"},
+        {"CUDA_VISIBLE_DEVICES": "NoDevFiles", **STEP, "SLURM_LOCALID": "0"},
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_LOCALID": "0"},  # a batch script, outside any step
+    ],
+)
+def test_where_nothing_is_said_nothing_is_changed(environment: dict[str, str]) -> None:
+    before = dict(environment)
+    assert device.take_device(environment, 0) is None
+    assert environment == before
+
+
+def test_more_ranks_than_gpus_is_one_line_with_the_remedy() -> None:
+    with pytest.raises(UserError) as caught:
+        device.take_device({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "2"}, 0)
+    assert "has 2 GPUs (CUDA_VISIBLE_DEVICES=0,1) and more than 2 ranks" in str(caught.value)
+    assert "--ntasks-per-node=2" in str(caught.value)
+
+
+TAKE = "import os; from tlt_hpc.launch.device import take_device as t; print(t(os.environ, 0))"
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("how", ["--gpus-per-node=2", "--gpus-per-task=1"])
+def test_ranks_under_slurm_have_different_gpus(how: str, slurm: LocalSlurm) -> None:
+    told = slurm.run("srun", "--nodes=2", "--ntasks-per-node=2", how, "python", "-c", TAKE)
+    assert sorted(told.split()) == ["0", "0", "1", "1"]
+
+
+@pytest.mark.slurm
+def test_a_rank_too_many_under_slurm_ends_the_step(slurm: LocalSlurm) -> None:
+    command = ["srun", "--nodes=1", "--ntasks=2", "--gpus-per-node=2", "python", "-c", TAKE]
+    done = subprocess.run(
+        command, env={**slurm.environment, "MPI_LOCALRANKID": "2"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "start one rank for each GPU" in done.stderr
+
+
+def test_the_command_takes_a_gpu_and_says_which(tmp_path: Path) -> None:
+    """With a torch that has none of it, the job ends in one line before it has loaded a model."""
+    environment = {"CUDA_VISIBLE_DEVICES": "5,7", "PMI_RANK": "0", "MPI_LOCALRANKID": "1", "TLT_RANKS": "1"}
+    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.folder={tmp_path}"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert "uses GPU 7" in done.stdout
+    assert "was given GPU 7 and torch sees none" in done.stderr
+    assert done.returncode == 2
+
+
+# --- the folder for caches ---
+
+
+def test_the_folder_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = []
+    monkeypatch.setattr("atexit.register", lambda *call, **options: registered.append(call))
+    folder = tmp_path / "disk" / "tlt-me-7-0"
+    make_node_cache({FOLDER: str(folder)})
+    assert folder.stat().st_mode & 0o777 == 0o700
+    make_node_cache({FOLDER: str(folder)})  # the node's next rank
+    assert [call[1] for call in registered] == [folder]
+    make_node_cache({})
+
+
+def test_a_folder_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"cannot keep caches in .* name another disk"):
+            make_node_cache({FOLDER: str(place)})
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="not this user's own folder"):
+        make_node_cache({FOLDER: str(tmp_path / "link")})
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UserError, match="not this user's own folder"):
+        make_node_cache({FOLDER: str(tmp_path)})

@@ -1,0 +1,277 @@
+"""Finished responses of a step that is cut short are not generated again, and the step ends as it would have."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch_ranks import run_on_ranks
+
+from tlt_hpc import kept as kept_module
+from tlt_hpc.config import UserError
+from tlt_hpc.kept import Keeper, drop_kept, origin_of, origin_of_start
+from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey
+from tlt_hpc.stopping import Stop
+from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.hdf5 import DamagedFile
+from tlt_hpc.storage.kept_responses import KeptFile, merged, read_kept, write_kept
+from tlt_hpc.tail import still_to_do
+
+ROOT = Path(__file__).resolve().parent.parent
+OVERRIDES = [
+    "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=2",
+    "speculation.profile_seconds=0",
+]  # fmt: skip
+
+
+def response(draw: int, sample: int = 0, length: int = 3) -> Rollout:
+    return Rollout(
+        key=SampleKey(7, 0, 5, draw, sample),
+        prompt_tokens=np.arange(2, dtype=np.int32),
+        response_tokens=np.arange(length, dtype=np.int32) + draw,
+        log_probs=np.linspace(-1, 0, length, dtype=np.float32),
+        finish_reason=FinishReason.EOS,
+        weight_version=5,
+        num_target_passes=2,
+        finished_seconds=12.5,
+    )
+
+
+def same(wanted: Rollout, got: Rollout) -> bool:
+    arrays = ("prompt_tokens", "response_tokens", "log_probs")
+    plain = dict.fromkeys(arrays)
+    equal = all(np.array_equal(vars(wanted)[name], vars(got)[name]) for name in arrays)
+    return equal and replace(wanted, **plain) == replace(got, **plain)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_was_kept_comes_back(tmp_path, durable):
+    rollouts = (response(0), response(1, length=0), response(2, length=50))
+    write_kept(tmp_path / "k.h5", KeptFile("here", rollouts), durable)
+    found = read_kept(tmp_path / "k.h5")
+    assert found.origin == "here" and len(found.rollouts) == 3
+    assert all(same(*pair) for pair in zip(rollouts, found.rollouts, strict=True))
+
+
+def test_a_damaged_file_is_named_and_not_believed(tmp_path):
+    path = tmp_path / "k.h5"
+    write_kept(path, KeptFile("here", tuple(response(draw) for draw in range(9))), True)
+    whole = path.read_bytes()
+    num_caught = 0
+    for offset in range(0, len(whole), max(1, len(whole) // 60)):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0x10]) + whole[offset + 1 :])
+        try:
+            found = read_kept(path)
+        except DamagedFile as error:
+            num_caught += 1
+            assert str(path) in str(error) and "\n" not in str(error)
+        else:  # a bit that nothing reads
+            assert all(same(response(draw), got) for draw, got in enumerate(found.rollouts))
+    assert num_caught > 20
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DamagedFile):
+        read_kept(path)
+
+
+def test_only_responses_of_the_runs_own_weights_count_and_each_once():
+    files = [
+        KeptFile("here", (response(3), response(1))),
+        KeptFile("there", (response(2),)),
+        KeptFile("here", (response(1),)),
+    ]
+    assert [rollout.key.draw for rollout in merged(files, "here")] == [1, 3]
+
+
+def test_weights_are_named_by_their_step_or_their_files(tmp_path):
+    line = {"training/global_step": 3, "critic/score/mean": 0.5, "actor/num_tokens": 12, "timing_s/gen": 1.25}
+    assert origin_of(line) == origin_of({**line, "val-core/x": 1}), "an evaluation is added to the line later"
+    assert origin_of(line) != origin_of({**line, "timing_s/gen": 1.26}), "the same step, generated again"
+    assert origin_of(line) != origin_of({**line, "critic/score/mean": 0.25})
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    first = origin_of_start(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert origin_of_start(tmp_path) != first
+
+
+# -- the keeper -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 50.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(kept_module.time, "monotonic", clock)
+    return clock
+
+
+def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
+    folder = RunFolder(tmp_path)
+    keeper = Keeper(folder, 5, 2, "here", 60.0)
+    finished = [response(9), response(4)]
+    keeper.skip(1)  # the first was kept by an earlier start
+    assert not keeper.is_due(finished)
+    clock.now += 60
+    assert keeper.is_due(finished) and not keeper.is_due(finished[:1]), "nothing new is nothing to write"
+    keeper.keep(finished)
+    assert not keeper.is_due([*finished, response(5)])
+    clock.now += 60
+    assert keeper.is_due([*finished, response(5)])
+    keeper.keep([*finished, response(5), response(3)])
+    keeper.keep([*finished, response(5), response(3)])
+    paths = folder.kept_parts(5)
+    assert [path.name for path in paths] == ["rank-0002-000000.h5", "rank-0002-000001.h5"]
+    assert [[r.key.draw for r in read_kept(path).rollouts] for path in paths] == [[4], [3, 5]]
+    drop_kept(folder)
+    assert folder.kept_parts(5) == [] and not folder.kept.exists()
+    drop_kept(folder)
+
+
+def test_never_where_it_is_switched_off_but_at_the_end(tmp_path, clock):
+    keeper = Keeper(RunFolder(tmp_path), 5, 0, "here", 0.0)
+    clock.now += 1e6
+    assert not keeper.is_due([response(1)])
+    keeper.keep([response(1)])
+    assert len(RunFolder(tmp_path).kept_parts(5)) == 1
+
+
+def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypatch, caplog):
+    keeper = Keeper(RunFolder(tmp_path), 5, 0, "here", 60.0)
+
+    def full(path: Path, *_: object) -> None:
+        raise WriteError(path, OSError(errno.ENOSPC, "No space left on device"))
+
+    monkeypatch.setattr(kept_module, "write_kept", full)
+    keeper.keep([response(1)])
+    assert "step 5: finished responses are not kept until it ends: cannot write" in caplog.text
+    assert "No space left on device" in caplog.text
+    clock.now += 600
+    assert not keeper.is_due([response(1), response(2)])
+
+
+def test_a_kept_response_to_another_prompt_ends_the_run():
+    kept = {response(1).key: response(1)}
+    same_prompt = Request(response(1).key, np.arange(2, dtype=np.int32))
+    other = Request(response(2).key, np.arange(2, dtype=np.int32))
+    assert [request.key for request in still_to_do([same_prompt, other], kept, "d.jsonl")] == [other.key]
+    foreign = Request(response(1).key, np.arange(3, dtype=np.int32))
+    with pytest.raises(UserError, match=r"a response of step 5 .* data.source = 'd.jsonl' gives; .*remove .* kept/"):
+        still_to_do([foreign], kept, "d.jsonl")
+
+
+# -- a run ----------------------------------------------------------------------------------------------------------
+
+
+class StopsAfter:
+    """A reporter that asks to be killed once so many sequences are left in all."""
+
+    def __init__(self, world: Any, num_left: int) -> None:
+        self._world, self._num_left = world, num_left
+
+    def rolling(self, step: int, roster: Any) -> None:
+        if roster.round and sum(status.sequences_left for status in roster.statuses) <= self._num_left:
+            self._world.flag.request(Stop.KILL, "test")
+
+    def phase(self, *_: object) -> None: ...
+
+    def stepped(self, *_: object) -> None: ...
+
+
+IN_THE_UPDATE = -2
+
+
+class KilledError(Exception):
+    pass
+
+
+def be_killed(*_: object) -> None:
+    raise KilledError
+
+
+def take_one_step(folder: str, num_left: int, changes: list[str]) -> dict[str, Any]:
+    """Step 0, or what a stop lets be done of it."""
+    from tlt_hpc import run, saving
+    from tlt_hpc.config import load_config
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.storage.rollout_log import read_step
+
+    world = World.connect()
+    config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
+    job = run.assemble(config, world)
+    saving.resume(job, lambda step: None)
+    if num_left == IN_THE_UPDATE:
+        run.update_policy = be_killed
+    try:
+        was_whole = run.take_step(job, 0, StopsAfter(world, num_left))
+    except KilledError:
+        was_whole = False
+    world.barrier()
+    tokens = {}
+    for path in job.folder.rollout_logs(0):
+        tokens |= {str(r.key): r.response_tokens.tolist() for r in read_step(path).rollouts}
+    found = {
+        "was whole": was_whole,
+        "kept": [r.key.draw * 4 + r.key.sample for path in job.folder.kept_parts(0) for r in read_kept(path).rollouts],
+        "policy": job.policy.sha256(),
+        "tokens": tokens,
+        "generated": job.engine.num_tokens if not was_whole else None,
+    }
+    job.close()
+    leave_process_group()
+    return found
+
+
+@pytest.mark.mpi
+def test_a_step_that_was_cut_short_twice_generates_no_response_twice(tmp_path):
+    straight = run_on_ranks(2, take_one_step, str(tmp_path / "straight"), -1, [])[0]
+    assert straight["was whole"] and straight["kept"] == [] and len(straight["tokens"]) == 32
+    folder = str(tmp_path / "cut")
+    first = run_on_ranks(2, take_one_step, folder, 26, [])[0]
+    assert not first["was whole"] and 6 <= len(first["kept"]) < 24 and first["tokens"] == {}
+    second = run_on_ranks(1, take_one_step, folder, 5, [])[0]  # on another number of ranks
+    assert not second["was whole"] and len(second["kept"]) > len(first["kept"])
+    assert set(first["kept"]) <= set(second["kept"]) and len(set(second["kept"])) == len(second["kept"])
+    last = run_on_ranks(2, take_one_step, folder, -1, [])[0]
+    assert last["was whole"] and last["kept"] == [], "the step is committed"
+    assert last["tokens"] == straight["tokens"] and last["policy"] == straight["policy"]
+    line = json.loads((tmp_path / "cut" / "tiny" / "metrics.jsonl").read_text())
+    assert line["rollout/kept"] == len(second["kept"])
+
+
+@pytest.mark.mpi
+def test_a_step_with_refills_that_was_killed_in_its_update_goes_on(tmp_path):
+    """Responses of a refill come back when it is drawn again, and not before the step's own have their scores."""
+    dynamic = ["algorithm.max_refills=3", "rollout.max_new_tokens=60"]
+    straight = run_on_ranks(2, take_one_step, str(tmp_path / "straight"), -1, dynamic)[0]
+    assert straight["was whole"] and len(straight["tokens"]) > 32, "a refill was drawn"
+    cut = run_on_ranks(2, take_one_step, str(tmp_path / "cut"), IN_THE_UPDATE, dynamic)[0]
+    assert not cut["was whole"] and len(cut["kept"]) == len(straight["tokens"])
+    last = run_on_ranks(2, take_one_step, str(tmp_path / "cut"), -1, dynamic)[0]
+    assert last["tokens"] == straight["tokens"] and last["policy"] == straight["policy"]
+
+
+@pytest.mark.mpi
+def test_kept_responses_of_other_weights_are_not_used(tmp_path):
+    folder = str(tmp_path / "cut")
+    first = run_on_ranks(2, take_one_step, folder, 26, [])[0]
+    paths = RunFolder(tmp_path / "cut" / "tiny").kept_parts(0)
+    for path in paths:
+        write_kept(path, replace(read_kept(path), origin="another"), True)
+    assert first["kept"]
+    last = run_on_ranks(2, take_one_step, folder, -1, [])[0]
+    assert last["was whole"] and last["kept"] == []
+    line = json.loads((tmp_path / "cut" / "tiny" / "metrics.jsonl").read_text())
+    assert line["rollout/kept"] == 0

@@ -1,0 +1,183 @@
+"""At start and on resume no file is opened by all ranks: one of each node reads it, and the others are given it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import launch_ranks
+import pytest
+from launch_ranks import LAUNCH_ENVIRONMENT, mpiexec, run_on_ranks
+from tiny import embedded_folder
+
+from tlt_hpc.launch.local import JOB_FILE, given_job, launch_environment
+from tlt_hpc.models.tokenizer import embedded
+
+ROOT = Path(__file__).resolve().parent.parent
+OPENED = re.compile(r'open(?:at)?\(.*?"([^"]+)", (\S+?)[,)].*= \d+$')
+THREAD = re.compile(r"^clone.*CLONE_THREAD.*= (\d+)$")
+
+
+def start_and_go_on(job: str, overrides: list[str]) -> str:
+    """A run of one step, and another start that takes it up for a second."""
+    from tlt_hpc import cli
+    from tlt_hpc.config import load_config
+    from tlt_hpc.display import make_reporter
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.run import run
+    from tlt_hpc.stopping import StopFlag
+
+    options = cli.parse(["train", job, *overrides])
+    config = load_config(job, overrides, given_job(os.environ, job))
+    world = cli.connect(config, options, StopFlag())
+    with make_reporter(False) as reporter:
+        for num_steps in (1, 2):
+            steps = config.run.model_copy(update={"num_steps": num_steps})
+            result = run(config.model_copy(update={"run": steps}), world, reporter)
+    leave_process_group()
+    return result.policy_sha256
+
+
+def readers_of(traces: Path, below: Path) -> dict[str, int]:
+    """How many processes have opened each file below a folder to read it."""
+    lines = {int(file.suffix[1:]): file.read_text(errors="replace").splitlines() for file in traces.iterdir()}
+    started = ((int(found[1]), task) for task in lines for line in lines[task] if (found := THREAD.match(line)))
+    owner = dict(started)
+    found = defaultdict(set)
+    for task, opens in lines.items():
+        process = task
+        while process in owner:
+            process = owner[process]
+        for path, flags in (match.groups() for line in opens if (match := OPENED.search(line))):
+            if Path(path).is_relative_to(below) and "WR" not in flags and Path(path).suffix:  # folders have none
+                found[str(Path(path).relative_to(below))].add(process)
+    return {path: len(processes) for path, processes in found.items()}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.skipif(not shutil.which("strace"), reason="no strace on PATH; install it (Debian: apt install strace)")
+def test_each_file_is_opened_by_one_rank_of_the_node(num_ranks: int, tmp_path: Path) -> None:
+    job, place = tmp_path / "job.toml", tmp_path / "read"
+    shutil.copytree(embedded_folder(), place / "model")
+    shutil.copytree(embedded("tiny_drafter"), place / "drafter")
+    (place / "data.jsonl").write_text('{"prompt": "gcd(2,4)=", "answer": "2"}\n' * 20)
+    shutil.copy(ROOT / "jobs" / "tiny.toml", job)
+    overrides = [
+        f"run.folder={tmp_path / 'runs'}",
+        f"model.path={place / 'model'}",
+        f"drafter.init={place / 'drafter'}",
+        f"data.source={place / 'data.jsonl'}",
+        "rollout.prompts_per_step=4",
+        "rollout.max_new_tokens=32",
+        "speculation.profile_seconds=0.1",
+        "checkpoint.every_steps=1",
+    ]
+    traces, results = tmp_path / "traces", tmp_path / "results"
+    traces.mkdir(), results.mkdir()
+    trace = ["strace", "-f", "-ff", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,clone,clone3"]
+    program = [launch_ranks.__file__, __file__, "start_and_go_on", json.dumps([str(job), overrides]), str(results)]
+    command = [*trace, "-o", str(traces / "rank"), mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py"]
+    environment = launch_environment(num_ranks, {**os.environ, **LAUNCH_ENVIRONMENT}, str(job))
+    done = subprocess.run(
+        [*command, *program], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    readers = readers_of(traces, tmp_path)
+    read = {path: count for path, count in readers.items() if not path.startswith(("runs/tiny/cache", "results"))}
+    assert {"read/model/model.safetensors", "read/model/tokenizer.json", "read/drafter/drafter.safetensors"} <= set(
+        read
+    )
+    assert "read/data.jsonl" in read and sum("checkpoints/step-000001/policy" in path for path in read) == num_ranks
+    assert {path: count for path, count in read.items() if count > 1} == {}
+    assert "job.toml" not in read, "the launching process has read it"
+
+
+# --- the node's ranks ---
+
+
+def read_as_nodes(num_bytes: int) -> dict[str, Any]:
+    """Two ranks a node: what each was given of three reads, how often it read, and the error that its node met."""
+    import numpy as np
+
+    import tlt_hpc.mpi.node as node_module
+    import tlt_hpc.mpi.world as world_module
+
+    node_module.BLOCK_BYTES = 1000
+    rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    world_module.socket.gethostname = lambda: f"node{rank // 2}"
+    node, calls = world_module.World.connect().node_group, []
+
+    def read() -> bytes:
+        calls.append(rank)
+        return bytes([rank]) * num_bytes
+
+    def fail() -> None:
+        raise ValueError(f"rank {rank} lacks it")
+
+    given = node.once(read)
+    values = np.full(num_bytes, rank, np.uint8)
+    node.broadcast(values)
+    try:
+        node.once(fail)
+    except ValueError as error:
+        text = str(error)
+    return {"given": [len(given), *set(given)], "values": values.tolist(), "calls": calls, "error": text}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_bytes", [1, 4000, 12345])
+def test_the_first_rank_of_each_node_reads(num_bytes: int) -> None:
+    for rank, found in enumerate(run_on_ranks(4, read_as_nodes, num_bytes)):
+        first = rank // 2 * 2
+        assert found["given"] == [num_bytes, first] and set(found["values"]) == {first}
+        assert found["calls"] == ([rank] if rank == first else [])
+        assert found["error"] == f"rank {first} lacks it"
+
+
+def tensors_as_node() -> list[bool]:
+    import torch
+
+    from tlt_hpc.models.once import read_all_once, read_once
+    from tlt_hpc.mpi.world import World
+
+    world = World.connect()
+    tensors = {
+        "bf16": torch.arange(12, dtype=torch.bfloat16).view(3, 4),
+        "turned": torch.arange(6.0).view(2, 3).T,
+        "scalar": torch.tensor(7),
+        "none": torch.empty(0, 3),
+    }
+    own = tensors if world.rank == 0 else {}
+    given = [read_once(world.node_group, lambda name=name: own[name]) for name in tensors]  # type: ignore[misc]
+    whole = read_all_once(world.node_group, lambda: own)
+    assert whole is not None and list(whole) == list(tensors)
+    assert read_all_once(world.node_group, lambda: None) is None
+    pairs = [*zip(given, tensors.values(), strict=True), *zip(whole.values(), tensors.values(), strict=True)]
+    return [left.dtype == right.dtype and torch.equal(left, right) for left, right in pairs]
+
+
+@pytest.mark.mpi
+def test_tensors_of_any_kind_arrive_as_they_are() -> None:
+    assert run_on_ranks(3, tensors_as_node) == [[True] * 8] * 3
+
+
+# --- the job file ---
+
+
+def test_ranks_are_given_the_text_of_the_job_that_they_are_asked_to_run(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_bytes(b"[run]\nname = '\xc3\xa4'\n")
+    environment = launch_environment(2, {"PMI_RANK": "0"}, str(job))
+    assert given_job(environment, str(job)) == job.read_bytes()
+    assert given_job(environment, str(tmp_path / "other.toml")) is None
+    assert given_job({JOB_FILE: str(job)}, str(job)) is None, "no rank"
+    job.write_bytes(b"#" * 70_000)
+    assert JOB_FILE not in launch_environment(2, {}, str(job)), "too long for the environment"

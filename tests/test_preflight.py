@@ -1,0 +1,511 @@
+"""`tlt preflight`: each planted problem is found under its own name, with a remedy, and hides no other check."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from preflight_place import ROOT, SCRIPT, Place, make_place
+
+from tlt_hpc.cli import main
+from tlt_hpc.config import load_config, to_toml
+from tlt_hpc.preflight import assets, disk, fix, machine, mpi, request, verdict, versions
+from tlt_hpc.preflight.ask import NoAnswer, ask
+from tlt_hpc.preflight.cluster import gpus_of
+from tlt_hpc.preflight.command import CHECKS, SLURM_CHECKS
+
+Plant = Callable[[Place], None]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    machine.forget()
+    yield make_place(tmp_path, monkeypatch)
+    machine.forget()
+
+
+def test_where_all_is_well_nothing_fails(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    place.slurm()
+    status, verdicts = place.check()
+    assert {name: one["found"] for name, one in verdicts.items() if one["level"] == "failure"} == {}
+    assert status == 0
+    assert list(verdicts) == ["config", *CHECKS, *SLURM_CHECKS]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(verdicts) + 1 and lines[-1].endswith("nothing stands in the job's way")
+    assert not list(place.path.glob("**/.tlt-preflight-*")) and not (place.path / "runs").exists()
+
+
+# --- planted problems: (what is planted, the check that finds it, what it says) ---
+
+
+def unknown_key(place: Place) -> None:
+    place.set("rollout.temprature=0.5")
+
+
+def no_model(place: Place) -> None:
+    shutil.rmtree(place.model)
+
+
+def no_shard(place: Place) -> None:
+    (place.model / "model-00002-of-00002.safetensors").unlink()
+
+
+def short_shard(place: Place) -> None:
+    file = place.model / "model-00002-of-00002.safetensors"
+    os.truncate(file, file.stat().st_size - 1000)
+
+
+def no_tokenizer(place: Place) -> None:
+    (place.model / "tokenizer.json").unlink()
+
+
+def no_data(place: Place) -> None:
+    place.data.unlink()
+
+
+def broken_row(place: Place) -> None:
+    place.data.write_text(place.data.read_text() + '{"prompt": 3, "answer": "1"}\n')
+
+
+def chats_without_template(place: Place) -> None:
+    row = {"prompt": [{"role": "user", "content": "gcd(2,4)="}], "answer": "2"}
+    place.data.write_text((json.dumps(row) + "\n") * 40)
+
+
+def broken_function(place: Place) -> None:
+    file = place.write("mine.py", "import no_such_package\ndef score(**given): return 1.0\n")
+    place.set("reward.default=function", f"reward.function={file}:score")
+
+
+def hanging_function(place: Place) -> None:
+    place.monkeypatch.setattr(assets, "JUDGE_SECONDS", 1.5)
+    file = place.write("mine.py", "import time\ntime.sleep(30)\ndef score(**given): return 1.0\n")
+    place.set("reward.default=function", f"reward.function={file}:score")
+
+
+def no_drafter(place: Place) -> None:
+    place.set(f"drafter.init={place.path / 'nowhere'}")
+
+
+def no_tracker(place: Place) -> None:
+    find = importlib.util.find_spec
+    place.monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tensorboard" else find(name))
+    place.set("tracking.tensorboard=true")
+
+
+def changed_run(place: Place) -> None:
+    run = place.path / "runs" / "tiny"
+    run.mkdir(parents=True)
+    overrides = ["rollout.temperature=0.5", *place.base()]
+    (run / "config.toml").write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", overrides)))
+
+
+def odd_ranks(place: Place) -> None:
+    place.set("--nodes", "3", "--ranks-per-node", "1")
+
+
+def small_gpus(place: Place) -> None:
+    place.set("model.device=cuda", "--gpu-memory", "0.1")
+    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+
+
+def small_disk(place: Place) -> None:
+    found = os.statvfs(place.path)
+    values = [*found]
+    values[3] = values[4] = 10
+    place.monkeypatch.setattr(disk.os, "statvfs", lambda path: os.statvfs_result(values))
+
+
+def small_quota(place: Place) -> None:
+    mount = machine.mount_of(place.path)
+    place.prints("quota", f"Disk quotas for user me (uid 1):\n {mount.source} 1000* 900 1000 6days 17 0 0 0\n", 1)
+
+
+def few_files(place: Place) -> None:
+    mount = machine.mount_of(place.path)
+    place.prints("quota", f" {mount.source} 1000 0 0 0 999 0 1000 0\n")
+
+
+def read_only_folder(place: Place) -> None:
+    place.set("run.folder=/sys/tlt")  # where root cannot write either
+
+
+def no_mpi(place: Place) -> None:
+    place.monkeypatch.setattr(mpi, "ask", ask)
+    place.monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
+
+
+def foreign_mpiexec(place: Place) -> None:
+    """It starts single ranks, and says whose it is."""
+    script = 'case $1 in --version) echo "mpiexec (OpenRTE) 4.1.4";; *) shift 2; exec "$@";; esac'
+    file = place.command("mpiexec", script)
+    place.monkeypatch.setattr(mpi, "ask", ask)
+    place.monkeypatch.setattr(mpi, "find_mpiexec", lambda: str(file))
+
+
+def hanging_ranks(place: Place) -> None:
+    file = place.command("mpiexec", "case $1 in --version) echo HYDRA;; *) sleep 30 & wait;; esac")
+    place.monkeypatch.setattr(mpi, "ask", lambda command, seconds, env=None: ask(command, min(seconds, 2.0), env))
+    place.monkeypatch.setattr(mpi, "find_mpiexec", lambda: str(file))
+
+
+def old_package(place: Place) -> None:
+    version = metadata.version
+    place.monkeypatch.setattr(metadata, "version", lambda name: "4.9.0" if name == "transformers" else version(name))
+
+
+def torch_for_cpus(place: Place) -> None:
+    place.set("model.device=cuda")
+    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "")
+
+
+def old_driver(place: Place) -> None:
+    text = "NVIDIA-SMI 470.1  Driver Version: 470.1  CUDA Version: 11.4"
+    csv = "NVIDIA A100-SXM4-80GB, 81920, 470.1"
+    place.command("nvidia-smi", f'case "$1" in --query*) echo "{csv}";; *) echo "{text}";; esac')
+    place.set("model.device=cuda")
+    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+
+
+def hanging_driver(place: Place) -> None:
+    place.command("nvidia-smi", "sleep 30 & wait")
+    place.monkeypatch.setattr(machine, "_SECONDS", 0.3)
+
+
+def no_compiler(place: Place) -> None:
+    place.set("model.device=cuda", "optimizer.offload=true")
+    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+PLANTED: list[tuple[Plant, str, str]] = [
+    (unknown_key, "config", r"unknown key 'rollout.temprature'.*did you mean 'rollout.temperature'"),
+    (no_model, "model", r"no config.json.*--model-id"),
+    (no_shard, "model", r"lacks model-00002-of-00002.safetensors.*download"),
+    (short_shard, "model", r"model-00002-of-00002.safetensors is no whole safetensors file.*download it again"),
+    (no_tokenizer, "tokenizer", r"no tokenizer.json.*save the fast tokenizer"),
+    (no_data, "data", r"data.jsonl' does not exist.*give a .jsonl"),
+    (broken_row, "data", r"data.jsonl:41.*prompt"),
+    (chats_without_template, "data", r"has no chat template.*data.chat_template"),
+    (broken_function, "rewards", r"no_such_package"),
+    (hanging_function, "rewards", r"not ready after 1.5 s.*see what reward.function"),
+    (no_drafter, "drafter", r"drafter.init = .*nowhere"),
+    (no_tracker, "trackers", r"'tensorboard', which is not installed.*pip install tensorboard"),
+    (changed_run, "run", r"holds a run with rollout.temperature = 0.5, now 1.0.*another run.name"),
+    (odd_ranks, "ranks", r"not divisible by 3 ranks.*use 15"),
+    (small_gpus, "memory", r"Does not fit.*3.71 GB more than the 0.10 GB of each GPU.*rollout.max_live"),
+    (small_disk, "disk", r"0.0 MB free of .*, the run writes .*make room"),
+    (small_quota, "quota", r"0.0 MB free of your quota on .*make room"),
+    (few_files, "quota", r"1 more files fit on your quota.*the run makes about"),
+    (read_only_folder, "run folder", r"/sys .*not permitted.*set run.folder to another place"),
+    (no_mpi, "mpi library", r"mpi4py does not load: .*libmpi.so.*load your site's MPI module"),
+    (foreign_mpiexec, "mpi launcher", r"is Open MPI's and mpi4py loads MPICH.*first on PATH"),
+    (foreign_mpiexec, "ranks talk", r"2 ranks do not talk: MPI sees 1 rank where TLT_RANKS=2.*try by hand: .*mpiexec"),
+    (hanging_ranks, "ranks talk", r"gave no answer in 2 s.*try by hand"),
+    (old_package, "packages", r"transformers 4.9.0 is not >=5.23.*pip install"),
+    (torch_for_cpus, "torch", r"is a build for CPUs, and the job runs on GPUs.*install torch's CUDA build"),
+    (old_driver, "torch", r"for CUDA 12.8, and the driver .*470.1\) takes CUDA 11.4 at most.*CUDA 11"),
+    (hanging_driver, "torch", r"nvidia-smi gave no answer in 0.3 s.*try by hand: nvidia-smi"),
+    (no_compiler, "offload", r"no C\+\+ compiler.*load the modules"),
+]
+ALSO = {
+    no_mpi: {"ranks talk"},
+    foreign_mpiexec: {"mpi launcher", "ranks talk"},
+    no_compiler: set(),
+    read_only_folder: {"disk", "hdf5"},
+}
+"""What else may fail with a plant: the same cause."""
+
+
+@pytest.mark.parametrize(("plant", "name", "said"), PLANTED, ids=lambda value: getattr(value, "__name__", None))
+def test_a_planted_problem_is_found_and_hides_no_other(place: Place, plant: Plant, name: str, said: str) -> None:
+    plant(place)
+    status, verdicts = place.check()
+    assert_found(status, verdicts, name, said, ALSO.get(plant, set()))
+    assert list(verdicts) == ["config", *CHECKS, "slurm"]
+
+
+def assert_found(
+    status: int, verdicts: dict[str, dict[str, str]], name: str, said: str, also: set[str], level: str = "failure"
+) -> None:
+    one = verdicts[name]
+    assert one["level"] == level and one["remedy"], one
+    assert re.search(said, f"{one['found']}; {one['remedy']}"), one
+    others = {other for other, verdict in verdicts.items() if verdict["level"] == "failure"} - {name}
+    assert others <= also, {other: verdicts[other]["found"] for other in others}
+    assert status == (1 if level == "failure" or others else 0)
+    assert all("\n" not in text for verdict in verdicts.values() for text in verdict.values())
+
+
+def test_what_could_not_be_checked_says_why(place: Place) -> None:
+    no_model(place)
+    verdicts = place.check()[1]
+    skipped = {name: one["found"] for name, one in verdicts.items() if one["level"] == "skipped"}
+    for name in ("tokenizer", "chat template"):
+        assert skipped[name] == f"there is no model in {place.model}"
+    assert skipped["data"].startswith(f"{place.data} has 40 rows; they cannot be held against the model: there is no")
+    for name in ("memory", "disk"):
+        assert skipped[name] == f"the sizes of {place.model} are not known"
+
+
+# --- Slurm's limits ---
+
+SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
+    ("no such partition", lambda p: p.slurm(PartitionName="gpu"), "partition", "failure", r"'main' does.*gpu, other"),
+    ("partition down", lambda p: p.slurm(State="DRAIN"), "partition", "failure", r"'main' is DRAIN.*wait"),
+    ("no Slurm", lambda p: (p.slurm(), p.command("scontrol", "echo refused >&2; exit 1")), "partition", "failure",
+     r"refused.*scontrol ping"),
+    ("time over MaxTime", lambda p: p.slurm(MaxTime="04:00:00"), "time", "failure", r"10 h .*at most 4 h.*04:00:00"),
+    ("no time", lambda p: p.slurm(script=SCRIPT.replace("--time", "--mail-user")), "time", "warning", r"give --time"),
+    ("more nodes than there are", lambda p: (p.slurm(), p.set("--nodes", "8")), "nodes", "failure",
+     r"8 nodes.*has 4.*--nodes=4"),
+    ("more nodes than MaxNodes", lambda p: p.slurm(MaxNodes="1"), "nodes", "failure", r"has 4, 1 to a job.*--nodes=1"),
+    ("nodes down", lambda p: p.slurm(nodes="1|idle|32|256000|(null)\n3|down*|32|256000|(null)"), "nodes", "warning",
+     r"1 of 4 are up \(3 down\*\)"),
+    ("GPUs where there are none", lambda p: (p.slurm(nodes="4|idle|32|256000|(null)"), p.set("--gpus-per-node", "1")),
+     "gpus", "failure", r"'main' has none \(Gres\).*partition with GPUs"),
+    ("more GPUs than a node has", lambda p: (p.slurm(), p.set("--gpus-per-node", "8")), "gpus", "failure",
+     r"at most 4.*--gpus-per-node=4"),
+    ("no GPUs asked for", lambda p: (p.slurm(), p.set("model.device=cuda")), "gpus", "failure", r"--gpus-per-node=4"),
+    ("too many cores", lambda p: (p.slurm(), p.set("--cpus-per-rank", "64")), "cores", "failure",
+     r"64 cores \(1 x 64\).*0 of .*largest have 32 cores"),
+    ("another's account", lambda p: p.slurm(script=SCRIPT.replace("science", "theirs")), "account", "failure",
+     r"'theirs' is none of .*other, science"),
+    ("a placeholder", lambda p: p.slurm(script=SCRIPT.replace("science", "YOUR_ACCOUNT")), "account", "failure",
+     r"still says YOUR_ACCOUNT.*edit"),
+    ("srun without pmi2", lambda p: p.slurm(kinds="MPI plugin types are...\n\tpmix\n\tnone\n"), "mpi launcher",
+     "failure", r"srun knows no --mpi=pmi2, only none, pmix"),
+    ("srun for another MPI", lambda p: p.slurm(script=SCRIPT.replace(":-pmi2", ":-pmix")), "mpi launcher", "failure",
+     r"--mpi=pmix does not start MPICH.*TLT_SRUN_MPI=pmi2"),
+    ("sbatch refuses", lambda p: (p.slurm(), p.prints("sbatch", "sbatch: error: Batch job submission failed", 1)),
+     "sbatch", "failure", r"would refuse the job: sbatch: error: Batch job"),
+    ("requeue off", lambda p: p.slurm(script=SCRIPT.replace("#SBATCH --requeue\n", ""), settings={"JobRequeue": "0"}),
+     "requeue", "warning", r"requeue is off \(JobRequeue = 0.*add #SBATCH --requeue"),
+    ("no requeue", lambda p: p.slurm(script=SCRIPT.replace("--requeue", "--no-requeue")), "requeue", "warning",
+     r"says --no-requeue"),
+    ("no signal", lambda p: p.slurm(script=SCRIPT.replace("USR2@120", "USR1@120")), "requeue", "warning",
+     r"no USR2.*--signal=USR2@120"),
+    ("preemption cancels", lambda p: p.slurm(PreemptMode="CANCEL"), "preemption", "warning", r"not queued again"),
+    ("preempted at once", lambda p: p.slurm(GraceTime="0", settings={"KillWait": "5 sec"}), "preemption", "warning",
+     r"KILL comes 5 s after TERM.*GraceTime of 10 s"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "name", "level", "said"), [one[1:] for one in SLURM_PLANTED],
+                         ids=[one[0] for one in SLURM_PLANTED])  # fmt: skip
+def test_what_slurm_does_not_allow_is_found(place: Place, plant: Plant, name: str, level: str, said: str) -> None:
+    plant(place)
+    status, verdicts = place.check()
+    also = {"torch"} if {"model.device=cuda", "--gpus-per-node"} & {*place.arguments} else set()
+    assert_found(status, verdicts, name, said, also, level)
+    assert list(verdicts) == ["config", *CHECKS, *SLURM_CHECKS]
+
+
+# --- the rest of the command ---
+
+
+def test_all_mistakes_of_a_configuration_are_named(place: Place) -> None:
+    place.set("rollout.temprature=0.5", "model.dtype=float64", "optimizer.learning_rate=-1")
+    path = place.path / "verdicts.json"
+    assert main(["preflight", str(ROOT / "jobs" / "tiny.toml"), *place.arguments, "--json", str(path)]) == 1
+    found = [one["found"] for one in json.loads(path.read_text())["verdicts"] if one["name"] == "config"]
+    assert [text.split()[0] for text in found] == ["model.dtype", "unknown", "optimizer.learning_rate"]
+
+
+def test_all_combinations_that_cannot_be_are_named(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    place.set("rollout.min_new_tokens=9999", "drafter.serial_as=x", "optimizer.zero_stage=0", "optimizer.offload=true")
+    status, _ = place.check()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failure  config")]
+    assert status == 1 and len(lines) == 3
+    assert all(key in line for key, line in zip(("offload", "min_new_tokens", "serial_as"), lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.toml"], "config file nowhere.toml: No such file"),
+        (["jobs/tiny.toml", "--model-id", "a/b"], "says nothing without --fix"),
+        (["jobs/tiny.toml", "--gpu-memory", "0"], "--gpu-memory 0: give a number above 0"),
+        (["jobs/tiny.toml", "--json", "/nowhere/x.json"], "its folder does not exist"),
+        (["jobs/tiny.toml", "--nodes", "0"], "--nodes 0: give 1 or more"),
+        (["jobs/tiny.toml", "--time", "soon"], "time 'soon': give it as sbatch takes it"),
+        (["jobs/tiny.toml", "--script", "nowhere.sh"], "--script nowhere.sh: .*No such file.*give a batch script"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line_and_status_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["preflight", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert re.search(said, error) and error.count("\n") == 1
+
+
+def test_fix_fetches_the_model_and_makes_the_folder(place: Place) -> None:
+    kept = place.path / "kept"
+    shutil.move(place.model, kept)
+    asked = []
+
+    def fetch(model_id: str, folder: Path) -> None:
+        asked.append(model_id)
+        shutil.copytree(kept, folder)
+
+    place.monkeypatch.setattr(fix.repairs, "__defaults__", (fetch,))
+    place.set("--fix", "--model-id", "Someone/Tiny")
+    status, verdicts = place.check()
+    assert status == 0 and asked == ["Someone/Tiny"]
+    assert verdicts["fix model"]["found"] == f"fetched Someone/Tiny to {place.model}"
+    assert verdicts["fix run folder"]["found"].startswith("made ") and (place.path / "runs").is_dir()
+    assert place.check()[1]["fix model"]["found"].endswith("is there") and len(asked) == 1
+    place.set("model.path=embedded:tiny")
+    assert place.check()[1]["fix model"]["found"] == "embedded:tiny is there" and len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(OSError("no route\nmore"), "no route"), (ValueError("a repository is called so"), "called so")],
+)
+def test_what_fix_could_not_do_is_said_and_the_checks_go_on(place: Place, error: Exception, said: str) -> None:
+    no_model(place)
+
+    def fetch(model_id: str, folder: Path) -> None:
+        raise error
+
+    place.monkeypatch.setattr(fix.repairs, "__defaults__", (fetch,))
+    place.set("--fix", "--model-id", "Someone/Tiny")
+    status, verdicts = place.check()
+    assert_found(status, verdicts, "fix model", f"could not fetch 'Someone/Tiny': .*{said}", {"model"})
+
+
+def test_without_a_network_the_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises((OSError, ValueError)):
+        fix.fetch("Someone/Tiny", tmp_path / "model")
+
+
+def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
+    place.slurm()
+    names = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank", "partition", "account", "time")
+    options = Namespace(**dict.fromkeys(names), script=place.path / "job.sh")
+    found = request.make_request(options, {})
+    assert (found.nodes, found.ranks_per_node, found.partition, found.account) == (2, 1, "main", "science")
+    assert (found.seconds, found.memory_mb, found.signal, found.requeue) == (36000, 16384, "USR2@120", True)
+    assert found.srun_mpi == "pmi2"
+    assert request.make_request(options, {"TLT_SRUN_MPI": "pmix"}).srun_mpi == "pmix"
+    said = {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine", "SBATCH_QOS": "long", "SBATCH_TIMELIMIT": "5"}
+    found = request.make_request(options, said)
+    assert (found.partition, found.account, found.qos, found.seconds) == ("other", "mine", "long", 300)
+    options.script.write_text(SCRIPT.replace("${TLT_SRUN_MPI:-pmi2}", "$TLT_SRUN_MPI"))
+    assert request.make_request(options, {}).srun_mpi == ""
+    options.nodes, options.gpus_per_node = 3, 2
+    assert (request.make_request(options, {}).nodes, request.make_request(options, {}).gpus_per_node) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-0", 172800), ("1-12:30", 131400), ("1-0:0:5", 86405)],
+)
+def test_times_are_read_as_slurm_writes_them(text: str, seconds: float) -> None:
+    assert request.seconds_of(text) == seconds
+    assert request.seconds_of("UNLIMITED") == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [("gpu:a100:4(S:0-1)", 4), ("gpu:8", 8), ("(null)", 0), ("gpu:a100:2,gpu:v100:1", 3), ("nvme:1,gpu:h100:8(S:0)", 8),
+     ("gpu_memory:80", 0)],
+)  # fmt: skip
+def test_gpus_are_counted_in_generic_resources(gres: str, gpus: int) -> None:
+    assert gpus_of(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "said"),
+    [("tmpfs", "warning", "in memory"), ("ext4", "warning", "mostly of one machine"), ("lustre", "ok", "(lustre)")],
+)
+def test_the_kind_of_file_system_is_judged(place: Place, kind: str, level: str, said: str) -> None:
+    place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/", kind, "x"))
+    place.set("--nodes", "2", "--ranks-per-node", "1")
+    one = place.check()[1]["run folder"]
+    assert one["level"] == level and said in one["found"]
+
+
+def test_the_nearest_mount_counts_and_of_two_at_one_point_the_last(place: Place) -> None:
+    (place.path / "a b" / "c").mkdir(parents=True)
+    point = str(place.path).replace(" ", "\\040")
+    lines = [
+        "1 0 0:1 / / rw - ext4 /dev/sda rw",
+        f"2 1 0:2 / {point} rw shared:1 - lustre mds:/scratch rw",
+        f"3 2 0:3 / {point}/a\\040b rw - tmpfs none rw",
+        f"4 2 0:4 / {point}/a\\040b rw - nfs4 server:/x\\040y rw",
+        f"5 2 0:5 / {point}/a rw - xfs /dev/sdb rw",
+    ]
+    place.monkeypatch.setattr(machine, "_MOUNTS", place.write("mountinfo", "\n".join(lines)))
+    assert machine.mount_of(place.path / "a b" / "c").source == "server:/x y"
+    assert machine.mount_of(place.path).kind == "lustre" and machine.mount_of(Path("/")).kind == "ext4"
+
+
+def test_a_shared_home_is_warned_of(place: Place) -> None:
+    place.monkeypatch.setenv("HOME", str(place.path))
+    place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/", "nfs4", "server:/home"))
+    verdicts = place.check()[1]
+    assert verdicts["run folder"]["level"] == "warning" and "home folder" in verdicts["run folder"]["found"]
+    assert verdicts["local folder"]["level"] == "warning" and "shared by the nodes" in verdicts["local folder"]["found"]
+
+
+def test_the_gpus_of_this_machine_bound_a_job_that_runs_here(place: Place) -> None:
+    rows = "NVIDIA A100, 81920, 550.54\nNVIDIA A30, 24576, 550.54\nNVIDIA GB200, [N/A], 550.54"
+    place.prints("nvidia-smi", rows)
+    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.set("model.device=cuda")
+    assert "22.0 GB (85%) of each GPU left" in place.check()[1]["memory"]["found"]
+    assert [gpu.num_bytes for gpu in machine.read_gpus()] == [81920 * 2**20, 24576 * 2**20, None]
+
+
+def test_lustre_is_asked_by_its_own_command(place: Place) -> None:
+    place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/scratch", "lustre", "mds:/scratch"))
+    place.prints("lfs", "/scratch 100 0 2000000 - 17 0 1000000 -\n")
+    one = place.check()[1]["quota"]
+    assert one["level"] == "warning" and one["found"].startswith("2.0 GB free of your quota on /scratch")
+
+
+def test_a_node_folder_of_a_variable_that_only_jobs_have(place: Place) -> None:
+    place.set("drafter.cache_folder=$NO_SUCH_FOLDER")
+    assert place.check()[1]["local folder"]["level"] == "failure"
+    place.slurm()
+    one = place.check()[1]["local folder"]
+    assert one["level"] == "warning" and "inside a job" in one["remedy"]
+
+
+def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    command = ["sh", "-c", f"(sleep 2; touch {mark}) & sleep 30"]
+    with pytest.raises(NoAnswer, match=r"gave no answer in 0.5 s; try by hand"):
+        ask(command, 0.5)
+    time.sleep(2.2)
+    assert not mark.exists()
+
+
+def test_a_programmers_mistake_is_no_verdict() -> None:
+    def check() -> verdict.Finding:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        verdict.judge("x", check)
+
+
+def test_the_command_answers_within_seconds_of_its_subprocesses(place: Place) -> None:
+    place.check()  # torch is imported
+    started = time.process_time()
+    place.check()
+    assert time.process_time() - started < 1.5 and "torch" in sys.modules

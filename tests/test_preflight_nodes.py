@@ -1,0 +1,164 @@
+"""What a job looks at on every node: the odd one is named in one line, on all ranks, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_ranks import LAUNCH_ENVIRONMENT, launch, mpiexec, run_on_ranks
+
+from tlt_hpc.config import UserError, load_config
+from tlt_hpc.models.tokenizer import embedded
+from tlt_hpc.preflight import nodes
+from tlt_hpc.preflight.nodes import NodeFacts, Record, find_difference, refuse_errors
+
+ROOT = Path(__file__).resolve().parent.parent
+FACTS = NodeFacts(
+    python="3.11.7",
+    packages="torch 2.13.0, numpy 2.4.6",
+    source="tlt_hpc 0.1.0 (abc)",
+    mpi="MPICH Version: 5.0.2",
+    gpus="4 x NVIDIA A100",
+    driver="550.54",
+    run_folder="is there",
+    model="123abc",
+)
+
+
+def cluster(**odd: dict[str, str]) -> dict[str, NodeFacts]:
+    """Four nodes, of which some have other facts."""
+    return {name: replace(FACTS, **odd.get(name, {})) for name in ("n1", "n2", "n3", "n4")}
+
+
+def test_equal_nodes_do_not_differ() -> None:
+    assert find_difference(cluster()) == nodes.Difference()
+    assert find_difference({"n1": FACTS}) == nodes.Difference()
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(NodeFacts)])
+def test_each_fact_that_differs_is_named_with_both_values(field: str) -> None:
+    found = find_difference(cluster(n3={field: "other"}))
+    line = found.warned if field == "driver" else found.refused
+    assert line.startswith(f"node n3: {field.replace('_', ' ')} other, where 3 other nodes have ")
+    assert vars(FACTS)[field] in line and "; " in line and "\n" not in line
+    assert bool(found.refused) != bool(found.warned)
+
+
+def test_of_a_list_only_what_differs_is_shown() -> None:
+    found = find_difference(cluster(n2={"packages": "torch 2.13.0, numpy 2.4.5"}))
+    assert found.refused.startswith("node n2: packages numpy 2.4.5, where 3 other nodes have numpy 2.4.6; start all")
+
+
+def test_the_majority_is_right_and_of_a_draw_the_first() -> None:
+    most = {name: {"python": "3.12.1"} for name in ("n1", "n3", "n4")}
+    assert find_difference(cluster(**most)).refused.startswith(
+        "node n2: python 3.11.7, where 3 other nodes have 3.12.1;"
+    )
+    draw = {name: {"python": "3.12.1"} for name in ("n3", "n4")}
+    assert "nodes n3, n4: python 3.12.1, where 2 other nodes have 3.11.7;" in find_difference(cluster(**draw)).refused
+
+
+def test_a_harmless_difference_does_not_hide_another() -> None:
+    found = find_difference(cluster(n2={"driver": "535.1"}, n4={"model": "cannot be read: no such folder"}))
+    assert found.refused.startswith("node n4: model cannot be read: no such folder, where 3 other")
+    assert found.warned.startswith("node n2: driver 535.1")
+
+
+def test_an_error_of_one_rank_has_its_node_and_one_of_all_stands_as_it_is() -> None:
+    refuse_errors([Record("n1", FACTS), Record("n1", None)])
+    with pytest.raises(UserError, match=r"^rank 1 on n2: no data; copy it$"):
+        refuse_errors([Record("n1", FACTS), Record("n2", None, "no data; copy it")])
+    with pytest.raises(UserError, match=r"^no data; copy it$"):
+        refuse_errors([Record("n1", None, "no data; copy it"), Record("n2", None, "no data; copy it")])
+
+
+def test_the_digests_follow_what_they_are_of(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = nodes.source_digest(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert nodes.source_digest(tmp_path) != before
+    model = shutil.copytree(embedded("tiny"), tmp_path / "model")
+    first = nodes.model_digest(model)
+    os.truncate(model / "model.safetensors", 1000)
+    second = nodes.model_digest(model)
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    assert len({first, second, nodes.model_digest(model)}) == 3
+
+
+def test_gpus_are_told_by_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nodes.gpus_in_words({}) == nodes.ABSENT or Path("/proc/driver/nvidia").exists()
+    for bus in ("0000:17:00.0", "0000:65:00.0"):
+        (tmp_path / "gpus" / bus).mkdir(parents=True)
+        (tmp_path / "gpus" / bus / "information").write_text("Model: \t NVIDIA H200\nIRQ:   5\n")
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 2024\n")
+    monkeypatch.setattr(nodes, "_DRIVER", tmp_path)
+    assert nodes.gpus_in_words({}) == "2 x NVIDIA H200"
+    assert nodes.gpus_in_words({"SLURM_GPUS_ON_NODE": "1"}) == "1 x NVIDIA H200"
+    assert nodes._driver() == "550.54.15"
+
+
+# --- on ranks ---
+
+
+def check_as_nodes(odd: int | None) -> dict[str, Any]:
+    """Every rank on a node of its own, one of them with another numpy; what it raised, and how often it gathered."""
+    from mpi4py import MPI
+
+    import tlt_hpc.mpi.world as world_module
+
+    rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    world_module.socket.gethostname = lambda: f"node{rank // 2 if odd is None else rank}"
+    world = world_module.World.connect()
+    version, gather, calls = nodes._version, nodes.gather_facts, []
+    nodes._version = lambda name: "1.0" if name == "numpy" and rank == odd else version(name)
+    nodes.gather_facts = lambda config, world: calls.append(1) or gather(config, world)
+    try:
+        nodes.check_nodes(world, load_config(ROOT / "jobs" / "tiny.toml"))
+        error = ""
+    except UserError as caught:
+        error = str(caught)
+    MPI.COMM_WORLD.Barrier()
+    return {"error": error, "calls": len(calls)}
+
+
+@pytest.mark.mpi
+def test_all_ranks_meet_the_same_error() -> None:
+    found = run_on_ranks(3, check_as_nodes, 1)
+    assert {one["error"].partition(", where")[0] for one in found} == {"node node1: packages numpy 1.0"}
+
+
+@pytest.mark.mpi
+def test_one_rank_a_node_gathers() -> None:
+    assert run_on_ranks(4, check_as_nodes, None) == [{"error": "", "calls": calls} for calls in (1, 0, 1, 0)]
+
+
+@pytest.mark.mpi
+def test_a_rank_that_lacks_a_file_ends_all_with_its_name(tmp_path: Path) -> None:
+    """As on a node to which the data was not copied: before, that rank ended without a word."""
+    (tmp_path / "data.jsonl").write_text('{"prompt": "gcd(2,4)=", "answer": "2"}\n' * 20)
+    job = ["train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path / 'runs'}"]
+    on_other = "import socket, sys; socket.gethostname = lambda: 'n2'; from tlt_hpc.cli import main; sys.exit(main())"
+    command = [mpiexec(), "-n", "1", sys.executable, "-m", "mpi4py", "-m", "tlt_hpc", *job,
+               f"data.source={tmp_path / 'data.jsonl'}", ":",
+               "-n", "1", sys.executable, "-m", "mpi4py", "-c", on_other, *job,
+               f"data.source={tmp_path / 'nowhere.jsonl'}"]  # fmt: skip
+    environment = {**os.environ, **LAUNCH_ENVIRONMENT, "TLT_RANKS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("tlt:")]
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("tlt: rank 1 on n2: ") and "nowhere.jsonl' does not exist" in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.mpi
+def test_a_mistake_of_all_ranks_is_one_line(tmp_path: Path) -> None:
+    job = ["train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path / 'runs'}", "data.source=nowhere.jsonl"]
+    status, _, err = launch(2, ["-m", "tlt_hpc", *job], timeout=120)
+    lines = [line for line in err.splitlines() if line.startswith("tlt:")]
+    assert status == 2 and len(lines) == 1 and lines[0].startswith("tlt: data.source = 'nowhere.jsonl'"), err

@@ -1,0 +1,92 @@
+"""`tlt preflight --slurm` against a real Slurm: a job that it would take passes, and one that it would not does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NO_SLURM = (
+    "no Slurm answers here (scontrol ping): have SLURM_CONF name the slurm.conf of one with a default partition of 4 "
+    "nodes; on Debian, `apt-get install slurmctld slurmd munge` has all that it takes on one machine"
+)
+MPICH = {"TLT_SRUN_MPI": "pmi2"}
+
+
+@pytest.fixture
+def environment(request: pytest.FixtureRequest) -> Mapping[str, str]:
+    """Of Slurm's commands: the session's own Slurm where the suite has one, else the one that SLURM_CONF names."""
+    try:
+        return request.getfixturevalue("slurm").environment  # type: ignore[no-any-return]
+    except pytest.FixtureLookupError:
+        if not answers():
+            pytest.skip(NO_SLURM)
+        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def answers() -> bool:
+    try:
+        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        return False
+    return "is UP" in done.stdout
+
+
+def preflight(
+    environment: Mapping[str, str], folder: Path, *arguments: str, inside: tuple[str, ...] = ()
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The command's status, and its verdicts by name."""
+    path = folder / "verdicts.json"
+    job = ["preflight", "jobs/tiny.toml", f"run.folder={folder / 'runs'}", "--slurm", "--json", str(path)]
+    command = [*inside, sys.executable, "-m", "tlt_hpc", *job, *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**environment, **MPICH}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert path.exists(), f"{done.stdout}\n{done.stderr}"
+    return done.returncode, {one["name"]: one for one in json.loads(path.read_text())["verdicts"]}
+
+
+@pytest.mark.mpi
+def test_a_sound_job_passes_inside_an_allocation_where_ranks_talk_by_srun(
+    environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    asked = ("--nodes", "2", "--ranks-per-node", "1", "--time", "10")
+    status, verdicts = preflight(environment, tmp_path, *asked, inside=("salloc", "-N2", "-n2", "-t5", "--quiet"))
+    assert {name: one["found"] for name, one in verdicts.items() if one["level"] == "failure"} == {}
+    assert status == 0
+    assert verdicts["ranks talk"]["found"].startswith("2 ranks on 2 nodes")
+    assert verdicts["sbatch"]["found"].startswith("would take it: Job ")
+    assert verdicts["preemption"]["found"].startswith("PreemptMode = REQUEUE; KILL comes ")
+    assert verdicts["mpi launcher"]["found"] == "srun --mpi=pmi2 for MPICH"
+
+
+OVER = {
+    "time": "asked for, partition 'main' gives at most",
+    "nodes": "8 nodes are asked for, partition 'main' has 4; ask for --nodes=4 or less",
+    "gpus": "9 GPUs a node are asked for, ",
+    "sbatch": "would refuse the job: ",
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--partition", "nowhere"), {"partition": "'nowhere' does not exist here; give one of main, urgent"}),
+        (("--nodes", "8", "--ranks-per-node", "1", "--gpus-per-node", "9", "--time", "400-0"), OVER),
+    ],
+)
+def test_what_this_slurm_does_not_allow_is_found(
+    environment: Mapping[str, str], tmp_path: Path, asked: tuple[str, ...], said: dict[str, str]
+) -> None:
+    status, verdicts = preflight(environment, tmp_path, *asked)
+    assert status == 1
+    for name, text in said.items():
+        one = verdicts[name]
+        assert one["level"] == "failure" and text in f"{one['found']}; {one['remedy']}"

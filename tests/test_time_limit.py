@@ -1,0 +1,299 @@
+"""Stops by urgency, Slurm's answers, and being queued again; without a Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tlt_hpc import stopping
+from tlt_hpc.launch import slurm, time_limit
+from tlt_hpc.launch.slurm import SlurmError, allocation, kill_wait, parse_time
+from tlt_hpc.launch.time_limit import HISTORY, await_preemption, know_limits, queue_again
+from tlt_hpc.stopping import Stop, StopFlag
+
+JOB = {"SLURM_JOB_ID": "17"}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that only the test moves on."""
+
+    class Clock:
+        now = 1000.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(stopping.time, "monotonic", clock)
+    return clock
+
+
+# -- the flag -------------------------------------------------------------------------------------------------------
+
+
+def test_the_most_urgent_request_wins_and_of_equals_the_first():
+    flag = StopFlag()
+    assert (flag.kind, flag.reason, flag.is_late) == (Stop.NONE, "", False)
+    flag.request(Stop.TIME, "the limit")
+    flag.request(Stop.TIME, "again")
+    flag.request(Stop.ASKED, "Ctrl-C")
+    assert (flag.kind, flag.reason) == (Stop.TIME, "the limit")
+    flag.request(Stop.KILL, "scancel")
+    assert (flag.kind, flag.reason) == (Stop.KILL, "scancel")
+
+
+def test_a_stop_that_somebody_waits_for_is_never_late(clock):
+    flag = StopFlag()
+    flag.request(Stop.ASKED, "Ctrl-C")
+    clock.now += 1e6
+    assert not flag.is_late
+
+
+@pytest.mark.parametrize(("kill_wait", "seconds"), [(None, 10), (30, 10), (5, 4), (0, 0)])
+def test_a_kill_leaves_what_slurm_leaves_and_ten_seconds_at_most(clock, kill_wait, seconds):
+    flag = StopFlag()
+    if kill_wait is not None:
+        flag.killed_after(kill_wait)
+    flag.request(Stop.KILL, "scancel")
+    clock.now += seconds - 0.01
+    assert not flag.is_late
+    clock.now += 0.02
+    assert flag.is_late
+
+
+def test_a_signal_for_the_limit_leaves_the_time_that_was_asked_for(clock):
+    flag = StopFlag()
+    flag.request(Stop.TIME, "SIGUSR2")
+    clock.now += 120 - 15 - 1
+    assert not flag.is_late
+    clock.now += 2
+    assert flag.is_late
+
+
+def test_a_known_end_leaves_the_time_until_then(clock):
+    flag = StopFlag()
+    flag.end_in(3600, lambda: None)
+    clock.now += 3400
+    flag.request(Stop.TIME, "SIGUSR2")  # 200 s ahead: Slurm is not exact
+    clock.now += 200 - 15 - 1
+    assert not flag.is_late
+    clock.now += 2
+    assert flag.is_late
+    assert [timer.interval for timer in flag.timers] == [3600 - 120, 3600 - 7.5]
+    for timer in flag.timers:
+        timer.cancel()
+
+
+def test_the_end_of_the_allocation_asks_by_itself():
+    flag = StopFlag()
+    flag.end_in(0.4, lambda: None)
+    assert flag.kind is Stop.NONE
+    end = time.monotonic() + 10
+    while flag.kind is Stop.NONE and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (flag.kind, flag.reason) == (Stop.TIME, "the time limit, in 0 s")
+
+
+def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(command, tmp_path, capsys):
+    command("squeue", "echo 0:01")
+    command("scontrol", f'case $1 in show) echo "KillWait = 5";; *) echo "$@" >> {tmp_path}/asked;; esac')
+    for is_left, wanted in ((True, False), (False, True)):
+        flag = StopFlag()
+        know_limits(flag, JOB, 0, tmp_path)
+        flag.is_left = is_left  # else the main thread asks nobody
+        for timer in flag.timers:
+            timer.join(30)
+        assert flag.kind is Stop.TIME
+        assert (tmp_path / "asked").exists() is wanted
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    assert capsys.readouterr().out == "tlt: job 17 is queued again, and will go on\n"
+
+
+def test_a_late_request_never_outdoes_a_more_urgent_one(clock):
+    flag = StopFlag()
+    flag.request(Stop.KILL, "scancel")
+    flag.request(Stop.TIME, "the limit")
+    clock.now += 10.1
+    assert (flag.kind, flag.is_late) == (Stop.KILL, True)
+
+
+EARLY = """
+import sys, time
+from tlt_hpc.stopping import StopFlag
+flag = StopFlag()
+flag.install()
+print("ready", flush=True)
+time.sleep(3)
+print(flag.kind.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"), [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, ""), (signal.SIGUSR2, 0, "TIME\n")]
+)
+def test_before_anything_has_begun_a_signal_ends_the_process_but_the_limits_can_wait(number, status, said):
+    program = EARLY.replace("sleep(3)", "sleep(0.5)") if not status else EARLY
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, env=without_slurm(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out, errors) == (status, said, "")
+
+
+def without_slurm() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+
+
+def test_under_slurm_only_ctrl_c_ends_what_has_not_begun():
+    """A preempted job that leaves by itself is not queued again."""
+    command = [sys.executable, "-c", EARLY.replace("sleep(3)", "sleep(0.5)")]
+    process = subprocess.Popen(command, env={**without_slurm(), **JOB}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "KILL\n")
+
+
+# -- Slurm ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5:00", 300), ("0:07", 7), ("1:02:03", 3723), ("2-03:04:05", 183845), (" 59:59\n", 3599), ("UNLIMITED", None)],
+)
+def test_times_as_squeue_writes_them(text, seconds):
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "INVALID", "5", "NOT_SET"])
+def test_no_time_is_named(text):
+    with pytest.raises(SlurmError, match=f"Slurm tells {text!r} where a time was asked for"):
+        parse_time(text)
+
+
+def test_the_allocation_is_the_environments():
+    assert allocation({}) is None
+    member = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    assert allocation(member) == slurm.Allocation("7_3", 0), "by 7 alone Slurm takes the whole array"
+    assert allocation({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == slurm.Allocation("7", 2)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Makes a command on the path, of a line of shell; without it there is none of Slurm's."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+    def make(name: str, line: str) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    return make
+
+
+def test_rank_0_knows_when_the_allocation_ends(command, tmp_path):
+    command("squeue", 'echo "$@" > ' + os.environ["PATH"].split(":")[0] + "/asked; echo 1:00:00")
+    command("scontrol", "echo 'KillWait                = 5 sec'")
+    assert kill_wait() == 5
+    first, second = StopFlag(), StopFlag()
+    know_limits(first, JOB, 0, tmp_path)
+    know_limits(second, JOB, 1, tmp_path)
+    assert [timer.interval for timer in first.timers] == [3600 - 120, 3600 - 7.5]
+    for timer in first.timers:
+        timer.cancel()
+    assert second.timers == [], "one rank asks, and votes for all"
+    know_limits(second, {}, 0, tmp_path)
+    assert second.timers == [], "not under Slurm"
+
+
+def test_a_silent_slurm_is_warned_of_and_the_run_goes_on(command, caplog, tmp_path):
+    know_limits(StopFlag(), JOB, 0, tmp_path)
+    assert "the time limit is not known, only its signal will tell: there is no squeue on PATH" in caplog.text
+    assert "how soon SIGKILL follows SIGTERM is not known" in caplog.text
+    command("scontrol", "echo down >&2; exit 1")
+    with pytest.raises(SlurmError, match="`scontrol show config` said: down"):
+        kill_wait()
+
+
+def test_a_slurm_that_hangs_is_named(command, monkeypatch):
+    command("scontrol", "exec /bin/sleep 20")
+    monkeypatch.setattr(slurm, "ANSWER_SECONDS", 0.2)
+    with pytest.raises(SlurmError, match="`scontrol show config` did not answer within 0 s"):
+        kill_wait()
+
+
+# -- queued again ---------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_queued_again_by_its_number(command, tmp_path):
+    command("scontrol", f'echo "$@" >> {tmp_path}/asked')
+    assert queue_again(JOB, tmp_path, "step 1") == "job 17 is queued again, and will go on"
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+
+
+def test_a_job_that_comes_no_further_is_not_queued_for_ever(command, tmp_path):
+    command("scontrol", f'echo "$@" >> {tmp_path}/asked')
+    queue_again(JOB, tmp_path, "step 1")
+    for _ in range(2):
+        assert "is queued again" in queue_again(JOB, tmp_path, "step 2")
+    assert queue_again({"SLURM_JOB_ID": "18"}, tmp_path, "step 2").startswith("job 18 is queued again"), "another job"
+    assert queue_again(JOB, tmp_path, "step 2") == (
+        "job 17 is not queued again: 3 starts in a row came no further than step 2; give it more time (sbatch --time), "
+        "or make a step shorter"
+    )
+    assert "is queued again" in queue_again(JOB, tmp_path, "step 3")
+    assert len((tmp_path / "asked").read_text().splitlines()) == 5
+
+
+def test_where_slurm_refuses_the_user_is_told_what_to_do(command, tmp_path):
+    command("scontrol", "echo 'Requested operation is disabled for job 17' >&2; exit 1")
+    assert queue_again(JOB, tmp_path, "step 1") == (
+        "job 17 is not queued again (`scontrol requeue 17` said: Requested operation is disabled for job 17): "
+        "submit the same script, which goes on"
+    )
+    assert queue_again({}, tmp_path, "step 1").startswith("not in a Slurm job")
+
+
+PREEMPTED = "JobId=17 JobState=RUNNING PreemptTime=2026-11-22T03:33:48"
+
+
+def test_a_preempted_job_waits_to_be_ended_and_another_does_not(command, monkeypatch, tmp_path, capsys, caplog):
+    monkeypatch.setattr(time_limit, "PREEMPTION_POLL_SECONDS", 0.01)
+    # as long as there is a file of that name, it is preempted
+    other = PREEMPTED.replace("2026-11-22T03:33:48", "None")
+    mark = tmp_path / "mark"
+    answer = f"if [ -e {mark} ]; then echo {PREEMPTED}; else echo {other}; fi"
+    command("scontrol", f'echo "$@" >> {tmp_path}/asked; {answer}')
+    await_preemption(JOB)
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "asked").read_text() == "--oneliner show job 17\n" * 2
+    mark.touch()
+    threading.Timer(0.5, mark.unlink).start()
+    start = time.monotonic()
+    await_preemption(JOB)
+    assert time.monotonic() - start >= 0.4
+    said = "tlt: job 17 is preempted: it waits for Slurm to end it and to queue it again\n"
+    assert capsys.readouterr().out == said
+    await_preemption({})
+    command("scontrol", "echo no such job >&2; exit 1")
+    await_preemption(JOB)
+    assert "whether job 17 is preempted is not known, so it ends: " in caplog.text
+
+
+def test_a_damaged_history_counts_for_nothing(command, tmp_path, caplog):
+    command("scontrol", "exit 0")
+    (tmp_path / HISTORY).write_text('{"job": "17", "progress": "step 1"}\n{"job"')
+    assert time_limit.read_history(tmp_path / HISTORY) == []
+    assert "is damaged and counts for nothing" in caplog.text
+    assert "is queued again" in queue_again(JOB, Path(tmp_path), "step 1")

@@ -1,0 +1,324 @@
+"""The watch's thread on folders that are full, read-only, gone or hang: it rides through, or still tells and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tlt_hpc.watch import inquiry as inquiry_module
+from tlt_hpc.watch import watch as watch_module
+from tlt_hpc.watch.beat import Beat, Member, Phase
+from tlt_hpc.watch.inquiry import Inquiry
+from tlt_hpc.watch.record import (
+    DamagedRecordError,
+    Record,
+    read_record,
+    read_verdict,
+    stacks_file,
+    status_file,
+    write_record,
+)
+from tlt_hpc.watch.scribe import Scribe
+from tlt_hpc.watch.watch import STALLED, Watch
+
+LOOK = 0.01
+NEVER = 1e9
+HERE = {0: os.getpid()}
+
+
+class Job:
+    """A watched main thread: this test's; of a job of ``size`` ranks, of which it is the first."""
+
+    def __init__(self, folder: Path | None, size: int = 1, looks: float = NEVER) -> None:
+        self.beat, self.ends = Beat(), list[int]()
+        self.is_over = threading.Event()
+        # of phase ROLLOUT, so many looks
+        self.watch = Watch(looks * LOOK / 300, None, self.beat, LOOK, self._end)
+        self._folder, self._size = folder, size
+
+    def _end(self, status: int) -> None:
+        """Stands for the end of the process, which a test outlives."""
+        self.ends.append(status)
+        self.is_over.set()
+
+    def __enter__(self) -> Job:
+        self.watch.__enter__()
+        self.beat.join(Member(0, self._size, "node1", "start", HERE), lambda status: None)
+        self.beat.phase, self.beat.folder = Phase.ROLLOUT, self._folder
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.watch.__exit__(None, None, None)
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(LOOK)
+
+
+def is_told(folder: Path) -> bool:
+    with contextlib.suppress(OSError, DamagedRecordError):
+        return read_record(folder, 0).heartbeat > 0
+    return False
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of a few pages."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"only root may mount a small disk: {mounted.stderr.decode()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_rank_tells_where_it_is_and_how_it_ended(tmp_path):
+    with Job(tmp_path) as job:
+        with job.beat.within(Phase.UPDATE, 12):
+            job.beat.at_part("micro-batch", 3, 8)
+            until(lambda: is_told(tmp_path) and read_record(tmp_path, 0).phase == "update")
+        told = read_record(tmp_path, 0)
+        assert (told.place, told.pid, told.ending) == ("update of step 12 (micro-batch 3 of 8)", os.getpid(), "")
+        assert job.watch.ended(75) == 75
+    assert read_record(tmp_path, 0).ending == "stopped early"
+    assert job.ends == []
+
+
+def test_who_is_about_to_be_killed_can_say_goodbye_before(tmp_path):
+    """As a job that has itself queued again, which Slurm answers by killing it."""
+    with Job(tmp_path, looks=20) as job:
+        job.beat.leave("stopped early")
+        assert read_record(tmp_path, 0).ending == "stopped early"
+        time.sleep(60 * LOOK)
+        assert not job.ends, "it may be waited for"
+        assert read_record(tmp_path, 0).ending == "stopped early"
+
+
+def test_a_failure_is_the_last_word(tmp_path):
+    job = Job(tmp_path).__enter__()
+    job.watch.__exit__(OSError, OSError("no room"), None)
+    assert read_record(tmp_path, 0).ending == "failed: OSError: no room"
+
+
+def test_a_rank_that_stands_still_tells_why_and_ends(tmp_path, capfd):
+    with Job(tmp_path, looks=5) as job:
+        assert job.is_over.wait(10)
+        assert job.ends == [STALLED]
+    err = capfd.readouterr().err
+    line = read_verdict(tmp_path)[1]
+    assert line.startswith("rank 0 on node1 stands still in rollout for 0.0") and "at wait (" in line
+    assert err.startswith(f"tlt: the job stands still: {line}") and err.count("\n") == 1
+    assert "test_a_rank_that_stands_still" in stacks_file(tmp_path, 0).read_text()
+    assert read_record(tmp_path, 0).ending == "finished", "the goodbye of the test"
+
+
+def test_a_rank_that_moves_is_left_alone(tmp_path):
+    with Job(tmp_path, looks=10) as job:
+        for _ in range(60):
+            job.beat.tick()
+            time.sleep(LOOK)
+        assert not job.ends
+
+
+def test_a_process_that_was_stopped_has_not_stood_still(tmp_path, monkeypatch):
+    """A late look is one look, whatever a clock says that has jumped meanwhile."""
+    with Job(tmp_path, looks=5) as job:
+        monkeypatch.setattr(time, "time", lambda: 4e9)
+        monkeypatch.setattr(time, "monotonic", lambda: 4e9)
+        job.watch.look()
+        assert not job.ends
+        job.beat.tick()
+
+
+def test_the_others_leave_it_to_the_lowest_as_long_as_that_one_lives(tmp_path, capfd):
+    with Job(tmp_path, size=2, looks=5) as job:
+        job.beat.member, job.beat.step = replace(job.beat.member, rank=1), 1
+        lowest = plain(0, stalled=True)
+        beat = threading.Event()
+        heart = threading.Thread(target=keep_alive, args=(tmp_path, lowest, beat))
+        heart.start()
+        time.sleep(50 * LOOK)
+        assert not job.ends
+        beat.set(), heart.join()
+        assert job.is_over.wait(10)
+    assert job.ends == [STALLED]
+    assert "rank 1 on node1 stands still" in capfd.readouterr().err
+
+
+def test_few_files_are_read_at_a_time(tmp_path):
+    """However many wait for hours for one that works: one reads all files, now and then, the others only its own."""
+    size, read = 256, list[int]()
+    lowest, other = (Inquiry(tmp_path, Member(rank, size, "node1", "start", HERE)) for rank in (0, 200))
+    for rank in range(size):
+        write_record(tmp_path, plain(rank, stalled=rank != 7))
+    for inquiry, rank in ((lowest, 0), (other, 200)):
+        for _ in range(8):
+            inquiry.look(300)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(inquiry_module, "read_record", lambda *at: (read.append(at[1]), read_record(*at))[1])
+                inquiry.read(plain(rank, stalled=True))
+    assert len(read) == 2 * (size - 1) + 2
+
+
+def plain(rank: int, stalled: bool) -> Record:
+    return Record(
+        start="start", rank=rank, host="node1", pid=os.getpid(), heartbeat=0, phase="rollout", step=0, part="",
+        part_number=0, waiting="", number=0, progress=0, still=300 * stalled, limit=300, seconds=0.0,
+    )  # fmt: skip
+
+
+def keep_alive(folder: Path, record: Record, over: threading.Event) -> None:
+    while not over.wait(LOOK):
+        record = replace(record, heartbeat=record.heartbeat + 1)
+        write_record(folder, record)
+
+
+def test_nobody_is_ended_while_another_is_at_work_and_it_is_once_that_one_is_silent(tmp_path, capfd):
+    with Job(tmp_path, size=2, looks=3) as job:
+        job.beat.wait_in("allgather", "world")
+        over = threading.Event()
+        heart = threading.Thread(target=keep_alive, args=(tmp_path, plain(1, stalled=False), over))
+        heart.start()
+        time.sleep(50 * LOOK)
+        assert not job.ends, "rank 1 may still come"
+        over.set(), heart.join()
+        assert job.is_over.wait(10)
+    assert "rank 1 on node1 shows no sign of life" in capfd.readouterr().err
+
+
+def test_a_damaged_file_is_told_and_stops_nothing(tmp_path, capfd):
+    (tmp_path / "rank-0001").write_bytes(b"half of a rec")
+    with Job(tmp_path, size=2, looks=3) as job:
+        assert job.is_over.wait(10)
+    err = capfd.readouterr().err
+    assert "rank 0 on node1 stands still" in err and "the status of rank 1 cannot be read: 13 bytes" in err
+
+
+# -- folders that fail ------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk(small_disk, capfd):
+    """The record is written in place: what was told before the disk was full can be told on it."""
+    with Job(small_disk, looks=30) as job:
+        until(lambda: is_told(small_disk))
+        fill(small_disk)
+        before = read_record(small_disk, 0).heartbeat
+        job.beat.tick()
+        until(lambda: read_record(small_disk, 0).heartbeat > before)
+        assert job.is_over.wait(10)
+        assert job.ends == [STALLED]
+    err = capfd.readouterr().err
+    assert "the job stands still: rank 0 on node1" in err and err.count("stands still: ") == 1
+
+
+def test_a_disk_that_was_full_from_the_start(small_disk, capfd):
+    fill(small_disk)
+    with Job(small_disk) as job:
+        time.sleep(20 * LOOK)
+        told = capfd.readouterr().err
+        assert "rank 0 on node1 cannot write its status" in told and "No space left" in told
+        assert told.count("\n") == 1, "once"
+        (small_disk / "filling").unlink()
+        until(lambda: is_told(small_disk))
+        assert not job.ends
+
+
+def fill(folder: Path) -> None:
+    with contextlib.suppress(OSError), (folder / "filling").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+
+def test_a_folder_that_has_become_read_only(small_disk, capfd):
+    with Job(small_disk, looks=40) as job:
+        until(lambda: is_told(small_disk))
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        job.beat.tick()
+        until(lambda: "Read-only file system" in capfd.readouterr().err)
+        assert not job.ends
+        assert job.is_over.wait(10), "and still it watches"
+    assert "the job stands still: rank 0 on node1" in capfd.readouterr().err
+
+
+def test_a_folder_that_was_deleted(tmp_path, capfd):
+    folder = tmp_path / "status"
+    folder.mkdir()
+    with Job(folder, looks=40) as job:
+        until(lambda: is_told(folder))
+        shutil.rmtree(folder)
+        job.beat.tick()
+        until(lambda: "cannot write its status" in capfd.readouterr().err)
+        assert job.is_over.wait(10) and job.ends == [STALLED]
+    assert "the job stands still: rank 0 cannot be seen" not in capfd.readouterr().err
+    assert not folder.exists(), "what was deleted is not made again"
+
+
+def test_a_folder_that_hangs(tmp_path, capfd, monkeypatch):
+    """A file that never opens, as on a server that is away: the thread that touches it hangs, the looks go on."""
+    os.mkfifo(status_file(tmp_path, 0))
+    monkeypatch.setattr(watch_module, "LAST_WORD_SECONDS", 0.1)
+    with Job(tmp_path, looks=5) as job:
+        assert job.is_over.wait(10)
+        assert job.ends == [STALLED]
+    err = capfd.readouterr().err
+    assert f"what the other ranks do cannot be seen: {tmp_path} does not answer" in err
+    assert "test_a_folder_that_hangs" in err, "the stacks, which have no other place"
+    assert "could not leave word of its end" in err
+
+
+def test_before_the_folder_is_claimed(capfd):
+    with Job(None, looks=5) as job:
+        assert job.is_over.wait(10)
+    assert "the run's folder is not claimed yet" in capfd.readouterr().err
+
+
+def test_a_run_that_moves_on_to_another_folder(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    with Job(first) as job:
+        until(lambda: is_told(first))
+        job.beat.folder = second
+        until(lambda: is_told(second))
+    assert read_record(first, 0).ending == read_record(second, 0).ending == "finished"
+
+
+def test_an_abort_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch_module, "ABORT_SECONDS", 0.05)
+    with Job(tmp_path, looks=3) as job:
+        gate = threading.Event()
+        job.beat.abort = lambda status: gate.wait(30)
+        assert job.is_over.wait(10) and job.ends == [STALLED]
+        gate.set()
+
+
+def test_a_beat_costs_next_to_nothing():
+    beat, count = Beat(), 20000
+    start = time.thread_time()
+    for _ in range(count):
+        beat.polled(1, 3, over=False)
+    assert (time.thread_time() - start) / count < 5e-6
+
+
+def test_the_scribe_does_one_thing_at_a_time():
+    scribe, gate, done = Scribe(), threading.Event(), list[int]()
+    scribe.give(lambda: done.append(gate.wait(10)))
+    assert not scribe.is_idle and not scribe.wait(0.01)
+    with pytest.raises(AssertionError, match="busy"):
+        scribe.give(lambda: None)
+    gate.set()
+    assert scribe.wait(10) and done == [True]
+    scribe.close()

@@ -1,0 +1,167 @@
+"""The watch over several ranks: whichever of them hangs, dies or is stopped, the job ends with the one right line."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from launch_ranks import ROOT, launch
+
+from tlt_hpc.watch.last import clear_last
+from tlt_hpc.watch.record import read_record, read_verdict
+from tlt_hpc.watch.watch import STALLED
+
+pytestmark = pytest.mark.mpi
+
+RANKS = 3
+LOOK = 0.05
+LIMIT = 1.2
+"""Seconds that a round of decoding may take here."""
+
+# Steps as a run takes them: a rollout under a pulse in which the ranks have 10, 20 and 30 rounds to decode, then a
+# collective. In step 1 rank 1 gets into trouble.
+WORKING = """
+import ctypes, os, signal, subprocess, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tlt_hpc.launch.local import launched_rank
+from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.roster import State, Status
+from tlt_hpc.mpi.world import World
+from tlt_hpc.watch.beat import BEAT, Phase
+from tlt_hpc.watch.watch import Watch
+
+folder, trouble, factor, look = Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), float(sys.argv[5])
+
+def stop_for(seconds):
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+TROUBLES = {
+    "hang": lambda world: time.sleep(100),
+    "library": lambda world: ctypes.PyDLL(None).sleep(100),  # holds the interpreter
+    "parted": lambda world: world.broadcast(1),
+    "killed": lambda world: os.kill(os.getpid(), signal.SIGKILL),
+    "exited": lambda world: os._exit(3),
+    "failed": lambda world: 1 / 0,
+    "stopped": lambda world: stop_for(100),
+    "paused": lambda world: stop_for(0.6),
+    "none": lambda world: None,
+}
+
+def decode(world, step, left):
+    if (world.rank, step, left) == (1, 1, 5):
+        TROUBLES[trouble](world)
+    time.sleep(0.005)
+
+def roll_out(world, pulse, step):
+    pulse.begin(step)
+    left = 10 * (world.rank + 1)
+    while not pulse.poll(Status(State.BUSY if left else State.IDLE, left, 0, 0, False)).over:
+        if left:
+            decode(world, step, left)
+            left -= 1
+        else:
+            pulse.back_off()
+
+def main(watch):
+    world = World.connect()
+    BEAT.folder = folder
+    pulse = Pulse(world.private_comm())
+    for step in range(3):
+        BEAT.at_step(step)
+        with BEAT.within(Phase.ROLLOUT):
+            roll_out(world, pulse, step)
+        world.allgather(step)
+    pulse.close()
+    world.barrier()
+    return watch.ended(0)
+
+with Watch(factor, launched_rank(os.environ), look_seconds=look) as watch:
+    main(watch)
+"""
+
+
+def work(folder: Path, trouble: str, limit: float = LIMIT) -> tuple[int, list[str], str]:
+    """Exit status, the lines of the watch, and all that the job wrote on standard error."""
+    script, status = folder / "working.py", folder / "status"
+    script.write_text(WORKING)
+    status.mkdir(exist_ok=True)
+    arguments = [str(script), str(ROOT), str(status), trouble, str(limit / 300), str(LOOK)]
+    code, _, err = launch(RANKS, arguments, timeout=60)
+    return code, [line for line in err.splitlines() if line.startswith("tlt: ")], err
+
+
+@pytest.mark.parametrize(
+    ("trouble", "named"),
+    [
+        ("hang", r"rank 1 on \S+ stands still in rollout of step 1 \(5 sequences left\) for 1\.[\d]+ s, at "
+                 r"<lambda> \(\S+/working.py:\d+\); ranks 0, 2 wait in pulse \(rollout of step 1 "),
+        ("library", r"rank 1 on \S+ shows no sign of life \(its process runs, but its interpreter does not: a call "
+                    r"into a library that does not return\), last seen in rollout of step 1.*; ranks 0, 2 wait in "),
+        ("stopped", r"rank 1 on \S+ shows no sign of life \(its process is stopped\), last seen in rollout of step 1"),
+        ("parted", r"the ranks have parted: ranks 0, 2 wait in pulse number \d+ \(rollout of step 1 .*\), rank 1 "
+                   r"waits in broadcast number \d+ \(rollout of step 1"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble, named):
+    code, lines, err = work(tmp_path, trouble)
+    assert code == STALLED, err
+    assert len(lines) == 1 and re.match(f"tlt: the job stands still: {named}", lines[0]), err
+    start, line = read_verdict(tmp_path / "status")
+    assert line in lines[0] and start == read_record(tmp_path / "status", 0).start
+    stacks = tmp_path / "status" / "rank-0001.stacks"
+    assert stacks.exists() == (trouble in ("hang", "parted")), "a process that does not run cannot tell"
+    assert not stacks.exists() or "decode" in stacks.read_text()
+    assert clear_last(tmp_path / "status", "") == line
+
+
+@pytest.mark.parametrize("trouble", ["killed", "exited"])
+def test_a_rank_that_dies_is_named(tmp_path, trouble):
+    started = time.monotonic()
+    code, lines, err = work(tmp_path, trouble)
+    assert time.monotonic() - started < 30
+    assert code in (3, 9), err  # its own, or of those that the launcher killed for it
+    cause = r"(was killed by signal 9 \(SIGKILL\)|ended with status 3 and no word|has died \(the launcher may .*\))"
+    assert len(lines) == 1 and re.match(rf"tlt: rank 1 on \S+ {cause}, last seen in \w+.* of step [01]", lines[0]), err
+    assert read_verdict(tmp_path / "status")[1] in lines[0]
+
+
+def test_a_rank_that_is_stopped_for_less_than_the_limit_rides_through(tmp_path):
+    code, lines, err = work(tmp_path, "paused")
+    assert (code, lines) == (0, []), err
+    assert {read_record(tmp_path / "status", rank).ending for rank in range(RANKS)} == {"finished"}
+
+
+def test_a_rank_that_raises_has_said_so_itself(tmp_path):
+    code, lines, err = work(tmp_path, "failed")
+    assert code == 1 and "ZeroDivisionError" in err and not lines
+    told = clear_last(tmp_path / "status", "")
+    assert re.match(r"rank 1 on \S+ failed: ZeroDivisionError: division by zero \(in rollout of step 1 \(5 seq", told)
+
+
+def test_nothing_is_said_and_nobody_left_where_all_goes_well(tmp_path):
+    code, lines, err = work(tmp_path, "none", limit=0)
+    assert (code, lines) == (0, []), err
+    records = [read_record(tmp_path / "status", rank) for rank in range(RANKS)]
+    assert {record.ending for record in records} == {"finished"} and {record.limit for record in records} == {0}
+    end = time.monotonic() + 10
+    while witnesses_of(tmp_path):
+        assert time.monotonic() < end, "the witness has outlived its ranks"
+        time.sleep(0.05)
+    assert clear_last(tmp_path / "status", "") == ""
+
+
+def witnesses_of(folder: Path) -> list[int]:
+    """Processes that were started beside the ranks of a job with its script in ``folder``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"tlt_hpc.watch.witness" in command and str(folder).encode() in environment:
+            found.append(int(path.name))
+    return found

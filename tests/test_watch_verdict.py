@@ -1,0 +1,333 @@
+"""The watch's pure parts: records, who is named as holding up a job, and how the last start is said to have ended."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt_hpc.watch.beat import Beat, Member, Phase
+from tlt_hpc.watch.gauge import Gauge
+from tlt_hpc.watch.last import clear_last
+from tlt_hpc.watch.process import cause_of, describe
+from tlt_hpc.watch.record import (
+    SIZE,
+    DamagedRecordError,
+    Record,
+    claim_verdict,
+    decode,
+    encode,
+    read_record,
+    read_verdict,
+    status_file,
+    write_record,
+)
+from tlt_hpc.watch.verdict import Sighting, judge, judge_alone
+
+MEMBER = Member(0, 2, "node1", "start", {0: 1})
+
+
+def record(rank: int, **changes: object) -> Record:
+    """A rank that decodes and has moved a moment ago, unless the changes say otherwise."""
+    plain = Record(
+        start="start", rank=rank, host=f"node{rank + 1}", pid=100 + rank, heartbeat=400, phase="rollout", step=12,
+        part="", part_number=0, waiting="", number=0, progress=7, still=0, limit=300, seconds=0.0,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def stuck(rank: int, **changes: object) -> Record:
+    return record(rank, **{"still": 301, "seconds": 301.0, **changes})
+
+
+def waits(rank: int, name: str = "allgather", number: int = 17, **changes: object) -> Record:
+    return stuck(rank, waiting=name, number=number, **changes)
+
+
+def line_of(*records: Record, silent: tuple[int, ...] = (), lost: tuple[int, ...] = ()) -> str | None:
+    seen = [Sighting(r.rank, r, silent=r.rank in silent) for r in records]
+    return judge([*seen, *(Sighting(rank, None, "there is no file") for rank in lost)])
+
+
+def test_a_rank_at_work_comes_before_those_that_wait():
+    line = line_of(waits(0), stuck(1, part="7 sequences left", where="step (rollout/engine.py:88)"), waits(2), waits(3))
+    assert line == (
+        "rank 1 on node2 stands still in rollout of step 12 (7 sequences left) for 301 s, at step "
+        "(rollout/engine.py:88); ranks 0, 2-3 wait in allgather (rollout of step 12)"
+    )
+
+
+def test_nobody_is_named_while_a_rank_may_still_come():
+    assert line_of(waits(0), record(1, still=299)) is None
+    assert line_of(waits(0), replace(waits(1), still=2)) is None, "it has come only now"
+    assert line_of(record(0), record(1)) is None, "nobody stands still"
+    assert line_of(waits(0), record(1, limit=0, still=9999)) is None, "its limit is off"
+
+
+def test_ranks_that_have_parted_are_told_apart():
+    assert line_of(waits(0), waits(1), waits(2, "broadcast", 18)) == (
+        "the ranks have parted: ranks 0-1 wait in allgather number 17 (rollout of step 12), "
+        "rank 2 waits in broadcast number 18 (rollout of step 12)"
+    )
+    assert "ask the MPI library or the network" in str(line_of(waits(0), waits(1)))
+
+
+def test_of_several_at_work_the_least_far_are_named():
+    """In torch's collectives ranks wait unseen; what they were at tells who came late."""
+    update = {"phase": "update", "part": "micro-batch 8 of 8", "part_number": 8}
+    behind = stuck(1, phase="update", part="micro-batch 2 of 8", part_number=2)
+    assert str(line_of(stuck(0, **update), behind, stuck(2, **update))) == (
+        "rank 1 on node2 stands still in update of step 12 (micro-batch 2 of 8) for 301 s; "
+        "ranks 0, 2 further on, in update of step 12 (micro-batch 8 of 8)"
+    )
+    assert str(line_of(stuck(0, **update), stuck(1))).startswith("rank 1 on node2 stands still in rollout")
+    assert str(line_of(stuck(0, **update), stuck(1, step=11, **update))).startswith("rank 1")
+
+
+def test_a_rank_without_a_sign_of_life_is_named_even_beside_one_at_work():
+    told = (
+        "rank 1 on node2 shows no sign of life (dead, stopped, or cut off from the run's folder), last seen in rollout"
+    )
+    assert str(line_of(waits(0), record(1), record(2), silent=(1,))).startswith(told)
+    assert str(line_of(stuck(0), record(1), silent=(1,))).startswith("rank 0"), "one that is seen to stand still first"
+
+
+def test_files_that_cannot_be_read_are_told():
+    assert line_of(waits(0), lost=(1,)) == (
+        "rank 1 cannot be seen, while rank 0 waits in allgather (rollout of step 12); "
+        "the status of rank 1 cannot be read: there is no file"
+    )
+    assert line_of(waits(0), record(2), lost=(1,)) is None, "rank 2 is at work"
+
+
+def test_a_rank_that_has_ended_while_others_wait_for_it():
+    line = str(line_of(waits(0), record(1, ending="finished")))
+    assert line.startswith("rank 1 on node2 has ended (finished), while rank 0 waits")
+
+
+def test_alone_a_rank_tells_of_itself():
+    assert judge_alone(stuck(1), "x").startswith("rank 1 on node2 stands still in rollout")
+    assert judge_alone(waits(1), "it hangs").endswith("in allgather (rollout of step 12); what the other ranks do "
+                                                           "cannot be seen: it hangs")  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["", "allgather", "pulse"]), st.integers(0, 400), st.booleans(), st.booleans()),
+        min_size=1, max_size=6,
+    )
+)  # fmt: skip
+def test_whoever_is_named_stands_still_or_is_not_seen(ranks):
+    records = [record(i, waiting=name, still=still) for i, (name, still, *_) in enumerate(ranks)]
+    seen = [Sighting(i, r, silent=ranks[i][2]) for i, r in enumerate(records)]
+    line = judge(seen)
+    if line is not None:
+        assert any(r.stalled and not silent for r, (_, _, silent, _) in zip(records, ranks, strict=True))
+        assert "\n" not in line
+        moving = [r for r, (_, _, silent, _) in zip(records, ranks, strict=True) if not r.stalled and not silent]
+        assert not any(f"{r.name} stands still" in line for r in moving)
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_comes_back_as_it_was(tmp_path):
+    told = stuck(3, where="x" * 50, ending="finished", part="micro-batch 1 of 2")
+    write_record(tmp_path, told)
+    assert read_record(tmp_path, 3) == told
+    assert status_file(tmp_path, 3).stat().st_size == SIZE
+    write_record(tmp_path, record(3))
+    assert read_record(tmp_path, 3) == record(3), "written in place"
+
+
+def test_texts_are_cut_so_that_any_record_fits():
+    cut = decode(encode(record(0, ending="failed: ü\n" + '"' * 500, where="\\" * 999, part="\0" * 500)))
+    assert len(cut.ending) == 120 and cut.ending.startswith('failed: ??"')
+
+
+@given(st.integers(0, SIZE - 1), st.integers(1, 255))
+def test_a_damaged_record_is_never_taken_for_one(index, change):
+    data = bytearray(encode(record(0)))
+    data[index] ^= change
+    with suppress(DamagedRecordError):
+        assert decode(bytes(data)) == record(0), "only blanks at its end may change nothing"
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * SIZE, encode(record(0))[:-1], b"x" * SIZE, b"00000000 {}".ljust(SIZE)])
+def test_what_is_no_record(data):
+    with pytest.raises(DamagedRecordError):
+        decode(data)
+
+
+def test_one_verdict_a_start(tmp_path):
+    assert read_verdict(tmp_path) is None
+    assert claim_verdict(tmp_path, "a", "rank 1 stands still")
+    assert not claim_verdict(tmp_path, "a", "rank 2 stands still")
+    assert read_verdict(tmp_path) == ("a", "rank 1 stands still")
+    assert [path.name for path in tmp_path.iterdir()] == ["verdict.txt"]
+
+
+# -- counting ---------------------------------------------------------------------------------------------------------
+
+
+def looks(gauge: Gauge, count: int) -> Record:
+    for _ in range(count):
+        gauge.look()
+    return gauge.record(MEMBER)
+
+
+def test_looks_are_counted_not_seconds():
+    beat = Beat()
+    gauge = Gauge(beat, 0.01, 1.0)
+    beat.phase = Phase.ROLLOUT  # 3 looks
+    assert not looks(gauge, 3).stalled
+    assert looks(gauge, 1).stalled
+    beat.tick()
+    assert looks(gauge, 1).still == 0
+    assert not looks(Gauge(beat, 0.0, 1.0), 1000).stalled, "switched off"
+
+
+def test_a_phase_has_its_own_limit():
+    beat = Beat()
+    beat.phase = Phase.UPDATE
+    assert looks(Gauge(beat, 0.01, 1.0), 1).limit == 18
+    assert looks(Gauge(beat, 0.01, 0.5), 1).limit == 36
+
+
+def test_a_rank_that_moves_but_hears_of_nobody_waits_in_the_pulse():
+    """It trains the drafter for as long as the tail lasts: its own counter alone would tell nothing."""
+    beat = Beat()
+    gauge = Gauge(beat, 0.02, 1.0)  # 6 looks
+    with beat.within(Phase.ROLLOUT, 3):
+        beat.begin_pulse()
+        beat.polled(4, 0, over=False)
+        for _ in range(7):
+            beat.tick()
+            gauge.look()
+        told = gauge.record(MEMBER)
+        assert (told.waiting, told.number, told.stalled) == ("pulse", 5, True)
+        beat.polled(5, 0, over=False)
+        gauge.look()
+        assert not gauge.record(MEMBER).stalled
+        beat.polled(6, 0, over=True)
+        for _ in range(7):
+            beat.tick()
+            gauge.look()
+        assert not gauge.record(MEMBER).stalled, "outside a rollout nobody need be heard of"
+
+
+def test_polls_of_a_rank_that_stands_by_are_no_progress():
+    beat = Beat()
+    beat.begin_pulse()
+    beat.polled(1, 3, over=False)
+    before = beat.progress
+    beat.polled(1, 2, over=False)
+    assert beat.progress == before + 1, "at work, each poll comes after a round of decoding"
+    beat.stand_by()
+    beat.polled(1, 0, over=False)
+    beat.stand_by()
+    assert (beat.progress, beat.waiting) == (before + 1, ("pulse", 2))
+    beat.polled(2, 0, over=False)
+    assert (beat.progress, beat.waiting) == (before + 2, None)
+
+
+def test_asking_how_far_a_save_is_is_no_progress_but_what_reaches_the_disk_is():
+    beat = Beat()
+    gauge = Gauge(beat, 0.001, 1.0)  # 4 looks
+    beat.phase = Phase.SAVING
+    with beat.asking():
+        for _ in range(6):
+            beat.wait_in("allgather", "world")
+            beat.go_on()
+            gauge.look()
+        assert gauge.record(MEMBER).stalled
+        beat.written += 1
+        gauge.look()
+        assert gauge.record(MEMBER).still == 0
+    gauge.look()
+    for still in (1, 2):
+        beat.written += 1  # by a thread, while the main thread hangs somewhere else
+        gauge.look()
+        assert gauge.record(MEMBER).still == still
+    beat.go_on()
+    gauge.look()
+    assert gauge.record(MEMBER).still == 0
+
+
+def test_collectives_are_numbered_by_scope():
+    beat = Beat()
+    beat.wait_in("allgather", "world")
+    beat.go_on()
+    beat.wait_in("agreement of a replica", "replica")
+    assert beat.waiting == ("agreement of a replica", 1)
+    beat.wait_in("barrier", "world")
+    assert beat.waiting == ("barrier", 2)
+
+
+def test_phases_nest_and_a_failure_leaves_the_one_it_happened_in():
+    beat = Beat()
+    beat.at_step(4)
+    with beat.within(Phase.SAVING):
+        assert (beat.phase, beat.step) == (Phase.SAVING, 4)
+    assert (beat.phase, beat.step) == (Phase.COMMIT, 4)
+    with pytest.raises(ZeroDivisionError), beat.within(Phase.UPDATE, 7):
+        beat.at_part("micro-batch", 2, 8)
+        raise ZeroDivisionError
+    told = Gauge(beat, 1.0, 1.0).record(MEMBER)
+    assert told.place == "update of step 7 (micro-batch 2 of 8)"
+
+
+# -- the last start ---------------------------------------------------------------------------------------------------
+
+
+def test_how_the_last_start_ended(tmp_path):
+    assert clear_last(tmp_path, "") == ""
+    for rank in (0, 1):
+        write_record(tmp_path, record(rank))
+    assert clear_last(tmp_path, "") == (
+        "all 2 ranks on node1, node2 ended without a word, rank 0 last seen in rollout of step 12"
+    )
+    assert clear_last(tmp_path, "start") == "", "it is this one"
+    write_record(tmp_path, record(1, ending="failed: OSError: no room"))
+    assert clear_last(tmp_path, "") == "rank 1 on node2 failed: OSError: no room (in rollout of step 12)"
+    for rank in (0, 1):
+        write_record(tmp_path, record(rank, ending="finished"))
+    assert clear_last(tmp_path, "") == ""
+
+
+def test_the_verdict_on_the_last_start_is_told_once(tmp_path):
+    write_record(tmp_path, record(0))
+    claim_verdict(tmp_path, "start", "rank 1 on node2 was killed by signal 9 (SIGKILL)")
+    assert clear_last(tmp_path, "") == "rank 1 on node2 was killed by signal 9 (SIGKILL)"
+    assert read_verdict(tmp_path) is None
+    claim_verdict(tmp_path, "earlier", "of a start before that")
+    write_record(tmp_path, record(0, ending="finished"))
+    assert clear_last(tmp_path, "") == ""
+
+
+def test_files_of_more_ranks_and_damaged_ones_are_left_out(tmp_path):
+    write_record(tmp_path, record(0, ending="finished"))
+    write_record(tmp_path, record(1, start="earlier"))
+    (tmp_path / "rank-0002").write_bytes(b"half of a rec")
+    (tmp_path / "rank-0000.stacks").write_text("Thread 1")
+    assert clear_last(tmp_path, "") == ""
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_of_what_a_process_died():
+    assert cause_of(9) == "was killed by signal 9 (SIGKILL)"
+    assert cause_of(11 | 0x80) == "was killed by signal 11 (SIGSEGV)"
+    assert cause_of(3 << 8) == "ended with status 3 and no word"
+    assert "launcher" in cause_of(None)
+    assert describe(2**22 + 1) == "its process is gone"
+
+
+def test_members_know_their_neighbours():
+    told = [("a", 11, "x"), ("a", 12, "y"), ("b", 11, "z")]
+    assert Member.of(1, told) == Member(1, 3, "a", "x", {0: 11, 1: 12})
+    assert Member.of(2, told).neighbours == {2: 11}

@@ -1,0 +1,177 @@
+"""The witness of a host: which rank's death it tells, of what, when it is silent, and whom it ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_watch_verdict import record
+
+from tlt_hpc.watch import witness as module
+from tlt_hpc.watch.record import claim_verdict, read_verdict, write_record
+from tlt_hpc.watch.witness import Ranks, Vigil, Witness, may_be_first
+
+Children = list["subprocess.Popen[bytes]"]
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Children]:
+    """Two processes that stand for a host's ranks."""
+    started = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def host_of(ranks: Children, folder: Path | None) -> Ranks:
+    pids = {rank: process.pid for rank, process in enumerate(ranks)}
+    return Ranks("start", "node1", 4, pids, None if folder is None else str(folder))
+
+
+def keep(vigil: Vigil, seconds: float = 10.0) -> None:
+    """What the program does, until all ranks have ended."""
+    last = time.monotonic() + seconds
+    while vigil.descriptors:
+        assert time.monotonic() < last, "ranks are left"
+        ready = select.select([*vigil.descriptors], [], [], vigil.timeout)[0]
+        for descriptor in ready:
+            vigil.ended(descriptor)
+        if not ready:
+            vigil.slept()
+
+
+def watch(ranks: Children, folder: Path | None) -> Vigil:
+    vigil = Vigil()
+    vigil.hear(host_of(ranks, folder))
+    for rank in range(2):
+        if folder is not None:
+            write_record(folder, record(rank, part="7 sequences left", host="node1"))
+    return vigil
+
+
+def test_a_killed_rank_is_told_and_the_others_are_ended(ranks, tmp_path, capfd):
+    vigil = watch(ranks, tmp_path)
+    ranks[1].send_signal(signal.SIGKILL)
+    keep(vigil)
+    line = "rank 1 on node1 was killed by signal 9 (SIGKILL), last seen in rollout of step 12 (7 sequences left)"
+    assert read_verdict(tmp_path) == ("start", line)
+    assert capfd.readouterr().err == f"tlt: {line}; the same command goes on from the last committed step\n"
+    assert ranks[0].wait() == -signal.SIGKILL
+
+
+def test_want_of_memory_is_told_where_the_system_counted_it(ranks, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(module, "count_memory_kills", lambda: 3)
+    vigil = watch(ranks, tmp_path)
+    monkeypatch.setattr(module, "count_memory_kills", lambda: 4)
+    ranks[0].send_signal(signal.SIGKILL)
+    keep(vigil)
+    told = "the system has killed 1 for want of memory on this host since the start"
+    assert told in capfd.readouterr().err and told in read_verdict(tmp_path)[1]
+
+
+def test_what_another_host_has_told_is_not_told_again(ranks, tmp_path, capfd):
+    """Its ranks were killed for the death of another's: the launcher's doing, or this witness's own."""
+    vigil = watch(ranks, tmp_path)
+    claim_verdict(tmp_path, "start", "rank 3 on node2 was killed")
+    keep(vigil)
+    assert [process.wait() for process in ranks] == [-signal.SIGKILL] * 2
+    assert capfd.readouterr().err == ""
+    assert read_verdict(tmp_path)[1] == "rank 3 on node2 was killed"
+
+
+def test_an_earlier_starts_verdict_ends_nobody(ranks, tmp_path):
+    vigil = watch(ranks, tmp_path)
+    claim_verdict(tmp_path, "earlier", "rank 3 on node2 was killed")
+    with pytest.raises(AssertionError, match="ranks are left"):
+        keep(vigil, 0.5)
+
+
+@pytest.mark.parametrize("ending", ["finished", "stopped early"])
+def test_orderly_ends_are_silent_and_wait_for_the_rest(ranks, tmp_path, capfd, ending):
+    vigil = watch(ranks, tmp_path)
+    write_record(tmp_path, record(0, ending=ending))
+    ranks[0].kill()
+    with pytest.raises(AssertionError, match="ranks are left"):
+        keep(vigil, 0.5)
+    ranks[1].kill()  # by the launcher, before it could say the same
+    keep(vigil)
+    assert capfd.readouterr().err == "" and read_verdict(tmp_path) is None
+
+
+def test_after_a_failure_that_was_told_what_is_left_is_ended(ranks, tmp_path, capfd):
+    vigil = watch(ranks, tmp_path)
+    write_record(tmp_path, record(3, ending="failed: OSError: no room"))
+    ranks[0].kill()
+    keep(vigil)
+    assert ranks[1].wait() == -signal.SIGKILL and capfd.readouterr().err == ""
+
+
+def test_before_the_run_begins_only_a_signal_is_news(ranks, capfd):
+    quiet = subprocess.Popen(["sh", "-c", "exit 2"])  # a mistake of the user's, which the rank has told
+    watch([quiet], None)
+    keep(vigil := watch([quiet], None))
+    assert not vigil.descriptors and capfd.readouterr().err == ""
+    vigil = watch(ranks, None)
+    ranks[1].send_signal(signal.SIGSEGV)
+    keep(vigil)
+    assert "rank 1 on node1 was killed by signal 11 (SIGSEGV) before the run began" in capfd.readouterr().err
+    quiet.wait()
+
+
+def test_a_folder_that_is_gone_does_not_silence_it(ranks, tmp_path, capfd):
+    folder = tmp_path / "status"
+    folder.mkdir()
+    vigil = watch(ranks, folder)
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    ranks[0].kill()
+    keep(vigil)
+    assert "rank 0 on node1 was killed by signal 9 (SIGKILL); the same command" in capfd.readouterr().err
+
+
+def test_the_program_hears_of_the_ranks_and_ends_after_them(ranks, tmp_path, capfd):
+    own = {0: os.getpid(), 1: ranks[1].pid}
+    witness = Witness()
+    write_record(tmp_path, record(1))
+    witness.tell(Ranks("start", "node1", 2, own, None))
+    witness.tell(Ranks("start", "node1", 2, own, str(tmp_path)))
+    time.sleep(0.5)  # it has to start first
+    ranks[1].kill()
+    last = time.monotonic() + 10
+    while "was killed by signal 9" not in (err := capfd.readouterr().err):
+        assert time.monotonic() < last, err
+        time.sleep(0.05)
+    process = witness._process
+    assert process.poll() is None, "this process is one of its ranks"
+    process.send_signal(signal.SIGTERM)  # meant for ranks
+    time.sleep(0.1)
+    assert process.poll() is None
+    process.kill(), process.wait()
+    witness.tell(Ranks("start", "node1", 2, own, str(tmp_path / "other")))  # to nobody: the rank goes on
+    witness.close()
+
+
+def test_a_second_rank_of_a_host_lets_its_witness_go(ranks):
+    witness = Witness()
+    process = witness._process
+    witness.tell(Ranks("start", "node1", 2, {0: ranks[0].pid, 1: os.getpid()}, None))
+    assert process.wait(10) == 0
+
+
+def test_who_may_be_the_first_of_a_host():
+    assert may_be_first({}) and may_be_first({"SLURM_LOCALID": "0"}) and may_be_first({"MPI_LOCALRANKID": "0"})
+    assert not may_be_first({"SLURM_LOCALID": "1"}) and not may_be_first({"OMPI_COMM_WORLD_LOCAL_RANK": "3"})

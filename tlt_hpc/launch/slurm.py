@@ -1,0 +1,107 @@
+"""What Slurm says of the allocation this process is in, and the request to be queued again."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ANSWER_SECONDS = 30.0
+"""How long Slurm's controller may take to answer before it counts as not answering."""
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+_PREEMPTED = re.compile(r"\bPreemptTime=\d")
+_KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
+
+
+class SlurmError(RuntimeError):
+    """Slurm did not do what was asked; its text is one line."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A job of Slurm's that this process runs in."""
+
+    job_id: str
+    restarts: int
+    """How often it was queued again."""
+
+    def seconds_left(self) -> float | None:
+        """Until its time limit; None where it has none.
+
+        Raises:
+            SlurmError: ``squeue`` is not there, does not answer, or knows no such job.
+        """
+        return parse_time(_ask("squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"))
+
+    def is_preempted(self) -> bool:
+        """Whether Slurm is about to end it for the sake of another job.
+
+        Raises:
+            SlurmError: ``scontrol`` is not there, does not answer, or knows no such job.
+        """
+        found = _PREEMPTED.search(_ask("scontrol", "--oneliner", "show", "job", self.job_id))
+        return found is not None
+
+    def requeue(self) -> None:
+        """Have it queued again; Slurm then ends what runs of it.
+
+        Raises:
+            SlurmError: Slurm refuses, for instance since requeueing is off.
+        """
+        _ask("scontrol", "requeue", self.job_id)
+
+
+def allocation(environment: Mapping[str, str]) -> Allocation | None:
+    """The allocation that the environment tells of; None outside of Slurm."""
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+    # by its own number alone the first member of an array stands for all of them
+    is_member = all(name in environment for name in names)
+    job_id = "_".join(environment[name] for name in names) if is_member else environment["SLURM_JOB_ID"]
+    return Allocation(job_id, int(environment.get("SLURM_RESTART_COUNT", "0")))
+
+
+def kill_wait() -> float:
+    """Seconds from SIGTERM to SIGKILL on this cluster.
+
+    Raises:
+        SlurmError: ``scontrol`` is not there, does not answer, or does not tell.
+    """
+    found = _KILL_WAIT.search(_ask("scontrol", "show", "config"))
+    if found is None:
+        raise SlurmError("`scontrol show config` tells no KillWait")
+    return float(found[1])
+
+
+def parse_time(text: str) -> float | None:
+    """Seconds of Slurm's ``days-hours:minutes:seconds``; None where there is no limit.
+
+    Raises:
+        SlurmError: it is no time.
+    """
+    text = text.strip()
+    if text == "UNLIMITED":
+        return None
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise SlurmError(f"Slurm tells {text!r} where a time was asked for")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _ask(command: str, *arguments: str) -> str:
+    path = shutil.which(command)
+    if path is None:
+        raise SlurmError(f"there is no {command} on PATH")
+    line = " ".join((command, *arguments))
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"`{line}` did not answer within {ANSWER_SECONDS:.0f} s") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        raise SlurmError(f"`{line}` said: {said}")
+    return done.stdout

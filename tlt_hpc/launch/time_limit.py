@@ -1,0 +1,104 @@
+"""What a job under Slurm does about its time limit: it knows it from the start, and is queued again once stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tlt_hpc.launch.slurm import SlurmError, allocation, kill_wait
+from tlt_hpc.stopping import MOST_KILL_SECONDS, StopFlag
+from tlt_hpc.storage.folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+HISTORY = "requeues.jsonl"
+PREEMPTION_POLL_SECONDS = 5.0
+MOST_IDLE_STARTS = 3
+"""So many starts in a row that came no further end a job that would otherwise be queued again for ever."""
+
+
+def know_limits(flag: StopFlag, environment: Mapping[str, str], rank: int, folder: Path) -> None:
+    """Tell rank 0's stop flag when the allocation ends, and how fast it is killed; it votes for all ranks.
+
+    Where the ranks are in an update that lasts beyond the end, the job is queued again all the same: what was finished
+    is on disk by then.
+    """
+    job = allocation(environment)
+    if job is None or rank:
+        return
+    try:
+        flag.killed_after(kill_wait())
+    except SlurmError as error:
+        logger.warning("how soon SIGKILL follows SIGTERM is not known, so %s s are taken: %s", MOST_KILL_SECONDS, error)
+    try:
+        left = job.seconds_left()
+    except SlurmError as error:
+        logger.warning("the time limit is not known, only its signal will tell: %s", error)
+        return
+    if left is not None:
+        flag.end_in(left, lambda: print(f"tlt: {queue_again(environment, folder, progress_in(folder))}", flush=True))
+
+
+def progress_in(folder: Path) -> str:
+    """How far a run has come, by its committed steps, and the responses of its next one that are kept, in bytes."""
+    run = RunFolder(folder)
+    steps = run.metrics.read_bytes().count(b"\n") if run.metrics.is_file() else 0
+    kept = sum(path.stat().st_size for path in run.kept.rglob("*.h5"))
+    return f"step {steps} and {kept} bytes of kept responses"
+
+
+def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> str:
+    """Have Slurm queue this job again, once it has saved all that it will; for rank 0. Returns the line for the user.
+
+    ``progress`` tells how far the work in ``folder`` has come: a job that starts again and again and comes no further
+    is not queued once more.
+    """
+    job = allocation(environment)
+    if job is None:
+        return "not in a Slurm job, so nothing was queued: the same command goes on"
+    history = read_history(folder / HISTORY)
+    idle = [entry for entry in history if entry["job"] == job.job_id][1 - MOST_IDLE_STARTS :]
+    if len(idle) == MOST_IDLE_STARTS - 1 and all(entry["progress"] == progress for entry in idle):
+        return (
+            f"job {job.job_id} is not queued again: {MOST_IDLE_STARTS} starts in a row came no further than "
+            f"{progress}; give it more time (sbatch --time), or make a step shorter"
+        )
+    try:
+        with (folder / HISTORY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
+        job.requeue()
+    except (SlurmError, OSError) as error:
+        return f"job {job.job_id} is not queued again ({error}): submit the same script, which goes on"
+    return f"job {job.job_id} is queued again, and will go on"
+
+
+def await_preemption(environment: Mapping[str, str]) -> None:
+    """Where this job is being preempted, wait to be killed; for rank 0. Else return at once.
+
+    Slurm queues a job again that it had to end, and takes one that left by itself within its grace time for finished.
+    """
+    job = allocation(environment)
+    if job is None:
+        return
+    try:
+        if job.is_preempted():
+            print(f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again", flush=True)
+        while job.is_preempted():
+            time.sleep(PREEMPTION_POLL_SECONDS)
+    except SlurmError as error:
+        logger.warning("whether job %s is preempted is not known, so it ends: %s", job.job_id, error)
+
+
+def read_history(path: Path) -> list[dict[str, object]]:
+    """The starts of a folder's jobs that ended at their time limit; a file that cannot be read has none."""
+    if not path.is_file():
+        return []
+    try:
+        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [{"job": entry["job"], "progress": entry["progress"]} for entry in entries]
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        logger.warning("%s is damaged and counts for nothing: %s", path, error)
+        return []

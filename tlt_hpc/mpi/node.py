@@ -1,0 +1,98 @@
+"""Owns a node's ranks: what the first of them reads, the others are given. Knows neither files nor what they hold.
+
+A shared file system serves one reader a node instead of all its ranks, which wait asleep meanwhile.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.config import UserError
+from tlt_hpc.mpi.library import MPI
+from tlt_hpc.mpi.progress import wait
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 2**26
+"""Of one broadcast, so that the library's own buffers stay small."""
+_FIRST_BYTES = 4096
+"""Of a pickle they travel with its length: most need no second broadcast."""
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    """A user's mistake that the first rank met."""
+
+    text: str
+
+
+class NodeGroup:
+    """The ranks of one node, of which this one is number ``rank`` of ``size``; all methods are collective over them.
+
+    Args:
+        comm: theirs alone, in order of their ranks in the world; None for a rank that is by itself.
+    """
+
+    def __init__(self, comm: MPI.Comm | None) -> None:
+        self._comm = comm
+        self.rank: int = comm.rank if comm is not None else 0
+        self.size: int = comm.size if comm is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that reads."""
+        return self.rank == 0
+
+    def once(self, read: Callable[[], T]) -> T:
+        """What ``read`` returns (picklable) on the first rank; on no other is it called.
+
+        Raises:
+            ValueError: on all ranks, where ``read`` raises one; on the others it is a UserError of the same text.
+        """
+        if self._comm is None or self.size == 1:
+            return read()
+        if not self.is_first:
+            given: T | _Mistake = pickle.loads(self._broadcast_pickle(b""))
+            if isinstance(given, _Mistake):
+                raise UserError(given.text)
+            return given
+        try:
+            found = read()
+        except ValueError as error:
+            self._broadcast_pickle(pickle.dumps(_Mistake(str(error))))
+            raise
+        self._broadcast_pickle(pickle.dumps(found, pickle.HIGHEST_PROTOCOL))
+        return found
+
+    def broadcast(self, values: NDArray[np.uint8]) -> None:
+        """Write the first rank's bytes [N] into the others' of the same size, a block at a time."""
+        if self._comm is None or self.size == 1:
+            return
+        for start in range(0, values.size, BLOCK_BYTES):
+            wait(self._comm.Ibcast(values[start : start + BLOCK_BYTES], 0), "broadcast within the node", scope="node")
+
+    def _broadcast_pickle(self, payload: bytes) -> bytearray:
+        """The first rank's, on all: its length and beginning in one broadcast, what is left in further ones."""
+        head = np.zeros(_LENGTH_BYTES + _FIRST_BYTES, np.uint8)
+        beginning = np.frombuffer(payload[:_FIRST_BYTES], np.uint8)
+        head[:_LENGTH_BYTES] = np.array([len(payload)], np.int64).view(np.uint8)
+        head[_LENGTH_BYTES : _LENGTH_BYTES + beginning.size] = beginning
+        self.broadcast(head)
+        length = int(head[:_LENGTH_BYTES].view(np.int64)[0])
+        whole = bytearray(length)
+        whole[:_FIRST_BYTES] = head[_LENGTH_BYTES:][:length].tobytes()
+        rest = np.frombuffer(whole, np.uint8)[_FIRST_BYTES:]
+        rest[:] = np.frombuffer(payload, np.uint8)[_FIRST_BYTES:] if payload else 0
+        self.broadcast(rest)
+        return whole
+
+
+ALONE = NodeGroup(None)
+"""A rank that reads for itself."""

@@ -1,0 +1,50 @@
+"""A program that tells which MPI library mpi4py loads, and with ``--talk`` whether the ranks that run it are one world.
+
+``python -m mpi4py -m tlt_hpc.mpi.probe --talk`` on every rank: rank 0 prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what there is; the exit status: 2 where the ranks were started wrongly."""
+    from tlt_hpc.mpi.library import MPI
+
+    if "--talk" in arguments:
+        return _talk()
+    print(json.dumps({"version": MPI.Get_library_version(), "files": loaded_files()}))
+    return 0
+
+
+def loaded_files() -> list[str]:
+    """The libraries of this process that are called libmpi."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
+    return sorted(path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich")))
+
+
+def _talk() -> int:
+    import numpy as np
+
+    from tlt_hpc.mpi.world import LaunchError, World
+
+    try:
+        world = World.connect()
+    except LaunchError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    hosts = world.allgather(world.hostname)
+    total = int(world.sum(np.array([world.rank + 1], np.int64))[0])
+    assert total == world.size * (world.size + 1) // 2, f"{world.size} ranks sum up to {total}"
+    if world.rank == 0:
+        print(json.dumps({"ranks": world.size, "hosts": sorted(set(hosts))}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Finds before a job what would end it: on the login node by command, on each node when the job starts."""

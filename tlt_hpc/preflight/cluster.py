@@ -1,0 +1,170 @@
+"""What Slurm says of a cluster, read from its own commands. Knows no job."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tlt_hpc.config import UserError
+from tlt_hpc.preflight.ask import Answer, ask
+from tlt_hpc.preflight.request import seconds_of
+
+_SECONDS = 30.0
+"""A busy controller answers in a few; more is an outage."""
+_UNUSABLE = ("down", "drain", "drng", "fail", "maint", "unk", "no_respond", "reboot", "power", "planned_down", "inval")
+"""Beginnings of states in which a node takes no job, nor soon will."""
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes of a partition that are alike."""
+
+    count: int
+    state: str
+    cpus: int
+    memory_mb: int
+    gpus: int
+    gres: str
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether they are up, busy or not."""
+        return not self.state.lower().startswith(_UNUSABLE)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition's limits; infinite and 0: there is none."""
+
+    name: str
+    state: str
+    max_seconds: float
+    max_nodes: float
+    preempt_mode: str
+    grace_seconds: float
+    allowed_accounts: str
+    allowed_qos: str
+    groups: tuple[NodeGroup, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(group.count for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the whole cluster."""
+
+    kill_wait_seconds: float
+    requeues: bool
+    preempt_type: str
+
+
+class NoSuchPartition(UserError):  # noqa: N818
+    """Slurm knows no partition of that name."""
+
+
+def read_partition(name: str) -> Partition:
+    """A partition, or with an empty name the default one.
+
+    Raises:
+        NoSuchPartition: with the names that there are.
+        UserError: Slurm does not answer.
+    """
+    found = {one["PartitionName"]: one for one in _partitions()}
+    if not name:
+        name = next((one["PartitionName"] for one in found.values() if one.get("Default") == "YES"), "")
+        if not name:
+            raise NoSuchPartition(f"this Slurm has no default partition; give --partition, one of {_names(found)}")
+    if name not in found:
+        raise NoSuchPartition(f"partition {name!r} does not exist here; give one of {_names(found)}")
+    raw = found[name]
+    return Partition(
+        name=name,
+        state=raw["State"],
+        max_seconds=seconds_of(raw["MaxTime"]),
+        max_nodes=float("inf") if raw["MaxNodes"] == "UNLIMITED" else float(raw["MaxNodes"]),
+        preempt_mode=raw["PreemptMode"],
+        grace_seconds=float(raw["GraceTime"]),
+        allowed_accounts=raw["AllowAccounts"],
+        allowed_qos=raw["AllowQos"],
+        groups=tuple(_groups(name)),
+    )
+
+
+def read_settings() -> Settings:
+    """The cluster's settings.
+
+    Raises:
+        UserError: Slurm does not answer.
+    """
+    lines = (line.partition("=") for line in _said("scontrol", "show", "config").splitlines())
+    raw = {key.strip(): value.strip() for key, separator, value in lines if separator}
+    return Settings(float(raw["KillWait"].split()[0]), raw["JobRequeue"] == "1", raw["PreemptType"])
+
+
+def accounts_of(user: str) -> list[tuple[str, str]]:
+    """(account, its QOS by commas) that a user may charge; empty where Slurm keeps no accounts."""
+    if shutil.which("sacctmgr") is None:
+        return []
+    command = ["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account,qos"]
+    answer = ask(command, _SECONDS)
+    lines = answer.out.splitlines() if answer.status == 0 else []
+    return [(line.split("|")[0], line.split("|")[1]) for line in lines if line.count("|") == 1]
+
+
+def launch_types() -> list[str]:
+    """What ``srun --mpi`` takes here.
+
+    Raises:
+        UserError: Slurm does not answer.
+    """
+    answer = ask(["srun", "--mpi=list"], _SECONDS)
+    lines = [line.strip() for line in answer.text.splitlines()]
+    named = [word.strip() for line in lines if "versions available:" in line for word in line.split(":")[1].split(",")]
+    return sorted({line for line in lines if re.fullmatch(r"\w+", line)} | set(named))
+
+
+def would_take(arguments: Iterable[str]) -> Answer:
+    """Whether ``sbatch`` would take a job, without submitting it, in its own words.
+
+    Raises:
+        UserError: Slurm does not answer.
+    """
+    return ask(["sbatch", "--test-only", *arguments], _SECONDS)
+
+
+def _partitions() -> list[dict[str, str]]:
+    lines = _said("scontrol", "show", "partition", "-o").splitlines()
+    return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines if line.startswith("PartitionName=")]
+
+
+def _groups(partition: str) -> Iterable[NodeGroup]:
+    for line in _said("sinfo", "-h", "-p", partition, "-o", "%D|%T|%c|%m|%G").splitlines():
+        count, state, cpus, memory, gres = line.split("|", 4)
+        yield NodeGroup(int(count), state, _least(cpus), _least(memory), gpus_of(gres), gres)
+
+
+def gpus_of(gres: str) -> int:
+    """GPUs of a node by what ``sinfo`` calls its generic resources, such as ``gpu:a100:4(S:0-1)``."""
+    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
+
+
+def _least(text: str) -> int:
+    """``256000`` of ``256000+``, which stands for that many and more."""
+    return int(text.rstrip("+"))
+
+
+def _said(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        raise UserError(f"there is no {command[0]} on PATH, so this is no node of a Slurm cluster; run on a login node")
+    answer = ask(command, _SECONDS)
+    if answer.status:
+        raise UserError(f"{' '.join(command)}: {answer.last_line}; ask Slurm by hand whether it is up: scontrol ping")
+    return answer.out
+
+
+def _names(found: Iterable[str]) -> str:
+    return ", ".join(sorted(found)) or "none, it has none"

@@ -1,0 +1,152 @@
+"""What a job asks of Slurm: by options, SBATCH_ variables and a batch script's #SBATCH lines, in this order.
+
+Asks nobody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tlt_hpc.config import ConfigError
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+_SRUN_MPI = re.compile(r"--mpi[= ]\"?(?:\$\{TLT_SRUN_MPI:-(?P<default>\w+)\}|(?P<fixed>\w+))")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of Slurm; zeros and empty texts: nothing was said."""
+
+    nodes: int = 1
+    ranks_per_node: int = 0
+    gpus_per_node: int = 0
+    cpus_per_rank: int = 1
+    memory_mb: int = 0
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    seconds: float = 0.0
+    srun_mpi: str = ""
+    """Empty: what fits the MPI library."""
+    script: Path | None = None
+    signal: str = ""
+    requeue: bool | None = None
+    """None: the cluster's default."""
+
+
+def make_request(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Request:
+    """What the script and the options ask for.
+
+    Raises:
+        ConfigError: no such script, or a value that cannot be.
+    """
+    for name in ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank"):
+        value, least = vars(options)[name], 0 if name == "gpus_per_node" else 1
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give {least} or more")
+    asked = vars(_script_options(options.script))
+    gpus = _count(asked["gpus_per_node"] or asked["gres"])
+    nodes = options.nodes or _count(asked["nodes"].partition("-")[0]) or 1
+    ranks = _count(asked["ntasks_per_node"]) or -(-_count(asked["ntasks"]) // nodes)
+    return Request(
+        nodes=nodes,
+        ranks_per_node=options.ranks_per_node or ranks or (options.gpus_per_node or gpus),
+        gpus_per_node=gpus if options.gpus_per_node is None else options.gpus_per_node,
+        cpus_per_rank=options.cpus_per_rank or _count(asked["cpus_per_task"]) or 1,
+        memory_mb=_megabytes(asked["mem"]),
+        partition=options.partition or environment.get("SBATCH_PARTITION") or asked["partition"],
+        account=options.account or environment.get("SBATCH_ACCOUNT") or asked["account"],
+        qos=environment.get("SBATCH_QOS") or asked["qos"],
+        seconds=seconds_of(options.time or environment.get("SBATCH_TIMELIMIT") or asked["time"]),
+        srun_mpi=environment.get("TLT_SRUN_MPI") or _srun_mpi(options.script),
+        script=options.script,
+        signal=asked["signal"],
+        requeue=asked["requeue"],
+    )
+
+
+def seconds_of(text: str) -> float:
+    """A time as Slurm writes it, in seconds; 0 where none is given, infinity where there is no limit.
+
+    Raises:
+        ConfigError: it is no such time.
+    """
+    if not text:
+        return 0.0
+    if text.upper() in ("UNLIMITED", "INFINITE"):
+        return float("inf")
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"time {text!r}: give it as sbatch takes it, e.g. 90 (minutes), 24:00:00 or 2-00:00:00")
+    parts = [int(part) for part in match["rest"].split(":")]
+    if match["days"]:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return float(86400 * int(match["days"]) + 3600 * hours + 60 * minutes + seconds)
+    if len(parts) < 3:  # minutes[:seconds]
+        parts = [0, *parts, 0][:3]
+    return float(3600 * parts[0] + 60 * parts[1] + parts[2])
+
+
+class _Quiet(argparse.ArgumentParser):
+    """Ends with an error of ours instead of the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"the script's #SBATCH lines: {message}; write them as sbatch takes them")
+
+
+def _script_options(script: Path | None) -> argparse.Namespace:
+    """What the #SBATCH lines ask for; those that do not matter here are left out."""
+    parser = _Quiet(add_help=False, allow_abbrev=False)
+    for names in (
+        *(("-N", "--nodes"), ("-n", "--ntasks"), ("--ntasks-per-node",), ("-c", "--cpus-per-task"), ("--mem",)),
+        *(("--gpus-per-node",), ("--gres",), ("-p", "--partition"), ("-t", "--time"), ("-A", "--account")),
+        *(("-q", "--qos"), ("--signal",)),
+    ):
+        parser.add_argument(*names, default="")
+    parser.add_argument("--requeue", dest="requeue", action="store_const", const=True)
+    parser.add_argument("--no-requeue", dest="requeue", action="store_const", const=False)
+    return parser.parse_known_args(_sbatch_words(script))[0]
+
+
+def _sbatch_words(script: Path | None) -> list[str]:
+    lines = [] if script is None else _read(script).splitlines()
+    return [word for line in lines if line.startswith("#SBATCH") for word in shlex.split(line[7:], comments=True)]
+
+
+def _srun_mpi(script: Path | None) -> str:
+    match = None if script is None else _SRUN_MPI.search(_read(script))
+    return "" if match is None else match["default"] or match["fixed"]
+
+
+def _read(script: Path) -> str:
+    try:
+        return script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--script {script}: {error}; give a batch script such as sbatch/train_qwen7b.sh") from None
+
+
+def _count(text: str) -> int:
+    """``8`` of ``8``, ``a100:8`` and ``gpu:a100:8``; 0 of nothing.
+
+    Raises:
+        ConfigError: there is no number.
+    """
+    found = re.search(r"(?:^|[:=])(\d+)(?:$|[(,])", text)
+    if text and found is None:
+        raise ConfigError(f"the script's #SBATCH lines ask for {text!r}, which is no number; write one")
+    return int(found[1]) if found else 0
+
+
+def _megabytes(text: str) -> int:
+    """Of ``64G``, ``4000`` (megabytes) or ``0``, which asks for all that a node has."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
+    if match is None:
+        return 0
+    return int(match[1]) * {"K": 1, "": 1024, "M": 1024, "G": 1024**2, "T": 1024**3}[match[2]] // 1024

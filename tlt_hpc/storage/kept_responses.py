@@ -1,0 +1,61 @@
+"""Responses of a step that is not committed yet, one HDF5 file for each time that a rank wrote what it had finished.
+
+Schema 1: attributes kind, schema, origin, committed; /rollouts/ has the columns of the rollout log but for rewards and
+advantages. ``origin`` names the weights that the responses are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt_hpc.records import Rollout
+from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, NewFile, get_text, put_attributes
+from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
+
+KIND = FileKind("kept responses", schema=1, remedy="they are generated again")
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """What one file has."""
+
+    origin: str
+    rollouts: tuple[Rollout, ...]
+
+
+def write_kept(path: Path, kept: KeptFile, durable: bool) -> None:
+    """Write finished responses: beside, closed, renamed; ``durable``: so that they outlive the machine as well.
+
+    Raises:
+        WriteError: the disk refused; ``path`` is as before.
+    """
+    with writing_beside(path, durable) as part:
+        file = NewFile(part, KIND)
+        try:
+            # bytes of fixed length: HDF5 keeps text of variable length in a heap that has no checksum
+            put_attributes(file.root, {"origin": kept.origin})
+            put_arrays(file.root.create_group("rollouts"), rollout_columns(kept.rollouts))
+            file.commit(len(kept.rollouts))
+        finally:
+            file.close()
+
+
+def read_kept(path: Path) -> KeptFile:
+    """Read back what ``write_kept`` was given.
+
+    Raises:
+        DamagedFile: truncated, corrupted, half-written, or of another schema.
+        FileNotFoundError: no such file.
+    """
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        check_counts(file.root["rollouts"], file.committed)
+        return KeptFile(get_text(file.root, "origin"), get_rollouts(file.root["rollouts"]))
+
+
+def merged(files: Sequence[KeptFile], origin: str) -> list[Rollout]:
+    """The responses of the files of one origin, each key once, ordered by key."""
+    found = {rollout.key: rollout for file in files if file.origin == origin for rollout in file.rollouts}
+    return [found[key] for key in sorted(found)]

@@ -1,0 +1,227 @@
+"""A process beside the ranks of a host that sees one die, says so, and ends the ones left behind.
+
+Where a rank is killed, launchers end the others within milliseconds, before any of them could tell which went first.
+So the first rank of each host starts this, before it has MPI. It sleeps until a rank's process ends, reads of what,
+writes the one line and, where the launcher does not, ends what is left. As a program it reads lines of JSON: which
+ranks there are, and where their status files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tlt_hpc.watch.process import cause_of, count_memory_kills, look_at
+from tlt_hpc.watch.record import DamagedRecordError, Record, claim_verdict, read_record, read_verdict
+
+_LOCAL_RANK_VARIABLES = ("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
+LOOK_SECONDS = 5.0
+"""How often it asks whether another host has ended the job."""
+GRACE_SECONDS = 10.0
+"""How long the launcher has to end the other ranks."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one host, and where they leave their status."""
+
+    start: str
+    host: str
+    size: int
+    """Ranks on all hosts."""
+    pids: dict[int, int]
+    folder: str | None
+
+
+class Witness:
+    """A rank's hand on its host's witness; only the first rank of a host keeps one."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            [sys.executable, "-m", "tlt_hpc.watch.witness"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,  # launchers kill a rank's process group
+        )
+
+    def tell(self, ranks: Ranks) -> None:
+        """Say whom to watch; where another rank is the host's first, give way to its witness."""
+        if self._process is None or self._process.stdin is None:
+            return
+        if ranks.pids[min(ranks.pids)] != os.getpid():
+            self.close()
+            return
+        try:
+            self._process.stdin.write(json.dumps(asdict(ranks)).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # killed; the watch of each rank goes on without it
+            self._process = None
+
+    def close(self) -> None:
+        """Let it go once all its ranks have ended."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process = None
+
+
+def may_be_first(environment: Mapping[str, str]) -> bool:
+    """Whether this may be the first rank of its host, by its launcher's variables."""
+    told = [environment[name] for name in _LOCAL_RANK_VARIABLES if name in environment]
+    return not told or "0" in told
+
+
+class Vigil:
+    """What the witness knows: the ranks that are left, and whether the job's end has been told."""
+
+    def __init__(self) -> None:
+        self.ranks: Ranks | None = None
+        self.descriptors: dict[int, int] = {}
+        """pidfd -> rank, of those that are left."""
+        self._is_told = False
+        self._ends_in: float | None = None
+        """Seconds after which what is left is killed."""
+        self._memory_kills = count_memory_kills()
+
+    @property
+    def timeout(self) -> float:
+        """Seconds to sleep for, unless a rank ends before."""
+        return LOOK_SECONDS if self._ends_in is None else min(LOOK_SECONDS, self._ends_in)
+
+    def hear(self, ranks: Ranks) -> None:
+        """Take what the first rank tells."""
+        if self.ranks is None:
+            for rank, pid in ranks.pids.items():
+                try:
+                    self.descriptors[os.pidfd_open(pid)] = rank
+                except ProcessLookupError:
+                    self._explain(ranks, rank, None)
+        self.ranks = ranks
+
+    def slept(self) -> None:
+        """``timeout`` has passed: end what is left where it is time, or ask whether another host has ended the job."""
+        if self._ends_in is not None:
+            self._ends_in -= self.timeout
+            if self._ends_in <= 0:
+                self._kill()
+        elif self.ranks is not None and self.ranks.folder is not None and _is_ended(self.ranks):
+            self._is_told, self._ends_in = True, GRACE_SECONDS
+
+    def ended(self, descriptor: int) -> None:
+        """A rank's process has ended: say so, unless it or the job has ended with a word."""
+        assert self.ranks is not None
+        rank = self.descriptors.pop(descriptor)
+        process = look_at(self.ranks.pids[rank])
+        os.close(descriptor)
+        code = process.exit_code if process is not None and process.state == "Z" else None
+        if not self._is_told and code != 0:
+            self._explain(self.ranks, rank, code)
+
+    def _explain(self, ranks: Ranks, rank: int, code: int | None) -> None:
+        self._is_told = True
+        if ranks.folder is None:  # a mistake of the user's is told by the rank itself
+            if code is not None and code & 0x7F:
+                self._end(f"rank {rank} on {ranks.host} {cause_of(code)} before the run began{self._memory()}")
+            return
+        records = _records(ranks, Path(ranks.folder))
+        if any(record.ending for record in records.values()):
+            if any(record.ending.startswith(("failed", "stalled")) for record in records.values()):
+                self._ends_in = GRACE_SECONDS
+            return
+        place = f", last seen in {records[rank].place}" if rank in records else ""
+        line = f"rank {rank} on {ranks.host} {cause_of(code)}{place}{self._memory()}"
+        try:
+            is_first = claim_verdict(Path(ranks.folder), ranks.start, line)
+        except OSError:  # full, or gone: then this is the only place where it stands
+            is_first = True
+        self._end(line if is_first else "")
+
+    def _end(self, line: str) -> None:
+        if line:
+            with suppress(OSError):  # the launcher has gone, and what is left is to be ended all the same
+                os.write(2, f"tlt: {line}; the same command goes on from the last committed step\n".encode())
+        self._ends_in = GRACE_SECONDS
+
+    def _memory(self) -> str:
+        kills = count_memory_kills() - self._memory_kills
+        return f"; the system has killed {kills} for want of memory on this host since the start" if kills else ""
+
+    def _kill(self) -> None:
+        for descriptor in self.descriptors:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)  # type: ignore[attr-defined, unused-ignore]
+        self._ends_in = None
+
+
+def _records(ranks: Ranks, folder: Path) -> dict[int, Record]:
+    """What can be read of all ranks of this start."""
+    found = {}
+    for rank in range(ranks.size):
+        try:
+            record = read_record(folder, rank)
+        except (OSError, DamagedRecordError):
+            continue
+        if record.start == ranks.start:
+            found[rank] = record
+    return found
+
+
+def _is_ended(ranks: Ranks) -> bool:
+    """Whether another host has told why this start ends."""
+    assert ranks.folder is not None
+    try:
+        told = read_verdict(Path(ranks.folder))
+    except OSError:
+        return False
+    return told is not None and told[0] == ranks.start
+
+
+class Ear:
+    """What the first rank writes, a line at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._rest = descriptor, b""
+
+    def lines(self) -> list[bytes] | None:
+        """The lines that are whole; None once there is nobody to write any."""
+        data = os.read(self._descriptor, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines if data else None
+
+
+def as_ranks(line: bytes) -> Ranks:
+    """What ``Witness.tell`` wrote."""
+    told = json.loads(line)
+    return Ranks(**{**told, "pids": {int(rank): pid for rank, pid in told["pids"].items()}})
+
+
+def main() -> None:
+    """Be the witness of a host until all of its ranks have ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks
+    vigil, ear, is_open = Vigil(), Ear(0), True
+    while is_open or vigil.descriptors:
+        descriptors = [*vigil.descriptors, *([0] if is_open else [])]
+        ready = select.select(descriptors, [], [], vigil.timeout)[0]
+        for descriptor in ready:
+            if descriptor:
+                vigil.ended(descriptor)
+                continue
+            lines = ear.lines()
+            is_open = lines is not None
+            for line in lines or []:
+                vigil.hear(as_ranks(line))
+        if not ready:
+            vigil.slept()
+
+
+if __name__ == "__main__":
+    main()

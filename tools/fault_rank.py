@@ -1,0 +1,62 @@
+"""A rank of ``tlt`` that kills itself where ``TLT_FAULT`` says: ``PLACE:RANK:COUNT``, at the so-many-th coming there.
+
+Started by ``faults.py`` as ``python -m mpi4py tools/fault_rank.py train ...``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tlt_hpc import kept, replay, run, tail
+from tlt_hpc.checkpoint import save
+from tlt_hpc.cli import main
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.launch.local import launched_rank
+from tlt_hpc.rl.policy import Policy
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.storage import feature_writer
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "rollout": (RolloutEngine, "step"),
+    "spot training": (SpotTrainer, "micro_step"),
+    "merge": (SpotTrainer, "finish_merge"),
+    "append": (feature_writer.FeatureCacheWriter, "append"),
+    "keep": (kept, "write_kept"),
+    "log": (run, "write_step"),
+    "commit": (run, "add_line"),
+    "committed": (run, "drop_kept"),
+    "checkpoint": (save, "write_file"),
+    "update": (Policy, "update"),
+    "replay": (replay, "update_policy"),
+    "take up": (tail, "open_keeper"),
+}
+"""Where a function ends just before the rank does, or, of every other count, just after."""
+
+
+def strike(place: str, count: int) -> None:
+    """Have this process kill itself before the ``count // 2``-th call of the place's function, or after it."""
+    owner, name = PLACES[place]
+    true, left = getattr(owner, name), [count // 2]
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0 and count % 2 == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = true(*arguments, **named)
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    set_call: Callable[[Any, str, Any], None] = setattr
+    set_call(owner, name, call)
+
+
+if __name__ == "__main__":
+    where, rank, number = os.environ["TLT_FAULT"].split(":")
+    if launched_rank(os.environ) == int(rank):
+        strike(where, int(number))
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Writes the batch scripts in sbatch/ as tlt_hpc/launch/scripts.py describes them; edit there, then call this.
+
+python tools/make_batch_scripts.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tlt_hpc.launch.batch import render
+from tlt_hpc.launch.scripts import SCRIPTS
+
+FOLDER = Path(__file__).resolve().parent.parent / "sbatch"
+
+
+def main() -> None:
+    for name, batch in SCRIPTS.items():
+        path = FOLDER / f"{name}.sh"
+        path.write_text(render(batch))
+        path.chmod(0o755)
+        print(path.relative_to(FOLDER.parent))
+
+
+if __name__ == "__main__":
+    main()
