@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import time
@@ -46,11 +45,7 @@ def keep(vigil: Vigil, seconds: float = 10.0) -> None:
     last = time.monotonic() + seconds
     while vigil.descriptors:
         assert time.monotonic() < last, "ranks are left"
-        ready = select.select([*vigil.descriptors], [], [], vigil.timeout)[0]
-        for descriptor in ready:
-            vigil.ended(descriptor)
-        if not ready:
-            vigil.slept()
+        vigil.look()
 
 
 def watch(ranks: Children, folder: Path | None) -> Vigil:
@@ -70,6 +65,16 @@ def test_a_killed_rank_is_told_and_the_others_are_ended(ranks, tmp_path, capfd):
     assert read_verdict(tmp_path) == ("start", line)
     assert capfd.readouterr().err == f"tlt: {line}; the same command goes on from the last committed step\n"
     assert ranks[0].wait() == -signal.SIGKILL
+
+
+def test_of_several_that_ended_while_it_had_no_core_the_first_is_told(ranks, tmp_path, capfd):
+    vigil = watch(ranks, tmp_path)
+    for rank in (1, 0):  # the launcher's doing, within milliseconds
+        ranks[rank].send_signal(signal.SIGKILL)
+        ranks[rank].wait()
+    keep(vigil)
+    assert "rank 1 on node1 has died" in read_verdict(tmp_path)[1]
+    assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_want_of_memory_is_told_where_the_system_counted_it(ranks, tmp_path, capfd, monkeypatch):

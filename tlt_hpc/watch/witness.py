@@ -1,6 +1,7 @@
 """A process beside the ranks of a host that sees one die, says so, and ends the ones left behind.
 
-Where a rank is killed, launchers end the others within milliseconds, before any of them could tell which went first.
+Where a rank is killed, launchers end the others within milliseconds, before any of them could tell which went first,
+and often before this process is given a core: it asks epoll, whose events come in the order in which they happened.
 So the first rank of each host starts this, before it has MPI. It sleeps until a rank's process ends, reads of what,
 writes the one line and, where the launcher does not, ends what is left. As a program it reads lines of JSON: which
 ranks there are, and where their status files.
@@ -80,11 +81,34 @@ def may_be_first(environment: Mapping[str, str]) -> bool:
     return not told or "0" in told
 
 
+class Ear:
+    """What the first rank writes, a line at a time."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self._rest = descriptor, b""
+
+    def lines(self) -> list[bytes] | None:
+        """The lines that are whole; None once there is nobody to write any."""
+        data = os.read(self.descriptor, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines if data else None
+
+
+def as_ranks(line: bytes) -> Ranks:
+    """What ``Witness.tell`` wrote."""
+    told = json.loads(line)
+    return Ranks(**{**told, "pids": {int(rank): pid for rank, pid in told["pids"].items()}})
+
+
 class Vigil:
     """What the witness knows: the ranks that are left, and whether the job's end has been told."""
 
-    def __init__(self) -> None:
+    def __init__(self, ear: Ear | None = None) -> None:
         self.ranks: Ranks | None = None
+        self._ear = ear
+        self._epoll = select.epoll()
+        if ear is not None:
+            self._epoll.register(ear.descriptor, select.EPOLLIN)
         self.descriptors: dict[int, int] = {}
         """pidfd -> rank, of those that are left."""
         self._is_told = False
@@ -93,18 +117,45 @@ class Vigil:
         self._memory_kills = count_memory_kills()
 
     @property
+    def is_over(self) -> bool:
+        """Whether there is nobody left to watch or to listen to."""
+        return self._ear is None and not self.descriptors
+
+    @property
     def timeout(self) -> float:
         """Seconds to sleep for, unless a rank ends before."""
         return LOOK_SECONDS if self._ends_in is None else min(LOOK_SECONDS, self._ends_in)
+
+    def look(self) -> None:
+        """Sleep until something happens, and take all that has, in the order in which it did."""
+        events = self._epoll.poll(self.timeout)
+        for descriptor, _ in events:
+            if self._ear is not None and descriptor == self._ear.descriptor:
+                self._listen(self._ear)
+            else:
+                self.ended(descriptor)
+        if not events:
+            self.slept()
+
+    def _listen(self, ear: Ear) -> None:
+        lines = ear.lines()
+        if lines is None:
+            self._epoll.unregister(ear.descriptor)
+            self._ear = None
+        for line in lines or []:
+            self.hear(as_ranks(line))
 
     def hear(self, ranks: Ranks) -> None:
         """Take what the first rank tells."""
         if self.ranks is None:
             for rank, pid in ranks.pids.items():
                 try:
-                    self.descriptors[os.pidfd_open(pid)] = rank
+                    descriptor = os.pidfd_open(pid)
                 except ProcessLookupError:
                     self._explain(ranks, rank, None)
+                    continue
+                self.descriptors[descriptor] = rank
+                self._epoll.register(descriptor, select.EPOLLIN)
         self.ranks = ranks
 
     def slept(self) -> None:
@@ -121,6 +172,7 @@ class Vigil:
         assert self.ranks is not None
         rank = self.descriptors.pop(descriptor)
         process = look_at(self.ranks.pids[rank])
+        self._epoll.unregister(descriptor)
         os.close(descriptor)
         code = process.exit_code if process is not None and process.state == "Z" else None
         if not self._is_told and code != 0:
@@ -184,43 +236,13 @@ def _is_ended(ranks: Ranks) -> bool:
     return told is not None and told[0] == ranks.start
 
 
-class Ear:
-    """What the first rank writes, a line at a time."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._rest = descriptor, b""
-
-    def lines(self) -> list[bytes] | None:
-        """The lines that are whole; None once there is nobody to write any."""
-        data = os.read(self._descriptor, 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines if data else None
-
-
-def as_ranks(line: bytes) -> Ranks:
-    """What ``Witness.tell`` wrote."""
-    told = json.loads(line)
-    return Ranks(**{**told, "pids": {int(rank): pid for rank, pid in told["pids"].items()}})
-
-
 def main() -> None:
     """Be the witness of a host until all of its ranks have ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the ranks
-    vigil, ear, is_open = Vigil(), Ear(0), True
-    while is_open or vigil.descriptors:
-        descriptors = [*vigil.descriptors, *([0] if is_open else [])]
-        ready = select.select(descriptors, [], [], vigil.timeout)[0]
-        for descriptor in ready:
-            if descriptor:
-                vigil.ended(descriptor)
-                continue
-            lines = ear.lines()
-            is_open = lines is not None
-            for line in lines or []:
-                vigil.hear(as_ranks(line))
-        if not ready:
-            vigil.slept()
+    vigil = Vigil(Ear(0))
+    while not vigil.is_over:
+        vigil.look()
 
 
 if __name__ == "__main__":
