@@ -34,7 +34,6 @@ from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, SampleKey
 from tlt_hpc.run import RunResult
-from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
 
@@ -179,9 +178,9 @@ class FakeRuns:
         name = config.run.name
         self.names.append(name)
         if name == self._stops_in:
-            return RunResult(0, 1, False, Stop.KILL, "", "SIGTERM")
+            return RunResult(0, 1, False, "", "SIGTERM")
         write_run(config.folder, num_steps=config.run.num_steps)
-        return RunResult(0, config.run.num_steps, True, Stop.NONE, "same", "")
+        return RunResult(0, config.run.num_steps, True, "same", "")
 
 
 def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, monkeypatch):

@@ -248,7 +248,7 @@ def test_a_step_that_was_cut_short_twice_generates_no_response_twice(tmp_path):
     assert last["was whole"] and last["kept"] == [], "the step is committed"
     assert last["tokens"] == straight["tokens"] and last["policy"] == straight["policy"]
     line = json.loads((tmp_path / "cut" / "tiny" / "metrics.jsonl").read_text())
-    assert line["rollout/kept"] == len(second["kept"])
+    assert line["rollout/kept"] == len(second["kept"]) < line["rollout/kept_tokens"] < line["perf/total_num_tokens"]
 
 
 @pytest.mark.mpi
@@ -274,4 +274,4 @@ def test_kept_responses_of_other_weights_are_not_used(tmp_path):
     last = run_on_ranks(2, take_one_step, folder, -1, [])[0]
     assert last["was whole"] and last["kept"] == []
     line = json.loads((tmp_path / "cut" / "tiny" / "metrics.jsonl").read_text())
-    assert line["rollout/kept"] == 0
+    assert line["rollout/kept"] == line["rollout/kept_tokens"] == 0

@@ -86,7 +86,7 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
     run.take_step(job, 0, reporter)
     run.start_merge = true_start
     wanted = state_of(job)
-    saving.save_checkpoint(job, 1)
+    saving.save_checkpoint(job, 1, 0)
     run.take_step(job, 1, Silent())  # changes all of it in place
     job.checkpoints.finish(world)
     moved = differences(wanted, state_of(job))
@@ -212,7 +212,7 @@ def stop_in_a_tail(folder: str) -> list[dict[str, Any]]:
     if run.start_merge(again, tail.decision):
         run.finish_merge(again)
     in_the_tail = again.drafting.spot.num_steps
-    saving.save_checkpoint(again, 2)
+    saving.save_checkpoint(again, 2, 0)
     saving.finish_saves(again)
     results.append({"step": step, "learned": taken, "of": learned[1], "in the tail": in_the_tail - taken})
     again.close()

@@ -17,6 +17,8 @@ from tlt_hpc.storage.rollout_log import StepRecord
 SCORE, TOKENS, TRAINED_TOKENS = "critic/score/mean", "perf/total_num_tokens", "actor/num_tokens"
 PROBS_DIFF = "training/rollout_probs_diff_mean"
 K3 = "training/rollout_k3"
+KEPT_TOKENS = "rollout/kept_tokens"
+"""Tokens of responses that an earlier start has generated and kept: none of this one's seconds are theirs."""
 LATE = "rollout/late_seconds"
 """From a rank's knowing of the release to its leaving the loop."""
 MERGE_EXPOSED = "drafter/merge_exposed_seconds"
@@ -67,6 +69,7 @@ def summarise(
     lengths = np.concatenate([rank.lengths for rank in ranks])
     scores = np.concatenate([rank.rewards for rank in ranks])
     tokens = int(lengths.sum())
+    generated = tokens - sum(rank.own[KEPT_TOKENS] for rank in ranks)
     rollouts = list(zip(*(rank.timings for rank in ranks), strict=True))  # each one's times, of all ranks
     metrics = {
         "training/global_step": float(record.step),
@@ -83,7 +86,7 @@ def summarise(
         **{f"training/{name}": value for name, value in vars(update.stats.mismatch).items()},
         **{f"timing_s/{name}": value for name, value in seconds.items()},
         TOKENS: float(tokens),
-        "perf/throughput": tokens / seconds["step"],
+        "perf/throughput": generated / seconds["step"],
         "drafter/spec_decode/mean_acceptance_length": tokens / sum(rank.num_row_passes for rank in ranks),
         "drafter/steps": float(sum(rank.num_micro_steps for rank in ranks)),
         "drafter/loss": _mean([rank.drafter_loss for rank in ranks if rank.num_micro_steps]),
@@ -106,7 +109,7 @@ def summarise(
     if merge:
         metrics |= _own_drafts(DraftCounts.from_metrics(metrics))
     for name in ranks[0].strategy_tokens:
-        metrics[f"rollout/strategy_share/{name}"] = sum(r.strategy_tokens[name] for r in ranks) / max(tokens, 1)
+        metrics[f"rollout/strategy_share/{name}"] = sum(r.strategy_tokens[name] for r in ranks) / max(generated, 1)
     return StepSummary(record.step, metrics)
 
 

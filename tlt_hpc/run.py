@@ -18,7 +18,7 @@ from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_poli
 from tlt_hpc.finished import note_finished
 from tlt_hpc.job import Job, assemble
 from tlt_hpc.kept import drop_kept
-from tlt_hpc.metrics import DUE, K3, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
+from tlt_hpc.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import MicroStepRecord
@@ -73,8 +73,6 @@ class RunResult:
     """The step it began with, after what a checkpoint and the log had."""
     num_steps: int
     finished: bool
-    stop: Stop
-    """What ended it early, NONE where nothing did."""
     policy_sha256: str
     """Empty unless it finished."""
     stop_reason: str
@@ -107,7 +105,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     if world.rank == 0:
         reporter.started(config, step, memory_table(job))
     if saved < step:  # so that nothing is replayed twice
-        saved = save_checkpoint(job, step)
+        saved = save_checkpoint(job, step, saved)
     if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
         forget_after(job, step)  # logs that are about to be replaced are no committed step's
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
@@ -116,7 +114,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
             break
         step += 1
         if step % config.checkpoint.every_steps == 0:
-            saved = save_checkpoint(job, step)
+            saved = save_checkpoint(job, step, saved)
         else:
             save_between(job, step)
         judged = judge_and_track(job, evaluation, tracking, step, reporter)
@@ -124,12 +122,10 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     finished = step >= config.run.num_steps and judged and is_saved
     if finished:
         save_drafter(job)
-    if finished:
-        stop = Stop.NONE
     digest = job.policy.sha256() if finished else ""  # gathers the whole policy
     if finished and world.rank == 0:
         note_finished(config, step, digest)
-    return RunResult(first, step, finished, stop, digest, world.stop_reason if stop else "")
+    return RunResult(first, step, finished, digest, world.stop_reason if stop and not finished else "")
 
 
 def memory_table(job: Job) -> dict[str, int]:
@@ -288,6 +284,7 @@ def make_record(
         counts = counts.told_by_another()
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     names = tuple(counts.strategies)
+    kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]
     harvested = seconds_of(micro_steps) if job.config.drafter.place == "tail" else 0.0
     return StepRecord(
         step=step,
@@ -310,7 +307,8 @@ def make_record(
             "rollout/drafter_faults": float(counts.num_drafter_faults),
             **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
             LATE: tail.late_seconds,
-            "rollout/kept": float(sum(rollout.key in tail.kept for rollout in tail.rollouts)),
+            "rollout/kept": float(len(kept)),
+            KEPT_TOKENS: float(sum(len(rollout.response_tokens) for rollout in kept)),
             **tail.scorer.metrics(),
             **(drafter_metrics(job, tail, counts, micro_steps, merged) if job.drafting else {}),
         },

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
-from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, Shard
+from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.draws import StepDraws
 from tlt_hpc.job import DRAFTER_FILE, Drafting, Job
 from tlt_hpc.models.once import read_once
@@ -55,13 +55,30 @@ def goes_on(job: Job) -> bool:
     return not stop
 
 
-@BEAT.within(Phase.SAVING)
-def save_checkpoint(job: Job, step: int) -> int:
-    """Begin to save what the next step needs; collective. Returns the step.
+def save_checkpoint(job: Job, step: int, saved: int) -> int:
+    """Begin to save what the next step needs; collective.
 
     Waits for the save before, and no longer than the copy takes, unless ``checkpoint.background`` is off.
+
+    Args:
+        saved: the step of the save before.
+
+    Returns the step of the last save that was not given up: ``saved`` where a stop left no time to wait for it.
+
+    Raises:
+        CheckpointError: on all ranks, where one could not write.
     """
-    job.checkpoints.finish(job.world)
+    if not wait_for_saves(job, [job.checkpoints]).is_whole:
+        return saved
+    begin_save(job, step)
+    if job.config.checkpoint.background or wait_for_saves(job, [job.checkpoints]).is_whole:
+        return step
+    return saved
+
+
+@BEAT.within(Phase.SAVING)
+def begin_save(job: Job, step: int) -> None:
+    """Copy what the next step needs, and begin to write it; collective, while nothing else is being saved."""
     shards: dict[str, Shard] = {"policy": job.policy.state_shard(), "reference": job.policy.reference_shard()}
     if job.drafting:
         shards["drafter"] = drafter_shard(job, job.drafting)
@@ -71,9 +88,6 @@ def save_checkpoint(job: Job, step: int) -> int:
         "seed": job.config.run.seed,
     }
     job.checkpoints.begin(step, job.world, shards, state)
-    if not job.config.checkpoint.background:
-        job.checkpoints.finish(job.world)
-    return step
 
 
 @BEAT.within(Phase.SAVING)
@@ -99,7 +113,19 @@ def save_between(job: Job, step: int) -> None:
         step, job.world, {"drafter": drafter_shard(job, job.drafting)}, {"strategies": job.engine.chooser.state()}
     )
     if not job.config.checkpoint.background:
-        store.finish(job.world)
+        wait_for_saves(job, [store])
+
+
+@dataclass(frozen=True)
+class Waited:
+    """How a wait for saves ended, on all ranks alike."""
+
+    stop: Stop
+    """What was agreed on last."""
+    is_whole: bool
+    """Nothing is being saved any more, and nothing was given up."""
+    is_late: bool
+    """A stop leaves no more time."""
 
 
 def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
@@ -111,23 +137,26 @@ def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
     Raises:
         CheckpointError: on all ranks, where one could not write.
     """
-    stop, is_whole = finish_saves(job)
-    if saved == step or stop is Stop.KILL or not is_whole:
-        return stop, saved == step and is_whole
-    save_checkpoint(job, step)
-    return finish_saves(job)
+    waited = finish_saves(job)
+    if saved == step or waited.stop is Stop.KILL or waited.is_late:
+        return waited.stop, saved == step and waited.is_whole
+    begin_save(job, step)
+    waited = finish_saves(job)
+    return waited.stop, waited.is_whole
+
+
+def finish_saves(job: Job) -> Waited:
+    """Wait for all saves; as ``wait_for_saves``."""
+    return wait_for_saves(job, [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])])
 
 
 @BEAT.within(Phase.SAVING)
-def finish_saves(job: Job) -> tuple[Stop, bool]:
-    """Wait until nothing is being saved, or a stop leaves no more time and it is given up; collective.
-
-    Returns what was agreed on last, and whether all was saved.
+def wait_for_saves(job: Job, stores: Sequence[CheckpointStore]) -> Waited:
+    """Wait until these save nothing any more, or a stop leaves no more time and they are given up; collective.
 
     Raises:
         CheckpointError: on all ranks, where one could not write.
     """
-    stores = [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])]
     while True:
         reports = [store.report() for store in stores]
         with BEAT.asking():
@@ -135,14 +164,15 @@ def finish_saves(job: Job) -> tuple[Stop, bool]:
         for number, store in enumerate(stores):
             store.advance([every[number] for every, _ in told])
         under_way = [store for store in stores if store.is_saving]
+        late = any(is_late for _, is_late in told)
         if not under_way:
-            return stop, True
-        if any(is_late for _, is_late in told):
+            return Waited(stop, True, late)
+        if late:
             for store in under_way:
                 store.abandon()
             if job.world.rank == 0:
                 logger.warning("no time is left to save: the next start repeats what was logged since the last save")
-            return stop, False
+            return Waited(stop, False, late)
         time.sleep(ASK_EVERY_SECONDS)
 
 

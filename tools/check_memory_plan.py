@@ -31,7 +31,7 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.run import finish_merge, start_merge
-from tlt_hpc.saving import reserve_copy, resume, save_checkpoint
+from tlt_hpc.saving import begin_save, reserve_copy, resume
 from tlt_hpc.tail import end_features, roll_out, train_serially
 from tlt_hpc.update import update_policy
 
@@ -97,7 +97,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
             finish_merge(job)
         job.load_policy(step + 1)
     with meter("save"):
-        save_checkpoint(job, step + 1)
+        begin_save(job, step + 1)
         job.checkpoints.finish(job.world)
 
 

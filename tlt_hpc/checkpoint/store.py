@@ -59,6 +59,7 @@ class CheckpointStore:
         self._keep = keep
         self._copy = HostCopy()
         self._is_clear = False
+        self._is_abandoned = False
         self._save: Save | None = None
         self._task: Background[Report] | None = None
 
@@ -91,6 +92,7 @@ class CheckpointStore:
             CheckpointError: on all ranks, where rank 0 cannot remove what killed runs have left.
         """
         assert self._save is None, "finish the last save first"
+        assert not self._is_abandoned, "a thread may still read the copy"
         if not self._is_clear:
             self._clear(world)
         plain = json.loads(json.dumps(state, allow_nan=False))
@@ -137,6 +139,7 @@ class CheckpointStore:
         assert self._save is not None, "nothing is being saved"
         self._save.given_up.set()
         self._save = self._task = None
+        self._is_abandoned = True
 
     def save(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> Path:
         """``begin`` and ``finish``: the folder of the checkpoint; collective.

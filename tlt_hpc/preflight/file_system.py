@@ -56,16 +56,14 @@ def check_hdf5(subject: Subject) -> Finding:
     """A log can be written to the run's file system and read back, with HDF5's own locking off as in a run."""
     import numpy as np
 
-    from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, NewFile, put_array
+    from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_array, replacing
 
     folder, kind = machine.nearest_folder(subject.config.folder), FileKind("preflight trial", 1, "remove it")
     values = np.arange(_TRIAL_BYTES // 8)
     try:
         with trial_folder(folder) as trial:
-            with writing_beside(trial / "trial.h5") as part:
-                file = NewFile(part, kind)
-                put_array(file.root, "values", values)
-                file.commit(1)
+            with replacing(trial / "trial.h5", kind, 1) as root:
+                put_array(root, "values", values)
             with CommittedFile(trial / "trial.h5", kind) as written:
                 is_same = bool(np.array_equal(written.root["values"][:], values))
     except OSError as error:

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.records import FinishReason, SampleKey
-from tlt_hpc.storage.folder import writing_beside
-from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, NewFile, put_array
+from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_array, replacing
 
 KIND = FileKind("evaluation log", schema=1, remedy="delete it, and its responses are generated again")
 _KEY = ("seed", "stream", "step", "draw", "sample")
@@ -47,15 +46,10 @@ def write_responses(path: Path, responses: Sequence[JudgedResponse]) -> None:
         WriteError: the disk refused; ``path`` is as before.
     """
     ordered = sorted(responses, key=lambda response: response.key)
-    with writing_beside(path) as part:
-        file = NewFile(part, KIND)
-        try:
-            group = file.root.create_group("responses")
-            for name, array in _columns(ordered).items():
-                put_array(group, name, array)
-            file.commit(len(ordered))
-        finally:
-            file.close()
+    with replacing(path, KIND, len(ordered)) as root:
+        group = root.create_group("responses")
+        for name, array in _columns(ordered).items():
+            put_array(group, name, array)
 
 
 def read_responses(path: Path) -> list[JudgedResponse]:

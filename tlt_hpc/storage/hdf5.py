@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.storage.folder import WriteError
+from tlt_hpc.storage.folder import WriteError, writing_beside
 
 # HDF5 reads it once, at import. Where h5py was imported before us this comes too late and does no harm: our files go
 # through Python file objects, which HDF5 does not lock whatever the setting.
@@ -89,6 +89,25 @@ class NewFile:
         """Close without committing; no reader will accept the file."""
         self.root.close()
         self._bytes.close()
+
+
+@contextmanager
+def replacing(path: Path, kind: FileKind, count: int, durable: bool = False) -> Iterator[Group]:
+    """A new file's root to put a whole record into: written beside, committed with ``count``, renamed to ``path``.
+
+    Args:
+        durable: wait until it would outlive the machine, too.
+
+    Raises:
+        WriteError: the disk refused; ``path`` is as before.
+    """
+    with writing_beside(path, durable) as part:
+        file = NewFile(part, kind)
+        try:
+            yield file.root
+            file.commit(count)
+        finally:
+            file.close()
 
 
 class CommittedFile:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_hpc.records import Rollout
-from tlt_hpc.storage.folder import writing_beside
-from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, NewFile, get_text, put_attributes
+from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, get_text, put_attributes, replacing
 from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
 
 KIND = FileKind("kept responses", schema=1, remedy="they are generated again")
@@ -32,15 +31,10 @@ def write_kept(path: Path, kept: KeptFile, durable: bool) -> None:
     Raises:
         WriteError: the disk refused; ``path`` is as before.
     """
-    with writing_beside(path, durable) as part:
-        file = NewFile(part, KIND)
-        try:
-            # bytes of fixed length: HDF5 keeps text of variable length in a heap that has no checksum
-            put_attributes(file.root, {"origin": kept.origin})
-            put_arrays(file.root.create_group("rollouts"), rollout_columns(kept.rollouts))
-            file.commit(len(kept.rollouts))
-        finally:
-            file.close()
+    with replacing(path, KIND, len(kept.rollouts), durable) as root:
+        # bytes of fixed length: HDF5 keeps text of variable length in a heap that has no checksum
+        put_attributes(root, {"origin": kept.origin})
+        put_arrays(root.create_group("rollouts"), rollout_columns(kept.rollouts))
 
 
 def read_kept(path: Path) -> KeptFile:

@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.records import MicroStepRecord, Rollout, RolloutTiming
-from tlt_hpc.storage.folder import writing_beside
-from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, NewFile, put_array, put_attributes
+from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, put_array, put_attributes, replacing
 from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
 
 KIND = FileKind("rollout log", schema=2, remedy="delete it and resume the run from a checkpoint of an earlier step")
@@ -99,13 +98,8 @@ def write_step(path: Path, record: StepRecord) -> None:
         WriteError: the disk refused; ``path`` is as before.
     """
     _assert_consistent(record)
-    with writing_beside(path) as part:
-        file = NewFile(part, KIND)
-        try:
-            _put_record(file.root, record)
-            file.commit(len(record.rollouts))
-        finally:
-            file.close()
+    with replacing(path, KIND, len(record.rollouts)) as root:
+        _put_record(root, record)
 
 
 def read_step(path: Path) -> StepRecord:

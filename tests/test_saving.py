@@ -1,0 +1,100 @@
+"""A save that a stop leaves no time for is given up, wherever the run waits for it, and nothing is begun after it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tlt_hpc import saving
+from tlt_hpc.checkpoint.save import Save
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.stopping import Stop, StopFlag
+
+
+class AloneWorld:
+    """One rank, without MPI."""
+
+    rank, size, hostname = 0, 1, "host"
+
+    def __init__(self) -> None:
+        self.flag = StopFlag()
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def exchange(self, value: Any) -> tuple[list[Any], Stop]:
+        return [value], self.flag.kind
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Iterator[threading.Event]:
+    """A disk that writes nothing before the event is set."""
+    ready, true_write = threading.Event(), Save.write
+
+    def write(save: Save, held: Any) -> None:
+        assert ready.wait(20)
+        true_write(save, held)
+
+    monkeypatch.setattr(Save, "write", write)
+    yield ready
+    ready.set()
+
+
+def job_in(folder, background: bool) -> Any:
+    shard = {"weight": torch.arange(4.0)}
+    policy = SimpleNamespace(state_shard=lambda: shard, reference_shard=dict, optimizer_step_count=1)
+    return SimpleNamespace(
+        world=AloneWorld(), checkpoints=CheckpointStore(folder, 2), drafting=None, policy=policy,
+        engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
+        config=SimpleNamespace(run=SimpleNamespace(seed=0), checkpoint=SimpleNamespace(background=background)),
+    )  # fmt: skip
+
+
+def end_the_time(job: Any) -> None:
+    job.world.flag.killed_after(0)
+    job.world.flag.request(Stop.KILL, "SIGTERM")
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_that_nobody_has_time_for_is_given_up(tmp_path, disk, background, caplog):
+    job = job_in(tmp_path, background)
+    if background:
+        assert saving.save_checkpoint(job, 1, saved=0) == 1  # begun, and nobody waits
+        end_the_time(job)
+        assert saving.save_checkpoint(job, 2, saved=1) == 1  # the wait for the one before is what there is no time for
+    else:
+        end_the_time(job)
+        assert saving.save_checkpoint(job, 1, saved=0) == 0
+    assert "no time is left to save" in caplog.text
+    assert saving.save_at_end(job, saved=0, step=2) == (Stop.KILL, False)
+    assert not job.checkpoints.is_saving
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_with_time_left_it_is_waited_for(tmp_path, disk, background):
+    job = job_in(tmp_path, background)
+    threading.Timer(0.2, disk.set).start()
+    assert saving.save_checkpoint(job, 1, saved=0) == 1
+    assert job.checkpoints.is_saving == background
+    assert saving.save_checkpoint(job, 2, saved=1) == 2
+    assert saving.save_at_end(job, saved=2, step=2) == (Stop.NONE, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_at_the_end_nothing_is_begun_once_it_is_late(tmp_path, disk):
+    job = job_in(tmp_path, background=True)
+    job.world.flag.request(Stop.TIME, "SIGUSR2")
+    assert not job.world.flag.is_late
+    disk.set()
+    assert saving.save_at_end(job, saved=0, step=1) == (Stop.TIME, True)
+    assert (tmp_path / "step-000001").is_dir()
+    job.world.flag._ends_at = 0.0  # the allocation's end
+    job.world.flag.request(Stop.TIME, "the time limit")
+    job.world.flag._asked.pop(0)
+    assert saving.save_at_end(job, saved=1, step=2) == (Stop.TIME, False)
+    assert not (tmp_path / "step-000002").exists() and not job.checkpoints.is_saving
