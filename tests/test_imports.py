@@ -28,7 +28,7 @@ FLOORS = (
     ("tail", "update", "evaluate"),
     ("draws", "kept", "finished"),
     ("job", "metrics"),
-    ("plan", "memory_plan"),
+    ("plan", "memory_plan", "owner"),
     ("rollout", "drafting", "rl", "rewards", "checkpoint", "data", "tracking"),
     ("models",),
     ("mpi", "storage", "kernels"),

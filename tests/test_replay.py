@@ -315,7 +315,9 @@ def test_a_missing_rank_and_other_rewards_are_not_taken_for_the_step(straight: P
     (first, _), _ = logs(broken, 2)
     record = read_step(first)
     first.unlink()
-    assert "lacks 8 of the 16 responses of step 2" in train(broken)
+    shown = train(broken)
+    assert "lacks 8 of the 16 responses of step 2" in shown
+    assert f"{STEPS - 2} steps that were committed (3 to {STEPS}) are generated again: no checkpoint has them;" in shown
     assert_same_policy(broken, straight)
 
     shutil.rmtree(broken / "tiny" / "checkpoints" / f"step-{STEPS:06d}")

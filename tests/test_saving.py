@@ -13,7 +13,10 @@ import torch
 from tlt_hpc import saving
 from tlt_hpc.checkpoint.save import Save
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.config import UserError
+from tlt_hpc.owner import claim_owner
 from tlt_hpc.stopping import Stop, StopFlag
+from tlt_hpc.watch.beat import BEAT
 
 
 class AloneWorld:
@@ -47,9 +50,11 @@ def disk(monkeypatch) -> Iterator[threading.Event]:
 
 def job_in(folder, background: bool) -> Any:
     shard = {"weight": torch.arange(4.0)}
+    claim_owner(folder, BEAT.start)
     policy = SimpleNamespace(state_shard=lambda: shard, reference_shard=dict, optimizer_step_count=1)
     return SimpleNamespace(
-        world=AloneWorld(), checkpoints=CheckpointStore(folder, 2), drafting=None, policy=policy,
+        world=AloneWorld(), folder=SimpleNamespace(status=folder),
+        checkpoints=CheckpointStore(folder, 2), drafting=None, policy=policy,
         engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
         config=SimpleNamespace(run=SimpleNamespace(seed=0), checkpoint=SimpleNamespace(background=background)),
     )  # fmt: skip
@@ -83,7 +88,7 @@ def test_with_time_left_it_is_waited_for(tmp_path, disk, background):
     assert job.checkpoints.is_saving == background
     assert saving.save_checkpoint(job, 2, saved=1) == 2
     assert saving.save_at_end(job, saved=2, step=2) == (Stop.NONE, True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001", "step-000002"]
 
 
 def test_at_the_end_nothing_is_begun_once_it_is_late(tmp_path, disk):
@@ -98,3 +103,12 @@ def test_at_the_end_nothing_is_begun_once_it_is_late(tmp_path, disk):
     job.world.flag._asked.pop(0)
     assert saving.save_at_end(job, saved=1, step=2) == (Stop.TIME, False)
     assert not (tmp_path / "step-000002").exists() and not job.checkpoints.is_saving
+
+
+def test_a_start_that_has_lost_its_folder_saves_nothing(tmp_path, disk):
+    job = job_in(tmp_path, background=True)
+    disk.set()
+    claim_owner(tmp_path, "later")
+    with pytest.raises(UserError, match="a later start has taken over"):
+        saving.save_checkpoint(job, 1, saved=0)
+    assert not list(tmp_path.glob("step-*"))

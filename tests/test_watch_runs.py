@@ -155,7 +155,9 @@ def test_a_run_whose_folder_is_deleted_ends_with_one_line(tmp_path):
     (tmp_path / "tiny").rename(tmp_path / "gone")
     code, lines, text = end(process)
     assert code == 2 and "Traceback" not in text, text
-    assert re.search(r"config.toml is gone: .* put it back in place of what is left of .*, and start again", lines[-1])
+    assert re.search(
+        r"owner is gone or damaged: .* put it back in place of what is left of .*, and start again", lines[-1]
+    )
     shutil.rmtree(tmp_path / "tiny", ignore_errors=True)
     (tmp_path / "gone").rename(tmp_path / "tiny")
     done = num_steps(tmp_path)

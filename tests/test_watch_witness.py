@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from test_watch_verdict import record
 
+from tlt_hpc.watch import process as processes
 from tlt_hpc.watch import witness as module
 from tlt_hpc.watch.record import claim_verdict, read_verdict, write_record
 from tlt_hpc.watch.witness import Ranks, Vigil, Witness, may_be_first
@@ -23,6 +24,12 @@ Children = list["subprocess.Popen[bytes]"]
 def quickly(monkeypatch) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+
+
+@pytest.fixture(params=["pidfd", "an older kernel"])
+def system(request, monkeypatch) -> None:
+    if request.param != "pidfd":
+        monkeypatch.setattr(processes, "_PIDFD_OPEN", 1 << 20)  # as where there is no such call: ENOSYS
 
 
 @pytest.fixture
@@ -57,7 +64,7 @@ def watch(ranks: Children, folder: Path | None) -> Vigil:
     return vigil
 
 
-def test_a_killed_rank_is_told_and_the_others_are_ended(ranks, tmp_path, capfd):
+def test_a_killed_rank_is_told_and_the_others_are_ended(system, ranks, tmp_path, capfd):
     vigil = watch(ranks, tmp_path)
     ranks[1].send_signal(signal.SIGKILL)
     keep(vigil)

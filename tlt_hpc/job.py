@@ -41,6 +41,7 @@ from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.world import World
+from tlt_hpc.owner import claim_owner
 from tlt_hpc.plan import Assets, ModelAssets, read_assets_once
 from tlt_hpc.records import SampleKey, SamplingParams
 from tlt_hpc.rewards.scorer import Bench
@@ -211,7 +212,7 @@ def claim_folder(folder: RunFolder, config: Config, world: World, prompts: Promp
             if prompts is not None:
                 claim_data(folder.path, prompts.fingerprints())
             probe.touch()
-        except (ConfigError, OSError) as caught:
+        except (UserError, OSError) as caught:
             error = str(caught)
     error, name, writer = world.broadcast((error, probe.name, world.hostname))
     if error:
@@ -265,6 +266,7 @@ def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
 def _claim(folder: RunFolder, config: Config) -> None:
     check_resumable(folder.config, config)
     folder.create()
+    claim_owner(folder.status, BEAT.start)
     warn_of_last(folder.status, BEAT.start)
     with writing_beside(folder.config) as path:
         path.write_text(to_toml(config), encoding="utf-8")

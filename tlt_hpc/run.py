@@ -21,6 +21,7 @@ from tlt_hpc.kept import drop_kept
 from tlt_hpc.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
+from tlt_hpc.owner import check_owner
 from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.correction import Mismatch
@@ -177,7 +178,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
     own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
     record = make_record(job, step, tail, rewards, own_advantages, merged)
     summary = summarise(job.world, record, update, merged, timer.take())
-    job.folder.check_there(job.world.rank)
+    if shows:
+        check_owner(job.folder.status, BEAT.start)
     write_step(job.folder.rollout_log(step, job.world.rank), record)
     job.world.barrier()
     if shows:

@@ -32,6 +32,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
+from tlt_hpc.owner import claim_owner
 from tlt_hpc.records import SampleKey
 from tlt_hpc.rewards.standing import without_form
 from tlt_hpc.storage.evaluation_log import JudgedResponse
@@ -155,6 +156,7 @@ def claim(folder: EvaluationFolder, facts: dict[str, object], world: World) -> s
         try:
             folder.claim(facts)
             make_folder(folder.status)
+            claim_owner(folder.status, BEAT.start)
             warn_of_last(folder.status, BEAT.start)
             found = set(folder.read())
         except UserError as error:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tlt_hpc.errors import UserError
-
 PART_SUFFIX = ".part"
 
 
@@ -91,18 +89,6 @@ class RunFolder:
         """
         for folder in (self.checkpoints, self.rollouts, self.cache, self.status):
             make_folder(folder)
-
-    def check_there(self, rank: int) -> None:
-        """See that nobody has taken the run's folder away, which would be made anew with this step alone; on rank 0.
-
-        Raises:
-            UserError: it was deleted, or has another name now.
-        """
-        if rank == 0 and not self.config.exists():
-            raise UserError(
-                f"{self.config} is gone: the run's folder was deleted or moved while the run went on; put it back in "
-                f"place of what is left of {self.path}, and start again"
-            )
 
     def rollout_log(self, step: int, rank: int) -> Path:
         return _file_of(self.rollouts, step, rank)

@@ -52,8 +52,10 @@ def add_line(path: Path, line: Line) -> None:
     _write(path, [*_before(path, int(line[STEP])), line])
 
 
-def drop_lines(path: Path, step: int) -> None:
+def drop_lines(path: Path, step: int) -> list[int]:
     """Take back the lines from ``step`` on; they are kept in a file beside, ``metrics.dropped-000007.jsonl``.
+
+    Returns their steps.
 
     Raises:
         WriteError: as ``add_line``.
@@ -63,6 +65,7 @@ def drop_lines(path: Path, step: int) -> None:
     if dropped:
         _write(path.with_name(f"{path.stem}.dropped-{step:06d}{path.suffix}"), dropped)
         _write(path, kept)
+    return [int(line[STEP]) for line in dropped]
 
 
 def _before(path: Path, step: int) -> list[Line]:

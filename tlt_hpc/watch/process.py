@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import signal
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+_PIDFD_OPEN = 434
+"""Of Linux 5.3 and later, on all processors. Pythons built for older ones, as conda's are, have no name for it."""
+_LOOK_SECONDS = 0.2
 
 _WORDS = {"T": "its process is stopped", "t": "a debugger holds its process", "Z": "its process is dead",
           "D": "its process is stuck in the system, as on a file system that hangs"}  # fmt: skip
@@ -28,6 +37,34 @@ def look_at(pid: int) -> Process | None:
     except OSError:
         return None
     return Process(fields[0], int(fields[49]))
+
+
+def open_end(pid: int) -> int:
+    """A descriptor that can be read, or is hung up, from the end of a process on.
+
+    Raises:
+        ProcessLookupError: it is gone already.
+    """
+    descriptor: int = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0)
+    if descriptor >= 0:
+        return descriptor
+    number = ctypes.get_errno()
+    if number == errno.ESRCH:
+        raise ProcessLookupError(number, os.strerror(number))
+    return _look_for_end(pid)  # an older kernel, or a container that lets no new call through
+
+
+def _look_for_end(pid: int) -> int:
+    """The same from a thread that looks five times a second."""
+    ours, its = os.pipe2(os.O_CLOEXEC)
+
+    def look() -> None:
+        while (process := look_at(pid)) is not None and process.state not in ("Z", "X"):
+            time.sleep(_LOOK_SECONDS)
+        os.close(its)
+
+    threading.Thread(target=look, name=f"end of {pid}", daemon=True).start()
+    return ours
 
 
 def describe(pid: int) -> str:

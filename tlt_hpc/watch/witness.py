@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tlt_hpc.watch.process import cause_of, count_memory_kills, look_at
+from tlt_hpc.watch.process import cause_of, count_memory_kills, look_at, open_end
 from tlt_hpc.watch.record import DamagedRecordError, Record, claim_verdict, read_record, read_verdict
 
 _LOCAL_RANK_VARIABLES = ("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -110,7 +110,7 @@ class Vigil:
         if ear is not None:
             self._epoll.register(ear.descriptor, select.EPOLLIN)
         self.descriptors: dict[int, int] = {}
-        """pidfd -> rank, of those that are left."""
+        """What tells of the end of a process -> rank, of those that are left."""
         self._is_told = False
         self._ends_in: float | None = None
         """Seconds after which what is left is killed."""
@@ -150,7 +150,7 @@ class Vigil:
         if self.ranks is None:
             for rank, pid in ranks.pids.items():
                 try:
-                    descriptor = os.pidfd_open(pid)
+                    descriptor = open_end(pid)
                 except ProcessLookupError:
                     self._explain(ranks, rank, None)
                     continue
@@ -208,8 +208,10 @@ class Vigil:
         return f"; the system has killed {kills} for want of memory on this host since the start" if kills else ""
 
     def _kill(self) -> None:
-        for descriptor in self.descriptors:
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)  # type: ignore[attr-defined, unused-ignore]
+        assert self.ranks is not None
+        for rank in self.descriptors.values():
+            with suppress(ProcessLookupError):
+                os.kill(self.ranks.pids[rank], signal.SIGKILL)
         self._ends_in = None
 
 
