@@ -303,6 +303,29 @@ def test_a_server_that_is_away_does_not_hold_the_end_up(failed, tmp_path, librar
     assert [record.getMessage() for record in caplog.records] == [NOT_SENT]
 
 
+def test_in_the_time_that_a_stop_leaves_no_tracker_is_waited_for_longer(tmp_path, library, caplog):
+    """The time may become less while it is waited for: Slurm ends a job that it queues again."""
+    folder, never = RunFolder(tmp_path / "tiny"), threading.Event()
+    library.finish = lambda exit_code: never.wait(30)
+    commit(folder, 0)
+    tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
+    tracking.follow(1)
+    start, until = time.monotonic(), [100.0]
+    threading.Timer(0.3, lambda: until.append(0.0)).start()
+    assert not tracking.close_within(lambda: start + until[-1] - time.monotonic())
+    assert 0.3 <= time.monotonic() - start < 5
+    never.set()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no time is left for wandb to end: metrics.jsonl has every step; `wandb sync /runs/tiny/wandb/run-1` sends "
+        "the rest"
+    ]
+    library.finish = library.ended.append
+    tracking.follow(1)
+    tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
+    tracking.follow(1)
+    assert tracking.close_within(lambda: 10.0) and library.ended == [0]
+
+
 def test_what_wandb_itself_gives_up_is_told_alike(tmp_path, library, caplog):
     def give_up(exit_code):
         raise TimeoutError
