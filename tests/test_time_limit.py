@@ -328,7 +328,7 @@ def test_a_preempted_job_waits_to_be_ended_and_another_does_not(command, monkeyp
 
 def settings(kind: str, mode: str, partition: str) -> str:
     """A ``scontrol`` that tells of these, in shell; the job is preempted."""
-    config = f"PreemptMode             = {mode}\nPreemptType             = preempt/{kind}"
+    config = f"PowerPlugin             = \nPreemptMode             = {mode}\nPreemptType             = preempt/{kind}"
     return (
         f'case "$*" in *config) echo "{config}";; *partition*) echo "PartitionName=main PreemptMode={partition}";; '
         f'*) echo "{PREEMPTED}";; esac'

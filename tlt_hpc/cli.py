@@ -28,7 +28,15 @@ from tlt_hpc.export import options as export_options
 from tlt_hpc.finished import told_finished
 from tlt_hpc.launch.caches import make_node_cache
 from tlt_hpc.launch.device import take_device
-from tlt_hpc.launch.local import become_ranks, given_job, launched_count, launched_rank
+from tlt_hpc.launch.local import (
+    STARTED,
+    about_to_start,
+    become_ranks,
+    given_job,
+    launched_count,
+    launched_rank,
+    starting,
+)
 from tlt_hpc.launch.time_limit import await_preemption, know_limits, queue_again
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
@@ -67,9 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in ALONE:
         return run_alone(ALONE[options.command], options)
     is_rank = rank is not None and not options.dry_run
+    if rank == 0 and is_rank and STARTED not in os.environ:
+        print(starting(os.environ), flush=True)
     try:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
+        if rank is None and not options.dry_run:
+            print(about_to_start(num_ranks, options.config), flush=True)
         config = config_of(config, options)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command in ("train", "compare"):

@@ -13,7 +13,7 @@ ANSWER_SECONDS = 30.0
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _PREEMPTED = re.compile(r"\bPreemptTime=\d")
 _FIELD = re.compile(r"(\w+)=(\S*)")
-_SETTING = re.compile(r"^(\w+)\s*=\s*(\S+)", re.MULTILINE)
+_SETTING = re.compile(r"^(\w+) *= *(\S+)", re.MULTILINE)  # one that is empty must not take the next line for its value
 
 
 class SlurmError(RuntimeError):
