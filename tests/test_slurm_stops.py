@@ -7,84 +7,13 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_slurm import ENDED, LocalSlurm
+from local_slurm import ENDED
+from slurm_training import Training, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
-
-PATIENCE_SECONDS = 180.0
-"""Without a sign of progress: on a machine that others use, too, all takes as long as it takes."""
-SETTINGS = [
-    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
-    "speculation.profile_seconds=0", "checkpoint.every_steps=5",
-]  # fmt: skip
-
-
-class Training:
-    """A run under Slurm that is submitted again where Slurm does not queue it again itself."""
-
-    def __init__(self, slurm: LocalSlurm, folder: Path, num_steps: int) -> None:
-        self.slurm, self.folder, self.num_steps = slurm, folder, num_steps
-        folder.mkdir()
-        self.log = folder / "log"
-        self.job = ""
-
-    def submit(self) -> None:
-        """Submit, or submit the same again."""
-        self.job = self.slurm.sbatch(
-            "--partition=main", f"--output={self.log}", "sbatch/smoke.sh", "run.name=run", f"run.folder={self.folder}",
-            f"run.num_steps={self.num_steps}", *SETTINGS,
-        )  # fmt: skip
-
-    @property
-    def num_done(self) -> int:
-        """Steps that are committed."""
-        path = self.folder / "run" / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def said(self) -> str:
-        """The log so far, of all starts."""
-        return self.log.read_text() if self.log.exists() else ""
-
-    def until(self, reached: Callable[[], bool], what: str) -> None:
-        """Wait, as long as the run gets on.
-
-        Raises:
-            AssertionError: nothing has been done for too long.
-        """
-        end, seen = time.monotonic() + PATIENCE_SECONDS, None
-        while not reached():
-            assert time.monotonic() < end, f"{what}: nothing new for {PATIENCE_SECONDS} s\n{self.said()}"
-            now = self.num_done, self.said(), self.slurm.state(self.job)
-            if now != seen:
-                end, seen = time.monotonic() + PATIENCE_SECONDS, now
-            time.sleep(0.2)
-
-    def until_ended(self, state: str) -> None:
-        """Wait until its job has ended so."""
-        self.until(lambda: self.slurm.state(self.job) in ENDED, f"the end of job {self.job}")
-        assert self.slurm.state(self.job) == state, self.said()
-
-    def until_back(self, restarts: int) -> None:
-        """Wait until Slurm runs it for the so-many-th time after the first."""
-        self.until(
-            lambda: self.slurm.show(self.job)["Restarts"] == str(restarts) and self.slurm.state(self.job) == "RUNNING",
-            f"restart {restarts} of job {self.job}",
-        )
-
-    @property
-    def nodes(self) -> list[str]:
-        """Where it runs."""
-        return self.slurm.run("scontrol", "show", "hostnames", self.slurm.show(self.job)["NodeList"]).split()
-
-    def policy(self) -> str:
-        """The digest that the last start printed."""
-        found = re.findall(rf"finished: {self.num_steps} steps, policy ([0-9a-f]+)", self.said())
-        assert len(found) == 1, self.said()
-        return found[0]
 
 
 def limit(training: Training) -> None:
@@ -105,6 +34,8 @@ def preempt(training: Training) -> None:
     )
     training.until(lambda: training.slurm.state(urgent) in ENDED, "the end of the job that preempts")
     training.until_back(restarts + 1)
+    assert f"job {training.job} is preempted: it waits for Slurm to end it and to queue it again" in training.said()
+    assert "is not known" not in training.said()
 
 
 def requeue(training: Training) -> None:
@@ -163,9 +94,9 @@ def is_rank_of(path: Path, job: str) -> bool:
 @pytest.mark.parametrize(
     ("num_steps", "blows"),
     [
-        (9, (limit, preempt, cancel)),
+        (10, (limit, preempt, cancel)),
         pytest.param(
-            60, (limit, preempt, requeue, lose_node, cancel, limit, kill, preempt, drain, limit),
+            40, (limit, preempt, requeue, lose_node, cancel, limit, kill, preempt, drain, limit),
             marks=pytest.mark.slow,
         ),
     ],
@@ -187,3 +118,37 @@ def test_a_job_that_is_struck_ends_as_if_it_had_not_been(slurm, tmp_path, num_st
         each.until_ended("COMPLETED")
         assert "Traceback" not in each.said()
     assert training.policy() == straight.policy()
+
+
+PREEMPTED = """
+import os, signal, sys, time
+from tlt_hpc.launch.time_limit import await_preemption
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("here", flush=True)
+while not told:
+    time.sleep(0.1)
+await_preemption(os.environ)
+print("left", flush=True)
+sys.exit(75)
+"""
+
+
+def test_where_slurm_cancels_what_it_preempts_the_job_says_so_and_leaves(slurm, tmp_path):
+    (tmp_path / "preempted.py").write_text(PREEMPTED)
+    log = tmp_path / "log"
+    said = lambda: log.read_text() if log.exists() else ""  # noqa: E731
+    slurm.run("scontrol", "update", "partitionname=main", "preemptmode=cancel")
+    try:
+        run = ("--requeue", f"--output={log}", f"--wrap=srun python {tmp_path}/preempted.py")
+        job = slurm.sbatch("--partition=main", "--exclusive", "--nodelist=node4", *run)
+        wait_for(lambda: "here" in said(), said)
+        slurm.sbatch("--partition=urgent", "--exclusive", "--nodelist=node4", "--output=/dev/null", "--wrap=true")
+        wait_for(lambda: slurm.state(job) in ENDED, said)
+    finally:
+        slurm.run("scontrol", "update", "partitionname=main", "preemptmode=requeue")
+    told = (
+        f"tlt: job {job} is preempted, and not queued again (PreemptMode=CANCEL): submit the same script, which goes on"
+    )
+    assert f"{told}\nleft\n" in said()
+    assert slurm.show(job)["Restarts"] == "0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -324,6 +326,63 @@ def test_in_the_time_that_a_stop_leaves_no_tracker_is_waited_for_longer(tmp_path
     tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
     tracking.follow(1)
     assert tracking.close_within(lambda: 10.0) and library.ended == [0]
+
+
+# A run whose W&B never ends, neither when it is told to nor as the process ends, as where its server is away.
+NEVER_ENDS = """
+import atexit, os, sys, time
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+wandb = ModuleType("wandb")
+wandb.__spec__ = ModuleSpec("wandb", None)
+wandb.Error, wandb.Settings = type("Error", (Exception,), {}), SimpleNamespace
+wandb.setup = lambda settings: SimpleNamespace(ensure_service=lambda: None)
+def finish(exit_code):
+    print("finish, Slurm was asked:", Path("asked").exists(), flush=True)
+    time.sleep(100)
+wandb.init = lambda **given: SimpleNamespace(dir="/there/files", log=lambda *a, **b: None, finish=finish)
+sys.modules["wandb"] = wandb
+atexit.register(time.sleep, 100)
+Path("pid").write_text(str(os.getpid()))
+from tlt_hpc import cli
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.mpi
+def test_a_job_is_queued_again_before_its_trackers_are_waited_for_and_ends_in_time(tmp_path):
+    """Slurm answers the request as it does, by SIGTERM, and would kill after KillWait."""
+    commands = {
+        "squeue": "echo 1:00:00",
+        "scontrol": 'case $1 in show) echo "KillWait = 5 sec";; *) echo "$@" > asked; kill -TERM $(cat pid);; esac',
+    }
+    for name, line in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "run.py").write_text(NEVER_ENDS)
+    small = ("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=20", "run.num_steps=5000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mpi4py", "run.py", "train", str(TINY), *small, "run.ranks=1", "run.folder=.",
+         "speculation.profile_seconds=0", "tracking.wandb=online"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "17"},
+    )  # fmt: skip
+    metrics = tmp_path / "tiny" / "metrics.jsonl"
+    while not metrics.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR2)
+    while not (tmp_path / "asked").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    start = time.monotonic()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and time.monotonic() - start < 20, said
+    assert (tmp_path / "asked").read_text() == "requeue 17\n"
+    order = ["stopped early (SIGUSR2)", "tlt: job 17 is queued again", "finish, Slurm was asked: True"]
+    places = [said.find(words) for words in [*order, "no time is left for wandb to end: metrics.jsonl has every step"]]
+    assert -1 < places[0] < places[1] < places[2] < places[3], said
 
 
 def test_what_wandb_itself_gives_up_is_told_alike(tmp_path, library, caplog):

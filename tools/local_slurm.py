@@ -87,7 +87,7 @@ SlurmctldTimeout=60
 SlurmdTimeout=60
 KillWait=5
 KillOnBadExit=1
-MinJobAge=600
+MinJobAge=7200
 InactiveLimit=0
 # several nodes on one host have more CPUs than it
 SlurmdParameters=config_overrides
