@@ -15,11 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlt_hpc import compare, run
+from tlt_hpc import cli, compare, run
 from tlt_hpc.ablate import arms
 from tlt_hpc.ablate.options import ARMS
 from tlt_hpc.cli import main
 from tlt_hpc.config import Config, UserError, load_config
+from tlt_hpc.mpi import ending
+from tlt_hpc.stopping import Stop, StopFlag
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 from tlt_hpc.tracking import follow as follow_module
@@ -326,6 +328,20 @@ def test_in_the_time_that_a_stop_leaves_no_tracker_is_waited_for_longer(tmp_path
     tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
     tracking.follow(1)
     assert tracking.close_within(lambda: 10.0) and library.ended == [0]
+
+
+def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, monkeypatch):
+    """One that left by itself, as it does to end a tracker's wait, would be taken for finished."""
+    done = []
+    world = SimpleNamespace(
+        rank=0, flag=StopFlag(), agree_to_stop=lambda: Stop.KILL, leave=lambda: done.append("leave")
+    )
+    world.flag.request(Stop.KILL, "SIGTERM")
+    monkeypatch.setattr(cli, "await_preemption", lambda environment: done.append("waited"))
+    monkeypatch.setattr(ending, "end_within", lambda seconds, status: done.append(f"ends with {status}"))
+    late = SimpleNamespace(close_within=lambda seconds_left: bool(done.append(f"{seconds_left():.0f} s")))
+    assert cli.leave_early(world, tmp_path, lambda: "step 1", late) == 75
+    assert done == ["7 s", "waited", "ends with 75", "leave"]
 
 
 # A run whose W&B never ends, neither when it is told to nor as the process ends, as where its server is away.

@@ -281,27 +281,22 @@ def leave_early(world: World, folder: Path, progress: Callable[[], str], trackin
     Args:
         folder: of what was worked on.
         progress: how far that has come; asked on rank 0.
-        tracking: closed once Slurm has been asked, in the time that is left.
+        tracking: closed once Slurm has been asked, in the time that is left; what is not sent until then is left out.
     """
+    from tlt_hpc.mpi.ending import end_within
+
     stop = world.agree_to_stop()
     world.flag.is_left = True
     BEAT.leave("stopped early")  # Slurm may kill any of the ranks from here on
     if stop is Stop.TIME and world.rank == 0:
         print(f"tlt: {queue_again(os.environ, folder, progress())}", flush=True)
-    if tracking is not None:
-        close_in_time(tracking, world.flag)
+    is_closed = tracking is None or tracking.close_within(lambda: world.flag.seconds_left - _LEAVING_SECONDS)
     if stop is Stop.KILL and world.rank == 0:
         await_preemption(os.environ)
+    if not is_closed:  # the tracker's library would wait once more as the process ends
+        end_within(_LEAVING_SECONDS, STOPPED_EARLY)
     world.leave()
     return STOPPED_EARLY
-
-
-def close_in_time(tracking: Tracking, flag: StopFlag) -> None:
-    """Close the trackers before this process is killed; what they do not send until then is left out."""
-    from tlt_hpc.mpi.ending import end_within
-
-    if not tracking.close_within(lambda: flag.seconds_left - _LEAVING_SECONDS):
-        end_within(_LEAVING_SECONDS, STOPPED_EARLY)  # their libraries would wait once more as it ends
 
 
 def run_progress(config: Config) -> str:
