@@ -13,13 +13,15 @@ import pytest
 from launch_ranks import run_on_ranks
 
 from tlt_hpc import kept as kept_module
-from tlt_hpc.config import UserError
-from tlt_hpc.kept import Keeper, drop_kept, origin_of, origin_of_start
+from tlt_hpc.config import UserError, load_config
+from tlt_hpc.kept import Keeper, drop_kept, origin_of, origin_of_start, progress_of
+from tlt_hpc.models.folder import find_model
 from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey
 from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.kept_responses import KeptFile, merged, read_kept, write_kept
+from tlt_hpc.storage.step_lines import add_line, read_lines
 from tlt_hpc.tail import still_to_do
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,6 +171,37 @@ def test_a_kept_response_to_another_prompt_ends_the_run():
     foreign = Request(response(1).key, np.arange(3, dtype=np.int32))
     with pytest.raises(UserError, match=r"a response of step 5 .* data.source = 'd.jsonl' gives; .*remove .* kept/"):
         still_to_do([foreign], kept, "d.jsonl")
+
+
+# -- how far a run has come ------------------------------------------------------------------------------------------
+
+
+def keep(folder: RunFolder, step: int, number: int, origin: str, count: int) -> None:
+    write_kept(folder.kept_part(step, 0, number), KeptFile(origin, tuple(map(response, range(count)))), False)
+
+
+def test_of_what_is_kept_only_that_counts_which_the_next_start_takes_up(tmp_path):
+    config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={tmp_path}"])
+    folder = RunFolder(tmp_path / "tiny")
+    assert progress_of(config) == "step 0 and 0 of the next one's responses"
+    keep(folder, 0, 0, origin_of_start(find_model(config.model.path)), 2)
+    assert progress_of(config) == "step 0 and 2 of the next one's responses"
+    first = config.model_copy(update={"drafter": config.drafter.model_copy(update={"rollouts": "first"})})
+    assert progress_of(first) == "step 0 and 0 of the next one's responses", "they teach, and are generated again"
+    add_line(folder.metrics, {"training/global_step": 0, "timing_s/gen": 1.5})
+    add_line(folder.metrics, {"training/global_step": 1, "timing_s/gen": 2.5})
+    own = origin_of(read_lines(folder.metrics)[1])
+    keep(folder, 2, 0, own, 3)
+    keep(folder, 2, 1, own, 1)
+    for number in range(2, 9):
+        keep(folder, 2, number, "another", 9)
+    folder.kept_part(2, 0, 9).write_bytes(folder.kept_part(2, 0, 0).read_bytes()[:900])
+    assert progress_of(config) == "step 2 and 4 of the next one's responses"
+    keep(folder, 2, 10, own, 5)
+    assert progress_of(config) == "step 2 and 9 of the next one's responses"
+    (folder.checkpoints / "step-000001").mkdir(parents=True)
+    again = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"replay": False})})
+    assert progress_of(again) == "step 1 and 0 of the next one's responses", "the second step is done again"
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
+from launch_ranks import ROOT
 
 from tlt_hpc.launch import local
 
@@ -24,6 +27,57 @@ from tlt_hpc.launch import local
 def test_who_was_launched(environment, rank, count):
     assert local.launched_rank(environment) == rank
     assert local.launched_count(environment) == count
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}, "starting 8 ranks on 2 nodes"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "9", "MPI_LOCALNRANKS": "4"}, "starting 9 ranks on 3 nodes"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+         "starting 2 ranks on 1 node"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "64", "SLURM_STEP_NUM_NODES": "8"},
+         "starting 64 ranks on 8 nodes"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, "starting 1 rank"),
+        ({"PMIX_RANK": "0"}, "starting the ranks"),
+    ],
+)  # fmt: skip
+def test_what_is_said_as_ranks_start(environment, said):
+    assert local.starting(environment) == f"{said}: libraries are loaded, then the model"
+
+
+TINY = ROOT / "jobs" / "tiny.toml"
+HEAVY = {"torch", "transformers", "deepspeed", "mpi4py", "h5py", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "said"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, [], "starting 2 ranks"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, [], ""),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "TLT_STARTED": "1"}, [], ""),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["--dry-run"], ""),
+        ({}, [], f"checking {TINY}, then starting 2 ranks"),
+        ({}, ["--dry-run"], ""),
+    ],
+)
+def test_one_line_is_out_before_anything_heavy_is_imported(environment, given, said, tmp_path):
+    """What comes after the line is a mistake: in a key, or where no rank was started in what the run would learn."""
+    wrong = "run.sead=1" if environment else "rollout.temperature=0"
+    program = (
+        "import builtins, sys\nfrom tlt_hpc import cli\n"
+        "def stop(*given, **named):\n"
+        f"    loaded = {HEAVY} & sys.modules.keys()\n"
+        "    assert not loaded or named.get('file'), loaded\n"
+        "    builtins.print(*given, **named)\n"
+        f"cli.print = stop\nsys.exit(cli.main(['train', '{TINY}', '{wrong}', *{given}]))"
+    )
+    own = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**own, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.partition(":")[0].strip() == said, done.stderr
 
 
 def test_the_command_ends_all_ranks_when_one_raises(monkeypatch):

@@ -7,69 +7,13 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_slurm import LocalSlurm
+from local_slurm import ENDED
+from slurm_training import Training, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
-
-PATIENCE_SECONDS = 180.0
-SETTINGS = [
-    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
-    "speculation.profile_seconds=0", "checkpoint.every_steps=5",
-]  # fmt: skip
-
-
-class Training:
-    """A run under Slurm that is submitted again where Slurm does not queue it again itself."""
-
-    def __init__(self, slurm: LocalSlurm, folder: Path, num_steps: int) -> None:
-        self.slurm, self.folder, self.num_steps = slurm, folder, num_steps
-        self.log = folder / "log"
-        self.job = ""
-
-    def submit(self) -> None:
-        """Submit, or submit the same again."""
-        self.job = self.slurm.sbatch(
-            "--partition=main", f"--output={self.log}", "sbatch/smoke.sh", "run.name=run", f"run.folder={self.folder}",
-            f"run.num_steps={self.num_steps}", *SETTINGS,
-        )  # fmt: skip
-
-    @property
-    def num_done(self) -> int:
-        """Steps that are committed."""
-        path = self.folder / "run" / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def said(self) -> str:
-        """The log so far, of all starts."""
-        return self.log.read_text() if self.log.exists() else ""
-
-    def until(self, reached: Callable[[], bool], what: str) -> None:
-        """Wait.
-
-        Raises:
-            AssertionError: it takes too long.
-        """
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not reached():
-            assert time.monotonic() < end, f"{what}: not after {PATIENCE_SECONDS} s\n{self.said()}"
-            time.sleep(0.1)
-
-    def until_back(self, restarts: int) -> None:
-        """Wait until Slurm runs it for the so-many-th time after the first."""
-        self.until(
-            lambda: self.slurm.show(self.job)["Restarts"] == str(restarts) and self.slurm.state(self.job) == "RUNNING",
-            f"restart {restarts} of job {self.job}",
-        )
-
-    def policy(self) -> str:
-        """The digest that the last start printed."""
-        found = re.findall(rf"finished: {self.num_steps} steps, policy ([0-9a-f]+)", self.said())
-        assert len(found) == 1, self.said()
-        return found[0]
 
 
 def limit(training: Training) -> None:
@@ -84,12 +28,14 @@ def limit(training: Training) -> None:
 
 def preempt(training: Training) -> None:
     """A job of a partition that goes before takes both nodes; Slurm queues the run again."""
-    restarts, nodes = int(training.slurm.show(training.job)["Restarts"]), training.slurm.show(training.job)["NodeList"]
+    restarts, nodes = int(training.slurm.show(training.job)["Restarts"]), ",".join(training.nodes)
     urgent = training.slurm.sbatch(
         "--partition=urgent", "--exclusive", f"--nodelist={nodes}", "--output=/dev/null", "--wrap", "sleep 1"
     )
-    training.slurm.wait(urgent, seconds=PATIENCE_SECONDS)
+    training.until(lambda: training.slurm.state(urgent) in ENDED, "the end of the job that preempts")
     training.until_back(restarts + 1)
+    assert f"job {training.job} is preempted: it waits for Slurm to end it and to queue it again" in training.said()
+    assert "is not known" not in training.said()
 
 
 def requeue(training: Training) -> None:
@@ -102,19 +48,28 @@ def requeue(training: Training) -> None:
 def cancel(training: Training) -> None:
     """The user stops it, which is never answered by queueing again, and submits it anew."""
     training.slurm.run("scancel", training.job)
-    assert training.slurm.wait(training.job, seconds=PATIENCE_SECONDS) == "CANCELLED"
+    training.until_ended("CANCELLED")
     assert f"job {training.job} is queued again" not in training.said().rpartition("stopped early")[2]
     training.submit()
 
 
 def lose_node(training: Training) -> None:
     """A node goes down under it; Slurm queues it again, on others."""
-    restarts = int(training.slurm.show(training.job)["Restarts"])
-    node = re.match(r"node\[?(\d)", training.slurm.show(training.job)["NodeList"])
-    assert node is not None
-    training.slurm.run("scontrol", "update", f"nodename=node{node[1]}", "state=down", "reason=test")
+    restarts, node = int(training.slurm.show(training.job)["Restarts"]), training.nodes[0]
+    training.slurm.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     training.until_back(restarts + 1)
-    training.slurm.run("scontrol", "update", f"nodename=node{node[1]}", "state=resume")
+    if "down" in training.slurm.run("sinfo", "-h", "-n", node, "-o", "%T"):  # else it has reported for work by itself
+        training.slurm.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def drain(training: Training) -> None:
+    """An operator drains its nodes, and queues it again, which takes it to others."""
+    restarts, nodes = int(training.slurm.show(training.job)["Restarts"]), training.nodes
+    training.slurm.run("scontrol", "update", f"nodename={','.join(nodes)}", "state=drain", "reason=test")
+    training.slurm.run("scontrol", "requeue", training.job)
+    training.until_back(restarts + 1)
+    assert not set(training.nodes) & set(nodes)
+    training.slurm.run("scontrol", "update", f"nodename={','.join(nodes)}", "state=resume")
 
 
 def kill(training: Training) -> None:
@@ -122,7 +77,7 @@ def kill(training: Training) -> None:
     ranks = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_rank_of(path, training.job)]
     assert ranks
     os.kill(random.choice(ranks), signal.SIGKILL)
-    assert training.slurm.wait(training.job, seconds=PATIENCE_SECONDS) == "FAILED"
+    training.until_ended("FAILED")
     training.submit()
 
 
@@ -135,45 +90,66 @@ def is_rank_of(path: Path, job: str) -> bool:
     return f"SLURM_JOB_ID={job}\0".encode() in environment and b"PMI_RANK=" in environment and b"mpi4py" in command
 
 
-@pytest.fixture(scope="module")
-def straight(slurm: LocalSlurm, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """The policy after so many steps without a break, each number run once."""
-    policies: dict[int, str] = {}
-
-    def policy(num_steps: int) -> str:
-        if num_steps not in policies:
-            training = Training(slurm, tmp_path_factory.mktemp("straight"), num_steps)
-            training.submit()
-            assert slurm.wait(training.job, seconds=PATIENCE_SECONDS) == "COMPLETED", training.said()
-            policies[num_steps] = training.policy()
-        return policies[num_steps]
-
-    return policy
-
-
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("num_steps", "blows"),
     [
-        (12, (limit, preempt, cancel)),
+        (9, (limit, preempt, cancel)),
         pytest.param(
-            60, (limit, preempt, requeue, lose_node, cancel, limit, kill, preempt, requeue, limit),
+            40, (limit, preempt, requeue, lose_node, cancel, limit, kill, preempt, drain, limit),
             marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
-def test_a_job_that_is_struck_ends_as_if_it_had_not_been(slurm, straight, tmp_path, num_steps, blows):
+def test_a_job_that_is_struck_ends_as_if_it_had_not_been(slurm, tmp_path, num_steps, blows):
     source = random.Random(num_steps)
-    training = Training(slurm, tmp_path, num_steps)
+    training, straight = (Training(slurm, tmp_path / name, num_steps) for name in ("struck", "straight"))
     training.submit()
     for number, strike in enumerate(blows, 1):
         goal = training.num_done + source.randint(1, max(1, num_steps // len(blows) - 2))
         training.until(lambda goal=goal: training.num_done >= goal, f"{goal} steps")
-        time.sleep(source.uniform(0, 1.5))  # anywhere in a step
+        time.sleep(source.uniform(0, 1))  # anywhere in a step
+        if number == 1:
+            straight.submit()  # on the other two nodes, while this one waits for Slurm
         assert training.num_done < num_steps, f"too fast to be struck a {number}th time"
         done = training.num_done
         strike(training)
         assert training.num_done >= done, "a committed step was lost"
-    assert slurm.wait(training.job, seconds=PATIENCE_SECONDS) == "COMPLETED", training.said()
-    assert training.policy() == straight(num_steps)
-    assert "Traceback" not in training.said()
+    for each in (training, straight):
+        each.until_ended("COMPLETED")
+        assert "Traceback" not in each.said()
+    assert training.policy() == straight.policy()
+
+
+PREEMPTED = """
+import os, signal, sys, time
+from tlt_hpc.launch.time_limit import await_preemption
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+print("here", flush=True)
+while not told:
+    time.sleep(0.1)
+await_preemption(os.environ)
+print("left", flush=True)
+sys.exit(75)
+"""
+
+
+def test_where_slurm_cancels_what_it_preempts_the_job_says_so_and_leaves(slurm, tmp_path):
+    (tmp_path / "preempted.py").write_text(PREEMPTED)
+    log = tmp_path / "log"
+    said = lambda: log.read_text() if log.exists() else ""  # noqa: E731
+    slurm.run("scontrol", "update", "partitionname=main", "preemptmode=cancel")
+    try:
+        run = ("--requeue", f"--output={log}", f"--wrap=srun python {tmp_path}/preempted.py")
+        job = slurm.sbatch("--partition=main", "--exclusive", "--nodelist=node4", *run)
+        wait_for(lambda: "here" in said(), said)
+        slurm.sbatch("--partition=urgent", "--exclusive", "--nodelist=node4", "--output=/dev/null", "--wrap=true")
+        wait_for(lambda: slurm.state(job) in ENDED, said)
+    finally:
+        slurm.run("scontrol", "update", "partitionname=main", "preemptmode=requeue")
+    told = (
+        f"tlt: job {job} is preempted, and not queued again (PreemptMode=CANCEL): submit the same script, which goes on"
+    )
+    assert f"{told}\nleft\n" in said()
+    assert slurm.show(job)["Restarts"] == "0"

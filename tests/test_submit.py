@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 import runpy
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +19,11 @@ from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.launch import executor, status
 from tlt_hpc.launch.batch import Batch, Folders, render
 from tlt_hpc.launch.collect import collect, results_table, write_results
+from tlt_hpc.launch.local import given_job
 from tlt_hpc.launch.queue import QueuedJob, parse_queue
 from tlt_hpc.launch.submission import WARMUP_SUFFIX, Key, Submission, Task, load, make_tasks, save, send_all
 from tlt_hpc.launch.sweep import grid, make_members, read_list, split_values
+from tlt_hpc.launch.time_limit import AGAIN, LINKS_LEFT
 from tlt_hpc.storage.step_lines import add_line
 from tlt_hpc.warmup import plan as warmup_plan
 
@@ -188,6 +191,27 @@ def test_a_chain_goes_on_whatever_became_of_the_job_before(tmp_path: Path) -> No
     assert [batch.dependency for batch, _ in calls] == ["", "afterany:100", "afterany:200", "aftercorr:300"]
     assert [batch.requeue for batch, _ in calls] == [False, False, False, True]
     assert after.tasks[1].jobs == ("100_1", "200_1", "300_1")
+    said = [[line for line in batch.before if LINKS_LEFT in line] for batch, _ in calls]
+    assert said == [[f"export {LINKS_LEFT}=2"], [f"export {LINKS_LEFT}=1"], [f"export {LINKS_LEFT}=0"], []]
+
+
+def test_the_ranks_of_a_job_are_given_their_job_file_and_how_it_goes_on(tmp_path: Path) -> None:
+    """A job file that all tasks of an array share, as the batch script's shell reads it and a rank finds it."""
+    (tmp_path / "a b.toml").write_text(Path(TINY).read_text())
+    config = str(tmp_path / "a b.toml")
+    tasks = make_tasks(make_members(config, [], grid(["run.seed=0,1"])), config, "tiny", warmup=True, evaluate=True)
+    submission = dataclasses.replace(make(tmp_path, []), tasks=tasks, folder=tmp_path / "my sub")
+    for batch, keys in sent(submission)[0]:
+        lines = executor.script(batch, submission.jobs_folder).splitlines()
+        shell = [line for line in lines if line.startswith(("PROJECT=", "export TLT_", "read_job "))]
+        function = (ROOT / "sbatch" / "env.sh").read_text().partition("read_job() {")[2].partition("\n}")[0]
+        program = "\n".join([f"read_job() {{{function}\n}}", *shell, "env -0"])
+        out = subprocess.run(["bash", "-c", program], capture_output=True, check=True, env={}).stdout.decode()
+        found = dict(line.partition("=")[::2] for line in out.split("\0"))
+        assert found[AGAIN] == f"python {ROOT}/jobs/submit.py resubmit {tmp_path}/my sub"
+        given = given_job({**found, "PMI_RANK": "0"}, config)
+        shared = keys[0][0] != "evaluate"  # there each task has its own run's
+        assert given == (Path(config).read_bytes().rstrip() if shared else None)
 
 
 def test_one_run_is_no_array(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tlt_hpc import stopping
 from tlt_hpc.launch import slurm, time_limit
 from tlt_hpc.launch.slurm import SlurmError, allocation, kill_wait, parse_time
-from tlt_hpc.launch.time_limit import HISTORY, await_preemption, know_limits, queue_again
+from tlt_hpc.launch.time_limit import AGAIN, HISTORY, LINKS_LEFT, await_preemption, know_limits, queue_again
 from tlt_hpc.stopping import Stop, StopFlag
 
 JOB = {"SLURM_JOB_ID": "17"}
@@ -108,7 +108,7 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
     command("scontrol", f'case $1 in show) echo "KillWait = 5";; *) echo "$@" >> {tmp_path}/asked;; esac')
     for is_left, wanted in ((True, False), (False, True)):
         flag = StopFlag()
-        know_limits(flag, JOB, 0, tmp_path)
+        know_limits(flag, JOB, 0, tmp_path, lambda: "step 1")
         flag.is_left = is_left  # else the main thread asks nobody
         for timer in flag.timers:
             timer.join(30)
@@ -116,6 +116,25 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
         assert (tmp_path / "asked").exists() is wanted
     assert (tmp_path / "asked").read_text() == "requeue 17\n"
     assert capsys.readouterr().out == "tlt: job 17 is queued again, and will go on\n"
+    flag = StopFlag()
+    know_limits(flag, JOB, 0, tmp_path, None)  # work that starts over is not
+    for timer in flag.timers:
+        timer.join(30)
+    assert (tmp_path / "asked").read_text() == "requeue 17\n" and capsys.readouterr().out == ""
+
+
+def test_what_is_left_until_the_process_is_killed(clock):
+    flag = StopFlag()
+    assert flag.seconds_left == float("inf")
+    flag.request(Stop.ASKED, "Ctrl-C")
+    assert flag.seconds_left == float("inf"), "nobody kills it"
+    flag.request(Stop.TIME, "SIGUSR2")
+    clock.now += 100
+    assert flag.seconds_left == 20, "to the end of the allocation, beyond the time for saving"
+    flag.killed_after(30)
+    flag.request(Stop.KILL, "Slurm ends it, to queue it again")
+    clock.now += 4
+    assert flag.seconds_left == 6
 
 
 def test_a_late_request_never_outdoes_a_more_urgent_one(clock):
@@ -207,18 +226,18 @@ def test_rank_0_knows_when_the_allocation_ends(command, tmp_path):
     command("scontrol", "echo 'KillWait                = 5 sec'")
     assert kill_wait() == 5
     first, second = StopFlag(), StopFlag()
-    know_limits(first, JOB, 0, tmp_path)
-    know_limits(second, JOB, 1, tmp_path)
+    know_limits(first, JOB, 0, tmp_path, None)
+    know_limits(second, JOB, 1, tmp_path, None)
     assert [timer.interval for timer in first.timers] == [3600 - 120, 3600 - 7.5]
     for timer in first.timers:
         timer.cancel()
     assert second.timers == [], "one rank asks, and votes for all"
-    know_limits(second, {}, 0, tmp_path)
+    know_limits(second, {}, 0, tmp_path, None)
     assert second.timers == [], "not under Slurm"
 
 
 def test_a_silent_slurm_is_warned_of_and_the_run_goes_on(command, caplog, tmp_path):
-    know_limits(StopFlag(), JOB, 0, tmp_path)
+    know_limits(StopFlag(), JOB, 0, tmp_path, None)
     assert "the time limit is not known, only its signal will tell: there is no squeue on PATH" in caplog.text
     assert "how soon SIGKILL follows SIGTERM is not known" in caplog.text
     command("scontrol", "echo down >&2; exit 1")
@@ -263,9 +282,24 @@ def test_where_slurm_refuses_the_user_is_told_what_to_do(command, tmp_path):
         "submit the same script, which goes on"
     )
     assert queue_again({}, tmp_path, "step 1").startswith("not in a Slurm job")
+    again = {AGAIN: "python jobs/submit.py resubmit sub"}
+    assert queue_again({**JOB, **again}, tmp_path, "step 1").endswith(": `python jobs/submit.py resubmit sub` goes on")
 
 
-PREEMPTED = "JobId=17 JobState=RUNNING PreemptTime=2026-11-22T03:33:48"
+@pytest.mark.parametrize(
+    ("left", "what"),
+    [("1", "the next job of the chain goes on"), ("0", "`python jobs/submit.py resubmit sub` goes on")],
+)
+def test_of_a_chain_the_next_job_goes_on_and_nothing_is_asked_of_slurm(command, tmp_path, left, what):
+    command("scontrol", f'echo "$@" >> {tmp_path}/asked')
+    chain = {**JOB, LINKS_LEFT: left, AGAIN: "python jobs/submit.py resubmit sub"}
+    for _ in range(4):  # of a job that is never queued again none is one start too many
+        told = queue_again(chain, tmp_path, "step 1")
+        assert told == f"job 17 is one of a chain, so it is not queued again: {what}"
+    assert not (tmp_path / "asked").exists()
+
+
+PREEMPTED = "JobId=17 JobState=RUNNING Requeue=1 PreemptTime=2026-11-22T03:33:48 Partition=main QOS=long"
 
 
 def test_a_preempted_job_waits_to_be_ended_and_another_does_not(command, monkeypatch, tmp_path, capsys, caplog):
@@ -277,8 +311,9 @@ def test_a_preempted_job_waits_to_be_ended_and_another_does_not(command, monkeyp
     command("scontrol", f'echo "$@" >> {tmp_path}/asked; {answer}')
     await_preemption(JOB)
     assert capsys.readouterr().out == ""
-    assert (tmp_path / "asked").read_text() == "--oneliner show job 17\n" * 2
+    assert (tmp_path / "asked").read_text() == "--oneliner show job 17\n"
     mark.touch()
+    monkeypatch.setattr(slurm, "preempt_mode", lambda partition, qos: "REQUEUE")
     threading.Timer(0.5, mark.unlink).start()
     start = time.monotonic()
     await_preemption(JOB)
@@ -289,6 +324,58 @@ def test_a_preempted_job_waits_to_be_ended_and_another_does_not(command, monkeyp
     command("scontrol", "echo no such job >&2; exit 1")
     await_preemption(JOB)
     assert "whether job 17 is preempted is not known, so it ends: " in caplog.text
+
+
+def settings(kind: str, mode: str, partition: str) -> str:
+    """A ``scontrol`` that tells of these, in shell; the job is preempted."""
+    config = f"PowerPlugin             = \nPreemptMode             = {mode}\nPreemptType             = preempt/{kind}"
+    return (
+        f'case "$*" in *config) echo "{config}";; *partition*) echo "PartitionName=main PreemptMode={partition}";; '
+        f'*) echo "{PREEMPTED}";; esac'
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster", "partition", "qos", "mode"),
+    [
+        ("partition_prio", "REQUEUE", "REQUEUE", "", "REQUEUE"),
+        ("partition_prio", "REQUEUE", "CANCEL", "", "CANCEL"),
+        ("partition_prio", "GANG,SUSPEND", "GANG,SUSPEND", "", "SUSPEND"),
+        ("qos", "REQUEUE", "CANCEL", "cluster", "REQUEUE"),
+        ("qos", "CANCEL", "CANCEL", "requeue", "REQUEUE"),
+        ("qos", "REQUEUE", "REQUEUE", "cancel", "CANCEL"),
+    ],
+)
+def test_the_mode_of_preemption_is_the_partitions_or_the_qos(command, kind, cluster, partition, qos, mode):
+    command("scontrol", settings(kind, cluster, partition))
+    command("sacctmgr", f'[ "$5" = long ] && echo {qos}')
+    assert slurm.preempt_mode("main", "long") == mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "job", "why"),
+    [("CANCEL", PREEMPTED, "PreemptMode=CANCEL"),
+     ("REQUEUE", PREEMPTED.replace("Requeue=1", "Requeue=0"), "requeueing is off for it")],
+)  # fmt: skip
+def test_a_preempted_job_that_slurm_does_not_queue_again_says_so_and_leaves(command, capsys, mode, job, why):
+    command("scontrol", settings("partition_prio", "REQUEUE", mode).replace(PREEMPTED, job))
+    await_preemption(JOB)  # it would not come back: the job stays preempted
+    told = f"tlt: job 17 is preempted, and not queued again ({why}): submit the same script, which goes on\n"
+    assert capsys.readouterr().out == told
+    await_preemption({**JOB, LINKS_LEFT: "2"})
+    assert capsys.readouterr().out.endswith(f"({why}): the next job of the chain goes on\n")
+
+
+def test_where_the_mode_is_not_known_a_preempted_job_waits_all_the_same(command, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(time_limit, "PREEMPTION_POLL_SECONDS", 0.01)
+    mark = tmp_path / "mark"
+    mark.touch()
+    command("scontrol", f'[ "$2" != config ] && [ -e {mark} ] && echo "{PREEMPTED}" || exit 1')
+    threading.Timer(0.5, mark.unlink).start()
+    start = time.monotonic()
+    await_preemption(JOB)
+    assert time.monotonic() - start >= 0.4
+    assert "whether Slurm queues job 17 again is not known, and taken for granted: " in caplog.text
 
 
 def test_a_damaged_history_counts_for_nothing(command, tmp_path, caplog):

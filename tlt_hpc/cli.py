@@ -14,6 +14,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +28,16 @@ from tlt_hpc.export import options as export_options
 from tlt_hpc.finished import told_finished
 from tlt_hpc.launch.caches import make_node_cache
 from tlt_hpc.launch.device import take_device
-from tlt_hpc.launch.local import become_ranks, given_job, launched_count, launched_rank
-from tlt_hpc.launch.time_limit import await_preemption, know_limits, progress_in, queue_again
+from tlt_hpc.launch.local import (
+    STARTED,
+    about_to_start,
+    become_ranks,
+    given_job,
+    launched_count,
+    launched_rank,
+    starting,
+)
+from tlt_hpc.launch.time_limit import await_preemption, know_limits, queue_again
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
 from tlt_hpc.stopping import Stop, StopFlag
@@ -38,6 +47,7 @@ from tlt_hpc.watch.watch import Watch
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.tracking.follow import Tracking
 
 USER_ERROR = 2
 """Exit status of a mistake in the command or configuration; nothing was written."""
@@ -46,6 +56,8 @@ STOPPED_EARLY = 75
 INTERRUPTED = 130
 """Exit status of a command that a Ctrl-C ended at once."""
 _OVERRIDE = re.compile(r"[a-z_]+\.[a-z_]+=")
+_LEAVING_SECONDS = 3.0
+"""What the ranks take to end together, once nothing else is to be done."""
 _FIRST_WORD_SECONDS = 10.0
 """How long the other ranks leave it to rank 0 to name an error that all of them met."""
 
@@ -63,9 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in ALONE:
         return run_alone(ALONE[options.command], options)
     is_rank = rank is not None and not options.dry_run
+    if rank == 0 and is_rank and STARTED not in os.environ:
+        print(starting(os.environ), flush=True)
     try:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
+        if rank is None and not options.dry_run:
+            print(about_to_start(num_ranks, options.config), flush=True)
         config = config_of(config, options)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command in ("train", "compare"):
@@ -90,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if rank is not None:
             settle(config, rank)
-        know_limits(flag, os.environ, rank or 0, config.folder)
+        progress = PROGRESS.get(options.command)
+        know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank) as watch:
             return watch.ended(RUNS[options.command](config, options, flag))
     except (UserError, WriteError) as error:
@@ -256,24 +273,54 @@ def fail_together(error: UserError | WriteError, rank: int, status: int = USER_E
     return exit_now(status)
 
 
-def leave_early(world: World, folder: Path, progress: str) -> int:
+def leave_early(world: World, folder: Path, progress: Callable[[], str], tracking: Tracking | None = None) -> int:
     """End a job that was stopped and can go on: where its time was up, or it is preempted, Slurm queues it again.
 
     Collective.
 
     Args:
         folder: of what was worked on.
-        progress: how far that has come.
+        progress: how far that has come; asked on rank 0.
+        tracking: closed once Slurm has been asked, in the time that is left; what is not sent until then is left out.
     """
+    from tlt_hpc.mpi.ending import end_within
+
     stop = world.agree_to_stop()
     world.flag.is_left = True
     BEAT.leave("stopped early")  # Slurm may kill any of the ranks from here on
     if stop is Stop.TIME and world.rank == 0:
-        print(f"tlt: {queue_again(os.environ, folder, progress)}", flush=True)
-    elif stop is Stop.KILL and world.rank == 0:
+        print(f"tlt: {queue_again(os.environ, folder, progress())}", flush=True)
+    is_closed = tracking is None or tracking.close_within(lambda: world.flag.seconds_left - _LEAVING_SECONDS)
+    if stop is Stop.KILL and world.rank == 0:
         await_preemption(os.environ)
+    if not is_closed:  # the tracker's library would wait once more as the process ends
+        end_within(_LEAVING_SECONDS, STOPPED_EARLY)
     world.leave()
     return STOPPED_EARLY
+
+
+def run_progress(config: Config) -> str:
+    """How far ``tlt train`` has come."""
+    from tlt_hpc.kept import progress_of
+
+    return progress_of(config)
+
+
+def written_bytes(config: Config) -> str:
+    """How far a warm-up or an evaluation has come, where it cannot say so itself."""
+    total = 0
+    for path in config.folder.rglob("*.h5"):
+        with suppress(FileNotFoundError):  # ranks are at work
+            total += path.stat().st_size
+    return f"{total} bytes of responses and features"
+
+
+PROGRESS: dict[str, Callable[[Config], str]] = {
+    "train": run_progress,
+    "warmup": written_bytes,
+    "evaluate": written_bytes,
+}
+"""Of commands that are queued again; the others start over."""
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -476,15 +523,16 @@ def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> in
         return 0
     from tlt_hpc.display import make_reporter, print_result
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.run import run
+    from tlt_hpc.run import open_tracking, run
 
-    with make_reporter(world.rank == 0) as reporter:
-        result = run(config, world, reporter)
-    leave_process_group()
-    if world.rank == 0:
-        print_result(config, result)
-    if not result.finished:
-        return leave_early(world, config.folder, progress_in(config.folder))
+    with open_tracking(config, world) as tracking:
+        with make_reporter(world.rank == 0) as reporter:
+            result = run(config, world, reporter, tracking)
+        leave_process_group()
+        if world.rank == 0:
+            print_result(config, result)
+        if not result.finished:
+            return leave_early(world, config.folder, partial(run_progress, config), tracking)
     world.leave()
     return 0
 
@@ -524,8 +572,8 @@ def run_warmup(config: Config, options: argparse.Namespace, flag: StopFlag) -> i
     if world.rank == 0:
         print_warmup(result, options.config, config.drafter.form)
     if not result.finished:
-        progress = f"{len(list(result.folder.rglob('*.h5')))} files of features, {result.progress.updates} updates"
-        return leave_early(world, result.folder, progress)
+        words = f"{len(list(result.folder.rglob('*.h5')))} files of features, {result.progress.updates} updates"
+        return leave_early(world, result.folder, lambda: words)
     world.leave()
     return 0
 
@@ -545,7 +593,7 @@ def run_evaluate(config: Config, options: argparse.Namespace, flag: StopFlag) ->
     if world.rank == 0:
         print_evaluation(result)
     if not result.finished:
-        return leave_early(world, result.folder, f"{result.num_left} responses before the end")
+        return leave_early(world, result.folder, lambda: f"{result.num_left} responses before the end")
     world.leave()
     return 0
 

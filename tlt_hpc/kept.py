@@ -18,13 +18,15 @@ from pathlib import Path
 from uuid import uuid4
 
 from tlt_hpc.checkpoint.manifest import digest_of
+from tlt_hpc.checkpoint.save import found_in
+from tlt_hpc.config import Config
 from tlt_hpc.job import Job
 from tlt_hpc.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS
 from tlt_hpc.models.folder import find_model
 from tlt_hpc.records import Rollout, SampleKey
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.kept_responses import KeptFile, merged, read_kept, write_kept
+from tlt_hpc.storage.kept_responses import KeptFile, count_kept, merged, read_kept, write_kept
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -82,10 +84,8 @@ def open_keeper(job: Job, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """What keeps this rank's responses of the step, and all ranks' of an earlier start; collective."""
     origin, paths = "", list[Path]()
     if job.world.rank == 0:
-        origin = find_origin(job, step)
-        # the first step's responses alone teach the drafter of such a run: they are needed with their features
-        teaches = step == 0 and job.config.drafter.rollouts == "first"
-        paths = [] if teaches else job.folder.kept_parts(step)
+        origin = find_origin(job.config, job.folder, step)
+        paths = _parts_of(job.config, job.folder, step)
     origin, paths = job.world.broadcast((origin, paths))
     keeper = Keeper(job.folder, step, job.world.rank, origin, job.config.checkpoint.keep_responses_seconds)
     if not paths:
@@ -102,6 +102,31 @@ def open_keeper(job: Job, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     return keeper, {rollout.key: rollout for rollout in merged(every, origin)}
 
 
+def progress_of(config: Config) -> str:
+    """How far a run has come, in words: the steps that its next start has no more to do, and what it takes up of the
+    step after them. Kept responses of other weights, or in damaged files, are none of it. For rank 0."""
+    folder = RunFolder(config.folder)
+    step = max(read_lines(folder.metrics), default=-1) + 1
+    if not config.checkpoint.replay:  # begins from a checkpoint, whatever was done after it
+        step = max((saved for saved, _ in found_in(folder.checkpoints)), default=0)
+    counted = [_count(path) for path in _parts_of(config, folder, step)]
+    own = find_origin(config, folder, step) if counted else ""
+    return f"step {step} and {sum(count for origin, count in counted if origin == own)} of the next one's responses"
+
+
+def _count(path: Path) -> tuple[str, int]:
+    try:
+        return count_kept(path)
+    except (DamagedFile, OSError):  # named by the start that meets it
+        return "", 0
+
+
+def _parts_of(config: Config, folder: RunFolder, step: int) -> list[Path]:
+    # the first step's responses alone teach the drafter of such a run: they are needed with their features
+    teaches = step == 0 and config.drafter.rollouts == "first"
+    return [] if teaches else folder.kept_parts(step)
+
+
 def _read(path: Path) -> KeptFile | None:
     try:
         return read_kept(path)
@@ -110,11 +135,11 @@ def _read(path: Path) -> KeptFile | None:
         return None
 
 
-def find_origin(job: Job, step: int) -> str:
+def find_origin(config: Config, folder: RunFolder, step: int) -> str:
     """Names the weights that a step's responses are made with; where their line is lost, like no others."""
     if step == 0:
-        return origin_of_start(find_model(job.config.model.path))
-    line = read_lines(job.folder.metrics).get(step - 1)
+        return origin_of_start(find_model(config.model.path))
+    line = read_lines(folder.metrics).get(step - 1)
     return uuid4().hex if line is None else origin_of(line)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,16 +80,28 @@ class RunResult:
     """Empty unless a signal or a vote ended the run early."""
 
 
-def run(config: Config, world: World, reporter: Reporter) -> RunResult:
+def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | None = None) -> RunResult:
     """Run, or go on with, the job that ``config`` describes; collective.
+
+    Args:
+        tracking: what ``open_tracking`` has opened, where trackers are to outlast the run; else they are closed here.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
     # the job is closed before the trackers, which may wait for a server that is away
-    tracking = Tracking(config, RunFolder(config.folder)) if world.rank == 0 else None
-    with nullcontext() if tracking is None else tracking, closing(assemble(config, world)) as job:
-        return take_steps(job, tracking, reporter)
+    trackers = open_tracking(config, world) if tracking is None else nullcontext(tracking)
+    with trackers as told, closing(assemble(config, world)) as job:
+        return take_steps(job, told, reporter)
+
+
+def open_tracking(config: Config, world: World) -> AbstractContextManager[Tracking | None]:
+    """The trackers of a run, on rank 0 alone.
+
+    Raises:
+        UserError: a package that is asked for is not installed.
+    """
+    return nullcontext() if world.rank else Tracking(config, RunFolder(config.folder))
 
 
 def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunResult:

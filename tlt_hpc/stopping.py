@@ -71,6 +71,12 @@ class StopFlag:
         return time.monotonic() >= self._most_urgent[2]
 
     @property
+    def seconds_left(self) -> float:
+        """Until this process is killed, as far as that is known; infinite where nobody set a time."""
+        kind, _, until = self._most_urgent
+        return until - time.monotonic() + (END_SECONDS if kind is Stop.TIME else 0.0)
+
+    @property
     def _most_urgent(self) -> tuple[Stop, str, float]:
         return max(self._asked, key=lambda asked: asked[0], default=(Stop.NONE, "", math.inf))
 

@@ -87,14 +87,14 @@ SlurmctldTimeout=60
 SlurmdTimeout=60
 KillWait=5
 KillOnBadExit=1
-MinJobAge=600
+MinJobAge=7200
 InactiveLimit=0
 # several nodes on one host have more CPUs than it
 SlurmdParameters=config_overrides
 GresTypes=gpu
 NodeName=node[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 RealMemory=4000 \
 Gres=gpu:{gpus} State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=01:00:00 DefaultTime=00:05:00 State=UP PriorityTier=1 GraceTime=10
+PartitionName=main Nodes=ALL Default=YES MaxTime=01:00:00 DefaultTime=00:05:00 State=UP PriorityTier=1 GraceTime=5
 PartitionName=urgent Nodes=ALL MaxTime=01:00:00 DefaultTime=00:05:00 State=UP PriorityTier=10 PreemptMode=off
 """
 

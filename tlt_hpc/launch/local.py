@@ -10,6 +10,10 @@ from pathlib import Path
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_NUM_NODES = "SLURM_STEP_NUM_NODES"
+STARTED = "TLT_STARTED"
+"""Set where this program has started the ranks itself, and has said so."""
 JOB_FILE, JOB_TEXT = "TLT_JOB_FILE", "TLT_JOB_TEXT"
 """Path and text of the job file, set by whoever starts the ranks (this module, or ``sbatch/env.sh``): hundreds of ranks
 do not open it then."""
@@ -36,6 +40,24 @@ def launched_count(environment: Mapping[str, str]) -> int | None:
         if name in environment and launched_rank(environment) is not None:
             return int(environment[name])
     return None
+
+
+def starting(environment: Mapping[str, str]) -> str:
+    """The line for the user as launched ranks start: how many, and on how many nodes where the launcher tells."""
+    count = launched_count(environment)
+    local = next((int(environment[name]) for name in _LOCAL_SIZE_VARIABLES if name in environment), 0)
+    nodes = -(-count // local) if count and local else int(environment.get(_NUM_NODES, "0"))
+    where = f" on {nodes} node{'s' * (nodes > 1)}" if nodes else ""
+    return f"starting {_ranks(count)}{where}: libraries are loaded, then the model"
+
+
+def about_to_start(num_ranks: int, job: str) -> str:
+    """The same where no launcher has started them yet."""
+    return f"checking {job}, then starting {_ranks(num_ranks)}"
+
+
+def _ranks(count: int | None) -> str:
+    return "the ranks" if count is None else f"{count} rank{'s' * (count > 1)}"
 
 
 def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
@@ -70,7 +92,7 @@ def launch_environment(num_ranks: int, environment: Mapping[str, str], job: str 
 
     ``job``: path of the job file, whose text goes with it; empty: none.
     """
-    ranks = {**environment, "TLT_RANKS": str(num_ranks), **_job_variables(job)}
+    ranks = {**environment, "TLT_RANKS": str(num_ranks), STARTED: "1", **_job_variables(job)}
     ranks.setdefault("OMP_NUM_THREADS", "1")
     if sys.stdout.isatty():
         ranks[TERMINAL_VARIABLE] = str(shutil.get_terminal_size().columns)

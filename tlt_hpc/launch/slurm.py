@@ -12,7 +12,8 @@ ANSWER_SECONDS = 30.0
 """How long Slurm's controller may take to answer before it counts as not answering."""
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _PREEMPTED = re.compile(r"\bPreemptTime=\d")
-_KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
+_FIELD = re.compile(r"(\w+)=(\S*)")
+_SETTING = re.compile(r"^(\w+) *= *(\S+)", re.MULTILINE)  # one that is empty must not take the next line for its value
 
 
 class SlurmError(RuntimeError):
@@ -41,8 +42,19 @@ class Allocation:
         Raises:
             SlurmError: ``scontrol`` is not there, does not answer, or knows no such job.
         """
-        found = _PREEMPTED.search(_ask("scontrol", "--oneliner", "show", "job", self.job_id))
-        return found is not None
+        return _PREEMPTED.search(_show("job", self.job_id)) is not None
+
+    def why_not_requeued(self) -> str:
+        """Why Slurm does not queue it again by itself once it has preempted it; empty where it does.
+
+        Raises:
+            SlurmError: Slurm does not answer, or knows no such job, partition or QOS.
+        """
+        job = dict(_FIELD.findall(_show("job", self.job_id)))
+        if job.get("Requeue") == "0":
+            return "requeueing is off for it"
+        mode = preempt_mode(job.get("Partition", ""), job.get("QOS", ""))
+        return "" if mode == "REQUEUE" else f"PreemptMode={mode}"
 
     def requeue(self) -> None:
         """Have it queued again; Slurm then ends what runs of it.
@@ -70,10 +82,25 @@ def kill_wait() -> float:
     Raises:
         SlurmError: ``scontrol`` is not there, does not answer, or does not tell.
     """
-    found = _KILL_WAIT.search(_ask("scontrol", "show", "config"))
-    if found is None:
-        raise SlurmError("`scontrol show config` tells no KillWait")
-    return float(found[1])
+    return float(_settings("KillWait")["KillWait"])
+
+
+def preempt_mode(partition: str, qos: str) -> str:
+    """What becomes of a job of this partition and QOS that is preempted, e.g. ``REQUEUE`` or ``CANCEL``.
+
+    It is the QOS's or the partition's, by which of them jobs are preempted here, else the cluster's.
+
+    Raises:
+        SlurmError: Slurm does not answer, or does not tell.
+    """
+    settings = _settings("PreemptType", "PreemptMode")
+    if settings["PreemptType"] == "preempt/qos":
+        query = ("show", "qos", qos, "format=PreemptMode")
+        own = _ask("sacctmgr", "--noheader", "--parsable2", *query).strip()
+    else:
+        own = dict(_FIELD.findall(_show("partition", partition))).get("PreemptMode", "")
+    mode = own.upper() if own and own != "cluster" else settings["PreemptMode"]
+    return ",".join(word for word in mode.split(",") if word != "GANG")  # how jobs take turns, not how one ends
 
 
 def parse_time(text: str) -> float | None:
@@ -90,6 +117,18 @@ def parse_time(text: str) -> float | None:
         raise SlurmError(f"Slurm tells {text!r} where a time was asked for")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _settings(*names: str) -> dict[str, str]:
+    found = dict(_SETTING.findall(_ask("scontrol", "show", "config")))
+    for name in names:
+        if name not in found:
+            raise SlurmError(f"`scontrol show config` tells no {name}")
+    return found
+
+
+def _show(what: str, name: str) -> str:
+    return _ask("scontrol", "--oneliner", "show", what, name)
 
 
 def _ask(command: str, *arguments: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from tlt_hpc.config import Config, ConfigError
 from tlt_hpc.launch.batch import Array, Batch, Folders
 from tlt_hpc.launch.sweep import Member
+from tlt_hpc.launch.time_limit import AGAIN, LINKS_LEFT
 from tlt_hpc.storage.folder import writing_beside
 
 FILE = "submission.json"
@@ -40,6 +42,8 @@ class Task:
     """The task of the stage before that has to succeed first."""
     jobs: tuple[str, ...] = ()
     """Job numbers, the newest last; ``17_3`` within an array."""
+    config: str = ""
+    """The job file, as ``arguments`` name it."""
 
     @property
     def key(self) -> Key:
@@ -91,10 +95,11 @@ def make_tasks(members: Sequence[Member], config: str, name: str, *, warmup: boo
         init = () if after is None else (f"drafter.init={after.run}/drafter",)
         arguments = ("train", config, *member.overrides, *init)
         run, first = str(member.config.folder), None if after is None else after.index
-        tasks.append(Task("train", index, member.name, run, arguments, (*member.own, *init), first))
+        tasks.append(Task("train", index, member.name, run, arguments, (*member.own, *init), first, config=config))
         if evaluate:
-            judged = ("evaluate", run, f"{run}/config.toml")
-            tasks.append(Task("evaluate", index, member.name, run, judged, member.own, index))
+            saved = f"{run}/config.toml"
+            judged = ("evaluate", run, saved)
+            tasks.append(Task("evaluate", index, member.name, run, judged, member.own, index, config=saved))
     return tuple(sorted(tasks, key=lambda task: STAGES.index(task.stage)))
 
 
@@ -112,7 +117,7 @@ def warmup_tasks(members: Sequence[Member], config: str, name: str) -> list[tupl
         own = first.name if len(groups) > 1 else name
         run = first.config.folder.with_name(own + WARMUP_SUFFIX)
         arguments = ("warmup", config, *first.overrides, f"run.name={own}")
-        tasks.append((Task("warmup", number, own, str(run), arguments), needed))
+        tasks.append((Task("warmup", number, own, str(run), arguments, config=config), needed))
     return tasks
 
 
@@ -165,6 +170,7 @@ def batches(submission: Submission, stage: Stage, tasks: Sequence[Task], depende
     """What these tasks ask of Slurm: as often as training is chained; warm-up and evaluation take one node."""
     whole = submission.batch
     is_array = len(submission.of_stage(stage)) > 1
+    is_chain = stage == "train" and submission.chain > 1
     batch = dataclasses.replace(
         whole,
         name=f"{whole.name}-{stage}",
@@ -172,9 +178,21 @@ def batches(submission: Submission, stage: Stage, tasks: Sequence[Task], depende
         array=Array(tuple(task.index for task in tasks), cap) if is_array else None,
         log=f"{submission.jobs_folder}/{'%A_%a' if is_array else '%j'}_0_log.out",
         dependency=dependency,
-        requeue=whole.requeue and (stage != "train" or submission.chain == 1),
+        requeue=whole.requeue and not is_chain,
+        before=(*whole.before, *words_for_ranks(submission, tasks)),
     )
-    return [batch] * (submission.chain if stage == "train" else 1)
+    if not is_chain:
+        return [batch]
+    links = [f"export {LINKS_LEFT}={left}" for left in reversed(range(submission.chain))]
+    return [dataclasses.replace(batch, before=(*batch.before, link)) for link in links]
+
+
+def words_for_ranks(submission: Submission, tasks: Sequence[Task]) -> list[str]:
+    """Lines of shell that tell the ranks how their job goes on, and what is in the job file that all of them have."""
+    again = f'"python $PROJECT/jobs/submit.py resubmit "{shlex.quote(str(submission.folder))}'
+    files = {task.config for task in tasks}
+    read = [f"read_job {shlex.quote(file)}" for file in files if file and len(files) == 1]
+    return [f"export {AGAIN}={again}", *read]
 
 
 # --- on disk ---

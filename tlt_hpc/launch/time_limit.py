@@ -5,26 +5,34 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tlt_hpc.launch.slurm import SlurmError, allocation, kill_wait
+from tlt_hpc.launch.slurm import Allocation, SlurmError, allocation, kill_wait
 from tlt_hpc.stopping import MOST_KILL_SECONDS, StopFlag
-from tlt_hpc.storage.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
 HISTORY = "requeues.jsonl"
 PREEMPTION_POLL_SECONDS = 5.0
+LINKS_LEFT = "TLT_LINKS_LEFT"
+"""Of a chain: how many jobs of it follow this one; unset where there is no chain."""
+AGAIN = "TLT_SUBMIT_AGAIN"
+"""The command by which a job that is not queued again goes on; unset where it is the one that submitted it."""
 MOST_IDLE_STARTS = 3
 """So many starts in a row that came no further end a job that would otherwise be queued again for ever."""
 
 
-def know_limits(flag: StopFlag, environment: Mapping[str, str], rank: int, folder: Path) -> None:
+def know_limits(
+    flag: StopFlag, environment: Mapping[str, str], rank: int, folder: Path, progress: Callable[[], str] | None
+) -> None:
     """Tell rank 0's stop flag when the allocation ends, and how fast it is killed; it votes for all ranks.
 
     Where the ranks are in an update that lasts beyond the end, the job is queued again all the same: what was finished
     is on disk by then.
+
+    Args:
+        progress: how far the work in ``folder`` has come; None for work that is not queued again.
     """
     job = allocation(environment)
     if job is None or rank:
@@ -39,15 +47,12 @@ def know_limits(flag: StopFlag, environment: Mapping[str, str], rank: int, folde
         logger.warning("the time limit is not known, only its signal will tell: %s", error)
         return
     if left is not None:
-        flag.end_in(left, lambda: print(f"tlt: {queue_again(environment, folder, progress_in(folder))}", flush=True))
 
+        def at_last() -> None:
+            if progress is not None:
+                print(f"tlt: {queue_again(environment, folder, progress())}", flush=True)
 
-def progress_in(folder: Path) -> str:
-    """How far a run has come, by its committed steps, and the responses of its next one that are kept, in bytes."""
-    run = RunFolder(folder)
-    steps = run.metrics.read_bytes().count(b"\n") if run.metrics.is_file() else 0
-    kept = sum(path.stat().st_size for path in run.kept.rglob("*.h5"))
-    return f"step {steps} and {kept} bytes of kept responses"
+        flag.end_in(left, at_last)
 
 
 def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> str:
@@ -59,6 +64,8 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
     job = allocation(environment)
     if job is None:
         return "not in a Slurm job, so nothing was queued: the same command goes on"
+    if LINKS_LEFT in environment:
+        return f"job {job.job_id} is one of a chain, so it is not queued again: {what_goes_on(environment)}"
     history = read_history(folder / HISTORY)
     idle = [entry for entry in history if entry["job"] == job.job_id][1 - MOST_IDLE_STARTS :]
     if len(idle) == MOST_IDLE_STARTS - 1 and all(entry["progress"] == progress for entry in idle):
@@ -71,25 +78,46 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
             file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
         job.requeue()
     except (SlurmError, OSError) as error:
-        return f"job {job.job_id} is not queued again ({error}): submit the same script, which goes on"
+        return f"job {job.job_id} is not queued again ({error}): {what_goes_on(environment)}"
     return f"job {job.job_id} is queued again, and will go on"
+
+
+def what_goes_on(environment: Mapping[str, str]) -> str:
+    """What goes on with the work of a job that is not queued again, in words."""
+    if int(environment.get(LINKS_LEFT, "0")):
+        return "the next job of the chain goes on"
+    return f"`{environment[AGAIN]}` goes on" if AGAIN in environment else "submit the same script, which goes on"
 
 
 def await_preemption(environment: Mapping[str, str]) -> None:
     """Where this job is being preempted, wait to be killed; for rank 0. Else return at once.
 
     Slurm queues a job again that it had to end, and takes one that left by itself within its grace time for finished.
+    Where it does not queue it again, there is nothing to wait for.
     """
     job = allocation(environment)
     if job is None:
         return
     try:
-        if job.is_preempted():
-            print(f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again", flush=True)
+        if not job.is_preempted():
+            return
+        if why := _why_not_requeued(job):
+            goes_on = what_goes_on(environment)
+            print(f"tlt: job {job.job_id} is preempted, and not queued again ({why}): {goes_on}", flush=True)
+            return
+        print(f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again", flush=True)
         while job.is_preempted():
             time.sleep(PREEMPTION_POLL_SECONDS)
     except SlurmError as error:
         logger.warning("whether job %s is preempted is not known, so it ends: %s", job.job_id, error)
+
+
+def _why_not_requeued(job: Allocation) -> str:
+    try:
+        return job.why_not_requeued()
+    except SlurmError as error:
+        logger.warning("whether Slurm queues job %s again is not known, and taken for granted: %s", job.job_id, error)
+        return ""
 
 
 def read_history(path: Path) -> list[dict[str, object]]:

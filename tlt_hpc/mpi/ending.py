@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from typing import NoReturn
 
@@ -27,6 +28,13 @@ def all_come_here(seconds: float) -> bool:
             return False
         time.sleep(LONGEST_PAUSE_SECONDS)
     return True
+
+
+def end_within(seconds: float, status: int) -> None:
+    """See to it that this process has ended after so many seconds, whatever its libraries wait for as it ends."""
+    timer = threading.Timer(seconds, lambda: exit_now(status))
+    timer.daemon = True
+    timer.start()
 
 
 def exit_now(status: int) -> NoReturn:

@@ -49,6 +49,16 @@ def read_kept(path: Path) -> KeptFile:
         return KeptFile(get_text(file.root, "origin"), get_rollouts(file.root["rollouts"]))
 
 
+def count_kept(path: Path) -> tuple[str, int]:
+    """Origin of a file, and how many responses it has, by its head alone.
+
+    Raises:
+        DamagedFile, FileNotFoundError: as ``read_kept``.
+    """
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        return get_text(file.root, "origin"), file.committed
+
+
 def merged(files: Sequence[KeptFile], origin: str) -> list[Rollout]:
     """The responses of the files of one origin, each key once, ordered by key."""
     found = {rollout.key: rollout for file in files if file.origin == origin for rollout in file.rollouts}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _RUN_ID = "wandb_id"
+_LOOK_SECONDS = 0.05
 
 
 class Tracking:
@@ -74,8 +77,27 @@ class Tracking:
     def close(self, failed: bool = False) -> None:
         """Let go of all trackers; ``failed`` where an exception ends the run."""
         for tracker in self._trackers:
-            _attempt(tracker.name, tracker.failures, lambda tracker=tracker: tracker.close(failed))  # type: ignore[misc]
+            self._close(tracker, failed)
         self._trackers = []
+
+    def close_within(self, seconds_left: Callable[[], float]) -> bool:
+        """The same as long as there is time, which may become less meanwhile; False where one did not end by then."""
+        trackers, self._trackers = self._trackers, []
+        threads = [threading.Thread(target=self._close, args=(tracker, False), daemon=True) for tracker in trackers]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and seconds_left() > 0:
+            time.sleep(_LOOK_SECONDS)
+        late = [tracker for tracker, thread in zip(trackers, threads, strict=True) if thread.is_alive()]
+        for tracker in late:
+            logger.warning(
+                "no time is left for %s to end: metrics.jsonl has every step%s", tracker.name,
+                f"; {tracker.remedy}" if tracker.remedy else "",
+            )  # fmt: skip
+        return not late
+
+    def _close(self, tracker: Tracker, failed: bool) -> None:
+        _attempt(tracker.name, tracker.failures, lambda: tracker.close(failed))
 
     def _tell(self, tracker: Tracker, lines: dict[int, Line], num_steps: int) -> bool:
         """Tell a tracker; False where it failed."""

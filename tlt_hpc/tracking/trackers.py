@@ -31,6 +31,8 @@ class Tracker(Protocol):
 
     name: str
     failures: tuple[type[Exception], ...]
+    remedy: str
+    """What brings home that which ``close`` had no time for; empty where there is nothing of the kind."""
 
     def log(self, step: int, figures: Figures) -> None:
         """Tell of a step; returns once a kill of this process loses nothing of it."""
@@ -45,6 +47,7 @@ class TensorBoard:
     """Event files in a folder, through torch."""
 
     name = "tensorboard"
+    remedy = ""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """Earlier files' events from ``first_step`` on no longer count (``purge_step``)."""
@@ -92,7 +95,7 @@ class WeightsAndBiases:
                 finish_timeout_raises=True,
             ),
         )
-        self._place = Path(self._run.dir).parent
+        self.remedy = f"`wandb sync {Path(self._run.dir).parent}` sends the rest"
 
     def log(self, step: int, figures: Figures) -> None:
         self._run.log(dict(figures), step=step, commit=True)
@@ -107,8 +110,8 @@ class WeightsAndBiases:
         thread.join(seconds)
         if thread.is_alive() or any(isinstance(error, TimeoutError) for error in errors):
             logger.warning(
-                "wandb has not sent the whole run: its server did not take it in time; `wandb sync %s` sends the rest",
-                self._place,
+                "wandb has not sent the whole run: its server did not take it in time; %s",
+                self.remedy,
             )
         elif errors:
             raise errors[0]
