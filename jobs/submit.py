@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -140,6 +141,8 @@ def run_submit(options: argparse.Namespace) -> int:
         print(f"{task.stage:8} {task.run}: tlt {' '.join(task.arguments)}")
     if options.dry_run:
         return dry_run(submission)
+    submission.folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(options.config, submission.folder / Path(options.config).name)
     save(submission)
     print(f"submitted from {submission.folder}; look after it with: python jobs/submit.py status {submission.folder}")
     return submit(submission, {task.key for task in submission.tasks})
@@ -169,7 +172,7 @@ def make_submission(options: argparse.Namespace, members: Sequence[Member]) -> S
     folder = options.folder or Path("runs") / "submitted" / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if (folder / "submission.json").exists():
         raise ConfigError(f"--folder {folder} has a submission; give another, or `submit.py resubmit {folder}`")
-    config = str(Path(options.config).resolve())
+    config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
     return Submission(
         folder.resolve(),
         Path.cwd(),

@@ -186,6 +186,20 @@ def test_members_that_warm_up_otherwise_wait_for_their_own(tmp_path: Path) -> No
     ]
 
 
+def test_more_groups_than_may_run_at_once_take_turns(tmp_path: Path) -> None:
+    points = ["drafter.form=eagle,eagle3", "speculation.mode=full,plain"]
+    calls, _ = sent(make(tmp_path, points, warmup=True, evaluate=True, at_once=1))
+    assert [(batch.dependency, str(batch.array)) for batch, _ in calls] == [
+        ("", "0-1%1"),
+        ("afterok:100_0", "0%1"),
+        ("afterany:200", "1,3%1"),
+        ("afterok:100_1,afterany:300", "2%1"),
+        ("aftercorr:200", "0%1"),
+        ("aftercorr:300,afterany:500", "1,3%1"),
+        ("aftercorr:400,afterany:600", "2%1"),
+    ]
+
+
 def test_a_chain_goes_on_whatever_became_of_the_job_before(tmp_path: Path) -> None:
     calls, after = sent(make(tmp_path, ["run.seed=0,1"], chain=3, evaluate=True))
     assert [batch.dependency for batch, _ in calls] == ["", "afterany:100", "afterany:200", "aftercorr:300"]

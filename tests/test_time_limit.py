@@ -22,6 +22,11 @@ from tlt_hpc.stopping import Stop, StopFlag
 JOB = {"SLURM_JOB_ID": "17"}
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch) -> None:
+    monkeypatch.setattr(time_limit, "TRY_AGAIN_SECONDS", 0.0)
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds that only the test moves on."""
@@ -88,7 +93,7 @@ def test_a_known_end_leaves_the_time_until_then(clock):
     assert not flag.is_late
     clock.now += 2
     assert flag.is_late
-    assert [timer.interval for timer in flag.timers] == [3600 - 120, 3600 - 7.5]
+    assert [timer.interval for timer in flag.timers] == [3600 - 7.5, 3600 - 120]
     for timer in flag.timers:
         timer.cancel()
 
@@ -228,7 +233,7 @@ def test_rank_0_knows_when_the_allocation_ends(command, tmp_path):
     first, second = StopFlag(), StopFlag()
     know_limits(first, JOB, 0, tmp_path, None)
     know_limits(second, JOB, 1, tmp_path, None)
-    assert [timer.interval for timer in first.timers] == [3600 - 120, 3600 - 7.5]
+    assert [timer.interval for timer in first.timers] == [3600 - 7.5, 3600 - 120]
     for timer in first.timers:
         timer.cancel()
     assert second.timers == [], "one rank asks, and votes for all"
@@ -311,7 +316,7 @@ def test_a_preempted_job_waits_to_be_ended_and_another_does_not(command, monkeyp
     command("scontrol", f'echo "$@" >> {tmp_path}/asked; {answer}')
     await_preemption(JOB)
     assert capsys.readouterr().out == ""
-    assert (tmp_path / "asked").read_text() == "--oneliner show job 17\n"
+    assert (tmp_path / "asked").read_text() == "--oneliner show job 17\n", "an answer is enough"
     mark.touch()
     monkeypatch.setattr(slurm, "preempt_mode", lambda partition, qos: "REQUEUE")
     threading.Timer(0.5, mark.unlink).start()
@@ -370,12 +375,61 @@ def test_where_the_mode_is_not_known_a_preempted_job_waits_all_the_same(command,
     monkeypatch.setattr(time_limit, "PREEMPTION_POLL_SECONDS", 0.01)
     mark = tmp_path / "mark"
     mark.touch()
-    command("scontrol", f'[ "$2" != config ] && [ -e {mark} ] && echo "{PREEMPTED}" || exit 1')
+    other = PREEMPTED.replace("2026-11-22T03:33:48", "None")
+    command("scontrol", f'[ "$2" != config ] || exit 1; [ -e {mark} ] && echo "{PREEMPTED}" || echo "{other}"')
     threading.Timer(0.5, mark.unlink).start()
     start = time.monotonic()
     await_preemption(JOB)
     assert time.monotonic() - start >= 0.4
     assert "whether Slurm queues job 17 again is not known, and taken for granted: " in caplog.text
+
+
+def counting(folder: Path) -> str:
+    """Shell for $n, how often a command was called; builtins alone, for there is nothing else on the path."""
+    asked = folder / "asked"
+    return f"n=0; [ -e {asked} ] && read n < {asked}; n=$((n + 1)); echo $n > {asked}"
+
+
+def test_a_controller_that_is_busy_for_a_while_costs_no_place_in_the_queue(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(time_limit, "PREEMPTION_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(slurm, "preempt_mode", lambda partition, qos: "REQUEUE")
+    # of five answers the first and the third do not come; at the fifth the job is preempted no more
+    other = PREEMPTED.replace("2026-11-22T03:33:48", "None")
+    count = counting(tmp_path)
+    command("scontrol", f'{count}; case $n in 1|4) exit 1;; [235]) echo "{PREEMPTED}";; *) echo "{other}";; esac')
+    await_preemption(JOB)
+    assert "it waits for Slurm to end it" in capsys.readouterr().out
+    assert (tmp_path / "asked").read_text() == "6\n"
+    (tmp_path / "asked").unlink()
+    command("scontrol", f"{count}; [ $n = 3 ] || {{ echo Socket timed out >&2; exit 1; }}")
+    assert queue_again(JOB, tmp_path, "step 1") == "job 17 is queued again, and will go on"
+
+
+def test_an_end_that_was_put_off_is_the_one_that_counts(command, tmp_path):
+    command("scontrol", 'echo "KillWait = 5"')
+    command("squeue", f"{counting(tmp_path)}; [ $n = 1 ] && echo 0:01 || echo 2:00:00")
+    flag = StopFlag()
+    know_limits(flag, JOB, 0, tmp_path, None)
+    first = list(flag.timers)
+    for timer in first:
+        timer.join(30)
+    assert flag.kind is Stop.NONE and len(flag.timers) == 4 and not flag.is_late
+    assert [round(timer.interval) for timer in flag.timers[2:]] == [7200 - 8, 7200 - 120]
+    for timer in flag.timers:
+        timer.cancel()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"), [("echo UNLIMITED", Stop.NONE), ("exit 1", Stop.TIME), ("echo 0:30", Stop.TIME)]
+)
+def test_asked_again_at_the_end(command, tmp_path, answer, kind):
+    command("scontrol", 'echo "KillWait = 5"')
+    command("squeue", f"{counting(tmp_path)}; [ $n = 1 ] && echo 0:01 || {{ {answer}; }}")
+    flag = StopFlag()
+    know_limits(flag, JOB, 0, tmp_path, None)
+    for timer in flag.timers:
+        timer.join(30)
+    assert flag.kind is kind and len(flag.timers) == 2
 
 
 def test_a_damaged_history_counts_for_nothing(command, tmp_path, caplog):

@@ -80,6 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
+        if rank == 0 and is_rank and num_ranks == 1 and config.run.ranks > 1:
+            print(
+                f"tlt: one rank, as the launcher has it: run.ranks = {config.run.ranks} counts only where no launcher "
+                "(srun, mpiexec) has started this", file=sys.stderr, flush=True,
+            )  # fmt: skip
         if rank is None and not options.dry_run:
             print(about_to_start(num_ranks, options.config), flush=True)
         config = config_of(config, options)

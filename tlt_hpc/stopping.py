@@ -24,6 +24,8 @@ SAME_KEYSTROKE_SECONDS = 1.0
 MOST_KILL_SECONDS = 10.0
 ASKED_AHEAD_SECONDS = 120.0
 """How long before the time limit the batch scripts ask for SIGUSR2."""
+PUT_OFF_SECONDS = 60.0
+"""An end that is so much later than was thought has been put off by an operator; Slurm is exact to a minute."""
 END_SECONDS = 15.0
 """Before the end of an allocation, by when everything is to be done: what is left is for leaving and queueing again."""
 
@@ -93,7 +95,9 @@ class StopFlag:
         """SIGKILL follows SIGTERM after so many seconds; one of them is for all ranks to hear of it."""
         self._kill_seconds = min(max(seconds - 1, 0.0), MOST_KILL_SECONDS)
 
-    def end_in(self, seconds: float, at_last: Callable[[], None]) -> None:
+    def end_in(
+        self, seconds: float, at_last: Callable[[], None], ask_again: Callable[[], float | None] = lambda: None
+    ) -> None:
         """The allocation ends in so many seconds: ask to stop two minutes ahead, or after three quarters of them.
 
         The clock that counts is the process's own, so a jump of the wall clock moves nothing.
@@ -101,16 +105,30 @@ class StopFlag:
         Args:
             at_last: called, on a thread, where nothing has been left shortly before the end: the main thread is in
                 work that asks nobody.
+            ask_again: called, on a thread, when it is time to stop: how many seconds are left now, infinitely many
+                where there is no end any more, None where nobody knows better.
         """
         self._ends_at = time.monotonic() + seconds
         ahead = min(ASKED_AHEAD_SECONDS, seconds / 4)
-        self._after(seconds - ahead, lambda: self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s"))
-        self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
 
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.timers.append(threading.Timer(seconds, action))
+        def near_the_end() -> None:
+            later = ask_again()
+            if later is None or later < ahead + PUT_OFF_SECONDS:
+                self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s")
+                return
+            last.cancel()
+            self._ends_at = None
+            if later < math.inf:
+                self.end_in(later, at_last, ask_again)
+
+        last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
+        self._after(seconds - ahead, near_the_end)
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
+        self.timers.append(threading.Timer(min(seconds, threading.TIMEOUT_MAX), action))
         self.timers[-1].daemon = True
         self.timers[-1].start()
+        return self.timers[-1]
 
     def install(self) -> None:
         """Have SIGTERM, SIGINT and SIGUSR2 ask; a second Ctrl-C, a second or more after the first, interrupts.

@@ -137,6 +137,7 @@ def send_all(submission: Submission, chosen: Collection[Key], send: Send) -> Ite
     """Submit the chosen tasks, stage by stage, each waiting for what it needs of them; yields what is submitted so far.
 
     Tasks that wait for the same are one array. A stage's tasks keep their indices, by which ``aftercorr`` pairs them.
+    Arrays of a stage share ``at_once``; where there are more of them than that, each waits for an earlier one's end.
     """
     newest: dict[Key, str] = {}
     for stage in STAGES:
@@ -144,14 +145,19 @@ def send_all(submission: Submission, chosen: Collection[Key], send: Send) -> Ite
         for task in submission.of_stage(stage):
             if task.key in chosen:
                 groups.setdefault(dependency_of(task, newest, submission), []).append(task)
+        sent: list[str] = []
         for dependency, tasks in groups.items():
             cap = max(1, submission.at_once // len(groups))
+            if len(sent) >= submission.at_once:
+                turn = f"afterany:{sent[len(sent) - submission.at_once]}"
+                dependency = f"{dependency},{turn}" if dependency else turn
             for batch in batches(submission, stage, tasks, dependency, cap):
                 after = f"afterany:{newest[tasks[0].key].partition('_')[0]}" if tasks[0].key in newest else dependency
                 jobs = send(dataclasses.replace(batch, dependency=after), tasks)
                 newest |= {task.key: job for task, job in zip(tasks, jobs, strict=True)}
                 submission = submission.with_jobs({task.key: [newest[task.key]] for task in tasks})
                 yield submission
+            sent.append(newest[tasks[0].key].partition("_")[0])
 
 
 def dependency_of(task: Task, newest: dict[Key, str], submission: Submission) -> str:

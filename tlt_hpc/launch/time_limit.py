@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tlt_hpc.launch.slurm import Allocation, SlurmError, allocation, kill_wait
 from tlt_hpc.stopping import MOST_KILL_SECONDS, StopFlag
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +24,8 @@ LINKS_LEFT = "TLT_LINKS_LEFT"
 """Of a chain: how many jobs of it follow this one; unset where there is no chain."""
 AGAIN = "TLT_SUBMIT_AGAIN"
 """The command by which a job that is not queued again goes on; unset where it is the one that submitted it."""
+TRIES, TRY_AGAIN_SECONDS = 3, 2.0
+"""A controller that is busy, as where many jobs end at once, may answer the next time."""
 MOST_IDLE_STARTS = 3
 """So many starts in a row that came no further end a job that would otherwise be queued again for ever."""
 
@@ -52,7 +59,17 @@ def know_limits(
             if progress is not None:
                 print(f"tlt: {queue_again(environment, folder, progress())}", flush=True)
 
-        flag.end_in(left, at_last)
+        flag.end_in(left, at_last, partial(_seconds_left, job))
+
+
+def _seconds_left(job: Allocation) -> float | None:
+    """What is left now, for an operator may have put the end off; None where Slurm does not say."""
+    try:
+        left = job.seconds_left()
+    except SlurmError as error:
+        logger.warning("whether the time limit is still the same is not known, and taken for granted: %s", error)
+        return None
+    return math.inf if left is None else left
 
 
 def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> str:
@@ -76,7 +93,7 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
     try:
         with (folder / HISTORY).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
-        job.requeue()
+        _try_again(job.requeue)
     except (SlurmError, OSError) as error:
         return f"job {job.job_id} is not queued again ({error}): {what_goes_on(environment)}"
     return f"job {job.job_id} is queued again, and will go on"
@@ -99,17 +116,39 @@ def await_preemption(environment: Mapping[str, str]) -> None:
     if job is None:
         return
     try:
-        if not job.is_preempted():
+        if not _try_again(job.is_preempted):
             return
         if why := _why_not_requeued(job):
             goes_on = what_goes_on(environment)
             print(f"tlt: job {job.job_id} is preempted, and not queued again ({why}): {goes_on}", flush=True)
             return
         print(f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again", flush=True)
-        while job.is_preempted():
+        while _is_still_preempted(job):
             time.sleep(PREEMPTION_POLL_SECONDS)
     except SlurmError as error:
         logger.warning("whether job %s is preempted is not known, so it ends: %s", job.job_id, error)
+
+
+def _is_still_preempted(job: Allocation) -> bool:
+    try:
+        return job.is_preempted()
+    except SlurmError:  # to leave would give the place in the queue away; killed it will be in any case
+        return True
+
+
+def _try_again(ask: Callable[[], T]) -> T:
+    """What Slurm answers, asked up to three times.
+
+    Raises:
+        SlurmError: what it said the last time.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return ask()
+        except SlurmError as error:
+            logger.info("asking again: %s", error)
+            time.sleep(TRY_AGAIN_SECONDS)
+    return ask()
 
 
 def _why_not_requeued(job: Allocation) -> str:
