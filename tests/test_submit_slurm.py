@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import getpass
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +25,14 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture
-def submit(slurm: LocalSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """The script's main, called in an empty folder on the private cluster."""
+def submit(slurm: LocalSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Command]:
+    """The script's main, called in an empty folder on the private cluster; what a failed test leaves there ends."""
     for name, value in slurm.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     main = runpy.run_path(str(ROOT / "jobs" / "submit.py"))["main"]
-    return lambda *words: int(main(list(words)))
+    yield lambda *words: int(main(list(words)))
+    slurm.run("scancel", f"--user={getpass.getuser()}")
 
 
 def wait_for_all(slurm: LocalSlurm, folder: Path) -> None:
