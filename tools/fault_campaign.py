@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ STANDSTILL_SECONDS = 240.0
 LEAVING_SECONDS = 15.0
 """For what a job has started beside its ranks to end after them."""
 MOST_ATTEMPTS = 8
+TO_BE_REPLAYED = Fault("place", "committed:0:2", 0, 0.0)
+"""Leaves one step or two that no checkpoint has."""
 MARK = "TLT_FAULT_CAMPAIGN"
 """Of a run's processes, in their environment."""
 SETTINGS = [
@@ -54,31 +56,41 @@ class Result:
     variant: str
     fault: Fault
     struck: bool
-    """Whether the run was still there; else it is struck again, and this counts as no fault."""
+    """Whether the run was still there; else this counts as no fault."""
     status: int
     steps_before: int
     steps_after: int
     seconds_to_end: float
     wrong: list[str]
     """What the fault does not explain: committed lines or logs that are not what they were, a hang, ..."""
+    done: bool = False
+    """Whether its number in the plan has been struck with this; else it is struck again."""
 
 
 def strike_again(folder: Path, seed: int, count: int) -> None:
-    """So many more faults, each on the run whose turn it is."""
+    """So many more numbers of the plan, each on the run whose turn it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    first = sum(result["struck"] for result in results_in(folder))
+    first = max((result["number"] + 1 for result in results_in(folder) if result["done"]), default=0)
     for number in range(first, first + count):
         for attempt in range(MOST_ATTEMPTS):
-            place = folder / variant_of(number)
+            place, fault = folder / variant_of(number), draw(seed, number, attempt)
             place.mkdir(exist_ok=True)
-            result = strike_once(place, number, attempt, draw(seed, number, attempt))
+            done = fault.name != "replay" or is_ahead(place)
+            result = strike_once(place, number, attempt, fault if done else TO_BE_REPLAYED)
+            result = replace(result, done=done and result.struck)
             with (folder / "results.jsonl").open("a") as file:
                 file.write(json.dumps(asdict(result)) + "\n")
             print(describe(result), flush=True)
-            if result.struck:
+            if result.done:
                 break
         else:
             raise RuntimeError(f"fault {number} came after the run's end {MOST_ATTEMPTS} times; see {folder}")
+
+
+def is_ahead(folder: Path) -> bool:
+    """Whether steps are committed that no checkpoint has, for the next start to replay."""
+    saved = [int(path.name.split("-")[1]) for path in RunFolder(folder / "run").checkpoints.glob("step-??????")]
+    return num_steps(folder) > max(saved, default=0)
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:

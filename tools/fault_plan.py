@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from fault_rank import PLACES
+from fault_rank import OF_RANK_0, PLACES
 
 OTHERS = ("kill", "kill", "kill", "limit", "limit", "cancel", "disk", "disk")
 """Of a cycle, beside one kill at every place."""
@@ -74,9 +74,10 @@ def draw(seed: int, number: int, attempt: int = 0) -> Fault:
     rank, steps = source.randrange(VARIANTS[variant_of(number)].ranks), source.randrange(3)
     seconds = source.uniform(0, 3 if steps else STARTING_SECONDS)
     if name in PLACES:
-        # before and after the function in turn, at its first coming at the latest where it did not come often enough
-        coming = 2 * source.randrange(max(1, 6 - 3 * attempt)) + (cycle + attempt) % 2
-        return Fault("place", f"{name}:{rank}:{coming}", 0, 0.0)
+        # before and after the function in turn, and sooner where it did not come often enough
+        most = max(1, (2 if name == "replay" else 6) - 3 * attempt)
+        coming = 2 * source.randrange(most) + (cycle + attempt) % 2
+        return Fault("place", f"{name}:{0 if name in OF_RANK_0 else rank}:{coming}", 0, 0.0)
     if name == "disk":
         return Fault("disk", str(source.randrange(MOST_ROOM)), 0, 0.0)
     return Fault(name, str(rank), steps, seconds / (1 + attempt))

@@ -37,6 +37,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "take up": (tail, "open_keeper"),
 }
 """Where a function ends just before the rank does, or, of every other count, just after."""
+OF_RANK_0 = ("commit", "committed")
+"""Places to which no other rank comes."""
 
 
 def strike(place: str, count: int) -> None:

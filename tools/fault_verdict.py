@@ -19,11 +19,12 @@ _CONNECTION = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|Connec
 _TRACEBACK = "Traceback (most recent call last)"
 
 
-def statuses(fault: Fault, said_nothing: bool, seconds: float) -> set[int]:
+def statuses(fault: Fault, said_nothing: bool, has_stopped: bool, seconds: float) -> set[int]:
     """The exit statuses that a fault explains.
 
     Args:
         said_nothing: the start had written nothing yet: until Python has come to the program, signals do as ever.
+        has_stopped: it had said that it has stopped early.
         seconds: from the fault to the end.
     """
     if fault.kind in ("place", "kill"):
@@ -31,7 +32,8 @@ def statuses(fault: Fault, said_nothing: bool, seconds: float) -> set[int]:
     if fault.kind == "limit":
         return {75, signal.SIGUSR2} if said_nothing else {75}
     if fault.kind == "cancel":
-        killed = {signal.SIGKILL} if seconds >= KILL_AFTER_SECONDS else set[int]()
+        # under load Python alone may take as long to end, once the run has said its last word
+        killed = {signal.SIGKILL} if seconds >= KILL_AFTER_SECONDS and (said_nothing or has_stopped) else set[int]()
         early = {signal.SIGTERM, 128 + signal.SIGTERM} if said_nothing else set[int]()
         return {75, *killed, *early}
     return {2}
@@ -54,7 +56,7 @@ def find_wrong(
     elif struck and seconds > MOST_SECONDS[fault.kind]:
         wrong.append(f"ended {seconds:.0f} s after the fault")
     said_nothing = not re.search(r"^\S*runs?\S* \(\w+\): \d+ steps|\d+ steps, going on", log, re.MULTILINE)
-    wanted = statuses(fault, said_nothing, seconds) if struck else {0}
+    wanted = statuses(fault, said_nothing, "stopped early (" in log, seconds) if struck else {0}
     if not is_hung and status not in wanted:
         wrong.append(f"status {status}, not {' or '.join(map(str, sorted(wanted)))}")
     wrong += wrong_tracebacks(log, by_loss=struck and fault.rank is not None)
