@@ -88,7 +88,8 @@ from tlt_hpc.watch.tie import Tie
 tie = Tie()
 tie.fasten(bytes.fromhex(sys.argv[1]))
 print("tied" if tie._socket else "not tied", flush=True)
-sys.stdin.readline()
+word = sys.stdin.readline()
+tie.say(word)
 tie.loosen()
 time.sleep(0.5)
 os._exit(3)
@@ -129,6 +130,13 @@ def test_whoever_begins_to_end_first_is_told_though_another_has_ended_before(thr
     assert "rank 2 on node1 ended with status 3 and no word" in capfd.readouterr().err
 
 
+def test_what_a_rank_says_of_its_end_need_not_be_in_its_folder(three, capfd):
+    vigil, processes = three
+    processes[2].stdin.write(b"failed: WriteError: read-only"), processes[2].stdin.close()
+    keep(vigil)
+    assert capfd.readouterr().err == "" and processes[1].wait() == -signal.SIGKILL, "the job ends all the same"
+
+
 def test_one_that_has_begun_to_end_and_does_not_is_not_waited_for(three, capfd):
     vigil, processes = three
     vigil._order.append(2)
@@ -149,7 +157,7 @@ def test_a_tie_breaks_before_what_a_launcher_holds(tmp_path):
         epoll.register(reader, select.EPOLLIN), epoll.register(tie, select.EPOLLIN)
         child.kill(), child.wait()
         assert [descriptor for descriptor, _ in epoll.poll(5)] == [tie, reader]
-        assert knot.broken(tie) == child.pid
+        assert knot.hear(tie) == (child.pid, None) and not knot.ties
         os.close(reader), knot._socket.close()
 
 

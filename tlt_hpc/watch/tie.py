@@ -3,7 +3,8 @@
 That a process has ended is seen late, when its last thread is gone; by then the launcher may have learned of the end
 from a socket of its own, and have killed other ranks, which are gone sooner where cores are scarce. Linux closes
 the files of a dying process from the highest number down, so the tie, with a high one, breaks before anything that a
-launcher holds. Who breaks which tie is told by the system, not by the rank.
+launcher holds. Who breaks which tie is told by the system, not by the rank. What a rank has to say of its own end goes
+the same way, for its folder may be what it ends for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from contextlib import suppress
 
 _HIGHEST = 1000
 """The file number that a tie has at least, where the process may have so many: more than what a launcher hands down."""
+
+
+_LONGEST = 1000
+"""Bytes of an ending."""
 
 
 def address_of(start: str, host: str, witnessed_by: int) -> bytes:
@@ -46,6 +51,12 @@ class Tie:
             number = _HIGHEST if most == resource.RLIM_INFINITY else min(_HIGHEST, most - 1)
             self._socket = socket.socket(fileno=fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, number))
 
+    def say(self, ending: str) -> None:
+        """How this rank is about to end, of which it has told the user itself."""
+        if self._socket is not None:
+            with suppress(OSError):  # the witness is gone, or hears nothing
+                self._socket.send(ending.encode()[:_LONGEST])
+
     def loosen(self) -> None:
         """Break it."""
         if self._socket is not None:
@@ -63,7 +74,7 @@ class Knot:
         self.descriptor = self._socket.fileno()
         """Readable where somebody wants to be tied."""
         self.ties: dict[int, tuple[socket.socket, int]] = {}
-        """Descriptor -> tie and the process id at its other end; readable where it has broken."""
+        """Descriptor -> tie and the process id at its other end; readable where it has broken, or somebody speaks."""
 
     def accept(self) -> int | None:
         """The descriptor of a new tie; None where whoever wanted it has gone."""
@@ -75,8 +86,15 @@ class Knot:
         self.ties[end.fileno()] = end, pid
         return end.fileno()
 
-    def broken(self, descriptor: int) -> int:
-        """Let go of a tie; the process id that was at its other end."""
-        end, pid = self.ties.pop(descriptor)
+    def hear(self, descriptor: int) -> tuple[int, str | None]:
+        """The process id at the other end of a tie, and what it says; None where the tie has broken, and is let go."""
+        end, pid = self.ties[descriptor]
+        try:
+            said = end.recv(_LONGEST)
+        except OSError:
+            said = b""
+        if said:
+            return pid, said.decode(errors="replace")
         end.close()
-        return pid
+        del self.ties[descriptor]
+        return pid, None

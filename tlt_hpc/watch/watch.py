@@ -208,6 +208,7 @@ class Watch:
     def _end(self) -> None:
         """End the job through MPI, which knows of all nodes; where MPI is what hangs, this process."""
         self._closing.set()
+        self._tie.say("stalled")
         if self._beat.abort is not None:
             ending = threading.Thread(target=self._beat.abort, args=(STALLED,), name="abort", daemon=True)
             ending.start()
@@ -216,9 +217,10 @@ class Watch:
 
     def _say_goodbye(self) -> None:
         """Leave the last record; returns once it is on the disk, or the folder does not answer."""
-        folder = self._beat.folder
+        folder, ending = self._beat.folder, self._beat.ending or "finished"
+        self._tie.say(ending)
         if folder is not None:
-            record = self._gauge.record(self._beat.member or self._nobody, self._beat.ending or "finished")
+            record = self._gauge.record(self._beat.member or self._nobody, ending)
             if self._scribe.wait(LAST_WORD_SECONDS):
                 self._scribe.give(partial(self._write, folder, record))
             if not self._scribe.wait(LAST_WORD_SECONDS):

@@ -120,6 +120,8 @@ class Vigil:
         self._knot: Knot | None = None
         self._order: list[int] = []
         """Ranks that have ended or begun to, in that order, of which nothing has been made yet."""
+        self._said: list[str] = []
+        """How ranks of this host have said that they end."""
         self._codes: dict[int, int | None] = {}
         """Of those of them that have ended, how; None where nobody knows."""
         self._is_told = False
@@ -146,7 +148,7 @@ class Vigil:
             elif self._knot is not None and descriptor == self._knot.descriptor:
                 self._tie(self._knot)
             elif self._knot is not None and descriptor in self._knot.ties:
-                self._broken(self._knot, descriptor)
+                self._hear_tie(self._knot, descriptor)
             else:
                 self.ended(descriptor)
         if not events:
@@ -181,11 +183,14 @@ class Vigil:
         if descriptor is not None:
             self._epoll.register(descriptor, select.EPOLLIN)
 
-    def _broken(self, knot: Knot, descriptor: int) -> None:
-        """A rank has begun to end, or has closed its watch."""
-        self._epoll.unregister(descriptor)
-        pid = knot.broken(descriptor)
-        self._order += [rank for rank in self.descriptors.values() if self.ranks and self.ranks.pids[rank] == pid]
+    def _hear_tie(self, knot: Knot, descriptor: int) -> None:
+        """A rank says how it will end, or has begun to end, or has closed its watch."""
+        pid, said = knot.hear(descriptor)
+        ranks = [rank for rank in self.descriptors.values() if self.ranks and self.ranks.pids[rank] == pid]
+        if said is None:  # closed, which epoll knows
+            self._order += ranks
+        else:
+            self._said += [said for _ in ranks]
 
     def slept(self) -> None:
         """``timeout`` has passed: end what is left where it is time, or ask whether another host has ended the job."""
@@ -227,8 +232,9 @@ class Vigil:
                 self._end(f"rank {rank} on {ranks.host} {cause_of(code)} before the run began{self._memory()}")
             return
         records = _records(ranks, Path(ranks.folder))
-        if any(record.ending for record in records.values()):
-            if any(record.ending.startswith(("failed", "stalled")) for record in records.values()):
+        endings = [*self._said, *(record.ending for record in records.values() if record.ending)]
+        if endings:
+            if any(ending.startswith(("failed", "stalled")) for ending in endings):
                 self._ends_in = GRACE_SECONDS
             return
         place = f", last seen in {records[rank].place}" if rank in records else ""
