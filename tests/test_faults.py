@@ -25,7 +25,7 @@ def tools(monkeypatch):
 def campaign(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "tools/faults.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
 
 
 def test_corrupted_inputs_end_in_one_clear_line_or_do_no_harm():
@@ -35,6 +35,7 @@ def test_corrupted_inputs_end_in_one_clear_line_or_do_no_harm():
 
 
 @pytest.mark.mpi
+@pytest.mark.timeout(600)
 def test_a_run_that_is_struck_ends_as_if_it_had_not_been(tmp_path):
     done = campaign("run", "--count", 2, "--seed", SEED, "--folder", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
