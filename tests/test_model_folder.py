@@ -12,8 +12,9 @@ import torch
 from tiny import embedded_folder
 
 from tlt_hpc.cli import main
-from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.job import choose_device
+from tlt_hpc.models.json_file import read_json
 from tlt_hpc.mpi.world import World
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
@@ -209,3 +210,10 @@ def test_several_templates_and_none_by_default(folder: Path, capsys: pytest.Capt
         "model folder mine has the chat templates tool_use and no default; save the one you want as a file and give "
         "data.chat_template"
     )
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_json_nested_too_deeply_is_refused_with_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config.json is not valid JSON \(maximum recursion .*\); download it"):
+        read_json(tmp_path / "config.json")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launch_ranks import ROOT
 from test_watch_verdict import record
 
 from tlt_hpc.watch import process as processes
 from tlt_hpc.watch import witness as module
 from tlt_hpc.watch.record import claim_verdict, read_verdict, write_record
+from tlt_hpc.watch.tie import Knot, address_of
 from tlt_hpc.watch.witness import Ranks, Vigil, Witness, may_be_first
 
 Children = list["subprocess.Popen[bytes]"]
@@ -82,6 +86,86 @@ def test_of_several_that_ended_while_it_had_no_core_the_first_is_told(ranks, tmp
     keep(vigil)
     assert "rank 1 on node1 has died" in read_verdict(tmp_path)[1]
     assert capfd.readouterr().err.count("\n") == 1
+
+
+# A rank that ties itself, and breaks the tie when told to, half a second before it is gone.
+TIED = """
+import os, sys, time
+from tlt_hpc.watch.tie import Tie
+tie = Tie()
+tie.fasten(bytes.fromhex(sys.argv[1]))
+print("tied" if tie._socket else "not tied", flush=True)
+word = sys.stdin.readline()
+tie.say(word)
+tie.loosen()
+time.sleep(0.5)
+os._exit(3)
+"""
+
+
+def tied(address: bytes, **options: object) -> subprocess.Popen[bytes]:
+    """Such a rank, before it is tied: the witness must be listening by then."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TIED, address.hex()]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, **options)
+
+
+@pytest.fixture
+def three(tmp_path) -> Iterator[tuple[Vigil, Children]]:
+    """A witness, and a host's ranks, of which those after the first are tied."""
+    first = subprocess.Popen(["sleep", "60"])
+    name = address_of("start", "node1", first.pid)
+    started = [first, tied(name), tied(name)]
+    vigil = Vigil()
+    vigil.hear(host_of(started, tmp_path))
+    vigil.look(), vigil.look()
+    assert [process.stdout.readline() for process in started[1:]] == [b"tied\n"] * 2
+    yield vigil, started
+    for process in started:
+        process.kill(), process.wait()
+
+
+def test_whoever_begins_to_end_first_is_told_though_another_has_ended_before(three, capfd, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_SECONDS", 5.0)
+    vigil, processes = three
+    processes[2].stdin.close()
+    while not vigil._order:
+        vigil.look()
+    processes[1].kill()
+    assert processes[1].wait() == -signal.SIGKILL and processes[2].poll() is None, "the other way round"
+    keep(vigil)
+    assert "rank 2 on node1 ended with status 3 and no word" in capfd.readouterr().err
+
+
+def test_what_a_rank_says_of_its_end_need_not_be_in_its_folder(three, capfd):
+    vigil, processes = three
+    processes[2].stdin.write(b"failed: WriteError: read-only"), processes[2].stdin.close()
+    keep(vigil)
+    assert capfd.readouterr().err == "" and processes[1].wait() == -signal.SIGKILL, "the job ends all the same"
+
+
+def test_one_that_has_begun_to_end_and_does_not_is_not_waited_for(three, capfd):
+    vigil, processes = three
+    vigil._order.append(2)
+    processes[1].kill()
+    keep(vigil)
+    assert "rank 1 on node1 was killed by signal 9" in capfd.readouterr().err
+
+
+def test_a_tie_breaks_before_what_a_launcher_holds(tmp_path):
+    name = address_of("start", "node1", os.getpid())
+    for _ in range(5):
+        knot, epoll = Knot(name), select.epoll()
+        reader, writer = os.pipe()
+        child = tied(name, pass_fds=[writer])
+        os.close(writer)
+        assert child.stdout.readline() == b"tied\n"
+        tie = knot.accept()
+        epoll.register(reader, select.EPOLLIN), epoll.register(tie, select.EPOLLIN)
+        child.kill(), child.wait()
+        assert [descriptor for descriptor, _ in epoll.poll(5)] == [tie, reader]
+        assert knot.hear(tie) == (child.pid, None) and not knot.ties
+        os.close(reader), knot._socket.close()
 
 
 def test_want_of_memory_is_told_where_the_system_counted_it(ranks, tmp_path, capfd, monkeypatch):

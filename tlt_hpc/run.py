@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,9 +38,9 @@ from tlt_hpc.saving import (
     save_drafter,
 )
 from tlt_hpc.stopping import Stop
-from tlt_hpc.storage.folder import RunFolder, rank_of
+from tlt_hpc.storage.folder import RunFolder, WriteError, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
-from tlt_hpc.storage.step_lines import add_line, read_lines
+from tlt_hpc.storage.step_lines import Line, add_line, read_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, train_serially
 from tlt_hpc.timing import PhaseTimer
 from tlt_hpc.tracking.follow import Tracking
@@ -190,17 +190,52 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
     own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
     record = make_record(job, step, tail, rewards, own_advantages, merged)
     summary = summarise(job.world, record, update, merged, timer.take())
+    line = {**summary.metrics, "drafter/why": tail.decision.reason}
+    together(job.world, lambda: log_step(job, record))
+    together(job.world, lambda: commit(job, step, line))
     if shows:
-        check_owner(job.folder.status, BEAT.start)
-    write_step(job.folder.rollout_log(step, job.world.rank), record)
-    job.world.barrier()
-    if shows:
-        drop_foreign_logs(job, step)
-        add_line(job.folder.metrics, {**summary.metrics, "drafter/why": tail.decision.reason})  # this commits the step
-        drop_kept(job.folder)
         reporter.stepped(summary)
         warn_of_mismatch(job, summary)
     return True
+
+
+def log_step(job: Job, record: StepRecord) -> None:
+    """Write this rank's log of a step.
+
+    Raises:
+        UserError, WriteError: the folder is gone or another start's, or the file cannot be written.
+    """
+    if record.rank == 0:
+        check_owner(job.folder.status, BEAT.start)
+    write_step(job.folder.rollout_log(record.step, record.rank), record)
+
+
+def commit(job: Job, step: int, line: Line) -> None:
+    """Once every rank's log is there, the step's line, which commits it; on rank 0.
+
+    Raises:
+        UserError, WriteError: the folder is another start's by now, or it cannot be written.
+    """
+    if job.world.rank == 0:
+        check_owner(job.folder.status, BEAT.start)
+        drop_foreign_logs(job, step)
+        add_line(job.folder.metrics, line)
+        drop_kept(job.folder)
+
+
+def together(world: World, write: Callable[[], None]) -> None:
+    """Write, and go on once all ranks have; collective, so that one rank's full disk ends them all, with one status.
+
+    Raises:
+        UserError: on all ranks, where one of them could not.
+    """
+    error = ""
+    try:
+        write()
+    except (UserError, WriteError) as caught:
+        error = str(caught)
+    if error := next(filter(None, world.allgather(error)), ""):
+        raise UserError(error)
 
 
 def warn_of_mismatch(job: Job, summary: StepSummary) -> None:

@@ -1,6 +1,7 @@
 """A rank of ``tlt`` that kills itself where ``TLT_FAULT`` says: ``PLACE:RANK:COUNT``, at the so-many-th coming there.
 
-Started by ``faults.py`` as ``python -m mpi4py tools/fault_rank.py train ...``.
+It makes the file ``TLT_FAULT_MARK`` in that moment. Started by ``faults.py`` as
+``python -m mpi4py tools/fault_rank.py train ...``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tlt_hpc import kept, replay, run, tail
@@ -35,6 +37,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "take up": (tail, "open_keeper"),
 }
 """Where a function ends just before the rank does, or, of every other count, just after."""
+OF_RANK_0 = ("commit", "committed")
+"""Places to which no other rank comes."""
 
 
 def strike(place: str, count: int) -> None:
@@ -45,14 +49,20 @@ def strike(place: str, count: int) -> None:
     def call(*arguments: Any, **named: Any) -> Any:
         left[0] -= 1
         if left[0] < 0 and count % 2 == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         result = true(*arguments, **named)
         if left[0] < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         return result
 
     set_call: Callable[[Any, str, Any], None] = setattr
     set_call(owner, name, call)
+
+
+def die() -> None:
+    """Kill this process, and leave word of when that was."""
+    Path(os.environ["TLT_FAULT_MARK"]).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

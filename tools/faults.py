@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from fault_campaign import hold_against_straight, strike_again
+from fault_campaign import hold_against_straight, results_in, standing, strike_again
 from faulty_inputs import Outcome, make_inputs, try_one
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ def main() -> int:
     inputs.add_argument("--count", type=int, default=1000)
     inputs.add_argument("--seed", type=int, default=0)
     inputs.add_argument("--run", type=Path, help="a finished run of the embedded model to corrupt; else one is made")
-    run = campaigns.add_parser("run", help="kill -9, SIGUSR2, SIGTERM and full disks on a run of two ranks")
+    run = campaigns.add_parser("run", help="kill -9, SIGUSR2, SIGTERM and full disks on runs of two and four ranks")
     run.add_argument("--count", type=int, default=40)
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--folder", type=Path, required=True)
@@ -43,16 +43,17 @@ def main() -> int:
 
 
 def strike_run(folder: Path, count: int, seed: int) -> int:
-    """Strike a run so many more times, and hold its end against one that was left alone."""
-    start = time.monotonic()
-    num_bad = strike_again(folder, seed, count)
+    """Strike runs so many more times, and hold their ends against some that were left alone."""
+    begin, num_before = time.monotonic(), len(results_in(folder))
+    strike_again(folder, seed, count)
+    num_wrong = sum(bool(result["wrong"]) for result in results_in(folder)[num_before:])
     differing = hold_against_straight(folder)
-    total = len((folder / "results.jsonl").read_text().splitlines())
+    print(standing(folder))
     print(
-        f"{count} faults in {time.monotonic() - start:.0f} s, {total} on this run: {num_bad} lost committed data or "
-        f"hung; differs from a run that was left alone in: {', '.join(differing) or 'nothing'}"
+        f"{count} faults in {time.monotonic() - begin:.0f} s: {num_wrong} went wrong; differs from runs that were left "
+        f"alone in: {', '.join(differing) or 'nothing'}"
     )
-    return 1 if num_bad or differing else 0
+    return 1 if num_wrong or differing else 0
 
 
 def corrupt_inputs(count: int, seed: int, run: Path | None) -> int:

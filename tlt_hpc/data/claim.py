@@ -49,6 +49,6 @@ def _check(folder: Path, key: str, old: str, new: str) -> None:
 def _read(path: Path) -> dict[str, str]:
     try:
         found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{path} is damaged; remove it to go on with the data as it is now") from None
     return found

@@ -77,7 +77,7 @@ def _given_shape(given: str) -> ModelShape:
     if file.is_file():
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"--shape {given}: no JSON ({error}); take the model's config.json") from None
         if not isinstance(raw, dict):
             raise ConfigError(f"--shape {given}: no JSON object; take the model's config.json")

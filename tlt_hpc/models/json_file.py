@@ -17,7 +17,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is no JSON object; download it again")

@@ -22,6 +22,7 @@ from tlt_hpc.watch.gauge import Gauge
 from tlt_hpc.watch.inquiry import Inquiry, is_due
 from tlt_hpc.watch.record import Record, claim_verdict, stacks_file, write_record
 from tlt_hpc.watch.scribe import Scribe
+from tlt_hpc.watch.tie import Tie, address_of
 from tlt_hpc.watch.verdict import judge_alone
 from tlt_hpc.watch.witness import Ranks, Witness, may_be_first
 
@@ -58,6 +59,7 @@ class Watch:
         self._gauge = Gauge(beat, factor, look_seconds)
         self._nobody = Member(rank or 0, 1, socket.gethostname(), "", {})
         self._witness = Witness() if rank is not None and may_be_first(os.environ) else None
+        self._tie = Tie()
         self._scribe = Scribe()
         self._closing = threading.Event()
         # Daemon: a rank that raises must reach MPI_Abort at exit.
@@ -85,6 +87,7 @@ class Watch:
         self._say_goodbye()
         self._scribe.close()
         self._beat.member = self._beat.folder = self._beat.abort = self._beat.on_leaving = None
+        self._tie.loosen()
         if self._witness is not None:
             self._witness.close()
 
@@ -98,6 +101,8 @@ class Watch:
         self._gauge.look()
         member, folder = self._beat.member or self._nobody, self._beat.folder
         self._follow(member, folder)
+        if member.neighbours:
+            self._tie.fasten(address_of(member.start, member.host, member.neighbours[min(member.neighbours)]))
         record = self._gauge.record(member)
         self._late_looks = 0 if self._scribe.is_idle else self._late_looks + 1
         if not record.stalled:
@@ -203,6 +208,7 @@ class Watch:
     def _end(self) -> None:
         """End the job through MPI, which knows of all nodes; where MPI is what hangs, this process."""
         self._closing.set()
+        self._tie.say("stalled")
         if self._beat.abort is not None:
             ending = threading.Thread(target=self._beat.abort, args=(STALLED,), name="abort", daemon=True)
             ending.start()
@@ -211,9 +217,10 @@ class Watch:
 
     def _say_goodbye(self) -> None:
         """Leave the last record; returns once it is on the disk, or the folder does not answer."""
-        folder = self._beat.folder
+        folder, ending = self._beat.folder, self._beat.ending or "finished"
+        self._tie.say(ending)
         if folder is not None:
-            record = self._gauge.record(self._beat.member or self._nobody, self._beat.ending or "finished")
+            record = self._gauge.record(self._beat.member or self._nobody, ending)
             if self._scribe.wait(LAST_WORD_SECONDS):
                 self._scribe.give(partial(self._write, folder, record))
             if not self._scribe.wait(LAST_WORD_SECONDS):

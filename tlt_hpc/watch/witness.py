@@ -1,10 +1,10 @@
 """A process beside the ranks of a host that sees one die, says so, and ends the ones left behind.
 
 Where a rank is killed, launchers end the others within milliseconds, before any of them could tell which went first,
-and often before this process is given a core: it asks epoll, whose events come in the order in which they happened.
-So the first rank of each host starts this, before it has MPI. It sleeps until a rank's process ends, reads of what,
-writes the one line and, where the launcher does not, ends what is left. As a program it reads lines of JSON: which
-ranks there are, and where their status files.
+and often before this process is given a core: it asks epoll, whose events come in the order in which they happened, and
+takes ranks in the order in which their ties broke. So the first rank of each host starts this, before it has MPI. It
+sleeps until a rank's process ends, reads of what, writes the one line and, where the launcher does not, ends what is
+left. As a program it reads lines of JSON: which ranks there are, and where their status files.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tlt_hpc.watch.process import cause_of, count_memory_kills, look_at, open_end
 from tlt_hpc.watch.record import DamagedRecordError, Record, claim_verdict, read_record, read_verdict
+from tlt_hpc.watch.tie import Knot, address_of
 
 _LOCAL_RANK_VARIABLES = ("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
 LOOK_SECONDS = 5.0
@@ -40,6 +41,11 @@ class Ranks:
     """Ranks on all hosts."""
     pids: dict[int, int]
     folder: str | None
+
+    @property
+    def address(self) -> bytes:
+        """Where their witness listens for ties."""
+        return address_of(self.start, self.host, self.pids[min(self.pids)])
 
 
 class Witness:
@@ -111,6 +117,13 @@ class Vigil:
             self._epoll.register(ear.descriptor, select.EPOLLIN)
         self.descriptors: dict[int, int] = {}
         """What tells of the end of a process -> rank, of those that are left."""
+        self._knot: Knot | None = None
+        self._order: list[int] = []
+        """Ranks that have ended or begun to, in that order, of which nothing has been made yet."""
+        self._said: list[str] = []
+        """How ranks of this host have said that they end."""
+        self._codes: dict[int, int | None] = {}
+        """Of those of them that have ended, how; None where nobody knows."""
         self._is_told = False
         self._ends_in: float | None = None
         """Seconds after which what is left is killed."""
@@ -132,6 +145,10 @@ class Vigil:
         for descriptor, _ in events:
             if self._ear is not None and descriptor == self._ear.descriptor:
                 self._listen(self._ear)
+            elif self._knot is not None and descriptor == self._knot.descriptor:
+                self._tie(self._knot)
+            elif self._knot is not None and descriptor in self._knot.ties:
+                self._hear_tie(self._knot, descriptor)
             else:
                 self.ended(descriptor)
         if not events:
@@ -148,6 +165,9 @@ class Vigil:
     def hear(self, ranks: Ranks) -> None:
         """Take what the first rank tells."""
         if self.ranks is None:
+            with suppress(OSError):  # somebody else has the name: ends count when they are over, then
+                self._knot = Knot(ranks.address)
+                self._epoll.register(self._knot.descriptor, select.EPOLLIN)
             for rank, pid in ranks.pids.items():
                 try:
                     descriptor = open_end(pid)
@@ -158,8 +178,25 @@ class Vigil:
                 self._epoll.register(descriptor, select.EPOLLIN)
         self.ranks = ranks
 
+    def _tie(self, knot: Knot) -> None:
+        descriptor = knot.accept()
+        if descriptor is not None:
+            self._epoll.register(descriptor, select.EPOLLIN)
+
+    def _hear_tie(self, knot: Knot, descriptor: int) -> None:
+        """A rank says how it will end, or has begun to end, or has closed its watch."""
+        pid, said = knot.hear(descriptor)
+        ranks = [rank for rank in self.descriptors.values() if self.ranks and self.ranks.pids[rank] == pid]
+        if said is None:  # closed, which epoll knows
+            self._order += ranks
+        else:
+            self._said += [said for _ in ranks]
+
     def slept(self) -> None:
         """``timeout`` has passed: end what is left where it is time, or ask whether another host has ended the job."""
+        if self._codes:  # the end of one that began to end before them does not come
+            self._order = [rank for rank in self._order if rank in self._codes]
+            self._take_ends()
         if self._ends_in is not None:
             self._ends_in -= self.timeout
             if self._ends_in <= 0:
@@ -174,9 +211,19 @@ class Vigil:
         process = look_at(self.ranks.pids[rank])
         self._epoll.unregister(descriptor)
         os.close(descriptor)
-        code = process.exit_code if process is not None and process.state == "Z" else None
-        if not self._is_told and code != 0:
-            self._explain(self.ranks, rank, code)
+        self._codes[rank] = process.exit_code if process is not None and process.state == "Z" else None
+        if rank not in self._order:  # it was not tied
+            self._order.append(rank)
+        self._take_ends()
+
+    def _take_ends(self) -> None:
+        """Make what is to be made of the ends that no other's began before."""
+        while self._order and self._order[0] in self._codes:
+            rank = self._order.pop(0)
+            code = self._codes.pop(rank)
+            if not self._is_told and code != 0:
+                assert self.ranks is not None
+                self._explain(self.ranks, rank, code)
 
     def _explain(self, ranks: Ranks, rank: int, code: int | None) -> None:
         self._is_told = True
@@ -185,8 +232,9 @@ class Vigil:
                 self._end(f"rank {rank} on {ranks.host} {cause_of(code)} before the run began{self._memory()}")
             return
         records = _records(ranks, Path(ranks.folder))
-        if any(record.ending for record in records.values()):
-            if any(record.ending.startswith(("failed", "stalled")) for record in records.values()):
+        endings = [*self._said, *(record.ending for record in records.values() if record.ending)]
+        if endings:
+            if any(ending.startswith(("failed", "stalled")) for ending in endings):
                 self._ends_in = GRACE_SECONDS
             return
         place = f", last seen in {records[rank].place}" if rank in records else ""
