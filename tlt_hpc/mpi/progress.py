@@ -19,7 +19,7 @@ LARGEST_CPU_SHARE = 0.01
 DEAREST_POLL_SECONDS = 1e-3
 """CPU time that a poll and a wake-up never take together."""
 LONGEST_STRETCH = 4
-"""How many times the cap a pause may be where polls are dear: the release is late by no more than that."""
+"""How many times the cap a pause may be where polls are dear, unless the caller says otherwise."""
 IPROBE_EVERY_SECONDS = 2e-3
 
 
@@ -27,11 +27,16 @@ class BackOff:
     """Pauses that double from 50 microseconds up to a cap, so that a waiting rank leaves its core to others.
 
     Where a poll and its wake-up are dear, as on a slow or crowded node, the cap stretches until waiting takes no more
-    than 1 % of the core, at most fourfold.
+    than ``share`` of the core, to ``stretched_seconds`` at most.
     """
 
-    def __init__(self, cap_seconds: float = LONGEST_PAUSE_SECONDS) -> None:
-        self._cap_seconds = cap_seconds
+    def __init__(
+        self,
+        cap_seconds: float = LONGEST_PAUSE_SECONDS,
+        share: float = LARGEST_CPU_SHARE,
+        stretched_seconds: float = LONGEST_STRETCH * LONGEST_PAUSE_SECONDS,
+    ) -> None:
+        self._cap_seconds, self._share, self._stretched_seconds = cap_seconds, share, stretched_seconds
         self._pause_seconds = min(FIRST_PAUSE_SECONDS, cap_seconds)
         self._cpu_at = time.thread_time()
         self._poll_cpu_seconds = 0.0
@@ -44,8 +49,8 @@ class BackOff:
             # the mean of a few, since only some polls find a round complete
             self._poll_cpu_seconds += (spent - self._poll_cpu_seconds) / 4
         self._cpu_at = cpu_now
-        worth = self._poll_cpu_seconds / LARGEST_CPU_SHARE
-        longest = min(max(self._cap_seconds, worth), LONGEST_STRETCH * self._cap_seconds)
+        worth = self._poll_cpu_seconds / self._share
+        longest = max(self._cap_seconds, min(worth, self._stretched_seconds))
         time.sleep(min(self._pause_seconds, longest))
         self._pause_seconds = min(2 * self._pause_seconds, longest)
 

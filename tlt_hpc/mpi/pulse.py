@@ -1,6 +1,6 @@
 """Owns the repeated exchange of every rank's status during a rollout; knows neither the engine nor the drafter.
 
-One nonblocking allgather of a small fixed record per rank is under way at any time of a rollout. A rank posts the next
+One exchange of a small fixed record per rank is under way at any time of a rollout. A rank posts the next
 round only on having seen the last one, and none after a roster that is `over`; all ranks see the same rosters, so all
 leave on the same round with nothing pending, and rounds of two rollouts cannot meet.
 """
@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
+from tlt_hpc.mpi.exchange import Exchange, Records
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import LONGEST_PAUSE_SECONDS, BackOff, ProgressThread
+from tlt_hpc.mpi.progress import ProgressThread
 from tlt_hpc.mpi.roster import Heard, Roster, State, Status
 from tlt_hpc.watch.beat import BEAT
 
@@ -26,38 +25,34 @@ RECORD_FIELDS = ("epoch", "round", "state", "sequences_left", "tokens", "drafter
 class Pulse:
     """Tells every rank, without ever blocking, what all the others are doing.
 
-    ``comm`` is private to the pulse (``World.private_comm``). A BUSY rank looks at it once in ``busy_seconds``.
+    ``exchange`` is private to the pulse. A BUSY rank looks at it once in ``busy_seconds`` of a core: less often, the more
+    ranks share one.
 
     Counters, over all rollouts: ``num_polls``, ``num_rounds``; ``last_round_seconds`` runs from this rank's posting of
     the last round to its seeing the result. ``released_at`` is when this rank came to know that the last rollout was
     over, by ``time.perf_counter``.
     """
 
-    def __init__(
-        self, comm: MPI.Comm, back_off_cap_seconds: float = LONGEST_PAUSE_SECONDS, busy_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, exchange: Exchange, busy_seconds: float = 0.0) -> None:
         self.num_polls = 0
         self.num_rounds = 0
         self.last_round_seconds = 0.0
         self.released_at = 0.0
-        self._comm = comm
-        self._back_off = BackOff(back_off_cap_seconds)
-        self._busy_seconds = busy_seconds
+        self._exchange = exchange
+        self._back_off = exchange.back_off()
+        self._busy_seconds = busy_seconds * exchange.crowding
         self._next_look = 0.0
         self._progress = ProgressThread(self._advance)
         self._standing: Status | None = None
         self._told_over = True
-        # mpi4py does not keep the buffers of a nonblocking collective alive: they live as long as the pulse.
-        self._sent = np.zeros(len(RECORD_FIELDS), np.int64)
-        self._received = np.zeros((comm.size, len(RECORD_FIELDS)), np.int64)
-        self._request: MPI.Request | None = None
+        self._is_posted = False
         self._posted_at = 0.0
         self._roster: Roster | None = None
 
     def begin(self, epoch: int) -> None:
         """Start the rollout ``epoch`` (its step); nothing of an earlier one may be pending."""
-        assert self._request is None, "a round of an earlier rollout is pending: poll until its roster is over"
-        self._roster = Roster.before_first_round(epoch, self._comm.size)
+        assert not self._is_posted, "a round of an earlier rollout is pending: poll until its roster is over"
+        self._roster = Roster.before_first_round(epoch, self._exchange.num_ranks)
         self._told_over = False
         self._back_off.reset()
         BEAT.begin_pulse()
@@ -86,7 +81,7 @@ class Pulse:
         return self._roster is not None and self._roster.over
 
     def back_off(self) -> None:
-        """Sleep, doubling to the cap; a roster in which the number of BUSY ranks has changed starts short again."""
+        """Sleep, each time twice as long as before, up to what the exchange allows; ``begin`` starts short again."""
         BEAT.stand_by()
         self._back_off.pause()
 
@@ -120,8 +115,9 @@ class Pulse:
 
     def _advance(self) -> None:
         """One call of the helper thread, while the main thread is away."""
+        MPI.COMM_SELF.Iprobe()  # whatever else is under way, such as a merge, goes on as well
         if self._standing is None or self._roster is None:
-            self._comm.Iprobe()
+            self._exchange.advance()
         elif not self._roster.over:
             self._move_on(self._roster, self._standing)
 
@@ -129,38 +125,36 @@ class Pulse:
         """Take the round's roster if it is there, and post the next round unless all is over."""
         if roster.over:
             return
-        if self._request is not None:
-            if not self._request.Test():
+        if self._is_posted:
+            records = self._exchange.take()
+            if records is None:
                 return
-            roster = self._take_roster(roster)
+            roster = self._take_roster(roster, records)
         if not roster.over:
             self._post(roster, status)
 
     def _post(self, roster: Roster, status: Status) -> None:
-        self._sent[:] = (
-            roster.epoch,
-            roster.round + 1,
-            status.state,
-            status.sequences_left,
-            status.tokens,
-            status.drafter_steps,
-            status.stop,
-        )
         self._posted_at = time.perf_counter()
-        self._request = self._comm.Iallgather(self._sent, self._received)
+        self._is_posted = True
+        self._exchange.post(
+            (
+                roster.epoch,
+                roster.round + 1,
+                status.state,
+                status.sequences_left,
+                status.tokens,
+                status.drafter_steps,
+                status.stop,
+            )
+        )
 
-    def _take_roster(self, previous: Roster) -> Roster:
-        self._request = None
+    def _take_roster(self, previous: Roster, records: Records) -> Roster:
+        self._is_posted = False
         self.num_rounds += 1
         self.last_round_seconds = time.perf_counter() - self._posted_at
         expected = (previous.epoch, previous.round + 1)
-        assert (self._received[:, :2] == expected).all(), (
-            f"records of epoch and round {expected}: {self._received[:, :2]}"
-        )
-        self._roster = Roster(*expected, Heard(self._received[:, 2:].copy()))
+        assert (records[:, :2] == expected).all(), f"records of epoch and round {expected}: {records[:, :2]}"
+        self._roster = Roster(*expected, Heard(records[:, 2:]))
         if self._roster.over:
             self.released_at = time.perf_counter()
-        # A reset at every roster would keep the pauses of an idle rank short for as long as a busy one steps quickly.
-        if self._roster.num_busy != previous.num_busy:
-            self._back_off.reset()
         return self._roster

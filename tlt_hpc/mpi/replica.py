@@ -12,6 +12,7 @@ from dataclasses import replace as changed
 import numpy as np
 
 from tlt_hpc.config import ConfigError
+from tlt_hpc.mpi.exchange import Exchange
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import wait
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
@@ -69,15 +70,15 @@ class ReplicaPulse(Pulse):
     that the ranks of a replica have in common. What a replica generates is told by its first rank alone.
     """
 
-    def __init__(self, comm: MPI.Comm, replica: Replica, mark: Callable[[], int]) -> None:
-        super().__init__(comm, busy_seconds=BUSY_SECONDS)
+    def __init__(self, exchange: Exchange, replica: Replica, mark: Callable[[], int]) -> None:
+        super().__init__(exchange, busy_seconds=BUSY_SECONDS)
         self._replica, self._mark = replica, mark
         self._seen: Roster | None = None
         self._going: Roster | None = None
 
     def begin(self, epoch: int) -> None:
         super().begin(epoch)
-        self._seen = self._going = Roster.before_first_round(epoch, self._comm.size)
+        self._seen = self._going = Roster.before_first_round(epoch, self._exchange.num_ranks)
 
     def poll(self, status: Status) -> Roster:
         """As ``Pulse.poll``; collective over the replica while it is BUSY."""
