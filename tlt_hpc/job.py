@@ -37,8 +37,8 @@ from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter
 from tlt_hpc.models.folder import DTYPES, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_once
 from tlt_hpc.models.sharding import WHOLE, Sharding
-from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.exchange import open_exchange
+from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, RECORD_FIELDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.world import World

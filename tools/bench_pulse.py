@@ -6,8 +6,8 @@
 Every rank does rounds of work that take a fixed time of its core and turn its caches over, as many as its longest
 response has tokens (log-normal), and then waits for the others, as a rank of a rollout without a drafter does. Told for
 each number of ranks, over all ranks and rollouts: CPU seconds of the pulse in percent of the work's, by ranks that work
-and by ranks that wait; looks; rounds of the pulse a second; and the milliseconds from the last rank's last round of work
-to each rank's release, median and largest.
+and by ranks that wait; looks; rounds of the pulse; and the milliseconds from the last rank's last round of work to each
+rank's release, median and largest.
 """
 
 from __future__ import annotations

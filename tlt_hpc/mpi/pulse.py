@@ -11,22 +11,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tlt_hpc.mpi.exchange import Exchange, Records
+import numpy as np
+
+from tlt_hpc.mpi.exchange import Exchange
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import ProgressThread
 from tlt_hpc.mpi.roster import Heard, Roster, State, Status
+from tlt_hpc.mpi.shared import Records
 from tlt_hpc.watch.beat import BEAT
 
-BUSY_SECONDS = 10e-3
-"""From one look of a rank that decodes to its next, in a run: rounds of a small model take a few milliseconds."""
+BUSY_SECONDS = 50e-3
+"""From one look of a rank that decodes to its next, in a run, where it has a core: rounds of a small model take a few
+milliseconds. What changes in its own state it tells at once, so nobody is released the later for it."""
+_BUSY = State.BUSY
 RECORD_FIELDS = ("epoch", "round", "state", "sequences_left", "tokens", "drafter_steps", "stop")
 
 
 class Pulse:
     """Tells every rank, without ever blocking, what all the others are doing.
 
-    ``exchange`` is private to the pulse. A BUSY rank looks at it once in ``busy_seconds`` of a core: less often, the more
-    ranks share one.
+    ``exchange`` is private to the pulse. A BUSY rank looks at it once in ``busy_seconds``, and the more seldom, the more
+    ranks share a core.
 
     Counters, over all rollouts: ``num_polls``, ``num_rounds``; ``last_round_seconds`` runs from this rank's posting of
     the last round to its seeing the result. ``released_at`` is when this rank came to know that the last rollout was
@@ -39,7 +44,6 @@ class Pulse:
         self.last_round_seconds = 0.0
         self.released_at = 0.0
         self._exchange = exchange
-        self._back_off = exchange.back_off()
         self._busy_seconds = busy_seconds * exchange.crowding
         self._next_look = 0.0
         self._progress = ProgressThread(self._advance)
@@ -54,7 +58,8 @@ class Pulse:
         assert not self._is_posted, "a round of an earlier rollout is pending: poll until its roster is over"
         self._roster = Roster.before_first_round(epoch, self._exchange.num_ranks)
         self._told_over = False
-        self._back_off.reset()
+        self._next_look = 0.0
+        self._exchange.begin()
         BEAT.begin_pulse()
 
     def poll(self, status: Status) -> Roster:
@@ -66,13 +71,22 @@ class Pulse:
         Raises:
             RuntimeError: the thread behind ``progressing`` has failed.
         """
+        self.num_polls += 1
+        if time.perf_counter() < self._next_look and status.state is _BUSY and not status.stop:
+            BEAT.tick()  # most polls end here, between two rounds of decoding that have turned the caches over
+            assert self._roster is not None
+            return self._roster
+        return self.look(status)
+
+    def look(self, status: Status) -> Roster:
+        """As ``poll``, however recently this rank has looked."""
         assert self._roster is not None and not self._told_over, "poll outside a rollout: call begin first"
         self._progress.check()
-        self.num_polls += 1
-        if self._is_due(status):
-            self._move_on(self._roster, status)
+        self._move_on(self._roster, status)
         self._told_over = self._roster.over
-        BEAT.polled(self.num_rounds, status.sequences_left, self._roster.over)
+        if not self._told_over:
+            self._next_look = time.perf_counter() + self._busy_seconds
+        BEAT.polled(self.num_rounds, status.sequences_left, self._told_over)
         return self._roster
 
     @property
@@ -81,9 +95,9 @@ class Pulse:
         return self._roster is not None and self._roster.over
 
     def back_off(self) -> None:
-        """Sleep, each time twice as long as before, up to what the exchange allows; ``begin`` starts short again."""
+        """Sleep for a while, or until another roster may be there."""
         BEAT.stand_by()
-        self._back_off.pause()
+        self._exchange.pause()
 
     @contextmanager
     def progressing(self, status: Status | None = None) -> Iterator[None]:
@@ -104,14 +118,6 @@ class Pulse:
     def close(self) -> None:
         """End the helper thread; to be called before MPI finalises."""
         self._progress.close()
-
-    def _is_due(self, status: Status) -> bool:
-        """Whether to ask the library: a BUSY rank has no use for the others' news every few milliseconds."""
-        now = time.perf_counter()
-        if status.state == State.BUSY and not status.stop and now < self._next_look:
-            return False
-        self._next_look = now + self._busy_seconds
-        return True
 
     def _advance(self) -> None:
         """One call of the helper thread, while the main thread is away."""
@@ -153,8 +159,11 @@ class Pulse:
         self.num_rounds += 1
         self.last_round_seconds = time.perf_counter() - self._posted_at
         expected = (previous.epoch, previous.round + 1)
-        assert (records[:, :2] == expected).all(), f"records of epoch and round {expected}: {records[:, :2]}"
+        assert not np.count_nonzero(records[:, :2] - expected), (
+            f"records of epoch and round {expected}: {records[:, :2]}"
+        )
         self._roster = Roster(*expected, Heard(records[:, 2:]))
         if self._roster.over:
+            self._next_look = 0.0
             self.released_at = time.perf_counter()
         return self._roster

@@ -89,7 +89,7 @@ class ReplicaPulse(Pulse):
             leaves = bool(self._replica.agree(int(roster.over), self._mark()))
             while leaves and not roster.over:  # the first rank's roster is on its way to this one
                 self.back_off()
-                roster = super().poll(status)
+                roster = self.look(status)
         self._seen = roster
         if not roster.over:
             self._going = roster

@@ -22,6 +22,9 @@ class State(IntEnum):
     TRAINING = 2
 
 
+_BUSY = int(State.BUSY)
+
+
 @dataclass(frozen=True)
 class Status:
     """One rank's part of a roster.
@@ -50,8 +53,8 @@ class Heard:
 
     def __init__(self, records: NDArray[np.int64]) -> None:
         self._records = records
-        self.num_busy = int((records[:, 0] == State.BUSY).sum())
-        self.stopping = bool(records[:, 4].any())
+        self.num_busy = len(records) - int(np.count_nonzero(records[:, 0] - _BUSY))
+        self.stopping = bool(np.count_nonzero(records[:, 4]))
 
     def __len__(self) -> int:
         return len(self._records)
