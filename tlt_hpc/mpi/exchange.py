@@ -36,6 +36,8 @@ class Exchange(ABC):
     A rank posts the next only when it has taken the last.
     """
 
+    comm: MPI.Comm
+    """Of all ranks, and nobody else's: whoever enters the library there lets all that is under way go on."""
     num_ranks: int
     crowding: float = 1.0
     """Ranks of this node for each of the cores that they may use, at least 1."""
@@ -48,6 +50,7 @@ class Exchange(ABC):
     def take(self) -> Records | None:
         """All ranks' records [R, F] of this rank's round, a copy; None until all have posted, which never blocks."""
 
+    @abstractmethod
     def advance(self) -> None:
         """Let the others' rounds go on while this rank takes none and another thread of it is in the MPI library."""
 
@@ -64,7 +67,7 @@ class FlatExchange(Exchange):
     """One nonblocking allgather a round, over a communicator of all ranks that nobody else uses."""
 
     def __init__(self, comm: MPI.Comm, num_fields: int) -> None:
-        self._comm, self.num_ranks = comm, comm.size
+        self.comm, self.num_ranks = comm, comm.size
         # mpi4py does not keep the buffers of a nonblocking collective alive: they live as long as the exchange
         self._sent = np.zeros(num_fields, np.int64)
         self._received = np.zeros((comm.size, num_fields), np.int64)
@@ -74,7 +77,7 @@ class FlatExchange(Exchange):
     def post(self, record: Sequence[int]) -> None:
         assert self._request is None, "the last round has not been taken"
         self._sent[:] = record
-        self._request = self._comm.Iallgather(self._sent, self._received)
+        self._request = self.comm.Iallgather(self._sent, self._received)
 
     def take(self) -> Records | None:
         assert self._request is not None, "no round has been posted"
@@ -82,6 +85,9 @@ class FlatExchange(Exchange):
             return None
         self._request = None
         return self._received.copy()
+
+    def advance(self) -> None:
+        """Nothing: to be in the library is enough."""
 
     def pause(self) -> None:
         self._back_off.pause()
@@ -94,6 +100,7 @@ class NodeExchange(Exchange):
     """Rounds through memory that the ranks of a node share.
 
     Args:
+        comm: of all ranks, and nobody else's.
         memory: of ``memory_bytes``, zero to begin with.
         bells: which lie at its beginning.
         index: this rank's among those of its node.
@@ -105,6 +112,7 @@ class NodeExchange(Exchange):
 
     def __init__(
         self,
+        comm: MPI.Comm,
         memory: mmap.mmap,
         bells: Bells,
         index: int,
@@ -115,7 +123,7 @@ class NodeExchange(Exchange):
         leaders: MPI.Comm | None,
     ) -> None:
         num_local = counts[node]
-        self.num_ranks, self._index, self._order = len(order), index, order
+        self.comm, self.num_ranks, self._index, self._order = comm, len(order), index, order
         self._is_in_order = bool((order == np.arange(len(order))).all())
         sizes = [SharedRows.num_bytes(num, num_fields) for num in (num_local, num_local, len(order), len(order))]
         starts = [int(start) for start in np.cumsum([Bells.num_bytes(num_local), *sizes])]
@@ -211,13 +219,14 @@ def open_exchange(world: World, num_fields: int) -> Exchange:
     if errors and world.rank == 0:
         logger.warning("a node's ranks share nothing (%s), so that to wait takes more of their cores", errors[0])
     counts = np.bincount([number for number, _ in told]).tolist()
+    comm = world.private_comm()
     found: Exchange
     if errors or max(counts) == 1 or memory is None or bells is None:
-        found = FlatExchange(world.private_comm(), num_fields)
+        found = FlatExchange(comm, num_fields)
     else:
         leaders = world.comm_of_first_ranks() if len(counts) > 1 else None
         order = np.argsort([number for number, _ in told], kind="stable")
-        found = NodeExchange(memory, bells, node.rank, world.node, counts, order, num_fields, leaders)
+        found = NodeExchange(comm, memory, bells, node.rank, world.node, counts, order, num_fields, leaders)
     found.crowding = crowding_of([cores for number, cores in told if number == world.node])
     return found
 

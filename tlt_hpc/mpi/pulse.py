@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from tlt_hpc.mpi.exchange import Exchange
-from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import ProgressThread
 from tlt_hpc.mpi.roster import Heard, Roster, State, Status
 from tlt_hpc.mpi.shared import Records
@@ -30,7 +29,7 @@ RECORD_FIELDS = ("epoch", "round", "state", "sequences_left", "tokens", "drafter
 class Pulse:
     """Tells every rank, without ever blocking, what all the others are doing.
 
-    ``exchange`` is private to the pulse. A BUSY rank looks at it once in ``busy_seconds``, and the more seldom, the more
+    ``exchange`` is private to the pulse. A BUSY rank looks at it once in ``busy_seconds``, and the more seldom the more
     ranks share a core.
 
     Counters, over all rollouts: ``num_polls``, ``num_rounds``; ``last_round_seconds`` runs from this rank's posting of
@@ -121,7 +120,7 @@ class Pulse:
 
     def _advance(self) -> None:
         """One call of the helper thread, while the main thread is away."""
-        MPI.COMM_SELF.Iprobe()  # whatever else is under way, such as a merge, goes on as well
+        self._exchange.comm.Iprobe()  # whatever else is under way, such as a merge, goes on as well
         if self._standing is None or self._roster is None:
             self._exchange.advance()
         elif not self._roster.over:

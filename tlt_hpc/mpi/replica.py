@@ -70,8 +70,10 @@ class ReplicaPulse(Pulse):
     that the ranks of a replica have in common. What a replica generates is told by its first rank alone.
     """
 
-    def __init__(self, exchange: Exchange, replica: Replica, mark: Callable[[], int]) -> None:
-        super().__init__(exchange, busy_seconds=BUSY_SECONDS)
+    def __init__(
+        self, exchange: Exchange, replica: Replica, mark: Callable[[], int], busy_seconds: float = BUSY_SECONDS
+    ) -> None:
+        super().__init__(exchange, busy_seconds)
         self._replica, self._mark = replica, mark
         self._seen: Roster | None = None
         self._going: Roster | None = None

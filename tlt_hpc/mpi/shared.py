@@ -35,7 +35,7 @@ class SharedRows:
         # odd, so that each field's every bit counts, and large, so that no two fields' changes cancel
         self._weights = (np.arange(1, num_fields + 2, dtype=np.uint64) * _SPREAD | _ODD).view(np.int64)
         self._words = self._rows.reshape(-1).data.cast("B").cast("q")
-        self._num_there = 0
+        self._asked_for = self._num_there = 0
 
     @staticmethod
     def num_bytes(num_rows: int, num_fields: int) -> int:
@@ -52,6 +52,8 @@ class SharedRows:
     def are_numbered(self, turn: int) -> bool:
         """Whether all rows bear the number of a round: cheap, and no promise of what else is in them."""
         words, width, num_rows = self._words, self._width, len(self._rows)
+        if turn != self._asked_for:
+            self._asked_for, self._num_there = turn, 0
         while self._num_there < num_rows:  # most looks end at the row that the last one ended at
             if words[self._num_there * width] != turn:
                 return False
@@ -59,13 +61,12 @@ class SharedRows:
         return True
 
     def read(self, turn: int) -> Records | None:
-        """A copy of the records [N, F] of a round, which is asked for until it is there; None until all are."""
+        """A copy of the records [N, F] of a round; None until all are there."""
         if not self.are_numbered(turn):
             return None
         rows = self._rows.copy()
         if np.count_nonzero(rows[:, :-1] @ self._weights != rows[:, -1]):
             return None
-        self._num_there = 0
         return rows[:, 1:-1]
 
 
