@@ -7,7 +7,6 @@ is the first rank's to say. Knows neither what they compute nor how they sum it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace as changed
 
 import numpy as np
 
@@ -98,7 +97,7 @@ class ReplicaPulse(Pulse):
         return roster if leaves else self._going
 
     def _post(self, roster: Roster, status: Status) -> None:
-        alone = status if self._replica.index == 0 else changed(status, sequences_left=0, tokens=0)
+        alone = status if self._replica.index == 0 else status._replace(sequences_left=0, tokens=0)
         super()._post(roster, alone)
 
 

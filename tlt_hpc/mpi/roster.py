@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +26,11 @@ class State(IntEnum):
 _BUSY = int(State.BUSY)
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """One rank's part of a roster.
 
     ``tokens`` counts what the rank has generated in this rollout so far, ``drafter_steps`` its micro-steps in this
-    rollout; ``stop`` is its vote to end the rollout early.
+    rollout; ``stop`` is its vote to end the rollout early. One is made before every round of decoding.
     """
 
     state: State
