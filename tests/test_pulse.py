@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -14,13 +15,14 @@ import numpy as np
 import pytest
 from launch_ranks import run_on_ranks
 
+import tlt_hpc.mpi.exchange as exchange_module
 import tlt_hpc.mpi.world as world_module
 from tlt_hpc.mpi.exchange import SLEEP_SECONDS, FlatExchange, NodeExchange, crowding_of, open_exchange
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import BackOff, ProgressThread
 from tlt_hpc.mpi.pulse import RECORD_FIELDS, Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
-from tlt_hpc.mpi.shared import Bells
+from tlt_hpc.mpi.shared import Bells, SharedRows
 from tlt_hpc.mpi.world import World
 
 BUSY = Status(State.BUSY, sequences_left=1, tokens=0, drafter_steps=0)
@@ -335,7 +337,53 @@ def test_a_rank_that_raises_in_mid_rollout_ends_the_job() -> None:
     assert time.perf_counter() - start < 10
 
 
+def rollout_where_nothing_is_shared(lack: str) -> dict[str, Any]:
+    """Rank 1 alone lacks what ranks of a node share; what kind of exchange this rank then has, and its last roster."""
+    rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    if lack == "room" and rank == 0:
+        exchange_module.make_shared = lambda num_bytes: ("", "/dev/shm: No space left on device")
+    if lack == "folder" and rank == 1:
+        exchange_module.open_shared = lambda path, num_bytes: (None, f"{path}: not here")
+    if lack == "namespace" and rank == 1:
+        Bells.is_heard = lambda self, other: False  # type: ignore[method-assign]
+    warned: list[str] = []
+    exchange_module.logger.warning = lambda *given: warned.append(given[0] % given[1:])  # type: ignore[method-assign]
+    world = World.connect()
+    exchange = open_exchange(world, len(RECORD_FIELDS))
+    rosters = roll_out(Pulse(exchange), world.rank, 0, 5 + world.rank, None, lambda: time.sleep(1e-3))
+    return {"kind": type(exchange).__name__, "over": rosters[-1].over, "warned": warned}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("lack", "why"), [("room", "No space"), ("folder", "not here"), ("namespace", "namespaces")])
+def test_ranks_that_share_nothing_exchange_by_mpi_alone(lack: str, why: str) -> None:
+    results = run_on_ranks(3, rollout_where_nothing_is_shared, lack)
+    assert all(result["kind"] == "FlatExchange" and result["over"] for result in results)
+    assert [len(result["warned"]) for result in results] == [1, 0, 0] and why in results[0]["warned"][0]
+
+
 # --- one process, no MPI job ---
+
+
+def test_a_row_that_is_half_written_is_not_there() -> None:
+    """As another process may see it on a processor that reorders writes: the number is new, a field is not yet."""
+    memory = mmap.mmap(-1, SharedRows.num_bytes(2, 3))
+    written, read = (SharedRows(memory, 0, 2, 3) for _ in range(2))
+    assert read.read(1) is None
+    for turn in (1, 2):
+        written.write(0, turn, np.array([[turn, 8, 9]]))
+        assert read.read(turn) is None, "a row of two"
+        written.write(1, turn, np.array([[-turn, 5, 2**62]]))
+        words = np.frombuffer(memory, np.int64)
+        for place in range(1, 10):
+            if place == 5:  # the second row's number
+                continue
+            kept, words[place] = int(words[place]), words[place] + 1
+            assert read.read(turn) is None, place
+            words[place] = kept
+        found = read.read(turn)
+        assert found is not None and found.tolist() == [[turn, 8, 9], [-turn, 5, 2**62]]
+        assert read.are_numbered(turn) and not read.are_numbered(turn + 1), "asked again, or for the next"
 
 
 class FailingComm:

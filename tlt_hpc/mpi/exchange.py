@@ -210,24 +210,25 @@ def open_exchange(world: World, num_fields: int) -> Exchange:
         memory, error = open_shared(path, num_bytes)
     if memory is not None:
         bells, error = open_bells(memory, node.rank, node.size, Path(path).name)
-    told = world.allgather((world.node, _cores()))  # all have opened what they could from here on
+    told = world.allgather((world.node, _cores(), error))  # all have opened what they could from here on
     if node.is_first and path:
         Path(path).unlink(missing_ok=True)
-    if bells is not None and not all(map(bells.is_heard, range(node.size))):
+    others_fail = any(error for *_, error in told)
+    if bells is not None and not others_fail and not all(map(bells.is_heard, range(node.size))):
         error = "its ranks are in network namespaces of their own"
     errors = [f"{hostname}: {error}" for hostname, error in world.allgather((world.hostname, error)) if error]
     if errors and world.rank == 0:
         logger.warning("a node's ranks share nothing (%s), so that to wait takes more of their cores", errors[0])
-    counts = np.bincount([number for number, _ in told]).tolist()
+    counts = np.bincount([number for number, *_ in told]).tolist()
     comm = world.private_comm()
     found: Exchange
     if errors or max(counts) == 1 or memory is None or bells is None:
         found = FlatExchange(comm, num_fields)
     else:
         leaders = world.comm_of_first_ranks() if len(counts) > 1 else None
-        order = np.argsort([number for number, _ in told], kind="stable")
+        order = np.argsort([number for number, *_ in told], kind="stable")
         found = NodeExchange(comm, memory, bells, node.rank, world.node, counts, order, num_fields, leaders)
-    found.crowding = crowding_of([cores for number, cores in told if number == world.node])
+    found.crowding = crowding_of([cores for number, cores, _ in told if number == world.node])
     return found
 
 
