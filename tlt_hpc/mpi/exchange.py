@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import BackOff
+from tlt_hpc.mpi.progress import IPROBE_EVERY_SECONDS, BackOff
 from tlt_hpc.mpi.shared import Bells, Records, SharedRows, make_shared, open_bells, open_shared
 from tlt_hpc.mpi.world import World
 
@@ -57,6 +58,13 @@ class Exchange(ABC):
     @abstractmethod
     def pause(self) -> None:
         """Sleep for a while, or until this rank's round may be over."""
+
+    def rest(self) -> None:
+        """As ``pause``, of a thread that looks in this rank's place while it works."""
+        time.sleep(IPROBE_EVERY_SECONDS)
+
+    def wake(self) -> None:
+        """End a ``rest`` that may be under way."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -185,6 +193,18 @@ class NodeExchange(Exchange):
         if self._request is not None:  # of other nodes' coming nobody tells
             self._back_off.pause()
             return
+        self._sleep()
+
+    def rest(self) -> None:
+        if self._request is not None:
+            super().rest()
+        else:
+            self._sleep()
+
+    def wake(self) -> None:
+        self._bells.ring_own()
+
+    def _sleep(self) -> None:
         self._bells.announce()
         waits_for = self._all if self._leaders is None else self._own
         if waits_for[self._turn % _BUFFERS].are_numbered(self._turn):

@@ -71,16 +71,32 @@ def wait(request: MPI.Request, name: str, scope: str = "world") -> None:
     BEAT.go_on()
 
 
+def rest_shortly() -> None:
+    """Between two calls of a thread that lets others progress."""
+    time.sleep(IPROBE_EVERY_SECONDS)
+
+
 class ProgressThread:
-    """A helper thread that calls ``advance``, which enters the MPI library, every 2 ms during a long call of this rank.
+    """A helper thread that calls ``advance``, which enters the MPI library, every few ms during a long call of this rank.
 
     Most MPI libraries advance a nonblocking collective only while the process is inside some MPI call; without this
     every other rank's round would wait for the call to return. Needs MPI_THREAD_MULTIPLE. ``advance`` never runs
     outside ``running``.
+
+    Args:
+        rest: sleeps between two calls; every 2 ms unless it says otherwise.
+        wake: ends a rest under way, which ``running`` waits for at its end.
     """
 
-    def __init__(self, advance: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        advance: Callable[[], None],
+        rest: Callable[[], None] | None = None,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
         self._advance = advance
+        self._rest = rest or _rest
+        self._wake = wake or _do_nothing
         self._lock = threading.Lock()
         self._active = threading.Event()
         self._closing = False
@@ -102,8 +118,10 @@ class ProgressThread:
         try:
             yield
         finally:
+            self._active.clear()
+            self._wake()
             with self._lock:  # the thread may be in the middle of a call
-                self._active.clear()
+                pass
         self.check()
 
     def check(self) -> None:
@@ -127,8 +145,9 @@ class ProgressThread:
         try:
             while self._active.wait() and not self._closing:
                 with self._lock:
+                    if self._active.is_set():
+                        self._rest()  # first: most calls are short
                     if self._active.is_set() and not self._closing:
                         self._advance()
-                time.sleep(IPROBE_EVERY_SECONDS)
         except BaseException as error:  # noqa: BLE001 (a thread's error must reach the rank's main thread, whatever it is)
             self._error = error

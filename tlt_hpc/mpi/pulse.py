@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from tlt_hpc.mpi.exchange import Exchange
-from tlt_hpc.mpi.progress import ProgressThread
+from tlt_hpc.mpi.progress import IPROBE_EVERY_SECONDS, LONGEST_STRETCH, ProgressThread
 from tlt_hpc.mpi.roster import Heard, Roster, State, Status
 from tlt_hpc.mpi.shared import Records
 from tlt_hpc.watch.beat import BEAT
@@ -45,7 +45,7 @@ class Pulse:
         self._exchange = exchange
         self._busy_seconds = busy_seconds * exchange.crowding
         self._next_look = 0.0
-        self._progress = ProgressThread(self._advance)
+        self._progress = ProgressThread(self._advance, self._rest, self._wake)
         self._standing: Status | None = None
         self._told_over = True
         self._is_posted = False
@@ -125,6 +125,17 @@ class Pulse:
             self._exchange.advance()
         elif not self._roster.over:
             self._move_on(self._roster, self._standing)
+
+    def _rest(self) -> None:
+        """Between two such calls: with a status nothing else is under way, and a new roster wakes the thread."""
+        if self._standing is None:
+            time.sleep(IPROBE_EVERY_SECONDS * min(self._exchange.crowding, LONGEST_STRETCH))
+        else:
+            self._exchange.rest()
+
+    def _wake(self) -> None:
+        if self._standing is not None:
+            self._exchange.wake()
 
     def _move_on(self, roster: Roster, status: Status) -> None:
         """Take the round's roster if it is there, and post the next round unless all is over."""
