@@ -77,7 +77,7 @@ def rest_shortly() -> None:
 
 
 class ProgressThread:
-    """A helper thread that calls ``advance``, which enters the MPI library, every few ms during a long call of this rank.
+    """A helper thread that calls ``advance``, which enters the MPI library, every few ms of a rank's long call.
 
     Most MPI libraries advance a nonblocking collective only while the process is inside some MPI call; without this
     every other rank's round would wait for the call to return. Needs MPI_THREAD_MULTIPLE. ``advance`` never runs
@@ -91,12 +91,10 @@ class ProgressThread:
     def __init__(
         self,
         advance: Callable[[], None],
-        rest: Callable[[], None] | None = None,
-        wake: Callable[[], None] | None = None,
+        rest: Callable[[], None] = rest_shortly,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._advance = advance
-        self._rest = rest or _rest
-        self._wake = wake or _do_nothing
+        self._advance, self._rest, self._wake = advance, rest, wake
         self._lock = threading.Lock()
         self._active = threading.Event()
         self._closing = False
