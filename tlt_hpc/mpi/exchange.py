@@ -63,6 +63,7 @@ class Exchange(ABC):
         """As ``pause``, of a thread that looks in this rank's place while it works."""
         time.sleep(IPROBE_EVERY_SECONDS)
 
+    @abstractmethod
     def wake(self) -> None:
         """End a ``rest`` that may be under way."""
 
@@ -99,6 +100,9 @@ class FlatExchange(Exchange):
 
     def pause(self) -> None:
         self._back_off.pause()
+
+    def wake(self) -> None:
+        """Nothing: rests are short."""
 
     def begin(self) -> None:
         self._back_off.reset()
