@@ -105,12 +105,8 @@ class Bells:
     def sleep(self, seconds: float) -> None:
         """Until somebody rings, or for so long."""
         if self._poll.poll(1e3 * seconds):
-            self.awake()
-            try:
-                while True:
-                    self._own.recv(1)
-            except BlockingIOError:
-                return
+            with contextlib.suppress(BlockingIOError):
+                self._own.recv(1)  # one of perhaps several: the next sleep is short then
         self.awake()
 
     def awake(self) -> None:
