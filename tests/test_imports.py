@@ -222,6 +222,14 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     assert not {"torch", "deepspeed", "transformers", "mpi4py", "h5py", "submitit", "numpy"} & set(loaded.split())
 
 
+def test_what_trains_no_policy_goes_without_what_trains_one() -> None:
+    """Half as many files again, which every rank would open on a shared file system."""
+    modules = "tlt_hpc.evaluate.command, tlt_hpc.warmup.command, tlt_hpc.show_evaluation, tlt_hpc.display"
+    code = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not {"deepspeed", "transformers", "triton", "pandas", "pyarrow", "matplotlib"} & set(loaded.split())
+
+
 @pytest.mark.flaky(reruns=2)  # it measures seconds, on a machine that may have other work
 def test_help_answers_at_once() -> None:
     """CPU seconds, not wall seconds: a busy machine is no fault of the program."""

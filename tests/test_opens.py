@@ -22,6 +22,9 @@ from tlt_hpc.models.tokenizer import embedded
 
 ROOT = Path(__file__).resolve().parent.parent
 OPENED = re.compile(r'open(?:at)?\(.*?"([^"]+)", (\S+?)[,)].*= \d+$')
+needs_strace = pytest.mark.skipif(
+    not shutil.which("strace"), reason="no strace on PATH; install it (Debian: apt install strace)"
+)
 THREAD = re.compile(r"^clone.*CLONE_THREAD.*= (\d+)$")
 
 
@@ -61,36 +64,53 @@ def readers_of(traces: Path, below: Path) -> dict[str, int]:
     return {path: len(processes) for path, processes in found.items()}
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.skipif(not shutil.which("strace"), reason="no strace on PATH; install it (Debian: apt install strace)")
-def test_each_file_is_opened_by_one_rank_of_the_node(num_ranks: int, tmp_path: Path) -> None:
+def place_of_files(tmp_path: Path) -> tuple[Path, Path, list[str]]:
+    """A job's file, the folder of what it reads, and overrides that have it read all there, for a small run."""
     job, place = tmp_path / "job.toml", tmp_path / "read"
     shutil.copytree(embedded_folder(), place / "model")
     shutil.copytree(embedded("tiny_drafter"), place / "drafter")
-    (place / "data.jsonl").write_text('{"prompt": "gcd(2,4)=", "answer": "2"}\n' * 20)
+    (place / "data.jsonl").write_text("".join(f'{{"prompt": "gcd({2 * n},4)=", "answer": "2"}}\n' for n in range(20)))
     shutil.copy(ROOT / "jobs" / "tiny.toml", job)
-    overrides = [
-        f"run.folder={tmp_path / 'runs'}",
-        f"model.path={place / 'model'}",
-        f"drafter.init={place / 'drafter'}",
-        f"data.source={place / 'data.jsonl'}",
-        "rollout.prompts_per_step=4",
-        "rollout.max_new_tokens=32",
-        "speculation.profile_seconds=0.1",
-        "checkpoint.every_steps=1",
-    ]
-    traces, results = tmp_path / "traces", tmp_path / "results"
-    traces.mkdir(), results.mkdir()
+    return (
+        job,
+        place,
+        [
+            f"run.folder={tmp_path / 'runs'}",
+            f"model.path={place / 'model'}",
+            f"drafter.init={place / 'drafter'}",
+            f"data.source={place / 'data.jsonl'}",
+            "rollout.prompts_per_step=4",
+            "rollout.max_new_tokens=32",
+            "speculation.profile_seconds=0.1",
+            "checkpoint.every_steps=1",
+        ],
+    )
+
+
+def readers_in(tmp_path: Path, job: Path, num_ranks: int, program: list[str]) -> dict[str, int]:
+    """``readers_of`` the files below a folder, of ranks that run a program there."""
+    traces = tmp_path / "traces"
+    traces.mkdir()
     trace = ["strace", "-f", "-ff", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,clone,clone3"]
-    program = [launch_ranks.__file__, __file__, "start_and_go_on", json.dumps([str(job), overrides]), str(results)]
     command = [*trace, "-o", str(traces / "rank"), mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py"]
     environment = launch_environment(num_ranks, {**os.environ, **LAUNCH_ENVIRONMENT}, str(job))
     done = subprocess.run(
-        [*command, *program], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [*command, *program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr
-    readers = readers_of(traces, tmp_path)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return readers_of(traces, tmp_path)
+
+
+@needs_strace
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_each_file_is_opened_by_one_rank_of_the_node(num_ranks: int, tmp_path: Path) -> None:
+    job, _, overrides = place_of_files(tmp_path)
+    results = tmp_path / "results"
+    results.mkdir()
+    given = json.dumps([str(job), overrides])
+    program = [launch_ranks.__file__, __file__, "start_and_go_on", given, str(results)]
+    readers = readers_in(tmp_path, job, num_ranks, program)
     read = {path: count for path, count in readers.items() if not path.startswith(("runs/tiny/cache", "results"))}
     assert {"read/model/model.safetensors", "read/model/tokenizer.json", "read/drafter/drafter.safetensors"} <= set(
         read
@@ -98,6 +118,43 @@ def test_each_file_is_opened_by_one_rank_of_the_node(num_ranks: int, tmp_path: P
     assert "read/data.jsonl" in read and sum("checkpoints/step-000001/policy" in path for path in read) == num_ranks
     assert {path: count for path, count in read.items() if count > 1} == {}
     assert "job.toml" not in read, "the launching process has read it"
+
+
+SMALL_WARMUP = (
+    "warmup.responses=12",
+    "warmup.updates=2",
+    "warmup.validate_every=2",
+    "warmup.validation_prompts=4",
+    "warmup.validation_tokens=16",
+)
+MODEL = {"read/model/model.safetensors", "read/model/tokenizer.json", "read/model/config.json"}
+
+
+@needs_strace
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("command", "opened"),
+    [
+        ("warmup", {*MODEL, "read/data.jsonl", "read/drafter/drafter.safetensors"}),
+        ("evaluate", {*MODEL, "read/data.jsonl", "read/drafter/drafter.safetensors"}),
+        pytest.param("ablate", {*MODEL, "read/data.jsonl", "read/drafter/drafter.safetensors"}, marks=pytest.mark.slow),
+    ],
+)
+def test_other_commands_read_so_too(command: str, opened: set[str], tmp_path: Path) -> None:
+    """Features and responses apart, which are read by whom they are dealt to."""
+    job, place, overrides = place_of_files(tmp_path)
+    arguments = {
+        "warmup": [str(job), *overrides, *SMALL_WARMUP, f"warmup.init={place / 'drafter'}"],
+        "evaluate": [
+            *(str(place / "model"), str(job), *overrides),
+            *("evaluation.limit=4", "evaluation.samples=1", f"evaluation.sources=['{place / 'data.jsonl'}']"),
+        ],
+        "ablate": [str(job), "--steps", "1", "--arms", "frozen,tail", *overrides, *SMALL_WARMUP],
+    }
+    readers = readers_in(tmp_path, job, 2, ["-m", "tlt_hpc", command, *arguments[command]])
+    assert opened <= set(readers)
+    dealt = re.compile(r"/(features|cache|responses)/|/status/|arm\.json$")
+    assert {path: count for path, count in readers.items() if count > 1 and not dealt.search(path)} == {}
 
 
 # --- the node's ranks ---

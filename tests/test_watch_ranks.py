@@ -27,7 +27,8 @@ import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tlt_hpc.launch.local import launched_rank
-from tlt_hpc.mpi.pulse import Pulse
+from tlt_hpc.mpi.exchange import open_exchange
+from tlt_hpc.mpi.pulse import RECORD_FIELDS, Pulse
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.watch.beat import BEAT, Phase
@@ -69,7 +70,7 @@ def roll_out(world, pulse, step):
 def main(watch):
     world = World.connect()
     BEAT.folder = folder
-    pulse = Pulse(world.private_comm())
+    pulse = Pulse(open_exchange(world, len(RECORD_FIELDS)))
     for step in range(3):
         BEAT.at_step(step)
         with BEAT.within(Phase.ROLLOUT):

@@ -86,7 +86,8 @@ def test_a_foreign_launcher_is_noticed() -> None:
 
 
 def test_importing_the_world_starts_no_mpi() -> None:
-    program = "import sys, tlt_hpc.mpi.pulse as p, tlt_hpc.mpi.world; sys.exit(p.MPI.Is_initialized())"
+    modules = "tlt_hpc.mpi.library as library, tlt_hpc.mpi.pulse, tlt_hpc.mpi.world"
+    program = f"import sys, {modules}; sys.exit(library.MPI.Is_initialized())"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 

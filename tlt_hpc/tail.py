@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -218,7 +218,7 @@ def use_wait(job: Job, scorer: Scorer, trains: bool) -> bool:
 def train(job: Job) -> bool:
     """One micro-step of the drafter; the pulse goes on meanwhile, so that the release ends it at once."""
     assert job.drafting is not None
-    with job.pulse.progressing(replace(status(job), state=State.TRAINING)):
+    with job.pulse.progressing(status(job)._replace(state=State.TRAINING)):
         return job.drafting.spot.micro_step(lambda: is_over(job))
 
 

@@ -9,6 +9,7 @@ import gc
 import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -75,12 +76,16 @@ def stopped(ablation: Ablation, world: World) -> Stopped:
 
 
 def check_drafters(ablation: Ablation, world: World) -> None:
-    """Find a drafter that does not fit now, and not after hours of other arms.
+    """Find a drafter that does not fit now, and not after hours of other arms; collective, one rank a node reads.
 
     Raises:
         ValueError: as ``read_assets`` and ``initial_drafter``.
     """
-    shape = read_assets(ablation.config, world.size).shape
+    world.node_group.once(partial(_check_drafters, ablation, world.size))
+
+
+def _check_drafters(ablation: Ablation, num_ranks: int) -> None:
+    shape = read_assets(ablation.config, num_ranks).shape
     form = ablation.config.drafter.form
     if set(ablation.arms) - set(WITHOUT_DRAFTER):
         initial_drafter(ablation.config.drafter.init, form, shape)

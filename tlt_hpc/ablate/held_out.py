@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-
-import torch
+from functools import partial
 
 from tlt_hpc.ablate.arms import WITHOUT_DRAFTER
 from tlt_hpc.ablate.options import ArmName
@@ -24,8 +23,10 @@ from tlt_hpc.job import choose_device, engine_settings, make_engine
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.folder import DTYPES
+from tlt_hpc.models.once import ReadCut, readers_once
+from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan import Assets, read_assets
+from tlt_hpc.plan import Assets, read_assets_once
 from tlt_hpc.records import Request, Rollout
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import Strategy
@@ -48,7 +49,8 @@ def measure(ablation: Ablation, world: World) -> dict[ArmName, Passes] | None:
     if not arms:
         return {}
     config = ablation.config_of(arms[0])
-    assets = read_assets(config, world.size)
+    node = world.node_group
+    assets = read_assets_once(config, world.size, node)
     # of the warm-up's: draws of steps that no run comes to
     requests = from_prompts(config, assets.prompts).validation_requests(config.run.seed)
     decoder, loaded = Decoder(assets.shape, DTYPES[config.model.dtype], choose_device(config, world)), None
@@ -56,9 +58,10 @@ def measure(ablation: Ablation, world: World) -> dict[ArmName, Passes] | None:
     own = requests[world.rank :: world.size]
     measured: dict[ArmName, Passes] = {}
     for arm in arms:
-        if loaded is None or digest_of(ablation, arm) != loaded:
-            load_policy(ablation, arm, decoder)
-            loaded = digest_of(ablation, arm)
+        digest = node.once(partial(digest_of, ablation, arm))
+        if loaded is None or digest != loaded:
+            load_policy(ablation, arm, decoder, node)
+            loaded = digest
         rollouts = answer(ablation, arm, decoder, settings, own, world)
         shards = world.allgather(None if rollouts is None else sorted((r.key, counts(r)) for r in rollouts))
         if None in shards:
@@ -73,18 +76,20 @@ def counts(rollout: Rollout) -> tuple[int, int]:
     return len(rollout.response_tokens), rollout.num_target_passes
 
 
-def load_policy(ablation: Ablation, arm: ArmName, decoder: Decoder) -> None:
-    """Give a decoder the policy that an arm came to."""
+def load_policy(ablation: Ablation, arm: ArmName, decoder: Decoder, node: NodeGroup) -> None:
+    """Give a decoder the policy that an arm came to; collective over the node, whose first rank reads."""
     folder = RunFolder(ablation.folder / arm)
-    checkpoint = CheckpointStore(folder.checkpoints, ablation.config.checkpoint.keep).at(ablation.num_steps)
-    decoder.load(policy_weights(checkpoint), ablation.num_steps)
+    store = CheckpointStore(folder.checkpoints, ablation.config.checkpoint.keep)
+    checkpoint = node.once(lambda: store.at(ablation.num_steps))
+    weights = ((name, read(None)) for name, read in readers_once(node, policy_readers(checkpoint)))
+    decoder.load(weights, ablation.num_steps)
 
 
-def policy_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a run's checkpoint under their Hugging Face names, one at a time."""
+def policy_readers(checkpoint: Checkpoint) -> Iterator[tuple[str, ReadCut]]:
+    """The weights of a run's checkpoint under their Hugging Face names, each to be read when it is asked for."""
     for name in checkpoint.names("policy"):
         if name.endswith(_MASTER):
-            yield name.removesuffix(_MASTER), checkpoint.read("policy", name)
+            yield name.removesuffix(_MASTER), partial(checkpoint.read, "policy", name)
 
 
 def settings_of(config: Config, assets: Assets, world: World, num_requests: int) -> EngineSettings:
@@ -102,7 +107,7 @@ def answer(
 ) -> list[Rollout] | None:
     """This rank's responses, drafted by the drafter that an arm left; None where the rank was asked to stop."""
     place = str(ablation.folder / arm / "drafter")
-    engine = make_engine(decoder, settings, load_drafter(place, decoder, f"arm {arm!r}"))
+    engine = make_engine(decoder, settings, load_drafter(place, decoder, f"arm {arm!r}", world.node_group))
     engine.drafter_ready = True
     if requests:
         engine.calibrate(requests[:1])

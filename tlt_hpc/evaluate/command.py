@@ -102,7 +102,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         reporter.started(subject.name, folder.path, total, total - num_missing, sets.warning)
     made = 0.0
     if num_missing:
-        drafter = open_drafter(config, checkpoint, decoder)
+        drafter = open_drafter(config, checkpoint, decoder, world.node_group)
         engine = build_engine(config, assets, sets, decoder, drafter, world, replica)
         make_ready(config, engine, wanted)
         start = time.perf_counter()

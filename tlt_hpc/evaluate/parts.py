@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import Config, ConfigError, check_replicas
@@ -18,8 +19,10 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, make_drafter
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
+from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
+from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import ModelAssets, check_division
@@ -165,22 +168,17 @@ def calibration_requests(wanted: list[Wanted]) -> list[Request]:
     return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in firsts]
 
 
-def open_drafter(config: Config, checkpoint: Checkpoint | None, decoder: Decoder) -> Drafter | None:
+def open_drafter(config: Config, checkpoint: Checkpoint | None, decoder: Decoder, node: NodeGroup) -> Drafter | None:
     """The checkpoint's drafter, else what ``drafter.init`` names; None where there is none worth asking.
+
+    Collective over the node, whose first rank reads.
 
     Raises:
         ConfigError: ``drafter.init`` names what does not fit the model.
     """
     if config.speculation.mode != "full":
         return None
-    weights = None
-    if checkpoint is not None and checkpoint.names("drafter"):
-        if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
-            return None
-        names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
-        weights = {name: checkpoint.read("drafter", name) for name in names}
-    elif config.drafter.init != "random":
-        weights = initial_drafter(config.drafter.init, config.drafter.form, decoder.shape)
+    weights = read_all_once(node, lambda: _drafter_weights(config, checkpoint, decoder.shape))
     if weights is None:
         return None
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS))
@@ -190,3 +188,12 @@ def open_drafter(config: Config, checkpoint: Checkpoint | None, decoder: Decoder
     drafter.load_state_dict({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
     drafter.pack()
     return drafter
+
+
+def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: ModelShape) -> dict[str, Tensor] | None:
+    if checkpoint is None or not checkpoint.names("drafter"):
+        return initial_drafter(config.drafter.init, config.drafter.form, shape)
+    if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
+        return None
+    names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
+    return {name: checkpoint.read("drafter", name) for name in names}

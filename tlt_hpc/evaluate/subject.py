@@ -20,7 +20,8 @@ from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.evaluate.options import EvaluateOptions
 from tlt_hpc.evaluate.requests import longest_response
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.folder import ReadCut, find_model, folder_readers
+from tlt_hpc.models.folder import find_model, folder_readers
+from tlt_hpc.models.once import ReadCut, readers_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 
@@ -143,8 +144,8 @@ def _find(run: RunFolder, step: int | None) -> Checkpoint | str:
 def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, world: World) -> str:
     """Have the decoder read its part of each of the policy's weights; returns their fingerprint. Collective.
 
-    Whole, and one at a time, a rank reads those alone that are dealt to it for the fingerprint, which must not depend
-    on how many ranks have a part of each.
+    Of a node's ranks the first reads. A rank by itself brings to memory whole, one at a time, what is dealt to it for
+    the fingerprint, which must not depend on how many ranks have a part of each.
 
     Raises:
         ValueError: they are not those of the decoder's shape.
@@ -152,7 +153,7 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
     fingerprint, cuts = Fingerprint(decoder.shape.tied_head), decoder.weight_cuts()
 
     def parts() -> Iterator[tuple[str, Tensor]]:
-        for number, (name, read) in enumerate(_readers(subject, checkpoint)):
+        for number, (name, read) in enumerate(readers_once(world.node_group, _readers(subject, checkpoint))):
             cut = cuts.get(name)  # None: the decoder refuses it, or has it in the embedding
             if cut is None or number % world.size != world.rank:
                 yield name, read(cut).to(decoder.dtype)

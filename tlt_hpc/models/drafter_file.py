@@ -15,7 +15,9 @@ from tlt_hpc.models.drafter import Drafter, Form
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
 from tlt_hpc.models.folder import embedded
+from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.mpi.node import ALONE, NodeGroup
 
 DRAFTER_FILE = "drafter.safetensors"
 TOKEN_IDS = "token_ids"
@@ -57,13 +59,16 @@ def stored_name(name: str) -> str:
     return name if name == TOKEN_IDS else f"{name}.weight"
 
 
-def load_drafter(place: str, decoder: Decoder, asked: str) -> Drafter:
+def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup = ALONE) -> Drafter:
     """The drafter of a folder, beside a decoder and in its precision, laid out for serving.
+
+    Collective over the ``node``, whose first rank reads.
 
     Raises:
         ValueError: as ``read_drafter``.
     """
-    weights = read_drafter(place, decoder.shape, asked)
+    weights = read_all_once(node, lambda: read_drafter(place, decoder.shape, asked))
+    assert weights is not None
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS))
     drafter.requires_grad_(False)
     drafter.load_state_dict({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})

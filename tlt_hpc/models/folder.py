@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,21 +13,19 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.config import UserError
 from tlt_hpc.models.json_file import read_json
-from tlt_hpc.models.once import share
+from tlt_hpc.models.once import ReadCut, readers_once, share
 from tlt_hpc.models.piece import TAKE_CONFIG, Cut
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import embedded as embedded
 from tlt_hpc.models.tokenizer import find_model as find_model
 from tlt_hpc.models.tokenizer import load_tokenizer as load_tokenizer
-from tlt_hpc.mpi.node import NodeGroup
+from tlt_hpc.mpi.node import ALONE, NodeGroup
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"
-ReadCut = Callable[[Cut | None], torch.Tensor]
-"""Reads a stored tensor: all of it, or a block."""
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -85,16 +83,20 @@ def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
     return model.eval()
 
 
-def folder_weights(folder: Path, cuts: Mapping[str, Cut] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def folder_weights(
+    folder: Path, cuts: Mapping[str, Cut] | None = None, node: NodeGroup = ALONE
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
 
-    ``cuts``: the part to read of those that it names; nothing else of them is brought to memory.
+    Collective over the ``node``, whose first rank reads.
+
+    ``cuts``: the part to take of those that it names; a rank by itself brings nothing else of them to memory.
 
     Raises:
         ValueError: the folder has no safetensors file, or lacks a shard or a tensor that its index names; a tensor is
             not of the sizes that it is cut from.
     """
-    for name, read in folder_readers(folder):
+    for name, read in readers_once(node, folder_readers(folder)):
         yield name, read(cuts.get(name) if cuts else None)
 
 

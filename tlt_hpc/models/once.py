@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from tlt_hpc.models.piece import Cut
 from tlt_hpc.mpi.node import NodeGroup
+
+ReadCut = Callable[[Cut | None], Tensor]
+"""Reads a stored tensor: all of it, or a block."""
 
 
 def read_once(node: NodeGroup, read: Callable[[], Tensor]) -> Tensor:
@@ -47,6 +52,40 @@ def read_all_once(node: NodeGroup, read: Callable[[], Mapping[str, Tensor] | Non
     if names is None:
         return None
     return {name: read_once(node, lambda name=name: found[0][name]) for name in names}  # type: ignore[misc]
+
+
+def readers_once(node: NodeGroup, readers: Iterable[tuple[str, ReadCut]]) -> Iterator[tuple[str, ReadCut]]:
+    """Named tensors to be read one after another, whose files the node's first rank alone opens; collective over it.
+
+    That rank reads them whole, and the others take their blocks of what they are given.
+
+    Raises:
+        ValueError: on all its ranks, where reading one raises one.
+    """
+    if node.size == 1:
+        yield from readers
+        return
+    left, found = iter(readers), list[Tensor]()
+
+    def look() -> tuple[str, torch.Size, torch.dtype] | None:
+        named = next(left, None)
+        if named is None:
+            return None
+        found[:] = [named[1](None).contiguous()]
+        return named[0], found[0].shape, found[0].dtype
+
+    while (told := node.once(look)) is not None:
+        name, shape, dtype = told
+        tensor = found[0] if found else torch.empty(shape, dtype=dtype)
+        share(node, [tensor])
+        yield name, partial(_cut, name, tensor)
+
+
+def _cut(name: str, tensor: Tensor, cut: Cut | None) -> Tensor:
+    if cut is None:
+        return tensor
+    cut.check(name, tensor.shape)
+    return tensor[cut.slices]
 
 
 def share(node: NodeGroup, tensors: Iterable[Tensor]) -> None:

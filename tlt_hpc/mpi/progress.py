@@ -19,7 +19,7 @@ LARGEST_CPU_SHARE = 0.01
 DEAREST_POLL_SECONDS = 1e-3
 """CPU time that a poll and a wake-up never take together."""
 LONGEST_STRETCH = 4
-"""How many times the cap a pause may be where polls are dear: the release is late by no more than that."""
+"""How many times the cap a pause may be where polls are dear, unless the caller says otherwise."""
 IPROBE_EVERY_SECONDS = 2e-3
 
 
@@ -27,11 +27,16 @@ class BackOff:
     """Pauses that double from 50 microseconds up to a cap, so that a waiting rank leaves its core to others.
 
     Where a poll and its wake-up are dear, as on a slow or crowded node, the cap stretches until waiting takes no more
-    than 1 % of the core, at most fourfold.
+    than ``share`` of the core, to ``stretched_seconds`` at most.
     """
 
-    def __init__(self, cap_seconds: float = LONGEST_PAUSE_SECONDS) -> None:
-        self._cap_seconds = cap_seconds
+    def __init__(
+        self,
+        cap_seconds: float = LONGEST_PAUSE_SECONDS,
+        share: float = LARGEST_CPU_SHARE,
+        stretched_seconds: float = LONGEST_STRETCH * LONGEST_PAUSE_SECONDS,
+    ) -> None:
+        self._cap_seconds, self._share, self._stretched_seconds = cap_seconds, share, stretched_seconds
         self._pause_seconds = min(FIRST_PAUSE_SECONDS, cap_seconds)
         self._cpu_at = time.thread_time()
         self._poll_cpu_seconds = 0.0
@@ -44,8 +49,8 @@ class BackOff:
             # the mean of a few, since only some polls find a round complete
             self._poll_cpu_seconds += (spent - self._poll_cpu_seconds) / 4
         self._cpu_at = cpu_now
-        worth = self._poll_cpu_seconds / LARGEST_CPU_SHARE
-        longest = min(max(self._cap_seconds, worth), LONGEST_STRETCH * self._cap_seconds)
+        worth = self._poll_cpu_seconds / self._share
+        longest = max(self._cap_seconds, min(worth, self._stretched_seconds))
         time.sleep(min(self._pause_seconds, longest))
         self._pause_seconds = min(2 * self._pause_seconds, longest)
 
@@ -66,16 +71,30 @@ def wait(request: MPI.Request, name: str, scope: str = "world") -> None:
     BEAT.go_on()
 
 
+def rest_shortly() -> None:
+    """Between two calls of a thread that lets others progress."""
+    time.sleep(IPROBE_EVERY_SECONDS)
+
+
 class ProgressThread:
-    """A helper thread that calls ``advance``, which enters the MPI library, every 2 ms during a long call of this rank.
+    """A helper thread that calls ``advance``, which enters the MPI library, every few ms of a rank's long call.
 
     Most MPI libraries advance a nonblocking collective only while the process is inside some MPI call; without this
     every other rank's round would wait for the call to return. Needs MPI_THREAD_MULTIPLE. ``advance`` never runs
     outside ``running``.
+
+    Args:
+        rest: sleeps between two calls; every 2 ms unless it says otherwise.
+        wake: ends a rest under way, which ``running`` waits for at its end.
     """
 
-    def __init__(self, advance: Callable[[], None]) -> None:
-        self._advance = advance
+    def __init__(
+        self,
+        advance: Callable[[], None],
+        rest: Callable[[], None] = rest_shortly,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._advance, self._rest, self._wake = advance, rest, wake
         self._lock = threading.Lock()
         self._active = threading.Event()
         self._closing = False
@@ -97,8 +116,10 @@ class ProgressThread:
         try:
             yield
         finally:
+            self._active.clear()
+            self._wake()
             with self._lock:  # the thread may be in the middle of a call
-                self._active.clear()
+                pass
         self.check()
 
     def check(self) -> None:
@@ -122,8 +143,9 @@ class ProgressThread:
         try:
             while self._active.wait() and not self._closing:
                 with self._lock:
+                    if self._active.is_set():
+                        self._rest()  # first: most calls are short
                     if self._active.is_set() and not self._closing:
                         self._advance()
-                time.sleep(IPROBE_EVERY_SECONDS)
         except BaseException as error:  # noqa: BLE001 (a thread's error must reach the rank's main thread, whatever it is)
             self._error = error

@@ -1,6 +1,6 @@
 """Owns the repeated exchange of every rank's status during a rollout; knows neither the engine nor the drafter.
 
-One nonblocking allgather of a small fixed record per rank is under way at any time of a rollout. A rank posts the next
+One exchange of a small fixed record per rank is under way at any time of a rollout. A rank posts the next
 round only on having seen the last one, and none after a roster that is `over`; all ranks see the same rosters, so all
 leave on the same round with nothing pending, and rounds of two rollouts cannot meet.
 """
@@ -13,53 +13,52 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import LONGEST_PAUSE_SECONDS, BackOff, ProgressThread
+from tlt_hpc.mpi.exchange import Exchange
+from tlt_hpc.mpi.progress import IPROBE_EVERY_SECONDS, LONGEST_STRETCH, ProgressThread
 from tlt_hpc.mpi.roster import Heard, Roster, State, Status
+from tlt_hpc.mpi.shared import Records
 from tlt_hpc.watch.beat import BEAT
 
-BUSY_SECONDS = 10e-3
-"""From one look of a rank that decodes to its next, in a run: rounds of a small model take a few milliseconds."""
+BUSY_SECONDS = 50e-3
+"""From one look of a rank that decodes to its next, in a run, where it has a core: rounds of a small model take a few
+milliseconds. What changes in its own state it tells at once, so nobody is released the later for it."""
+_BUSY = State.BUSY
 RECORD_FIELDS = ("epoch", "round", "state", "sequences_left", "tokens", "drafter_steps", "stop")
 
 
 class Pulse:
     """Tells every rank, without ever blocking, what all the others are doing.
 
-    ``comm`` is private to the pulse (``World.private_comm``). A BUSY rank looks at it once in ``busy_seconds``.
+    ``exchange`` is private to the pulse. A BUSY rank looks at it once in ``busy_seconds``, and the more seldom the more
+    ranks share a core.
 
     Counters, over all rollouts: ``num_polls``, ``num_rounds``; ``last_round_seconds`` runs from this rank's posting of
     the last round to its seeing the result. ``released_at`` is when this rank came to know that the last rollout was
     over, by ``time.perf_counter``.
     """
 
-    def __init__(
-        self, comm: MPI.Comm, back_off_cap_seconds: float = LONGEST_PAUSE_SECONDS, busy_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, exchange: Exchange, busy_seconds: float = 0.0) -> None:
         self.num_polls = 0
         self.num_rounds = 0
         self.last_round_seconds = 0.0
         self.released_at = 0.0
-        self._comm = comm
-        self._back_off = BackOff(back_off_cap_seconds)
-        self._busy_seconds = busy_seconds
+        self._exchange = exchange
+        self._busy_seconds = busy_seconds * exchange.crowding
         self._next_look = 0.0
-        self._progress = ProgressThread(self._advance)
+        self._progress = ProgressThread(self._advance, self._rest, self._wake)
         self._standing: Status | None = None
         self._told_over = True
-        # mpi4py does not keep the buffers of a nonblocking collective alive: they live as long as the pulse.
-        self._sent = np.zeros(len(RECORD_FIELDS), np.int64)
-        self._received = np.zeros((comm.size, len(RECORD_FIELDS)), np.int64)
-        self._request: MPI.Request | None = None
+        self._is_posted = False
         self._posted_at = 0.0
         self._roster: Roster | None = None
 
     def begin(self, epoch: int) -> None:
         """Start the rollout ``epoch`` (its step); nothing of an earlier one may be pending."""
-        assert self._request is None, "a round of an earlier rollout is pending: poll until its roster is over"
-        self._roster = Roster.before_first_round(epoch, self._comm.size)
+        assert not self._is_posted, "a round of an earlier rollout is pending: poll until its roster is over"
+        self._roster = Roster.before_first_round(epoch, self._exchange.num_ranks)
         self._told_over = False
-        self._back_off.reset()
+        self._next_look = 0.0
+        self._exchange.begin()
         BEAT.begin_pulse()
 
     def poll(self, status: Status) -> Roster:
@@ -71,13 +70,22 @@ class Pulse:
         Raises:
             RuntimeError: the thread behind ``progressing`` has failed.
         """
+        self.num_polls += 1
+        if time.perf_counter() < self._next_look and status.state is _BUSY and not status.stop:
+            BEAT.tick()  # most polls end here, between two rounds of decoding that have turned the caches over
+            assert self._roster is not None
+            return self._roster
+        return self.look(status)
+
+    def look(self, status: Status) -> Roster:
+        """As ``poll``, however recently this rank has looked."""
         assert self._roster is not None and not self._told_over, "poll outside a rollout: call begin first"
         self._progress.check()
-        self.num_polls += 1
-        if self._is_due(status):
-            self._move_on(self._roster, status)
+        self._move_on(self._roster, status)
         self._told_over = self._roster.over
-        BEAT.polled(self.num_rounds, status.sequences_left, self._roster.over)
+        if not self._told_over:
+            self._next_look = time.perf_counter() + self._busy_seconds
+        BEAT.polled(self.num_rounds, status.sequences_left, self._told_over)
         return self._roster
 
     @property
@@ -86,9 +94,9 @@ class Pulse:
         return self._roster is not None and self._roster.over
 
     def back_off(self) -> None:
-        """Sleep, doubling to the cap; a roster in which the number of BUSY ranks has changed starts short again."""
+        """Sleep for a while, or until another roster may be there."""
         BEAT.stand_by()
-        self._back_off.pause()
+        self._exchange.pause()
 
     @contextmanager
     def progressing(self, status: Status | None = None) -> Iterator[None]:
@@ -110,57 +118,62 @@ class Pulse:
         """End the helper thread; to be called before MPI finalises."""
         self._progress.close()
 
-    def _is_due(self, status: Status) -> bool:
-        """Whether to ask the library: a BUSY rank has no use for the others' news every few milliseconds."""
-        now = time.perf_counter()
-        if status.state == State.BUSY and not status.stop and now < self._next_look:
-            return False
-        self._next_look = now + self._busy_seconds
-        return True
-
     def _advance(self) -> None:
         """One call of the helper thread, while the main thread is away."""
+        self._exchange.comm.Iprobe()  # whatever else is under way, such as a merge, goes on as well
         if self._standing is None or self._roster is None:
-            self._comm.Iprobe()
+            self._exchange.advance()
         elif not self._roster.over:
             self._move_on(self._roster, self._standing)
+
+    def _rest(self) -> None:
+        """Between two such calls: with a status nothing else is under way, and a new roster wakes the thread."""
+        if self._standing is None:
+            time.sleep(IPROBE_EVERY_SECONDS * min(self._exchange.crowding, LONGEST_STRETCH))
+        else:
+            self._exchange.rest()
+
+    def _wake(self) -> None:
+        if self._standing is not None:
+            self._exchange.wake()
 
     def _move_on(self, roster: Roster, status: Status) -> None:
         """Take the round's roster if it is there, and post the next round unless all is over."""
         if roster.over:
             return
-        if self._request is not None:
-            if not self._request.Test():
+        if self._is_posted:
+            records = self._exchange.take()
+            if records is None:
                 return
-            roster = self._take_roster(roster)
+            roster = self._take_roster(roster, records)
         if not roster.over:
             self._post(roster, status)
 
     def _post(self, roster: Roster, status: Status) -> None:
-        self._sent[:] = (
-            roster.epoch,
-            roster.round + 1,
-            status.state,
-            status.sequences_left,
-            status.tokens,
-            status.drafter_steps,
-            status.stop,
-        )
         self._posted_at = time.perf_counter()
-        self._request = self._comm.Iallgather(self._sent, self._received)
+        self._is_posted = True
+        self._exchange.post(
+            (
+                roster.epoch,
+                roster.round + 1,
+                status.state,
+                status.sequences_left,
+                status.tokens,
+                status.drafter_steps,
+                status.stop,
+            )
+        )
 
-    def _take_roster(self, previous: Roster) -> Roster:
-        self._request = None
+    def _take_roster(self, previous: Roster, records: Records) -> Roster:
+        self._is_posted = False
         self.num_rounds += 1
         self.last_round_seconds = time.perf_counter() - self._posted_at
         expected = (previous.epoch, previous.round + 1)
-        assert (self._received[:, :2] == expected).all(), (
-            f"records of epoch and round {expected}: {self._received[:, :2]}"
+        assert not np.count_nonzero(records[:, :2] - expected), (
+            f"records of epoch and round {expected}: {records[:, :2]}"
         )
-        self._roster = Roster(*expected, Heard(self._received[:, 2:].copy()))
+        self._roster = Roster(*expected, Heard(records[:, 2:]))
         if self._roster.over:
+            self._next_look = 0.0
             self.released_at = time.perf_counter()
-        # A reset at every roster would keep the pauses of an idle rank short for as long as a busy one steps quickly.
-        if self._roster.num_busy != previous.num_busy:
-            self._back_off.reset()
         return self._roster

@@ -7,11 +7,11 @@ is the first rank's to say. Knows neither what they compute nor how they sum it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace as changed
 
 import numpy as np
 
 from tlt_hpc.config import ConfigError
+from tlt_hpc.mpi.exchange import Exchange
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import wait
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
@@ -69,15 +69,17 @@ class ReplicaPulse(Pulse):
     that the ranks of a replica have in common. What a replica generates is told by its first rank alone.
     """
 
-    def __init__(self, comm: MPI.Comm, replica: Replica, mark: Callable[[], int]) -> None:
-        super().__init__(comm, busy_seconds=BUSY_SECONDS)
+    def __init__(
+        self, exchange: Exchange, replica: Replica, mark: Callable[[], int], busy_seconds: float = BUSY_SECONDS
+    ) -> None:
+        super().__init__(exchange, busy_seconds)
         self._replica, self._mark = replica, mark
         self._seen: Roster | None = None
         self._going: Roster | None = None
 
     def begin(self, epoch: int) -> None:
         super().begin(epoch)
-        self._seen = self._going = Roster.before_first_round(epoch, self._comm.size)
+        self._seen = self._going = Roster.before_first_round(epoch, self._exchange.num_ranks)
 
     def poll(self, status: Status) -> Roster:
         """As ``Pulse.poll``; collective over the replica while it is BUSY."""
@@ -88,14 +90,14 @@ class ReplicaPulse(Pulse):
             leaves = bool(self._replica.agree(int(roster.over), self._mark()))
             while leaves and not roster.over:  # the first rank's roster is on its way to this one
                 self.back_off()
-                roster = super().poll(status)
+                roster = self.look(status)
         self._seen = roster
         if not roster.over:
             self._going = roster
         return roster if leaves else self._going
 
     def _post(self, roster: Roster, status: Status) -> None:
-        alone = status if self._replica.index == 0 else changed(status, sequences_left=0, tokens=0)
+        alone = status if self._replica.index == 0 else status._replace(sequences_left=0, tokens=0)
         super()._post(roster, alone)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +23,14 @@ class State(IntEnum):
     TRAINING = 2
 
 
-@dataclass(frozen=True)
-class Status:
+_BUSY = int(State.BUSY)
+
+
+class Status(NamedTuple):
     """One rank's part of a roster.
 
     ``tokens`` counts what the rank has generated in this rollout so far, ``drafter_steps`` its micro-steps in this
-    rollout; ``stop`` is its vote to end the rollout early.
+    rollout; ``stop`` is its vote to end the rollout early. One is made before every round of decoding.
     """
 
     state: State
@@ -50,8 +53,8 @@ class Heard:
 
     def __init__(self, records: NDArray[np.int64]) -> None:
         self._records = records
-        self.num_busy = int((records[:, 0] == State.BUSY).sum())
-        self.stopping = bool(records[:, 4].any())
+        self.num_busy = len(records) - int(np.count_nonzero(records[:, 0] - _BUSY))
+        self.stopping = bool(np.count_nonzero(records[:, 4]))
 
     def __len__(self) -> int:
         return len(self._records)

@@ -1,11 +1,13 @@
-"""DeepSpeed's engines round a model: the one that trains, the one that only reads. Knows no rollout."""
+"""DeepSpeed's engines round a model: the one that trains, the one that only reads. Knows no rollout.
+
+DeepSpeed is imported where it is used: it takes seconds, and commands that train no policy do without.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import deepspeed
 import torch
 
 from tlt_hpc.config import Config
@@ -47,6 +49,8 @@ def frozen_settings(config: Config, num_ranks: int, device_type: str) -> dict[st
 
 def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
     """The engine that trains a model, equal on all ranks (at stage 3 rank 0's counts alone); collective."""
+    import deepspeed
+
     device_type = deepspeed.get_accelerator().device_name()
     settings = engine_settings(config, num_ranks, device_type)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -69,6 +73,8 @@ def start_frozen_engine(model: torch.nn.Module, config: Config, num_ranks: int) 
     DeepSpeed takes stage 3 without an optimiser for inference (its ``DeepSpeedZeRoOffload``): parameters stay in the
     precision that they have.
     """
+    import deepspeed
+
     settings = frozen_settings(config, num_ranks, deepspeed.get_accelerator().device_name())
     _partition(model, settings)
     engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
@@ -78,6 +84,8 @@ def start_frozen_engine(model: torch.nn.Module, config: Config, num_ranks: int) 
 
 def _partition(model: torch.nn.Module, settings: dict[str, Any]) -> None:
     """Deal rank 0's parameters over the ranks one after another: a whole model never stands on a device."""
+    import deepspeed
+
     device = torch.device(deepspeed.get_accelerator().current_device_name())
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

@@ -13,17 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import numpy as np
 import torch
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 from numpy.typing import NDArray
 
 from tlt_hpc.config import Config
@@ -167,6 +158,8 @@ class Policy:
         reference: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
         assert torch.distributed.is_initialized(), "join_process_group comes first"
+        import deepspeed  # seconds, and files, that a rank which trains no policy does without
+
         assert (config.algorithm.kl_coefficient > 0) == (reference is not None), "a reference goes with a KL term"
         dtypes = {str(parameter.dtype) for parameter in model.parameters()}
         assert dtypes == {f"torch.{config.model.dtype}"}, f"model in {dtypes}, config says {config.model.dtype}"
@@ -485,6 +478,8 @@ class Policy:
         """Within it the parameter is whole; what rank ``modifier_rank`` writes there is kept on all ranks."""
         if self._stage < 3:
             return nullcontext()
+        import deepspeed
+
         gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
             [parameter], modifier_rank=modifier_rank
         )
@@ -504,6 +499,8 @@ class Policy:
         self._set_step_count(self._num_steps)
 
     def _full_state(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
         state: torch.Tensor
         BEAT.tick()
         if self._stage == 0:
@@ -517,6 +514,8 @@ class Policy:
     def _own_piece(self, parameter: Any, kind: str) -> Piece | None:
         """What ZeRO keeps of a parameter's state on this rank; None where that is nothing."""
         if self._stage == 3:
+            from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
             own = (
                 safe_get_local_fp32_param(parameter)
                 if kind == "master"
@@ -532,6 +531,8 @@ class Policy:
         return Piece(fragment.detach(), mapping.lp_fragment_address.start, tuple(parameter.shape))
 
     def _set_full_state(self, parameter: torch.nn.Parameter, kind: str, value: torch.Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
         BEAT.tick()
         if self._stage == 0:
             self._full_state(parameter, kind).copy_(value)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import torch
 from torch import Tensor
 
@@ -31,6 +30,8 @@ class Reference:
     """
 
     def __init__(self, model: torch.nn.Module, config: Config, world: World, sequence: SequenceGroup | None) -> None:
+        import deepspeed
+
         self._rank, self._num_ranks = world.rank, world.size
         model.requires_grad_(False).eval()
         self._parameters: dict[str, Any] = dict(model.named_parameters())
@@ -80,5 +81,7 @@ class Reference:
 
 def _written(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
     """Within it a dealt parameter is whole, and what rank 0 writes there is kept; one that is not dealt is as it is."""
+    import deepspeed
+
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
     return context

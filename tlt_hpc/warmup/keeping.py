@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from safetensors.torch import save_file
 
 from tlt_hpc.models.drafter_file import DRAFTER_FILE
+from tlt_hpc.models.once import read_once
 from tlt_hpc.storage.drafter_facts import DrafterFacts, write_facts
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.warmup.parts import Parts
@@ -73,5 +76,6 @@ def resume(parts: Parts) -> Progress:
     saved = parts.world.broadcast(parts.saves.newest() if parts.world.rank == 0 else None)
     if saved is None:
         return Progress()
-    parts.trainer.load_state({name: saved.read("drafter", name) for name in saved.names("drafter")})
+    node, names = parts.world.node_group, saved.names("drafter")
+    parts.trainer.load_state({name: read_once(node, partial(saved.read, "drafter", name)) for name in names})
     return from_json(saved.state["progress"])

@@ -9,6 +9,7 @@ drafter/          the best drafter so far and its facts
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tlt_hpc.checkpoint.store import CheckpointStore
@@ -20,9 +21,10 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.once import read_all_once
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan import Assets, read_assets
+from tlt_hpc.plan import Assets, read_assets_once
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.warmup.texts import Texts, from_logs, from_prompts
@@ -66,13 +68,15 @@ def assemble(config: Config, world: World) -> Parts:
     Raises:
         ValueError: the user's mistake, before anything is written.
     """
-    assets = read_assets(config, world.size)
+    node = world.node_group
+    assets = read_assets_once(config, world.size, node)
     settings = engine_settings(config, assets, world)
-    warm = initial_drafter(config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
+    init = partial(initial_drafter, config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
+    warm = read_all_once(node, init)
     texts = choose_texts(config, assets, settings.num_tokens, world)
     replica = make_replica(config, world)
     decoder = make_decoder(config, assets, world, replica)
-    decoder.load(folder_weights(assets.folder, decoder.weight_cuts()), 0, are_cut=True)
+    decoder.load(folder_weights(assets.folder, decoder.weight_cuts(), node), 0, are_cut=True)
     folder = RunFolder(config.folder)
     # the cache that comes with it is a run's; a warm-up keeps its features in parts
     drafting = make_drafting(config, world, folder, decoder, assets, warm)
