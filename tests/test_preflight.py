@@ -246,6 +246,37 @@ def test_a_planted_problem_is_found_and_hides_no_other(place: Place, plant: Plan
     assert list(verdicts) == ["config", *CHECKS, "slurm"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a user namespace in which none may be made: needs root")
+def test_a_system_that_refuses_the_sandbox_is_found(place: Place) -> None:
+    """In a process of its own, since what it is forbidden it can never have again."""
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
+    place.set("reward.default=code")
+    status, verdicts = check_apart(place, "unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
+    said = r"this machine allows none: unshare\(.*No space left.*have user namespaces allowed.*use another kind"
+    assert_found(status, verdicts, "rewards", said, {"mpi library", "mpi launcher", "ranks talk"})
+    assert "the sandbox works on this machine" in place.check()[1]["rewards"]["found"]
+
+
+def test_where_no_module_was_loaded_only_mpi_fails(place: Place) -> None:
+    """In a process that has never loaded an MPI library, as a login node's."""
+    status, verdicts = check_apart(place)
+    assert_found(status, verdicts, "mpi library", r"does not load: /nowhere/libmpi.so.*MPI module", {"ranks talk"})
+    assert list(verdicts) == ["config", *CHECKS, "slurm"]
+
+
+def check_apart(place: Place, *before: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """As ``Place.check``, in a process without an MPI library, started by the command ``before``."""
+    path = place.path / "verdicts.json"
+    job = [str(ROOT / "jobs" / "tiny.toml"), *place.base(), *place.arguments, "--json", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    done = subprocess.run(
+        [*before, sys.executable, "-m", "tlt_hpc", "preflight", *job],
+        env=environment, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert path.exists(), done.stderr
+    return done.returncode, {one["name"]: one for one in json.loads(path.read_text())["verdicts"]}
+
+
 def assert_found(
     status: int, verdicts: dict[str, dict[str, str]], name: str, said: str, also: set[str], level: str = "failure"
 ) -> None:

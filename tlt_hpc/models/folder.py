@@ -19,10 +19,11 @@ from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import embedded as embedded
 from tlt_hpc.models.tokenizer import find_model as find_model
 from tlt_hpc.models.tokenizer import load_tokenizer as load_tokenizer
-from tlt_hpc.mpi.node import NodeGroup
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from tlt_hpc.mpi.node import NodeGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tlt_hpc.mpi.node import NodeGroup
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.node import NodeGroup
 
 
 def read_once(node: NodeGroup, read: Callable[[], Tensor]) -> Tensor:
