@@ -20,6 +20,7 @@ from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, make_drafter
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
+from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import ModelAssets, check_division
@@ -150,12 +151,12 @@ def engine_settings_of(
     )
 
 
-def make_ready(config: Config, engine: RolloutEngine, wanted: list[Wanted]) -> None:
-    """Measure near-ties and costs on responses that are thrown away."""
+def make_ready(config: Config, engine: RolloutEngine, wanted: list[Wanted], node: NodeGroup) -> None:
+    """Measure near-ties and costs on responses that are thrown away; collective over the node."""
     requests = calibration_requests(wanted)
     engine.calibrate(requests)
     if len(engine.settings.strategies) > 1 and config.speculation.profile_seconds:
-        engine.profile(requests, config.speculation.profile_seconds)
+        engine.profile(requests, config.speculation.profile_seconds, node)
 
 
 def calibration_requests(wanted: list[Wanted]) -> list[Request]:
