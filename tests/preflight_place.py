@@ -83,11 +83,19 @@ class Place:
         kinds: str = "MPI plugin types are...\n\tpmi2\n\tpmix\n",
         script: str = SCRIPT,
         settings: dict[str, str] | None = None,
-        **partition: str,
+        others: dict[str, dict[str, str]] | None = None,
+        **partition: str | None,
     ) -> None:
-        """A Slurm that says what it is told to, and a script that asks it for two nodes."""
-        words = " ".join(f"{key}={value}" for key, value in {**PARTITION, **partition}.items())
-        one = self.write("partition.txt", f"{words}\nPartitionName=other State=UP\n")
+        """A Slurm that says what it is told to, and a script that asks it for two nodes.
+
+        A field of the partition that is None is not printed; ``others``: further partitions, by what is their own.
+        """
+        beside = ({**PARTITION, "PartitionName": name, **own} for name, own in (others or {}).items())
+        lines = [
+            " ".join(f"{key}={value}" for key, value in one.items() if value is not None)
+            for one in ({**PARTITION, **partition}, *beside)
+        ]
+        one = self.write("partition.txt", "\n".join([*lines, "PartitionName=other State=UP\n"]))
         whole = {**SETTINGS, **(settings or {})}
         all_ = self.write("config.txt", "\n".join(f"{key:<20} = {value}" for key, value in whole.items()))
         self.command("scontrol", f"case $2 in partition) cat '{one}';; config) cat '{all_}';; esac")
@@ -125,7 +133,7 @@ def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv("PATH", f"{path / 'bin'}:/usr/bin:/bin")
     for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_TIMELIMIT"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("SLURM_JOB_ID", "TLT_SRUN_MPI", "TLT_LOCAL_CACHE", "TLT_LOCAL_DISK", "SLURM_TMPDIR"):
+    for name in ("SLURM_JOB_ID", "TLT_SRUN_MPI", "TLT_LOCAL_DISK", "SLURM_TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(path))
     monkeypatch.setattr(mpi, "ask", answer_of_mpich)

@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from launch_ranks import run_on_ranks
 
 from tlt_hpc.rollout import cost_profile
 from tlt_hpc.rollout.cost_profile import (
@@ -25,6 +27,7 @@ from tlt_hpc.rollout.cost_profile import (
 )
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of
 
+T = TypeVar("T")
 KEY = ProfileKey("processor", 2, "cpu", 1, "2.10", "qwen2-8x128", "float32")
 
 
@@ -252,15 +255,73 @@ def test_the_processor_has_a_name():
     assert os.cpu_count()
 
 
-def test_ranks_that_measure_together_read_or_measure_as_the_first_does(tmp_path: Path) -> None:
-    machine, again = FakeMachine(), FakeMachine()
-    with pytest.raises(ValueError) as caught:
-        load_or_measure(KEY, ARMS, 8, machine, folder=tmp_path, agree=lambda number: 1)
-    assert str(caught.value).endswith(
-        "is read by another rank of this replica and not by this one; set TLT_CACHE to a folder that all of its ranks "
-        "see"
-    )
-    assert not machine.calls
-    load(tmp_path, machine)
-    load_or_measure(KEY, ARMS, 8, again, folder=tmp_path, agree=lambda number: 0)
-    assert again.calls, "the first found none, and measures"
+# --- the ranks of a node ---
+
+
+class CountingNode:
+    """A node's first or second rank, whose marks are counted; what the second is given stands there already."""
+
+    def __init__(self, given: list[object] | None = None) -> None:
+        self.given, self.marks = given, []
+
+    def alike(self, mark: int) -> "CountingNode":
+        self.marks.append(mark)
+        return self
+
+    def once(self, do: Callable[[], T]) -> T:
+        return do() if self.given is None else self.given.pop(0)
+
+
+def test_a_rank_that_is_not_its_nodes_first_opens_nothing_and_takes_what_it_is_given(tmp_path: Path) -> None:
+    profile, machine, folder = measured(max_live=8), FakeMachine(), tmp_path / "none"
+    second = CountingNode([None, profile])
+    assert load_or_measure(KEY, ARMS, 8, machine, folder=folder, node=second) == profile
+    assert machine.calls, "no profile was kept: all measure at the same time"
+    assert second.given == [] and not folder.exists()
+    idle = FakeMachine()
+    assert load_or_measure(KEY, ARMS, 8, idle, folder=folder, node=CountingNode([profile])) == profile
+    assert not idle.calls
+
+
+def test_ranks_that_compute_together_count_as_what_the_first_of_them_is(tmp_path: Path) -> None:
+    first, other, second = CountingNode(), CountingNode(), CountingNode()
+    load_or_measure(KEY, ARMS, 8, FakeMachine(), folder=tmp_path, node=first)
+    key = replace(KEY, device="another GPU")
+    load_or_measure(key, ARMS, 8, FakeMachine(), folder=tmp_path, node=other)
+    load_or_measure(key, ARMS, 8, FakeMachine(), folder=tmp_path, node=second, agree=lambda number: first.marks[0])
+    assert second.marks == first.marks != other.marks
+    assert 0 <= first.marks[0] < 2**63, "it travels as a number of 64 bits"
+
+
+def load_as_nodes(folder: str) -> dict[str, object]:
+    """Three ranks on a node and two on another; the third's GPU is of another kind. Twice, as two starts."""
+    import tlt_hpc.mpi.world as world_module
+
+    rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    world_module.socket.gethostname = lambda: "here" if rank < 3 else "there"
+    world = world_module.World.connect()
+    key = replace(KEY, device="odd" if rank == 2 else "usual")
+    read, write, opened = cost_profile.read_profile, cost_profile.write_profile, []
+    cost_profile.read_profile = lambda path: (opened.append("read"), read(path))[1]
+    cost_profile.write_profile = lambda path, profile: (opened.append("write"), write(path, profile))[1]
+    found = []
+    for _ in range(2):
+        machine = FakeMachine(sleep=0.001 * rank)
+        profile = load_or_measure(key, ARMS, 4, machine, folder=Path(folder), node=world.node_group)
+        found.append([profile.key.device, profile.measured_seconds, bool(machine.calls)])
+        world.barrier()
+    return {"opened": opened, "found": found}
+
+
+@pytest.mark.mpi
+def test_one_rank_of_each_kind_on_a_node_opens_the_profile(tmp_path: Path) -> None:
+    results = run_on_ranks(5, load_as_nodes, str(tmp_path))
+    first_of_its_kind = ["read", "write", "read"]
+    assert [one["opened"] for one in results] == [first_of_its_kind, [], first_of_its_kind, first_of_its_kind, []]
+    starts = [one["found"] for one in results]
+    assert [[measures for _, _, measures in found] for found in starts] == [[True, False]] * 5
+    assert [device for ((device, *_), _) in starts] == ["usual", "usual", "odd", "usual", "usual"]
+    assert starts[0] == starts[1] and starts[3][0] == starts[4][0], "the node's ranks have the same one"
+    assert starts[2][0][1] == starts[2][1][1], "the odd one has its own again"
+    assert len({found[1][1] for found in starts[:2] + starts[3:]}) == 1, "the second start's is one file's"
+    assert len(list(tmp_path.iterdir())) == 2

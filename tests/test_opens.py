@@ -48,8 +48,8 @@ def start_and_go_on(job: str, overrides: list[str]) -> str:
     return result.policy_sha256
 
 
-def readers_of(traces: Path, below: Path) -> dict[str, int]:
-    """How many processes have opened each file below a folder to read it."""
+def openers_of(traces: Path, below: Path, writes: bool = False) -> dict[str, set[int]]:
+    """The processes that have opened each file below a folder to read it, or to write it."""
     lines = {int(file.suffix[1:]): file.read_text(errors="replace").splitlines() for file in traces.iterdir()}
     started = ((int(found[1]), task) for task in lines for line in lines[task] if (found := THREAD.match(line)))
     owner = dict(started)
@@ -59,9 +59,9 @@ def readers_of(traces: Path, below: Path) -> dict[str, int]:
         while process in owner:
             process = owner[process]
         for path, flags in (match.groups() for line in opens if (match := OPENED.search(line))):
-            if Path(path).is_relative_to(below) and "WR" not in flags and Path(path).suffix:  # folders have none
+            if Path(path).is_relative_to(below) and ("WR" in flags) == writes and Path(path).suffix:  # no folders
                 found[str(Path(path).relative_to(below))].add(process)
-    return {path: len(processes) for path, processes in found.items()}
+    return found
 
 
 def place_of_files(tmp_path: Path) -> tuple[Path, Path, list[str]]:
@@ -88,17 +88,19 @@ def place_of_files(tmp_path: Path) -> tuple[Path, Path, list[str]]:
 
 
 def readers_in(tmp_path: Path, job: Path, num_ranks: int, program: list[str]) -> dict[str, int]:
-    """``readers_of`` the files below a folder, of ranks that run a program there."""
-    traces = tmp_path / "traces"
-    traces.mkdir()
+    """How many of the ranks that run a program have opened each file below a folder to read it; traces lie there."""
+    traces, home = tmp_path / "traces", tmp_path / "home"
+    traces.mkdir(), home.mkdir()
     trace = ["strace", "-f", "-ff", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,clone,clone3"]
     command = [*trace, "-o", str(traces / "rank"), mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py"]
-    environment = launch_environment(num_ranks, {**os.environ, **LAUNCH_ENVIRONMENT}, str(job))
+    # a home of its own: what is kept between runs (the cost profile) would else be opened where nobody looks
+    own = {name: value for name, value in os.environ.items() if name not in ("TLT_CACHE", "XDG_CACHE_HOME")}
+    environment = launch_environment(num_ranks, {**own, **LAUNCH_ENVIRONMENT, "HOME": str(home)}, str(job))
     done = subprocess.run(
         [*command, *program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return readers_of(traces, tmp_path)
+    return {path: len(processes) for path, processes in openers_of(traces, tmp_path).items()}
 
 
 @needs_strace
@@ -112,6 +114,10 @@ def test_each_file_is_opened_by_one_rank_of_the_node(num_ranks: int, tmp_path: P
     program = [launch_ranks.__file__, __file__, "start_and_go_on", given, str(results)]
     readers = readers_in(tmp_path, job, num_ranks, program)
     read = {path: count for path, count in readers.items() if not path.startswith(("runs/tiny/cache", "results"))}
+    profiles = [path for path in read if path.startswith("home/.cache/tlt_hpc/profiles/")]
+    assert len(profiles) == 1, "the second start reads what the first has measured"
+    written = openers_of(tmp_path / "traces", tmp_path / "home", writes=True)
+    assert len(set().union(*written.values())) == 1 and all(path.endswith(".part") for path in written), written
     assert {"read/model/model.safetensors", "read/model/tokenizer.json", "read/drafter/drafter.safetensors"} <= set(
         read
     )

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -17,12 +19,13 @@ from pathlib import Path
 import pytest
 from preflight_place import ROOT, SCRIPT, Place, make_place
 
-from tlt_hpc.cli import main
+from tlt_hpc.cli import main, parse
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.preflight import assets, disk, fix, machine, mpi, request, verdict, versions
 from tlt_hpc.preflight.ask import NoAnswer, ask
 from tlt_hpc.preflight.cluster import gpus_of
 from tlt_hpc.preflight.command import CHECKS, SLURM_CHECKS
+from tlt_hpc.preflight.file_system import local_disk
 
 Plant = Callable[[Place], None]
 
@@ -131,6 +134,13 @@ def small_quota(place: Place) -> None:
     place.prints("quota", f"Disk quotas for user me (uid 1):\n {mount.source} 1000* 900 1000 6days 17 0 0 0\n", 1)
 
 
+def small_group_quota(place: Place) -> None:
+    """The user's own has no limit, as is usual where groups or projects have theirs."""
+    source = machine.mount_of(place.path).source
+    place.command("quota", f"case $* in *-g*) echo '{source} 1000 900 1000 0 17 0 0 0';; "
+                           f"*) echo '{source} 1000 0 0 0 17 0 0 0';; esac")  # fmt: skip
+
+
 def few_files(place: Place) -> None:
     mount = machine.mount_of(place.path)
     place.prints("quota", f" {mount.source} 1000 0 0 0 999 0 1000 0\n")
@@ -205,8 +215,9 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (odd_ranks, "ranks", r"not divisible by 3 ranks.*use 15"),
     (small_gpus, "memory", r"Does not fit.*3.71 GB more than the 0.10 GB of each GPU.*rollout.max_live"),
     (small_disk, "disk", r"0.0 MB free of .*, the run writes .*make room"),
-    (small_quota, "quota", r"0.0 MB free of your quota on .*make room"),
-    (few_files, "quota", r"1 more files fit on your quota.*the run makes about"),
+    (small_quota, "quota", r"0.0 MB free of your user's quota on .*make room"),
+    (few_files, "quota", r"1 more files fit on your user's quota.*the run makes about"),
+    (small_group_quota, "quota", r"0.0 MB free of group \w+'s quota on .*make room"),
     (read_only_folder, "run folder", r"/sys .*not permitted.*set run.folder to another place"),
     (no_mpi, "mpi library", r"mpi4py does not load: .*libmpi.so.*load your site's MPI module"),
     (foreign_mpiexec, "mpi launcher", r"is Open MPI's and mpi4py loads MPICH.*first on PATH"),
@@ -233,6 +244,37 @@ def test_a_planted_problem_is_found_and_hides_no_other(place: Place, plant: Plan
     status, verdicts = place.check()
     assert_found(status, verdicts, name, said, ALSO.get(plant, set()))
     assert list(verdicts) == ["config", *CHECKS, "slurm"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a user namespace in which none may be made: needs root")
+def test_a_system_that_refuses_the_sandbox_is_found(place: Place) -> None:
+    """In a process of its own, since what it is forbidden it can never have again."""
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec setpriv --bounding-set=-all --inh-caps=-all "$@"'
+    place.set("reward.default=code")
+    status, verdicts = check_apart(place, "unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
+    said = r"this machine allows none: unshare\(.*No space left.*have user namespaces allowed.*use another kind"
+    assert_found(status, verdicts, "rewards", said, {"mpi library", "mpi launcher", "ranks talk"})
+    assert "the sandbox works on this machine" in place.check()[1]["rewards"]["found"]
+
+
+def test_where_no_module_was_loaded_only_mpi_fails(place: Place) -> None:
+    """In a process that has never loaded an MPI library, as a login node's."""
+    status, verdicts = check_apart(place)
+    assert_found(status, verdicts, "mpi library", r"does not load: /nowhere/libmpi.so.*MPI module", {"ranks talk"})
+    assert list(verdicts) == ["config", *CHECKS, "slurm"]
+
+
+def check_apart(place: Place, *before: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """As ``Place.check``, in a process without an MPI library, started by the command ``before``."""
+    path = place.path / "verdicts.json"
+    job = [str(ROOT / "jobs" / "tiny.toml"), *place.base(), *place.arguments, "--json", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    done = subprocess.run(
+        [*before, sys.executable, "-m", "tlt_hpc", "preflight", *job],
+        env=environment, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert path.exists(), done.stderr
+    return done.returncode, {one["name"]: one for one in json.loads(path.read_text())["verdicts"]}
 
 
 def assert_found(
@@ -265,6 +307,21 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("partition down", lambda p: p.slurm(State="DRAIN"), "partition", "failure", r"'main' is DRAIN.*wait"),
     ("no Slurm", lambda p: (p.slurm(), p.command("scontrol", "echo refused >&2; exit 1")), "partition", "failure",
      r"refused.*scontrol ping"),
+    ("an account that the partition denies", lambda p: p.slurm(AllowAccounts=None, DenyAccounts="theirs,science"),
+     "account", "failure", r"'science' may not use partition 'main', which takes none of theirs,science.*another"),
+    ("an account that the partition does not name", lambda p: p.slurm(AllowAccounts="theirs,other"), "account",
+     "failure", r"'science' may not use partition 'main', which takes only theirs,other"),
+    ("a QOS that the partition denies", lambda p: p.slurm(AllowQos=None, DenyQos="long", script=SCRIPT.replace(
+        "#SBATCH -N2", "#SBATCH -N2 --qos=long")), "account", "failure", r"QOS 'long' may not use.*none of long"),
+    ("one partition of a list is not there", lambda p: p.slurm(script=SCRIPT.replace("=main", "=main,nowhere")),
+     "partition", "failure", r"'nowhere' does not exist.*one of main, other"),
+    ("no partition of a list is well", lambda p: p.slurm(MaxTime="04:00:00", others={"short": {"MaxTime": "01:00:00"}},
+     script=SCRIPT.replace("=main", "=short,main")), "time", "failure", r"10 h .*'short' gives at most 1 h"),
+    ("GPUs for each rank", lambda p: (p.slurm(nodes="4|idle|32|256000|(null)", script=SCRIPT.replace(
+        "--mem=16G", "--gpus-per-task=2")), p.set("model.device=cpu")), "gpus", "failure",
+     r"2 GPUs a node are asked for, partition 'main' has none"),
+    ("memory for each core", lambda p: p.slurm(script=SCRIPT.replace("--mem=16G", "-c 8 --mem-per-cpu=40G")), "cores",
+     "failure", r"8 cores \(1 x 8\) and 327680 MB a node"),
     ("time over MaxTime", lambda p: p.slurm(MaxTime="04:00:00"), "time", "failure", r"10 h .*at most 4 h.*04:00:00"),
     ("no time", lambda p: p.slurm(script=SCRIPT.replace("--time", "--mail-user")), "time", "warning", r"give --time"),
     ("more nodes than there are", lambda p: (p.slurm(), p.set("--nodes", "8")), "nodes", "failure",
@@ -309,6 +366,28 @@ def test_what_slurm_does_not_allow_is_found(place: Place, plant: Plant, name: st
     also = {"torch"} if {"model.device=cuda", "--gpus-per-node"} & {*place.arguments} else set()
     assert_found(status, verdicts, name, said, also, level)
     assert list(verdicts) == ["config", *CHECKS, *SLURM_CHECKS]
+
+
+SOUND: list[tuple[str, Plant, str, str]] = [
+    ("a partition that denies others", lambda p: p.slurm(AllowAccounts=None, DenyAccounts="theirs", AllowQos=None,
+     DenyQos="short"), "account", "science"),
+    ("an account in capital letters", lambda p: p.slurm(AllowAccounts="science", script=SCRIPT.replace(
+        "science", "Science")), "account", "Science"),
+    ("the second partition of a list", lambda p: p.slurm(MaxTime="04:00:00", others={"long": {}}, script=SCRIPT.replace(
+        "=main", "=main,long")), "partition", "long, which suits best of main,long, is up"),
+    ("the first partition of a list", lambda p: p.slurm(others={"long": {"MaxTime": "1:00"}}, script=SCRIPT.replace(
+        "=main", "=main,long")), "time", "10 h of at most 24 h"),
+    ("a QOS of one of two associations", lambda p: (p.slurm(script=SCRIPT.replace("-N2", "-N2 -q Long")), p.prints(
+        "sacctmgr", "science|long\nscience|normal\n")), "account", "science"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "name", "said"), [one[1:] for one in SOUND], ids=[one[0] for one in SOUND])
+def test_what_slurm_does_allow_is_no_failure(place: Place, plant: Plant, name: str, said: str) -> None:
+    plant(place)
+    status, verdicts = place.check()
+    assert {check: one["found"] for check, one in verdicts.items() if one["level"] == "failure"} == {}
+    assert status == 0 and verdicts[name]["level"] == "ok" and verdicts[name]["found"].startswith(said)
 
 
 # --- the rest of the command ---
@@ -412,6 +491,61 @@ def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "gpus", "megabytes", "ranks"),
+    [
+        ("--ntasks-per-node=4 --gpus-per-task=a100:2 --mem-per-gpu=10G", 8, 81920, 4),
+        ("--ntasks-per-node=4 -G 16 -c 2 --mem-per-cpu=1G", 8, 8192, 4),
+        ("--gpus=16 --gpus-per-task=2", 8, 0, 4),
+        ("--gpus=a100:3", 2, 0, 2),
+        ("--gpus-per-task=1", 1, 0, 1),
+        ("--gres=gpu:a100:4 --mem=7G", 4, 7168, 4),
+        ("--ntasks=6 --mem-per-cpu=100", 0, 300, 3),
+    ],
+)
+def test_gpus_and_memory_are_reckoned_for_a_node(
+    place: Place, asked: str, gpus: int, megabytes: int, ranks: int
+) -> None:
+    script = place.write("asks.sh", f"#!/bin/sh\n#SBATCH -N 2 {asked}\n")
+    names = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank", "partition", "account", "time")
+    found = request.make_request(Namespace(**dict.fromkeys(names), script=script), {})
+    assert (found.gpus_per_node, found.memory_mb, found.ranks_per_node) == (gpus, megabytes, ranks)
+
+
+def test_the_recipe_of_the_first_run_asks_for_what_its_script_leaves_open() -> None:
+    """As printed, with a user's own account and partition in the place of the capitals."""
+    recipe = (ROOT / "docs" / "cluster.md").read_text().split("## The first run", 1)[1].split("```")[1]
+    lines = recipe.replace("\\\n", " ").splitlines()
+    command = next(line for line in lines if line.startswith("tlt preflight"))
+    options = parse(shlex.split(command, comments=True)[1:])
+    options.script = ROOT / options.script
+    found = request.make_request(options, {})
+    assert (found.partition, found.account) == ("PARTITION", "ACCOUNT")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"TMPDIR": "/tmp/login"},
+        {"SLURM_JOB_ID": "77", "TMPDIR": "/tmp/login"},
+        {"SLURM_JOB_ID": "77", "TMPDIR": "/local/job-77"},
+        {"SLURM_JOB_ID": "77", "TMPDIR": "/local/job-77", "SLURM_TMPDIR": "/scratch/77"},
+        {"SLURM_TMPDIR": "/scratch/77"},
+        {"SLURM_JOB_ID": "77", "TMPDIR": "/local/job-77", "TLT_LOCAL_DISK": "/nvme"},
+    ],
+)
+def test_the_nodes_own_disk_is_the_one_that_the_batch_scripts_take(given: dict[str, str]) -> None:
+    env = (ROOT / "sbatch" / "env.sh").read_text()
+    rule = re.search(r"^if \[\[ -z \$TLT_LOCAL_DISK \]\]; then\n.*?^fi$", env, re.MULTILINE | re.DOTALL)
+    assert rule is not None
+    script = f'set -eu; TLT_LOCAL_DISK="${{TLT_LOCAL_DISK:-}}"\n{rule[0]}\necho "$TLT_LOCAL_DISK"'
+    done = subprocess.run(
+        ["bash", "-c", script], check=False, env={"PATH": "/usr/bin:/bin", **given}, capture_output=True, text=True
+    )
+    assert local_disk(given) == done.stdout.strip() != ""
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
     [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-0", 172800), ("1-12:30", 131400), ("1-0:0:5", 86405)],
 )
@@ -476,7 +610,24 @@ def test_lustre_is_asked_by_its_own_command(place: Place) -> None:
     place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/scratch", "lustre", "mds:/scratch"))
     place.prints("lfs", "/scratch 100 0 2000000 - 17 0 1000000 -\n")
     one = place.check()[1]["quota"]
-    assert one["level"] == "warning" and one["found"].startswith("2.0 GB free of your quota on /scratch")
+    assert one["level"] == "warning" and one["found"].startswith("2.0 GB free of your user's quota on /scratch")
+
+
+def test_the_project_of_a_folder_on_lustre_counts_too(place: Place) -> None:
+    place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/scratch", "lustre", "mds:/scratch"))
+    none, some = "/scratch 100 0 0 - 17 0 0 -", "/scratch 100 0 101 - 17 0 0 -"
+    place.command("lfs", f"case $* in 'project -d '*) echo '1234 P /x';; *'-p 1234 /scratch') echo '{some}';; "
+                         f"*) echo '{none}';; esac")  # fmt: skip
+    one = place.check()[1]["quota"]
+    assert one["level"] == "failure" and one["found"].startswith("0.0 MB free of project 1234's quota on /scratch")
+
+
+def test_that_there_is_no_quota_is_said_in_words(place: Place) -> None:
+    place.prints("quota", f"{machine.mount_of(place.path).source} 1000 0 0 0 17 0 0 0\n")
+    one = place.check()[1]["quota"]
+    assert one["level"] == "ok" and re.fullmatch(r"none on \S+ for your user and group \w+", one["found"])
+    place.prints("quota", f"{machine.mount_of(place.path).source} 1000 0 0 0 17 0 9999999 0\n")
+    assert place.check()[1]["quota"]["found"].startswith("no limit of bytes of your user's quota")
 
 
 def test_a_node_folder_of_a_variable_that_only_jobs_have(place: Place) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_slurm import LocalSlurm
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_SLURM = (
@@ -90,3 +91,19 @@ def test_what_this_slurm_does_not_allow_is_found(
     for name, text in said.items():
         one = verdicts[name]
         assert one["level"] == "failure" and text in f"{one['found']}; {one['remedy']}"
+
+
+@pytest.mark.slurm
+def test_a_partition_that_denies_accounts_and_a_list_of_partitions_are_read(slurm: LocalSlurm, tmp_path: Path) -> None:
+    asked = ("--nodes", "2", "--ranks-per-node", "1", "--time", "90", "--account", "Mine", "--partition")
+    slurm.run("scontrol", "create", "PartitionName=long", "Nodes=ALL", "DenyAccounts=theirs", "MaxTime=02:00:00")
+    try:
+        status, alone = preflight(slurm.environment, tmp_path, *asked, "long")
+        assert (status, alone["time"]["found"]) == (0, "1.5 h of at most 2 h")
+        status, either = preflight(slurm.environment, tmp_path, *asked, "main,long")
+        assert status == 0 and either["partition"]["found"].startswith("long, which suits best of main,long, is up")
+        assert either["sbatch"]["found"].startswith("would take it: Job ")
+        status, denied = preflight(slurm.environment, tmp_path, *asked[:-2], "Theirs", "--partition", "long")
+        assert status == 1 and "'Theirs' may not use partition 'long'" in denied["account"]["found"]
+    finally:
+        slurm.run("scontrol", "delete", "PartitionName=long")

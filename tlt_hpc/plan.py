@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
@@ -20,9 +21,11 @@ from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
-from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rollout.strategy import strategies_of
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.node import NodeGroup
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     requests = calibration_requests(job, step)
     job.engine.calibrate(requests)
     if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
-        job.engine.profile(requests, job.config.speculation.profile_seconds)
+        job.engine.profile(requests, job.config.speculation.profile_seconds, job.world.node_group)
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step

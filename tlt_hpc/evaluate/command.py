@@ -104,7 +104,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     if num_missing:
         drafter = open_drafter(config, checkpoint, decoder, world.node_group)
         engine = build_engine(config, assets, sets, decoder, drafter, world, replica)
-        make_ready(config, engine, wanted)
+        make_ready(config, engine, wanted, world.node_group)
         start = time.perf_counter()
         with closing(make_pulse(world, replica, lambda: engine.text_mark)) as pulse:
             means = Means(engine, bench, assets.tokenizer, pulse, world, replica)

@@ -153,12 +153,12 @@ def engine_settings_of(
     )
 
 
-def make_ready(config: Config, engine: RolloutEngine, wanted: list[Wanted]) -> None:
-    """Measure near-ties and costs on responses that are thrown away."""
+def make_ready(config: Config, engine: RolloutEngine, wanted: list[Wanted], node: NodeGroup) -> None:
+    """Measure near-ties and costs on responses that are thrown away; collective over the node."""
     requests = calibration_requests(wanted)
     engine.calibrate(requests)
     if len(engine.settings.strategies) > 1 and config.speculation.profile_seconds:
-        engine.profile(requests, config.speculation.profile_seconds)
+        engine.profile(requests, config.speculation.profile_seconds, node)
 
 
 def calibration_requests(wanted: list[Wanted]) -> list[Request]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +18,9 @@ from tlt_hpc.models.eagle3 import LEAST_LAYERS, Eagle3
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.mpi.node import ALONE, NodeGroup
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.node import NodeGroup
 
 DRAFTER_FILE = "drafter.safetensors"
 TOKEN_IDS = "token_ids"
@@ -59,7 +62,7 @@ def stored_name(name: str) -> str:
     return name if name == TOKEN_IDS else f"{name}.weight"
 
 
-def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup = ALONE) -> Drafter:
+def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup | None = None) -> Drafter:
     """The drafter of a folder, beside a decoder and in its precision, laid out for serving.
 
     Collective over the ``node``, whose first rank reads.

@@ -19,10 +19,11 @@ from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.tokenizer import embedded as embedded
 from tlt_hpc.models.tokenizer import find_model as find_model
 from tlt_hpc.models.tokenizer import load_tokenizer as load_tokenizer
-from tlt_hpc.mpi.node import ALONE, NodeGroup
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from tlt_hpc.mpi.node import NodeGroup
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _INDEX = "model.safetensors.index.json"
@@ -84,7 +85,7 @@ def empty_policy_model(config: PretrainedConfig, dtype: str) -> PreTrainedModel:
 
 
 def folder_weights(
-    folder: Path, cuts: Mapping[str, Cut] | None = None, node: NodeGroup = ALONE
+    folder: Path, cuts: Mapping[str, Cut] | None = None, node: NodeGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a folder's model.safetensors or of its shards, one at a time, under its Hugging Face name.
 

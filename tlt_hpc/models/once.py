@@ -1,27 +1,33 @@
-"""Weights that a node's first rank reads and the others are given, one tensor at a time. Knows no file and no model."""
+"""Weights that a node's first rank reads and the others are given, one tensor at a time. Knows no file and no model.
+
+None stands for a node's only rank, which has or needs no MPI.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.piece import Cut
-from tlt_hpc.mpi.node import NodeGroup
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.node import NodeGroup
 
 ReadCut = Callable[[Cut | None], Tensor]
 """Reads a stored tensor: all of it, or a block."""
 
 
-def read_once(node: NodeGroup, read: Callable[[], Tensor]) -> Tensor:
+def read_once(node: NodeGroup | None, read: Callable[[], Tensor]) -> Tensor:
     """The tensor that ``read`` gives on the node's first rank, in host memory; collective over the node.
 
     Raises:
         ValueError: on all its ranks, where ``read`` raises one.
     """
-    if node.size == 1:
+    if node is None or node.size == 1:
         return read()
     found: list[Tensor] = []
 
@@ -35,7 +41,7 @@ def read_once(node: NodeGroup, read: Callable[[], Tensor]) -> Tensor:
     return tensor
 
 
-def read_all_once(node: NodeGroup, read: Callable[[], Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
+def read_all_once(node: NodeGroup | None, read: Callable[[], Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
     """The tensors that ``read`` gives on the node's first rank by name, or None; collective over the node.
 
     Raises:
@@ -48,13 +54,13 @@ def read_all_once(node: NodeGroup, read: Callable[[], Mapping[str, Tensor] | Non
         found.append(tensors or {})
         return None if tensors is None else list(tensors)
 
-    names = node.once(look)
+    names = look() if node is None else node.once(look)
     if names is None:
         return None
     return {name: read_once(node, lambda name=name: found[0][name]) for name in names}  # type: ignore[misc]
 
 
-def readers_once(node: NodeGroup, readers: Iterable[tuple[str, ReadCut]]) -> Iterator[tuple[str, ReadCut]]:
+def readers_once(node: NodeGroup | None, readers: Iterable[tuple[str, ReadCut]]) -> Iterator[tuple[str, ReadCut]]:
     """Named tensors to be read one after another, whose files the node's first rank alone opens; collective over it.
 
     That rank reads them whole, and the others take their blocks of what they are given.
@@ -62,7 +68,7 @@ def readers_once(node: NodeGroup, readers: Iterable[tuple[str, ReadCut]]) -> Ite
     Raises:
         ValueError: on all its ranks, where reading one raises one.
     """
-    if node.size == 1:
+    if node is None or node.size == 1:
         yield from readers
         return
     left, found = iter(readers), list[Tensor]()

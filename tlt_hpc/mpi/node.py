@@ -71,6 +71,17 @@ class NodeGroup:
         self._broadcast_pickle(pickle.dumps(found, pickle.HIGHEST_PROTOCOL))
         return found
 
+    def alike(self, mark: int) -> NodeGroup:
+        """The node's ranks that give the same number, this one among them; collective over the node."""
+        if self._comm is None or self.size == 1:
+            return self
+        marks = np.empty(self.size, np.int64)
+        wait(self._comm.Iallgather(np.array([mark], np.int64), marks), "marks within the node", scope="node")
+        if (marks == mark).all():
+            return self
+        # all are here, so that none waits awake; the first of those that are alike names them
+        return NodeGroup(self._comm.Split(int(np.flatnonzero(marks == mark)[0]), self.rank))
+
     def broadcast(self, values: NDArray[np.uint8]) -> None:
         """Write the first rank's bytes [N] into the others' of the same size, a block at a time."""
         if self._comm is None or self.size == 1:

@@ -35,6 +35,25 @@ class NodeGroup:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """Whom a partition lets in: names by commas, small letters as Slurm keeps them; ``all``: there is no list."""
+
+    allowed: str = "all"
+    denied: str = ""
+
+    def takes(self, name: str) -> bool:
+        """Whether it lets a name in; the list of those that it allows goes first, as in Slurm."""
+        if self.allowed != "all":
+            return name.lower() in self.allowed.split(",")
+        return name.lower() not in self.denied.split(",")
+
+    @property
+    def words(self) -> str:
+        """What it says, to follow its partition's name."""
+        return f"takes only {self.allowed}" if self.allowed != "all" else f"takes none of {self.denied}"
+
+
+@dataclass(frozen=True)
 class Partition:
     """A partition's limits; infinite and 0: there is none."""
 
@@ -44,8 +63,8 @@ class Partition:
     max_nodes: float
     preempt_mode: str
     grace_seconds: float
-    allowed_accounts: str
-    allowed_qos: str
+    accounts: Gate
+    qos: Gate
     groups: tuple[NodeGroup, ...]
 
     @property
@@ -66,32 +85,41 @@ class NoSuchPartition(UserError):  # noqa: N818
     """Slurm knows no partition of that name."""
 
 
-def read_partition(name: str) -> Partition:
-    """A partition, or with an empty name the default one.
+def read_partitions(names: str) -> tuple[Partition, ...]:
+    """The partitions of a list by commas, in one of which the job will run; with no name the default one.
 
     Raises:
-        NoSuchPartition: with the names that there are.
+        NoSuchPartition: with the names that there are; ``sbatch`` refuses a list with such a name too.
         UserError: Slurm does not answer.
     """
     found = {one["PartitionName"]: one for one in _partitions()}
-    if not name:
-        name = next((one["PartitionName"] for one in found.values() if one.get("Default") == "YES"), "")
-        if not name:
-            raise NoSuchPartition(f"this Slurm has no default partition; give --partition, one of {_names(found)}")
-    if name not in found:
-        raise NoSuchPartition(f"partition {name!r} does not exist here; give one of {_names(found)}")
-    raw = found[name]
+    wanted = [name for name in names.split(",") if name]
+    wanted = wanted or [name for name, one in found.items() if one.get("Default") == "YES"]
+    if not wanted:
+        raise NoSuchPartition(f"this Slurm has no default partition; give --partition, one of {_names(found)}")
+    for name in wanted:
+        if name not in found:
+            raise NoSuchPartition(f"partition {name!r} does not exist here; give one of {_names(found)}")
+    return tuple(_partition(found[name]) for name in dict.fromkeys(wanted))
+
+
+def _partition(raw: dict[str, str]) -> Partition:
     return Partition(
-        name=name,
+        name=raw["PartitionName"],
         state=raw["State"],
         max_seconds=seconds_of(raw["MaxTime"]),
         max_nodes=float("inf") if raw["MaxNodes"] == "UNLIMITED" else float(raw["MaxNodes"]),
         preempt_mode=raw["PreemptMode"],
         grace_seconds=float(raw["GraceTime"]),
-        allowed_accounts=raw["AllowAccounts"],
-        allowed_qos=raw["AllowQos"],
-        groups=tuple(_groups(name)),
+        accounts=_gate(raw, "Accounts"),
+        qos=_gate(raw, "Qos"),
+        groups=tuple(_groups(raw["PartitionName"])),
     )
+
+
+def _gate(raw: dict[str, str], of: str) -> Gate:
+    """Slurm prints one list of the two: a partition that has those whom it denies has no line of the others."""
+    return Gate(raw.get(f"Allow{of}", "ALL").lower(), raw.get(f"Deny{of}", "").lower())
 
 
 def read_settings() -> Settings:
@@ -105,14 +133,17 @@ def read_settings() -> Settings:
     return Settings(float(raw["KillWait"].split()[0]), raw["JobRequeue"] == "1", raw["PreemptType"])
 
 
-def accounts_of(user: str) -> list[tuple[str, str]]:
-    """(account, its QOS by commas) that a user may charge; empty where Slurm keeps no accounts."""
+def accounts_of(user: str) -> dict[str, frozenset[str]]:
+    """The accounts that a user may charge, each with its QOS, in small letters; empty where Slurm keeps none."""
     if shutil.which("sacctmgr") is None:
-        return []
+        return {}
     command = ["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account,qos"]
     answer = ask(command, _SECONDS)
-    lines = answer.out.splitlines() if answer.status == 0 else []
-    return [(line.split("|")[0], line.split("|")[1]) for line in lines if line.count("|") == 1]
+    lines = answer.out.lower().splitlines() if answer.status == 0 else []
+    found: dict[str, frozenset[str]] = {}
+    for account, qos in (line.split("|") for line in lines if line.count("|") == 1):  # one a partition and cluster
+        found[account] = found.get(account, frozenset()) | {name for name in qos.split(",") if name}
+    return found
 
 
 def launch_types() -> list[str]:

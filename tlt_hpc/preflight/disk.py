@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import getpass
+import grp
+import math
 import os
 import re
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from tlt_hpc.preflight import machine
 from tlt_hpc.preflight.ask import ask
 from tlt_hpc.preflight.machine import size
 from tlt_hpc.preflight.subject import Subject
-from tlt_hpc.preflight.verdict import Finding, Skip, failure, ok, warning
+from tlt_hpc.preflight.verdict import Finding, Level, Skip, failure, ok, warning
 
 _SURE = ("checkpoints", "the drafter's between them")
 """Of the plan's parts: the bytes that are written whatever the responses are. The others are upper bounds."""
@@ -33,7 +36,8 @@ class Need:
 
     def against(self, free: float, files: float, of: str) -> Finding:
         """Whether that much room is enough."""
-        words = f"{size(free)} free of {of}, the run writes {size(self.sure)} to {size(self.most)}"
+        room = "no limit of bytes" if math.isinf(free) else f"{size(free)} free"
+        words = f"{room} of {of}, the run writes {size(self.sure)} to {size(self.most)}"
         if free < self.sure:
             return failure(words, _MAKE_ROOM)
         if files < self.files:
@@ -44,11 +48,22 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Quota:
-    """What a user may still write; infinite where there is no limit."""
+class Room:
+    """What a quota still lets be written; infinite where there is no limit."""
 
     num_bytes: float
     files: float
+
+
+UNLIMITED = Room(math.inf, math.inf)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """One that counts what a run writes, and whose it is: the user's, a group's or a project's."""
+
+    of: str
+    room: Room
 
 
 def need_of(subject: Subject) -> Need:
@@ -73,41 +88,75 @@ def check_disk(subject: Subject) -> Finding:
 
 
 def check_quota(subject: Subject) -> Finding:
-    """The user's quota there, by ``lfs quota`` on Lustre or ``quota`` elsewhere."""
+    """The quotas there, of user, group and project: by ``lfs quota`` on Lustre or ``quota`` elsewhere."""
     folder = machine.nearest_folder(subject.config.folder)
     mount = machine.mount_of(folder)
-    quota = _lustre_quota(mount) if mount.kind == "lustre" else _quota(mount)
-    if quota is None:
+    quotas = _lustre_quotas(mount, folder) if mount.kind == "lustre" else _quotas(mount, folder)
+    if not quotas:
         raise Skip(f"no quota of {mount.point} is told here; see your site's pages for what you may write")
-    return need_of(subject).against(quota.num_bytes, quota.files, f"your quota on {mount.point}")
+    limited = [quota for quota in quotas if quota.room != UNLIMITED]
+    if not limited:
+        return ok(f"none on {mount.point} for {' and '.join(quota.of for quota in quotas)}")
+    need, order = need_of(subject), [Level.OK, Level.WARNING, Level.FAILURE]
+    found = [need.against(one.room.num_bytes, one.room.files, f"{one.of}'s quota on {mount.point}") for one in limited]
+    return max(found, key=lambda finding: order.index(finding.level))
 
 
-def _quota(mount: machine.Mount) -> Quota | None:
+def _quotas(mount: machine.Mount, folder: Path) -> list[Quota]:
+    """The user's, and that of the group that what is written in a folder will have."""
     if shutil.which("quota") is None:
-        return None
-    answer = ask(["quota", "-w", "-p"], _QUOTA_SECONDS)  # its status says whether a limit is exceeded
-    for line in answer.out.splitlines():
-        words = line.split()
+        return []
+    asked = ("your user", ["quota", "-w", "-p"]), (_group_words(folder), ["quota", "-w", "-p", "-g", _group_of(folder)])
+    found = ((of, _told_by_quota(command, mount)) for of, command in asked)
+    return [Quota(of, room) for of, room in found if room is not None]
+
+
+def _told_by_quota(command: list[str], mount: machine.Mount) -> Room | None:
+    """None where it has no line of this mount."""
+    answer = ask(command, _QUOTA_SECONDS)  # its status says whether a limit is exceeded
+    for words in (line.split() for line in answer.out.splitlines()):
         if words and words[0] in (mount.source, mount.point):
-            return _quota_of(words[1:])
+            return _room_of(words[1:])
     return None
 
 
-def _lustre_quota(mount: machine.Mount) -> Quota | None:
+def _lustre_quotas(mount: machine.Mount, folder: Path) -> list[Quota]:
+    """As ``_quotas``, and that of the folder's project where it belongs to one."""
     if shutil.which("lfs") is None:
-        return None
-    answer = ask(["lfs", "quota", "-q", "-u", getpass.getuser(), mount.point], _QUOTA_SECONDS)
-    words = answer.out.split()
-    return _quota_of(words[1:]) if words else None
+        return []
+    asked = [("your user", "-u", getpass.getuser()), (_group_words(folder), "-g", _group_of(folder))]
+    words = ask(["lfs", "project", "-d", str(folder)], _QUOTA_SECONDS).out.split()
+    if words and words[0].isdigit() and words[0] != "0":
+        asked.append((f"project {words[0]}", "-p", words[0]))
+    quotas = []
+    for of, option, whose in asked:
+        words = ask(["lfs", "quota", "-q", option, whose, mount.point], _QUOTA_SECONDS).out.split()
+        room = _room_of(words[1:])
+        quotas += [Quota(of, room)] if room is not None else []
+    return quotas
 
 
-def _quota_of(words: list[str]) -> Quota | None:
+def _group_of(folder: Path) -> str:
+    """The group of what is written in a folder: its own where it hands that on, else the user's present one."""
+    found = folder.stat()
+    number = found.st_gid if found.st_mode & stat.S_ISGID else os.getegid()
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:  # a group of another machine
+        return str(number)
+
+
+def _group_words(folder: Path) -> str:
+    return f"group {_group_of(folder)}"
+
+
+def _room_of(words: list[str]) -> Room | None:
     """Of ``used soft hard grace``, first of KiB, then of files; a star marks what is exceeded, 0 means no limit."""
     numbers = [word.rstrip("*") for word in words]
     if len(numbers) < 2 * _QUOTA_FIELDS or not all(re.fullmatch(r"\d+", numbers[i]) for i in (0, 1, 2, 4, 5, 6)):
         return None
     kib, files = (_left(*map(int, numbers[i : i + 3])) for i in (0, _QUOTA_FIELDS))
-    return Quota(kib * _KIB, files)
+    return Room(kib * _KIB, files)
 
 
 def _left(used: int, soft: int, hard: int) -> float:

@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def check_hdf5(subject: Subject) -> Finding:
 def check_local_folder(subject: Subject) -> Finding:
     """The folders of the node's own: for compiled kernels, as the batch scripts have it, and for features."""
     config = subject.config
-    folders = {"TMPDIR": Path(local_cache(os.environ))}
+    folders = {"TLT_LOCAL_DISK": Path(local_disk(os.environ))}
     if config.drafter.cache_folder:
         try:
             folders["drafter.cache_folder"] = node_folder(
@@ -89,10 +89,12 @@ def check_local_folder(subject: Subject) -> Finding:
     return _worst([_check_local(key, machine.nearest_folder(path)) for key, path in folders.items()])
 
 
-def local_cache(environment: os._Environ[str] | dict[str, str]) -> str:
-    """Where sbatch/env.sh puts what is compiled."""
-    names = ("TLT_LOCAL_DISK", "TLT_LOCAL_CACHE", "SLURM_TMPDIR", "TMPDIR")
-    return next((environment[name] for name in names if environment.get(name)), "/tmp")
+def local_disk(environment: Mapping[str, str]) -> str:
+    """The disk on which sbatch/env.sh puts what is compiled; TMPDIR counts where it was made for the job alone."""
+    if environment.get("TLT_LOCAL_DISK"):
+        return environment["TLT_LOCAL_DISK"]
+    is_the_jobs = (environment.get("SLURM_JOB_ID") or "none") in environment.get("TMPDIR", "")
+    return environment["TMPDIR"] if is_the_jobs else environment.get("SLURM_TMPDIR") or "/tmp"
 
 
 def _check_local(key: str, folder: Path) -> Finding:

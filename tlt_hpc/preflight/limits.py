@@ -1,31 +1,66 @@
-"""Holds what a job asks for against what Slurm allows. Asks nobody but ``cluster``."""
+"""Holds what a job asks for against what Slurm allows. Asks nobody but ``cluster``.
+
+A job may name several partitions and runs in one of them: it is held against the one that stands least in its way.
+"""
 
 from __future__ import annotations
 
 import getpass
 import math
+from collections.abc import Callable
+from functools import wraps
 
 from tlt_hpc.preflight import cluster
 from tlt_hpc.preflight.request import Request
 from tlt_hpc.preflight.subject import Subject
-from tlt_hpc.preflight.verdict import Finding, Skip, failure, ok, warning
+from tlt_hpc.preflight.verdict import Finding, Level, Skip, failure, ok, warning
 
 SAVING_SECONDS = 10.0
 """What a run that gets TERM wants for the responses that it has finished."""
+Judge = Callable[[Subject, cluster.Partition], Finding]
+_JUDGES: list[Judge] = []
+"""What a partition is chosen by."""
+
+
+def of_a_partition(judge: Judge) -> Callable[[Subject], Finding]:
+    """A check of the partition that the job is held against; by all of them together it is chosen."""
+    _JUDGES.append(judge)
+
+    @wraps(judge)
+    def check(subject: Subject) -> Finding:
+        return judge(subject, partition_of(subject))
+
+    return check
+
+
+def partition_of(subject: Subject) -> cluster.Partition:
+    """Of the partitions asked for the one with the fewest failures, then warnings; of a draw the first."""
+
+    def obstacles(partition: cluster.Partition) -> tuple[int, int]:
+        levels = [judge(subject, partition).level for judge in (_judge_state, *_JUDGES)]
+        return levels.count(Level.FAILURE), levels.count(Level.WARNING)
+
+    return min(subject.partitions, key=obstacles)
 
 
 def check_partition(subject: Subject) -> Finding:
-    """It exists and takes jobs."""
-    partition = cluster.read_partition(subject.request.partition)
+    """Those that were asked for exist, and one of them takes jobs."""
+    cluster.read_partitions(subject.request.partition)  # raises what is wrong, where the others only skip
+    return _judge_state(subject, partition_of(subject))
+
+
+def _judge_state(subject: Subject, partition: cluster.Partition) -> Finding:
     if partition.state != "UP":
         return failure(f"partition {partition.name!r} is {partition.state}", "wait until it is UP, or give another")
+    chosen = f", which suits best of {subject.request.partition}," if len(subject.partitions) > 1 else ""
     nodes = f"{partition.num_nodes} nodes, at most {_hours(partition.max_seconds)}"
-    return ok(f"{partition.name} is up: {nodes}")
+    return ok(f"{partition.name}{chosen} is up: {nodes}")
 
 
-def check_time(subject: Subject) -> Finding:
+@of_a_partition
+def check_time(subject: Subject, partition: cluster.Partition) -> Finding:
     """The time asked for is no longer than the partition allows: Slurm may take such a job, and never start it."""
-    partition, asked = subject.partition, subject.request.seconds
+    asked = subject.request.seconds
     if not asked:
         return warning("no time was asked for, so the partition's default counts", "give --time")
     if asked > partition.max_seconds:
@@ -36,9 +71,10 @@ def check_time(subject: Subject) -> Finding:
     return ok(f"{_hours(asked)} of at most {_hours(partition.max_seconds)}")
 
 
-def check_node_count(subject: Subject) -> Finding:
+@of_a_partition
+def check_node_count(subject: Subject, partition: cluster.Partition) -> Finding:
     """The partition has so many nodes, allows so many to a job, and so many of them are up."""
-    partition, asked = subject.partition, subject.request.nodes
+    asked = subject.request.nodes
     allowed = min(partition.num_nodes, partition.max_nodes)
     if asked > allowed:
         has = f"partition {partition.name!r} has {partition.num_nodes}"
@@ -54,9 +90,10 @@ def check_node_count(subject: Subject) -> Finding:
     return ok(f"{asked} of {partition.num_nodes}, {usable} of them up")
 
 
-def check_gpus(subject: Subject) -> Finding:
+@of_a_partition
+def check_gpus(subject: Subject, partition: cluster.Partition) -> Finding:
     """The partition's nodes have so many GPUs, and the job asks for as many as it needs."""
-    partition, asked = subject.partition, subject.request.gpus_per_node
+    asked = subject.request.gpus_per_node
     most = max((group.gpus for group in partition.groups), default=0)
     if not asked:
         if subject.needs_gpu:
@@ -81,9 +118,10 @@ def check_gpus(subject: Subject) -> Finding:
     return ok(f"{asked} a node, which {having} nodes have ({_kinds(partition, asked)})")
 
 
-def check_cpus(subject: Subject) -> Finding:
+@of_a_partition
+def check_cpus(subject: Subject, partition: cluster.Partition) -> Finding:
     """So many of the partition's nodes have the cores and the memory that are asked for."""
-    partition, request = subject.partition, subject.request
+    request = subject.request
     cpus = subject.ranks_per_node * request.cpus_per_rank
     memory = f" and {request.memory_mb} MB" if request.memory_mb else ""
     what = f"{cpus} cores ({subject.ranks_per_node} x {request.cpus_per_rank}){memory}"
@@ -100,25 +138,37 @@ def check_cpus(subject: Subject) -> Finding:
 
 
 def check_account(subject: Subject) -> Finding:
-    """The account is one of the user's; where Slurm does not say, it is left to ``sbatch``."""
+    """The account is one of the user's, and may use the partition; where Slurm does not say, ``sbatch`` will."""
     request = subject.request
     placeholder = next((word for word in (request.account, request.partition) if word.startswith("YOUR_")), "")
     if placeholder:
         return failure(f"the script still says {placeholder}", "edit the lines at its top")
-    allowed = subject.partition.allowed_accounts
-    if request.account and allowed != "ALL" and request.account not in allowed.split(","):
-        return failure(f"partition {request.partition!r} is for the accounts {allowed}", "give --account one of them")
-    mine = dict(cluster.accounts_of(getpass.getuser()))
+    gate = _check_gate(subject)
+    if gate.level == Level.FAILURE:
+        return gate
+    mine = cluster.accounts_of(getpass.getuser())
     if not mine:
         raise Skip("this Slurm tells nothing of accounts (sacctmgr)")
-    if request.account and request.account not in mine:
-        return failure(
-            f"account {request.account!r} is none of {getpass.getuser()}'s", f"give one of {', '.join(sorted(mine))}"
-        )
-    qos = mine.get(request.account, "")
-    if request.qos and qos and request.qos not in qos.split(","):
-        return failure(f"QOS {request.qos!r} is none of the account's", f"give one of {qos}")
-    return ok(request.account or f"the default of {', '.join(sorted(mine))}")
+    account, names = request.account.lower(), ", ".join(sorted(mine))  # Slurm tells no capital letters apart
+    if account and account not in mine:
+        return failure(f"account {request.account!r} is none of {getpass.getuser()}'s", f"give one of {names}")
+    qos = mine.get(account, frozenset())
+    if request.qos and qos and request.qos.lower() not in qos:
+        return failure(f"QOS {request.qos!r} is none of the account's", f"give one of {', '.join(sorted(qos))}")
+    return ok(request.account or f"the default of {names}")
+
+
+@of_a_partition
+def _check_gate(subject: Subject, partition: cluster.Partition) -> Finding:
+    """The partition lets the account and the QOS in, as far as they were named."""
+    account, qos = subject.request.account, subject.request.qos
+    if account and not partition.accounts.takes(account):
+        found = f"account {account!r} may not use partition {partition.name!r}, which {partition.accounts.words}"
+        return failure(found, "give another --account, or another --partition")
+    if qos and not partition.qos.takes(qos):
+        found = f"QOS {qos!r} may not use partition {partition.name!r}, which {partition.qos.words}"
+        return failure(found, "give another --qos, or another --partition")
+    return ok("let in")
 
 
 def check_requeue(subject: Subject) -> Finding:
@@ -140,7 +190,7 @@ def check_requeue(subject: Subject) -> Finding:
 
 def check_preemption(subject: Subject) -> Finding:
     """How a job of this partition is preempted, and how long it has between TERM and KILL."""
-    partition, settings = subject.partition, subject.slurm_settings
+    partition, settings = partition_of(subject), subject.slurm_settings
     seconds = settings.kill_wait_seconds + partition.grace_seconds
     time = f"KILL comes {seconds:g} s after TERM (KillWait {settings.kill_wait_seconds:g}, GraceTime "
     time += f"{partition.grace_seconds:g})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tlt_hpc.preflight import machine
+from tlt_hpc.preflight.limits import partition_of
 from tlt_hpc.preflight.subject import Subject
 from tlt_hpc.preflight.verdict import Finding, Skip, failure, ok, warning
 
@@ -38,7 +39,7 @@ def _host_bytes(subject: Subject) -> int | None:
     if subject.request.memory_mb:
         return subject.request.memory_mb * _MB
     try:
-        groups = subject.partition.groups
+        groups = partition_of(subject).groups
     except Skip:
         return None
     gpus = subject.request.gpus_per_node

@@ -52,15 +52,17 @@ def make_request(options: argparse.Namespace, environment: Mapping[str, str] = o
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give {least} or more")
     asked = vars(_script_options(options.script))
-    gpus = _count(asked["gpus_per_node"] or asked["gres"])
     nodes = options.nodes or _count(asked["nodes"].partition("-")[0]) or 1
-    ranks = _count(asked["ntasks_per_node"]) or -(-_count(asked["ntasks"]) // nodes)
+    ranks = options.ranks_per_node or _count(asked["ntasks_per_node"]) or -(-_count(asked["ntasks"]) // nodes)
+    gpus = _gpus_per_node(asked, nodes, ranks) if options.gpus_per_node is None else options.gpus_per_node
+    ranks = ranks or gpus // (_count(asked["gpus_per_task"]) or 1)
+    cpus = options.cpus_per_rank or _count(asked["cpus_per_task"]) or 1
     return Request(
         nodes=nodes,
-        ranks_per_node=options.ranks_per_node or ranks or (options.gpus_per_node or gpus),
-        gpus_per_node=gpus if options.gpus_per_node is None else options.gpus_per_node,
-        cpus_per_rank=options.cpus_per_rank or _count(asked["cpus_per_task"]) or 1,
-        memory_mb=_megabytes(asked["mem"]),
+        ranks_per_node=ranks,
+        gpus_per_node=gpus,
+        cpus_per_rank=cpus,
+        memory_mb=_memory_per_node(asked, max(ranks, 1) * cpus, gpus),
         partition=options.partition or environment.get("SBATCH_PARTITION") or asked["partition"],
         account=options.account or environment.get("SBATCH_ACCOUNT") or asked["account"],
         qos=environment.get("SBATCH_QOS") or asked["qos"],
@@ -105,14 +107,27 @@ def _script_options(script: Path | None) -> argparse.Namespace:
     """What the #SBATCH lines ask for; those that do not matter here are left out."""
     parser = _Quiet(add_help=False, allow_abbrev=False)
     for names in (
-        *(("-N", "--nodes"), ("-n", "--ntasks"), ("--ntasks-per-node",), ("-c", "--cpus-per-task"), ("--mem",)),
-        *(("--gpus-per-node",), ("--gres",), ("-p", "--partition"), ("-t", "--time"), ("-A", "--account")),
-        *(("-q", "--qos"), ("--signal",)),
+        *(("-N", "--nodes"), ("-n", "--ntasks"), ("--ntasks-per-node",), ("-c", "--cpus-per-task")),
+        *(("--mem",), ("--mem-per-cpu",), ("--mem-per-gpu",)),
+        *(("--gpus-per-node",), ("--gres",), ("-G", "--gpus"), ("--gpus-per-task",)),
+        *(("-p", "--partition"), ("-t", "--time"), ("-A", "--account"), ("-q", "--qos"), ("--signal",)),
     ):
         parser.add_argument(*names, default="")
     parser.add_argument("--requeue", dest="requeue", action="store_const", const=True)
     parser.add_argument("--no-requeue", dest="requeue", action="store_const", const=False)
     return parser.parse_known_args(_sbatch_words(script))[0]
+
+
+def _gpus_per_node(asked: Mapping[str, str], nodes: int, ranks: int) -> int:
+    """However they are asked for: for a node, for the whole job, or for each of a node's ranks."""
+    whole = -(-_count(asked["gpus"]) // nodes)
+    return _count(asked["gpus_per_node"] or asked["gres"]) or whole or max(ranks, 1) * _count(asked["gpus_per_task"])
+
+
+def _memory_per_node(asked: Mapping[str, str], cpus: int, gpus: int) -> int:
+    """In megabytes: for a node, or for each of its ``cpus`` or ``gpus``; sbatch takes one of the three."""
+    each = cpus * _megabytes(asked["mem_per_cpu"]) or gpus * _megabytes(asked["mem_per_gpu"])
+    return _megabytes(asked["mem"]) or each
 
 
 def _sbatch_words(script: Path | None) -> list[str]:

@@ -94,9 +94,10 @@ class Subject:
         return plan_memory(Situation(self.config, self.shape, self.num_ranks, self.ranks_per_node, device))
 
     @cached_property
-    def partition(self) -> cluster.Partition:
+    def partitions(self) -> tuple[cluster.Partition, ...]:
+        """Those that were asked for; the job will run in one of them."""
         try:
-            return cluster.read_partition(self.request.partition)
+            return cluster.read_partitions(self.request.partition)
         except UserError:  # the check of the partition says so
             raise Skip(f"nothing is known of partition {self.request.partition or '(the default)'}") from None
 

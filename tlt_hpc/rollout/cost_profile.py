@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 from tlt_hpc.rollout.decisions import Agree, own
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -29,6 +29,9 @@ from tlt_hpc.rollout.strategy import OFF, Strategy
 logger = logging.getLogger(__name__)
 
 _SCHEMA = 1
+_MARK_BYTES = 7
+"""Of a digest, so that it passes for a positive number of 64 bits."""
+T = TypeVar("T")
 
 
 class Measures(Protocol):
@@ -39,6 +42,29 @@ class Measures(Protocol):
 
     def measure_draft(self, batch: int, depth: int, strategy: Strategy) -> float:
         """The strategy's draft for ``batch`` sequences, were it ``depth`` deep."""
+
+
+class Node(Protocol):
+    """The ranks of a node, of which one opens a file; both are collective over them."""
+
+    def alike(self, mark: int) -> Self:
+        """Those that give the same number."""
+
+    def once(self, do: Callable[[], T]) -> T:
+        """What ``do`` returns on the first of them; on no other is it called."""
+
+
+class _OneRank:
+    """A rank that reads for itself."""
+
+    def alike(self, mark: int) -> Self:
+        return self
+
+    def once(self, do: Callable[[], T]) -> T:
+        return do()
+
+
+ONE_RANK = _OneRank()
 
 
 @dataclass(frozen=True)
@@ -229,28 +255,28 @@ def load_or_measure(
     max_seconds: float = 10.0,
     folder: Path | None = None,
     agree: Agree = own,
+    node: Node = ONE_RANK,
 ) -> CostProfile:
-    """The kept profile of this machine and model, or a new one where there is none that fits.
+    """The kept profile of this machine and model, or a new one where there is none that fits; collective over the node.
 
+    Of a node's ranks of one kind the first reads, and what it measures is written and holds for all of them: all
+    measure at the same time, as they will decode. Ranks that compute a pass together have the first one's, whatever
+    they are themselves, since it decides for them.
     A file that cannot be read, is damaged, or was made under another key or for other strategies is measured anew and
-    replaced. Where the folder cannot be written, the profile serves this process alone, and a warning says so.
-    Ranks that compute a pass together measure if the first of them does.
-
-    Raises:
-        ValueError: the first of these ranks reads a profile that this one cannot.
+    replaced. Where the folder cannot be written, the profile serves this job alone, and a warning says so.
     """
-    path = (folder or profile_folder()) / key.file_name(strategies, max_live)
-    kept = _fitting(path, key, strategies, max_live)
-    if agree(int(kept is not None)):
-        kept = kept or _fitting(path, key, strategies, max_live)  # a neighbour may have written it just now
-        if kept is None:
-            raise ValueError(
-                f"{path} is read by another rank of this replica and not by this one; set TLT_CACHE to a folder that "
-                "all of its ranks see"
-            )
-        logger.info("cost profile: read from %s", path)
+    name = key.file_name(strategies, max_live)
+    path = (folder or profile_folder()) / name
+    mark = int.from_bytes(hashlib.sha256(name.encode()).digest()[:_MARK_BYTES])
+    kind = node.alike(agree(mark))
+    kept = kind.once(lambda: _fitting(path, key, strategies, max_live))
+    if kept is not None:
         return kept
-    profile = measure_profile(key, strategies, max_live, measures, max_seconds, agree=agree)
+    measured = measure_profile(key, strategies, max_live, measures, max_seconds, agree=agree)
+    return kind.once(lambda: _keep(path, measured))
+
+
+def _keep(path: Path, profile: CostProfile) -> CostProfile:
     try:
         write_profile(path, profile)
     except OSError as error:
@@ -339,6 +365,8 @@ def _fitting(path: Path, key: ProfileKey, strategies: Sequence[Strategy], max_li
     if kept is not None and not (kept.key == key and kept.covers(strategies, max_live)):
         logger.warning("%s is of another machine, model or setting; measuring anew", path)
         return None
+    if kept is not None:
+        logger.info("cost profile: read from %s", path)
     return kept
 
 

@@ -20,7 +20,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingParams
 from tlt_hpc.rollout.chooser import make_chooser
-from tlt_hpc.rollout.cost_profile import CostProfile, load_or_measure
+from tlt_hpc.rollout.cost_profile import ONE_RANK, CostProfile, Node, load_or_measure
 from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions, own
 from tlt_hpc.rollout.decoding import Emitted, PhaseSeconds, Rounds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
@@ -355,10 +355,11 @@ class RolloutEngine:
         if self.settings.tie_guard and self._probed:
             self._guard.probe(texts)
 
-    def profile(self, requests: Sequence[Request], max_seconds: float) -> CostProfile:
+    def profile(self, requests: Sequence[Request], max_seconds: float, node: Node = ONE_RANK) -> CostProfile:
         """Measure what rounds cost here, or read what was measured before, and choose by it from now on.
 
         The requests fill the rows while it lasts; nothing is learned from them, and no response comes of them.
+        Collective over ``node``, the ranks of which one reads and writes.
         """
         assert not self.has_work and requests
         s = self.settings
@@ -367,7 +368,7 @@ class RolloutEngine:
         # rows that the pool holds with the longest draft each: more would be preempted, not measured
         each = max(self._residents.pages_for(s.max_prompt_tokens + max(map(slots_needed, s.strategies))), 1)
         most = max(1, min(s.max_live, self._num_pages // each))
-        costs = load_or_measure(key, s.strategies, most, measures, max_seconds, agree=self._agree or own)
+        costs = load_or_measure(key, s.strategies, most, measures, max_seconds, None, self._agree or own, node)
         measures.close()
         self.chooser = self._make_chooser(costs)
         self._forget_counts()
