@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -384,6 +385,26 @@ def test_warming_up_begins_with_a_job_of_the_clone(tmp_path: Path) -> None:
 
 
 # --- a real Slurm ---
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("given", ["export", "interactive"])
+def test_ranks_have_their_environment_wherever_sbatch_is_called(slurm: LocalSlurm, tmp_path: Path, given: str) -> None:
+    """By itself each of these ends the job before a rank has begun, or takes the environment from the ranks."""
+    command = "bash -c 'echo \"rank $SLURM_PROCID of $(basename $TLT_NODE_CACHE) on GPUs $CUDA_VISIBLE_DEVICES\"'"
+    asked = Batch("tlt-env", command, Folders(str(ROOT), str(tmp_path)), nodes=2, gpus_per_node=2, memory="100")
+    (tmp_path / "job.sh").write_text(render(asked))
+    if given == "export":
+        arguments, variables = (f"--export=TLT_ENVIRONMENT={sys.prefix}",), {}
+    else:
+        arguments, variables = (), {**INHERITED, "SLURM_GPUS_PER_NODE": "1", "SLURM_GPUS": "1"}
+        del variables["SLURM_EXPORT_ENV"]
+    log = tmp_path / "log"
+    job = slurm.sbatch(f"--output={log}", "--time=2", *arguments, tmp_path / "job.sh", **variables)
+    assert slurm.wait(job) == "COMPLETED", log.read_text()
+    cache = f"tlt-{subprocess.check_output(['id', '-un'], text=True).strip()}-{job}-0"
+    ranks = sorted(line for line in log.read_text().splitlines() if line.startswith("rank "))
+    assert ranks == [f"rank {rank} of {cache} on GPUs 0,1" for rank in range(2)]
 
 
 @pytest.mark.slurm

@@ -46,7 +46,7 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None 
 
 
 def _connect(device_type: str) -> None:
-    """Have the ranks meet once: nccl connects them at the first call only, which would be in the midst of other work."""
+    """Have the ranks meet once: nccl connects them at the first call only, in the midst of other work."""
     met = torch.ones(1, device=device_type)
     torch.distributed.all_reduce(met)
     assert met.item() == torch.distributed.get_world_size(), f"{met.item()} ranks have met"
