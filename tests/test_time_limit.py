@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import stat
@@ -15,7 +16,7 @@ import pytest
 
 from tlt_hpc import stopping
 from tlt_hpc.launch import slurm, time_limit
-from tlt_hpc.launch.slurm import SlurmError, allocation, kill_wait, parse_time
+from tlt_hpc.launch.slurm import SlurmError, allocation, ask_seconds_left, kill_wait, parse_time
 from tlt_hpc.launch.time_limit import HISTORY, await_preemption, know_limits, queue_again
 from tlt_hpc.stopping import Stop, StopFlag
 
@@ -101,6 +102,32 @@ def test_the_end_of_the_allocation_asks_by_itself():
     while flag.kind is Stop.NONE and time.monotonic() < end:
         time.sleep(0.01)
     assert (flag.kind, flag.reason) == (Stop.TIME, "the time limit, in 0 s")
+
+
+@pytest.mark.parametrize(("left", "intervals"), [(3600, [3600 - 120, 3600 - 7.5]), (math.inf, [])])
+def test_an_end_that_was_put_off_counts_anew(left, intervals):
+    called = []
+    flag = StopFlag(lambda: left)
+    flag.end_in(0.4, lambda: called.append("at last"))
+    first, last = flag.timers
+    first.join(10)
+    last.join(10)
+    assert (flag.kind, called) == (Stop.NONE, [])
+    assert [timer.interval for timer in flag.timers] == intervals
+    flag.request(Stop.TIME, "SIGUSR2")
+    assert not flag.is_late
+    for timer in flag.timers:
+        timer.cancel()
+
+
+@pytest.mark.parametrize("left", [None, 0.1, 29.0])
+def test_an_end_that_was_not_or_of_which_nobody_knows_stays(left):
+    called = []
+    flag = StopFlag(lambda: left)
+    flag.end_in(0.4, lambda: called.append("at last"))
+    for timer in flag.timers:
+        timer.join(10)
+    assert (flag.kind, called) == (Stop.TIME, ["at last"])
 
 
 def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(command, tmp_path, capsys):
@@ -215,6 +242,16 @@ def test_rank_0_knows_when_the_allocation_ends(command, tmp_path):
     assert second.timers == [], "one rank asks, and votes for all"
     know_limits(second, {}, 0, tmp_path)
     assert second.timers == [], "not under Slurm"
+
+
+def test_how_long_there_is_by_now_is_asked_of_slurm(command, caplog):
+    assert ask_seconds_left({}) is None
+    for said, seconds in (("1:00:00", 3600), ("UNLIMITED", math.inf)):
+        command("squeue", f"echo {said}")
+        assert ask_seconds_left(JOB) == seconds
+    command("squeue", "echo busy >&2; exit 1")
+    assert ask_seconds_left(JOB) is None
+    assert "whether the time limit has been moved is not known: `squeue" in caplog.text
 
 
 def test_a_silent_slurm_is_warned_of_and_the_run_goes_on(command, caplog, tmp_path):

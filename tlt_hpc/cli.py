@@ -28,6 +28,7 @@ from tlt_hpc.finished import told_finished
 from tlt_hpc.launch.caches import make_node_cache
 from tlt_hpc.launch.device import take_device
 from tlt_hpc.launch.local import become_ranks, given_job, launched_count, launched_rank
+from tlt_hpc.launch.slurm import ask_seconds_left
 from tlt_hpc.launch.time_limit import await_preemption, know_limits, progress_in, queue_again
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
     rank = launched_rank(os.environ)
-    flag = StopFlag()
+    flag = StopFlag(partial(ask_seconds_left, os.environ))
     if options.command not in ALONE:
         flag.install()  # before the seconds that imports take: there, a signal ends the process without a word
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")

@@ -27,6 +27,9 @@ ASKED_AHEAD_SECONDS = 120.0
 END_SECONDS = 15.0
 """Before the end of an allocation, by when everything is to be done: what is left is for leaving and queueing again."""
 
+LEAST_EXTENSION_SECONDS = 30.0
+"""By how much an end must have been put off to be another: Slurm tells it to a second or so, after some time."""
+
 
 class Stop(IntEnum):
     """How urgently a run is to stop; a larger one outdoes a smaller."""
@@ -42,9 +45,13 @@ class StopFlag:
 
     Until ``is_answered`` Ctrl-C and SIGTERM end the process at once, for nothing has begun. Under Slurm Ctrl-C alone
     does: a job that is preempted must not leave by itself, or it is not queued again.
+
+    ``ask_seconds_left`` is called, on a thread, as the known end comes near, which may have been moved meanwhile: the
+    seconds that are left now, infinite where there is no end any more, None where nobody knows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ask_seconds_left: Callable[[], float | None] = lambda: None) -> None:
+        self._ask_seconds_left = ask_seconds_left
         self.is_answered = False
         self.is_left = False
         """Whether all that a stop asks for has been done, but for the end of the process."""
@@ -90,7 +97,8 @@ class StopFlag:
     def end_in(self, seconds: float, at_last: Callable[[], None]) -> None:
         """The allocation ends in so many seconds: ask to stop two minutes ahead, or after three quarters of them.
 
-        The clock that counts is the process's own, so a jump of the wall clock moves nothing.
+        The clock that counts is the process's own, so a jump of the wall clock moves nothing. Where the end turns out
+        to have been put off, all this is for the new one.
 
         Args:
             at_last: called, on a thread, where nothing has been left shortly before the end: the main thread is in
@@ -98,8 +106,21 @@ class StopFlag:
         """
         self._ends_at = time.monotonic() + seconds
         ahead = min(ASKED_AHEAD_SECONDS, seconds / 4)
-        self._after(seconds - ahead, lambda: self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s"))
+        self.timers = []
+        self._after(seconds - ahead, lambda: self._end_is_near(ahead, at_last))
         self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
+
+    def _end_is_near(self, ahead: float, at_last: Callable[[], None]) -> None:
+        left = self._ask_seconds_left() if self.kind is Stop.NONE else None
+        if left is None or left <= ahead + LEAST_EXTENSION_SECONDS:
+            self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s")
+            return
+        for timer in self.timers:
+            timer.cancel()
+        if math.isinf(left):
+            self._ends_at, self.timers = None, []
+        else:
+            self.end_in(left, at_last)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         self.timers.append(threading.Timer(seconds, action))
