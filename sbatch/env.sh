@@ -1,5 +1,5 @@
-# shellcheck shell=bash disable=SC1091
-# The environment of every rank; sourced by the batch scripts, which set PROJECT. Not a program.
+# shellcheck shell=bash disable=SC1090,SC1091
+# The environment of every rank; sourced by the batch scripts, which set PROJECT and STORE. Not a program.
 
 # --- your site, in this one place ---
 # Modules that the ranks need, separated by spaces, such as "cuda/12.8 openmpi/5.0"; empty: none.
@@ -11,7 +11,19 @@ TLT_ENVIRONMENT="${TLT_ENVIRONMENT:-}"
 TLT_SRUN_MPI="${TLT_SRUN_MPI:-}"
 # A disk of each node's own, for caches. Empty: what Slurm or the site made for this job, else /tmp.
 TLT_LOCAL_DISK="${TLT_LOCAL_DISK:-}"
+# What starts a program in a container, with the image's whole path, such as "apptainer exec --nv /shared/tlt_hpc.sif"
+# (docs/cluster.md, "Containers"). Empty: none. TLT_ENVIRONMENT is not looked at then: the image has its own.
+TLT_CONTAINER="${TLT_CONTAINER:-}"
+# The network that ranks meet on, where they choose a wrong one ("connecting" stands still); names: ip -brief address.
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 # ---
+
+# sbatch hands on the variables of where it was called. After --export=NONE the ranks would not get this environment; in
+# an interactive job its memory, GPUs and cores would be asked for once more, which this job may not have. A step that
+# asks for nothing has all that its job has.
+unset SLURM_EXPORT_ENV SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_GPU_BIND
+unset SLURM_TRES_PER_TASK SLURM_TRES_BIND "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"
+[[ -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 
 die() {
     echo "sbatch/env.sh: $*" >&2
@@ -34,8 +46,19 @@ activate_conda() { # fails where there is no conda or no such environment
     esac
 }
 
+find_modules() { # a shell that nobody has logged in to may not have been told of them
+    local file
+    for file in "${LMOD_PKG:-}/init/bash" "${MODULESHOME:-}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
+        type module >/dev/null 2>&1 && return
+        [[ ! -f $file ]] || source "$file" || true
+    done
+    type module >/dev/null 2>&1 || die "TLT_MODULES=$TLT_MODULES, and there is no command module on $(hostname)"
+}
+
 activate() {
-    if [[ -n $TLT_ENVIRONMENT && -f $TLT_ENVIRONMENT/bin/activate ]]; then
+    if [[ -n $TLT_CONTAINER ]]; then
+        return
+    elif [[ -n $TLT_ENVIRONMENT && -f $TLT_ENVIRONMENT/bin/activate ]]; then
         source "$TLT_ENVIRONMENT/bin/activate"
     elif [[ -n $TLT_ENVIRONMENT ]]; then
         activate_conda "$TLT_ENVIRONMENT" || die "TLT_ENVIRONMENT=$TLT_ENVIRONMENT is neither a folder with" \
@@ -49,19 +72,41 @@ activate() {
 
 set +u # activation scripts read variables that are not set
 if [[ -n $TLT_MODULES ]]; then
-    type module >/dev/null 2>&1 || die "TLT_MODULES=$TLT_MODULES, and there is no command module on $(hostname)"
+    find_modules
     # shellcheck disable=SC2086
     module load $TLT_MODULES || die "module load $TLT_MODULES failed on $(hostname)"
 fi
 activate
 set -u
 
+# TMPDIR may be the login node's: it counts where it was made for this job.
+if [[ -z $TLT_LOCAL_DISK ]]; then
+    TLT_LOCAL_DISK="${SLURM_TMPDIR:-/tmp}"
+    [[ ${TMPDIR:-} != *"${SLURM_JOB_ID:-none}"* ]] || TLT_LOCAL_DISK="$TMPDIR"
+fi
+
+# In a container the ranks see the clone, the store and the node's disk at the same paths.
+bind_folders() {
+    local name=APPTAINER_BIND folders="$PROJECT"
+    [[ $TLT_CONTAINER != *singularity* ]] || name=SINGULARITY_BIND
+    [[ $STORE == "$PROJECT" ]] || folders+=",$STORE"
+    [[ $TLT_LOCAL_DISK == /tmp ]] || folders+=",$TLT_LOCAL_DISK" # which it has anyway
+    export "$name=$folders${!name:+,${!name}}"
+}
+[[ -z $TLT_CONTAINER ]] || bind_folders
+
+# What was installed below ~/.local goes before the environment's own; set it empty where that is the environment.
+export PYTHONNOUSERSITE="${PYTHONNOUSERSITE-1}"
+
 # The MPI library that mpi4py will load, which also shows that this is the right Python.
 ask_mpi='import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version())'
-mpi_library="$(python -c "$ask_mpi")" ||
+# shellcheck disable=SC2086 # the words of a command, or none
+mpi_library="$($TLT_CONTAINER python -c "$ask_mpi")" || {
+    [[ -z $TLT_CONTAINER ]] || die "$TLT_CONTAINER python: mpi4py and its MPI library do not load in it (see above)"
     die "$(type -P python || echo "no python"): mpi4py and its MPI library do not load (see above). Looked for:" \
         "TLT_ENVIRONMENT=$TLT_ENVIRONMENT, $PROJECT/.venv, the conda environment tlt_hpc (conda: $(find_conda))," \
         "python on the path. Make one of them (README), or name yours in sbatch/env.sh"
+}
 if [[ -z $TLT_SRUN_MPI ]]; then
     case $mpi_library in
     *"CRAY MPICH"*) TLT_SRUN_MPI=cray_shasta ;;
@@ -71,6 +116,11 @@ if [[ -z $TLT_SRUN_MPI ]]; then
     esac
 fi
 export TLT_SRUN_MPI
+
+# shellcheck disable=SC2086
+[[ -z $TLT_CONTAINER ]] || $TLT_CONTAINER sh -c 'command -v squeue && command -v scontrol' >/dev/null ||
+    echo "sbatch/env.sh: no squeue and scontrol in the container, so a run does not know when its time ends but by" \
+        "SIGUSR2, and is not queued again by itself; bind them (docs/cluster.md, \"Containers\")" >&2
 
 # The clone's own package, whatever is installed.
 export PYTHONPATH="$PROJECT${PYTHONPATH:+:$PYTHONPATH}"
@@ -84,11 +134,6 @@ read_job() {
 
 # Caches on the node's own disk: on a shared one compiled kernels are slow and ranks race for them. A folder for each
 # user, job and start, since a killed job leaves locks in it; every rank makes it on its node (launch/caches.py).
-# TMPDIR may be the login node's: it counts where it was made for this job.
-if [[ -z $TLT_LOCAL_DISK ]]; then
-    TLT_LOCAL_DISK="${SLURM_TMPDIR:-/tmp}"
-    [[ ${TMPDIR:-} != *"${SLURM_JOB_ID:-none}"* ]] || TLT_LOCAL_DISK="$TMPDIR"
-fi
 TLT_NODE_CACHE="$TLT_LOCAL_DISK/tlt-$(id -un)-${SLURM_JOB_ID:-0}-${SLURM_RESTART_COUNT:-0}"
 export TLT_NODE_CACHE
 export TRITON_CACHE_DIR="$TLT_NODE_CACHE/triton"
@@ -109,4 +154,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 # Belongs to the installation alone.
 unset DS_BUILD_OPS
 
-echo "nodes ${SLURM_JOB_NODELIST:-$(hostname)}: $(type -P python), ${mpi_library%%[$'\n\r']*}, srun --mpi=$TLT_SRUN_MPI, caches in $TLT_NODE_CACHE"
+echo "nodes ${SLURM_JOB_NODELIST:-$(hostname)}: ${TLT_CONTAINER:-$(type -P python)}, ${mpi_library%%[$'\n\r']*}, srun --mpi=$TLT_SRUN_MPI, caches in $TLT_NODE_CACHE"

@@ -21,9 +21,11 @@ PROJECT="$SLURM_SUBMIT_DIR" # the clone; call sbatch there
 STORE="$PROJECT"            # the shared folder that has models/ and data/, and where runs/ is written
 
 set -euo pipefail
+[[ -f $PROJECT/sbatch/env.sh ]] ||
+    { echo "$PROJECT has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" >&2; exit 1; }
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 read_job "${1:-$PROJECT/jobs/qwen7b.toml}"
-# In a container: put  apptainer exec --nv --bind "$STORE" tlt_hpc.sif  before python.
+# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh
 srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    python -m mpi4py -m tlt_hpc warmup "${@:-$PROJECT/jobs/qwen7b.toml}"
+    $TLT_CONTAINER python -m mpi4py -m tlt_hpc warmup "${@:-$PROJECT/jobs/qwen7b.toml}"

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,14 @@ PROJECT=/clone
 STORE=/scratch
 
 set -euo pipefail
+[[ -f $PROJECT/sbatch/env.sh ]] ||
+    { echo "$PROJECT has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" >&2; exit 1; }
 source "$PROJECT/sbatch/env.sh"
 cd "$STORE"
 echo before
+# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh
 srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-    python -m x
+    $TLT_CONTAINER python -m x
 """
 PLAIN = Batch("sweep", "python -m x", Folders("/clone", "/scratch"))
 
@@ -162,7 +166,7 @@ def program(folder: Path, name: str, body: str) -> None:
 
 
 SAYS_MPI = 'echo "$0" >>"$CALLED"; echo "${MPI_SAYS:-Open MPI v5.0.8, package: site}"'
-SHOWN = "^(HF|HDF5|OMP|DS_|TRITON_|TORCH|CUDA_CACHE|TRANSFORMERS)"
+SHOWN = "^(HF|HDF5|OMP|DS_|TRITON_|TORCH|CUDA_CACHE|TRANSFORMERS|PYTHONNO|SLURM_(EXPORT|MEM|GPU|TRES|CPU_B)|APPT|SING)"
 
 
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -202,6 +206,7 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
         f"HF_HOME={cache}/huggingface",
         "HF_HUB_OFFLINE=1",
         "OMP_NUM_THREADS=12",
+        "PYTHONNOUSERSITE=1",
         f"TORCHINDUCTOR_CACHE_DIR={cache}/inductor",
         f"TORCH_EXTENSIONS_DIR={cache}/torch_extensions",
         "TRANSFORMERS_OFFLINE=1",
@@ -304,6 +309,69 @@ def test_modules_are_loaded_before_python_is_looked_for(tmp_path: Path) -> None:
     assert (tmp_path / "loaded").read_text() == "load cuda/12.8 openmpi\n"
 
 
+def test_a_shell_that_nobody_logged_in_to_finds_the_modules(tmp_path: Path) -> None:
+    init = tmp_path / "lmod" / "init" / "bash"
+    init.parent.mkdir(parents=True)
+    init.write_text(f'module() {{ echo "$@" >{tmp_path}/loaded; }}\nfalse\n')
+    done = run_script(tmp_path, "smoke", TLT_MODULES="cuda/12.8", MODULESHOME=str(tmp_path / "lmod"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "loaded").read_text() == "load cuda/12.8\n"
+
+
+INHERITED = {
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_MEM_PER_CPU": "100",
+    "SLURM_GPUS": "3",
+    "SLURM_GPUS_PER_NODE": "a100:1",
+    "SLURM_GPUS_PER_TASK": "1",
+    "SLURM_TRES_PER_TASK": "gres/gpu:1",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "SLURM_CPU_BIND_TYPE": "mask_cpu:",
+}
+"""What sbatch hands on from an interactive job, or from where --export=NONE was given."""
+
+
+def test_the_step_does_not_ask_for_what_another_job_had(tmp_path: Path) -> None:
+    shown = run_script(tmp_path, "smoke", **INHERITED, SLURM_MEM_PER_NODE="3000").stdout.splitlines()
+    assert [line for line in shown if line.startswith("SLURM_")] == ["SLURM_MEM_PER_NODE=3000"]
+    shown = run_script(tmp_path, "smoke", **INHERITED).stdout.splitlines()
+    assert [line for line in shown if line.startswith("SLURM_")] == ["SLURM_MEM_PER_CPU=100"], "the job's own"
+
+
+def test_whoever_has_his_packages_below_his_home_says_so(tmp_path: Path) -> None:
+    assert "\nPYTHONNOUSERSITE=\n" in run_script(tmp_path, "smoke", PYTHONNOUSERSITE="").stdout
+
+
+@pytest.mark.parametrize("command", ["apptainer exec --nv", "singularity exec"])
+def test_in_a_container_question_and_ranks_are_the_images(command: str, tmp_path: Path) -> None:
+    """The host has no usable Python; a program stands for the container's."""
+    program(tmp_path / "bin", "python", "echo 'the host has no mpi4py' >&2; exit 1")
+    inside = tmp_path / "inside"
+    program(inside, "python", SAYS_MPI)
+    for shell in ("sh", "bash"):
+        (inside / shell).symlink_to(f"/bin/{shell}")
+    name = command.split()[0]
+    program(tmp_path / "bin", name, f'while [[ $1 != *.sif ]]; do shift; done; shift; PATH="{inside}"; exec "$@"')
+    container = f"{command} /shared/tlt.sif"
+    done = run_script(tmp_path, "smoke", TLT_CONTAINER=container, TLT_ENVIRONMENT="/none", TLT_LOCAL_DISK="/nvme")
+    assert done.returncode == 0, done.stderr
+    assert "\n".join(["", *container.split(), "python", "-m", "mpi4py", ""]) in done.stdout
+    assert f"\n{name.upper()}_BIND={tmp_path}/clone,/nvme\n" in done.stdout
+    assert "no squeue and scontrol in the container" in done.stderr
+    for tool in ("squeue", "scontrol"):
+        program(inside, tool, "exit 0")
+    assert run_script(tmp_path, "smoke", TLT_CONTAINER=container).stderr == ""
+    program(inside, "python", "exit 1")
+    done = run_script(tmp_path, "smoke", TLT_CONTAINER=container)
+    assert f"{container} python: mpi4py and its MPI library do not load in it" in done.stderr
+
+
+def test_where_there_is_no_clone_the_script_says_where_sbatch_belongs(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "smoke", SLURM_SUBMIT_DIR=str(tmp_path / "clone" / "sbatch"))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "clone/sbatch has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" in done.stderr
+
+
 def test_evaluation_wants_to_know_what_of(tmp_path: Path) -> None:
     done = run_script(tmp_path, "evaluate", "runs/a")
     assert (done.returncode, "give a run and its TOML" in done.stderr) == (1, True)
@@ -317,6 +385,26 @@ def test_warming_up_begins_with_a_job_of_the_clone(tmp_path: Path) -> None:
 
 
 # --- a real Slurm ---
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("given", ["export", "interactive"])
+def test_ranks_have_their_environment_wherever_sbatch_is_called(slurm: LocalSlurm, tmp_path: Path, given: str) -> None:
+    """By itself each of these ends the job before a rank has begun, or takes the environment from the ranks."""
+    command = "bash -c 'echo \"rank $SLURM_PROCID of $(basename $TLT_NODE_CACHE) on GPUs $CUDA_VISIBLE_DEVICES\"'"
+    asked = Batch("tlt-env", command, Folders(str(ROOT), str(tmp_path)), nodes=2, gpus_per_node=2, memory="100")
+    (tmp_path / "job.sh").write_text(render(asked))
+    if given == "export":
+        arguments, variables = (f"--export=TLT_ENVIRONMENT={sys.prefix}",), {}
+    else:
+        arguments, variables = (), {**INHERITED, "SLURM_GPUS_PER_NODE": "1", "SLURM_GPUS": "1"}
+        del variables["SLURM_EXPORT_ENV"]
+    log = tmp_path / "log"
+    job = slurm.sbatch(f"--output={log}", "--time=2", *arguments, tmp_path / "job.sh", **variables)
+    assert slurm.wait(job) == "COMPLETED", log.read_text()
+    cache = f"tlt-{subprocess.check_output(['id', '-un'], text=True).strip()}-{job}-0"
+    ranks = sorted(line for line in log.read_text().splitlines() if line.startswith("rank "))
+    assert ranks == [f"rank {rank} of {cache} on GPUs 0,1" for rank in range(2)]
 
 
 @pytest.mark.slurm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,44 @@ def test_the_folder_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pyt
     make_node_cache({FOLDER: str(folder)})  # the node's next rank
     assert [call[1] for call in registered] == [folder]
     make_node_cache({})
+
+
+HOLDS = """
+import os, sys
+from tlt_hpc.launch.caches import make_node_cache
+make_node_cache(os.environ)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_killed_ranks_have_left_is_removed_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    """Of this job's earlier starts and of other jobs; a folder of the same name that is none of these is left."""
+
+    def rank(folder: Path) -> subprocess.Popen[str]:
+        environment = {**os.environ, FOLDER: str(folder)}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen([sys.executable, "-c", HOLDS], env=environment, stdin=pipe, stdout=pipe, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    # 7's second rank, which did not make the folder, outlives the first
+    names = ("tlt-me-5-0", "tlt-me-6-0", "tlt-me-7-0", "tlt-me-7-0")
+    ranks = [rank(tmp_path / name) for name in names]
+    for name in ("tlt-me-3-0", "tlt-me-4-0", "tlt-me-notes", "tlt-you-6-0"):
+        (tmp_path / name).mkdir()
+    for name in ("tlt-me-3-0", "tlt-me-notes", "tlt-you-6-0"):
+        (tmp_path / name / f".in-use-{socket.gethostname()}").touch()
+    (tmp_path / "tlt-me-3-0" / ".in-use-another-node").touch()
+    for killed in ranks[:3]:
+        killed.kill()
+        killed.wait()
+    last = rank(tmp_path / "tlt-me-6-1")
+    kept = ["tlt-me-3-0", "tlt-me-4-0", "tlt-me-6-1", "tlt-me-7-0", "tlt-me-notes", "tlt-you-6-0"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    for process in (last, ranks[3]):
+        process.communicate()
+    assert not (tmp_path / "tlt-me-6-1").exists(), "whoever made it removes it at its end"
 
 
 def test_a_folder_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:

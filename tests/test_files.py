@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -24,6 +25,8 @@ SCRIPTS = sorted([*(ROOT / "sbatch").glob("*.sh"), ROOT / ".ci" / "run"])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What conda calls otherwise than PyPI does.
 PYPI_NAME = {"pytorch": "torch"}
+# What only tests of the suite compare with.
+NOT_ON_A_CLUSTER = ("trl", "tensorboard", "wandb")
 # config.json's max_position_embeddings, and the ranks that a job file is written for.
 POSITIONS = {"tiny": 1024, "qwen7b": 131072, "r1_qwen7b": 131072, "qwen32b": 131072, "llama70b": 131072}
 RANKS = {"tiny": 2, "qwen7b": 64, "r1_qwen7b": 64, "qwen32b": 64, "llama70b": 64}
@@ -43,10 +46,15 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in parsed}
 
 
+def conda_entries() -> list[Any]:
+    """Of environment.yml: lines of conda's part, and a table with the pip part's."""
+    return list(yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"])
+
+
 def conda() -> dict[str, SpecifierSet]:
     """environment.yml, conda's and pip's part, under PyPI's names."""
     found = {}
-    for entry in yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]:
+    for entry in conda_entries():
         for line in entry["pip"] if isinstance(entry, dict) else [entry]:
             name, version = re.fullmatch(r"([A-Za-z0-9_.-]+?)((?:[=<>!]=?[0-9.]+)?)", line).groups()  # type: ignore[union-attr]
             # conda's single "=3.11" means 3.11.*
@@ -82,12 +90,20 @@ def test_conda_environment_covers_the_project() -> None:
     assert {"python", "openmpi", "pip"} <= set(listed)
 
 
+def test_what_pip_adds_to_a_conda_environment_is_what_the_tests_run_with() -> None:
+    (section,) = (entry["pip"] for entry in conda_entries() if isinstance(entry, dict))
+    named = dict(line.split("==") for line in section)
+    assert named == {name: pins().get(canonicalize_name(name)) for name in named}
+    assert set(pins()) - set(conda()) == {"mpich", *NOT_ON_A_CLUSTER}
+
+
 def test_conda_versions_do_not_contradict_the_project() -> None:
     """Each admits the other's lower bound, and the environment asks for no less than the project."""
-    listed = conda()
+    listed = {name: specifier for name, specifier in conda().items() if "==" not in str(specifier)}
     wrong = [
         f"{name}: {listed[name]} against {wanted}"
         for name, wanted in requirements("gpu", "dev").items()
+        if name in listed
         if not all(version in wanted for version in bounds(listed[name]))
         or not all(version in listed[name] for version in bounds(wanted))
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,30 +13,12 @@ import pytest
 from local_slurm import LocalSlurm
 
 ROOT = Path(__file__).resolve().parent.parent
-NO_SLURM = (
-    "no Slurm answers here (scontrol ping): have SLURM_CONF name the slurm.conf of one with a default partition of 4 "
-    "nodes; on Debian, `apt-get install slurmctld slurmd munge` has all that it takes on one machine"
-)
 MPICH = {"TLT_SRUN_MPI": "pmi2"}
 
 
 @pytest.fixture
-def environment(request: pytest.FixtureRequest) -> Mapping[str, str]:
-    """Of Slurm's commands: the session's own Slurm where the suite has one, else the one that SLURM_CONF names."""
-    try:
-        return request.getfixturevalue("slurm").environment  # type: ignore[no-any-return]
-    except pytest.FixtureLookupError:
-        if not answers():
-            pytest.skip(NO_SLURM)
-        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def answers() -> bool:
-    try:
-        done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=30, check=False)
-    except FileNotFoundError:
-        return False
-    return "is UP" in done.stdout
+def environment(slurm: LocalSlurm) -> Mapping[str, str]:
+    return slurm.environment
 
 
 def preflight(

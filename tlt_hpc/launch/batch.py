@@ -111,11 +111,14 @@ def render(batch: Batch) -> str:
         f"STORE={batch.folders.store}",
         "",
         "set -euo pipefail",
+        "[[ -f $PROJECT/sbatch/env.sh ]] ||",
+        '    { echo "$PROJECT has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" >&2; exit 1; }',
         'source "$PROJECT/sbatch/env.sh"',
         'cd "$STORE"',
         *batch.before,
+        "# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh",
         'srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\',
-        f"    {batch.command}",
+        f"    $TLT_CONTAINER {batch.command}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,6 @@ FOLDERS = Folders(
 )
 EDIT = "Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh."
 GOES_ON = "Requeued, or submitted again, it goes on from where it was. Status 75: stopped early."
-CONTAINER = '# In a container: put  apptainer exec --nv --bind "$STORE" tlt_hpc.sif  before python.'
 
 
 def gpu_job(
@@ -31,7 +30,7 @@ def gpu_job(
         partition="YOUR_PARTITION",
         memory="0",
         exclusive=True,
-        before=(*check, f'read_job "{job}"', CONTAINER),
+        before=(*check, f'read_job "{job}"'),
     )
 
 

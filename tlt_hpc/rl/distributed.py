@@ -12,6 +12,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tlt_hpc.models.sequence_parallel import SequenceGroup
+from tlt_hpc.watch.beat import BEAT, Phase
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -22,6 +23,7 @@ run; a dead rank ends the job through MPI, at once."""
 LOOPBACK = "127.0.0.1"
 
 
+@BEAT.within(Phase.CONNECTING)
 def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None = None) -> None:
     """Make the process group of all ranks: gloo on ``cpu``, nccl on ``cuda``; collective.
 
@@ -39,9 +41,18 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None 
         world_size=world.size,
         timeout=COLLECTIVE_TIMEOUT,
     )
+    _connect(device_type)
     _hand_to_deepspeed()
 
 
+def _connect(device_type: str) -> None:
+    """Have the ranks meet once: nccl connects them at the first call only, in the midst of other work."""
+    met = torch.ones(1, device=device_type)
+    torch.distributed.all_reduce(met)
+    assert met.item() == torch.distributed.get_world_size(), f"{met.item()} ranks have met"
+
+
+@BEAT.within(Phase.CONNECTING)
 def replica_sum(world: World, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that sums a contiguous tensor in place over the ``size`` ranks of this rank's replica; collective.
 

@@ -18,6 +18,7 @@ class Phase(Enum):
 
     STARTING = "starting"
     LOADING = "loading"
+    CONNECTING = "connecting"
     ROLLOUT = "rollout"
     DRAFTER = "drafter training"
     REWARD = "reward"
@@ -31,6 +32,7 @@ class Phase(Enum):
 LIMIT_SECONDS = {
     Phase.STARTING: 1800.0,
     Phase.LOADING: 3600.0,
+    Phase.CONNECTING: 600.0,  # no bytes to speak of: whoever takes longer has a network that leads nowhere
     Phase.ROLLOUT: 300.0,  # of one round or prefill, not of the rollout
     Phase.DRAFTER: 600.0,
     Phase.REWARD: 1800.0,
