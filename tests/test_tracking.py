@@ -384,17 +384,20 @@ def test_a_job_is_queued_again_before_its_trackers_are_waited_for_and_ends_in_ti
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "17"},
     )  # fmt: skip
-    metrics = tmp_path / "tiny" / "metrics.jsonl"
-    while not metrics.exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGUSR2)
-    while not (tmp_path / "asked").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    start = time.monotonic()
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and time.monotonic() - start < 20, said
+    try:
+        metrics = tmp_path / "tiny" / "metrics.jsonl"
+        while not metrics.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR2)
+        while not (tmp_path / "asked").exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        start = time.monotonic()
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 75 and time.monotonic() - start < 20, said
+    finally:
+        process.kill()
     assert (tmp_path / "asked").read_text() == "requeue 17\n"
     order = ["stopped early (SIGUSR2)", "tlt: job 17 is queued again", "finish, Slurm was asked: True"]
     places = [said.find(words) for words in [*order, "no time is left for wandb to end: metrics.jsonl has every step"]]
