@@ -444,6 +444,7 @@ def test_closing_before_any_use_is_fine() -> None:
 def test_pauses_double_up_to_the_cap_and_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)  # polls that cost nothing
     back_off = BackOff(cap_seconds=0.0004)
     for _ in range(5):
         back_off.pause()
