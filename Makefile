@@ -51,8 +51,13 @@ $(VENV)/triton: $(INSTALLED)
 
 triton: $(VENV)/triton
 
+# First what needs one process, several at once; then what starts ranks, which would have to share the cores.
+ALONE := not slow and not mpi and not slurm
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest --durations=20
+	status=0; \
+	$(VENV)/bin/python -m pytest -n logical --maxprocesses 4 -m "$(ALONE)" --durations=10 || status=$$?; \
+	$(VENV)/bin/python -m pytest -m "not slow and (mpi or slurm)" --durations=20 || status=$$?; \
+	exit $$status
 
 test-slow: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -m slow --timeout 3600

@@ -378,7 +378,7 @@ def test_each_drafter_is_judged_with_its_own_policy_and_the_runs_guard(tmp_path,
         (ablation.folder / arm).mkdir(parents=True)
         mark_done(ablation, arm, digest)
     loaded, guards = [], []
-    monkeypatch.setattr(held_out, "load_policy", lambda ablation, arm, decoder: loaded.append(arm))
+    monkeypatch.setattr(held_out, "load_policy", lambda ablation, arm, decoder, node: loaded.append(arm))
     monkeypatch.setattr(held_out, "answer", lambda *given: guards.append(given[3].tie_guard) or [])
     assert set(held_out.measure(ablation, World.connect())) == {"frozen", "serial", "tail"}
     assert loaded == ["frozen", "tail"], "the same weights are read once"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -377,6 +377,7 @@ def changes(draw: st.DrawFn) -> tuple[str, str, Any]:
     return section, key, draw(values_for(annotation))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a machine with other work
 @given(st.lists(changes(), max_size=4))
 def test_round_trip(changed: list[tuple[str, str, Any]]) -> None:
     """What passes validation reads back equal, and writes the same text again."""

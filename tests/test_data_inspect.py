@@ -35,7 +35,7 @@ def test_a_table_and_status_0(tmp_path: Path, capsys: Captured) -> None:
     path = str(write_jsonl(tmp_path / "a.jsonl", [gcd_row(i) for i in range(1, 8)]))
     status, out, err = inspected(capsys, path, "--model", "embedded:tiny", "max_prompt_tokens=5")
     assert (status, err) == (0, "")
-    assert "7 rows, 0 broken" in out
+    assert "7 rows, 0 broken" in " ".join(out.split())  # the title is broken where the path is long
     (line,) = (line for line in out.splitlines() if "│ jsonl" in line)
     assert [cell.strip() for cell in line.strip("│").split("│")] == ["jsonl", "7", "5", "5", "6", "6", "3", "0", "0"]
     assert "prompts over data.max_prompt_tokens = 5: 3\n" in out

@@ -85,8 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"tlt: one rank, as the launcher has it: run.ranks = {config.run.ranks} counts only where no launcher "
                 "(srun, mpiexec) has started this", file=sys.stderr, flush=True,
             )  # fmt: skip
-        if rank is None and not options.dry_run:
-            print(about_to_start(num_ranks, options.config), flush=True)
         config = config_of(config, options)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command in ("train", "compare"):
@@ -100,6 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if told := told_finished(config):
                 print(told)
                 return 0
+        if rank is None:
+            print(about_to_start(num_ranks), flush=True)
         if rank is None and config.run.ranks > 1:
             become_ranks(config.run.ranks, given, options.config)
     except ValueError as error:

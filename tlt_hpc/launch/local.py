@@ -51,9 +51,9 @@ def starting(environment: Mapping[str, str]) -> str:
     return f"starting {_ranks(count)}{where}: libraries are loaded, then the model"
 
 
-def about_to_start(num_ranks: int, job: str) -> str:
+def about_to_start(num_ranks: int) -> str:
     """The same where no launcher has started them yet."""
-    return f"checking {job}, then starting {_ranks(num_ranks)}"
+    return f"starting {_ranks(num_ranks)}: libraries are loaded, then the model"
 
 
 def _ranks(count: int | None) -> str:
