@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from local_slurm import ENDED, LocalSlurm
@@ -41,11 +41,11 @@ class Training:
         self.job = ""
         self.script = Path("sbatch/smoke.sh")
 
-    def submit(self, *changes: str) -> None:
+    def submit(self, *changes: str, limits: Sequence[str] = ()) -> None:
         """Submit, or submit the same again."""
         self.job = self.slurm.sbatch(
-            "--partition=main", f"--output={self.log}", self.script, "run.name=run", f"run.folder={self.folder}",
-            f"run.num_steps={self.num_steps}", *SETTINGS, *changes,
+            "--partition=main", f"--output={self.log}", *limits, self.script, "run.name=run",
+            f"run.folder={self.folder}", f"run.num_steps={self.num_steps}", *SETTINGS, *changes,
         )  # fmt: skip
 
     @property

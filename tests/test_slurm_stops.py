@@ -121,6 +121,23 @@ def test_a_job_that_is_struck_ends_as_if_it_had_not_been(slurm, tmp_path, num_st
     assert training.policy() == straight.policy()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_job_that_outlasts_its_time_limit_comes_back_until_it_is_done(slurm, tmp_path):
+    """The limit itself, of three minutes, of which Slurm announces the last two."""
+    training, straight = (Training(slurm, tmp_path / name, 60) for name in ("short", "straight"))
+    training.submit(limits=("--time=3",))
+    training.until(lambda: slurm.show(training.job)["Restarts"] != "0", "the first time limit")
+    straight.submit()
+    for each in (training, straight):
+        each.until_ended("COMPLETED")
+        assert "Traceback" not in each.said()
+    stops = re.findall(r"stopped early \((.*)\)", training.said())
+    assert stops and all("time limit" in stop or "SIGUSR2" in stop for stop in stops)
+    assert len(stops) == training.said().count(f"job {training.job} is queued again, and will go on")
+    assert training.policy() == straight.policy()
+
+
 PREEMPTED = """
 import os, signal, sys, time
 from tlt_hpc.launch.time_limit import await_preemption
