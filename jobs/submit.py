@@ -141,11 +141,27 @@ def run_submit(options: argparse.Namespace) -> int:
         print(f"{task.stage:8} {task.run}: tlt {' '.join(task.arguments)}")
     if options.dry_run:
         return dry_run(submission)
-    submission.folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(options.config, submission.folder / Path(options.config).name)
+    keep_job_file(Path(options.config), submission.folder)
     save(submission)
     print(f"submitted from {submission.folder}; look after it with: python jobs/submit.py status {submission.folder}")
     return submit(submission, {task.key for task in submission.tasks})
+
+
+def keep_job_file(config: Path, folder: Path) -> None:
+    """Copy the job's file to where the members read it.
+
+    Raises:
+        ConfigError: another file of that name is there, or it cannot be written.
+    """
+    kept = folder / config.name
+    if kept.exists() and kept.read_bytes() != config.read_bytes():
+        raise ConfigError(f"--folder {folder} has another {config.name}; give another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not kept.exists():
+            shutil.copyfile(config, kept)
+    except OSError as error:
+        raise ConfigError(f"--folder {folder}: {error.strerror}; give a folder that can be written") from None
 
 
 def points_of(options: argparse.Namespace) -> Iterable[Sequence[str]]:

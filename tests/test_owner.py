@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
+from launch_ranks import ROOT, run_on_ranks
+from test_resume import Silent
 from test_watch_verdict import record
 
 from tlt_hpc import owner
 from tlt_hpc.config import UserError
-from tlt_hpc.owner import check_owner, claim_owner
+from tlt_hpc.owner import Owner, check_owner, claim_owner
+from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.watch.record import write_record
 
 
@@ -23,7 +28,8 @@ def quickly(monkeypatch) -> None:
     monkeypatch.setattr(owner, "QUIET_SECONDS", 0.4)
     monkeypatch.setattr(owner, "PATIENCE_SECONDS", 1.2)
     monkeypatch.setattr(owner, "_LOOK_SECONDS", 0.02)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 class Living:
@@ -65,7 +71,7 @@ def test_a_start_that_lives_is_not_run_over(tmp_path, caplog):
     claim_owner(tmp_path, "first")
     with Living(tmp_path), pytest.raises(UserError) as caught:
         claim_owner(tmp_path, "second")
-    said = r"another start .* at work in \S+: rank 0 on elsewhere, process 4711, in rollout of step 12 .*; wait for"
+    said = r"another start of this \(process \d+ on \S+\) is at work in \S+: rank 0 on elsewhere in rollout of step 12"
     assert re.search(said, str(caught.value)) and "\n" not in str(caught.value)
     assert caplog.text.count("waiting for its end") == 1
     check_owner(tmp_path, "first")
@@ -100,10 +106,33 @@ def test_slurm_has_ended_what_the_same_job_began(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     claim_owner(tmp_path, "first")
     with Living(tmp_path):
+        with pytest.raises(UserError, match=r"another start of this \(job 77, process"):
+            claim_owner(tmp_path, "beside it, in one allocation")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         claim_owner(tmp_path, "second")  # its node was lost, and comes back
     check_owner(tmp_path, "second")
-    with pytest.raises(UserError, match=r"a later start has taken over .* \(job 77, on \S+, process \d+\)"):
+    with pytest.raises(UserError, match=r"another start has taken over .* \(job 77, process \d+ on \S+\): this one"):
         check_owner(tmp_path, "first")
+
+
+def claim_elsewhere(folder, start: str) -> None:
+    """As if by a process on another node, which has not left any record yet."""
+    (folder / "owner").write_text(json.dumps(asdict(Owner(start, "elsewhere", 4711, "", ""))))
+
+
+def test_one_that_has_just_begun_is_given_time_for_its_first_sign_of_life(tmp_path):
+    claim_elsewhere(tmp_path, "first")
+    first = record(0, start="first", host="elsewhere", heartbeat=1)
+    threading.Timer(0.2, write_record, [tmp_path, first]).start()
+    started = time.monotonic()
+    claim_owner(tmp_path, "second")  # for nothing came after that
+    assert time.monotonic() - started >= 0.6
+
+
+def test_one_that_began_and_left_nothing_is_not_waited_for_for_ever(tmp_path):
+    claim_elsewhere(tmp_path, "first")
+    claim_owner(tmp_path, "second")
+    check_owner(tmp_path, "second")
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"start": 3}'])
@@ -116,3 +145,45 @@ def test_a_folder_that_was_taken_away_takes_no_commit(tmp_path, content):
         check_owner(tmp_path, "first")
     claim_owner(tmp_path, "second")
     check_owner(tmp_path, "second")
+
+
+# -- in a run -------------------------------------------------------------------------------------------------------
+
+
+def lose_the_folder(folder: str) -> dict[str, Any]:
+    """What two ranks leave of a run whose folder another start has claimed after its first step."""
+    from tlt_hpc import run, saving
+    from tlt_hpc.config import load_config
+    from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.watch.beat import BEAT
+
+    overrides = ["rollout.prompts_per_step=4", "rollout.max_new_tokens=40", "speculation.profile_seconds=0"]
+    config = load_config(ROOT / "jobs" / "tiny.toml", [*overrides, f"run.folder={folder}", "run.num_steps=9"])
+    job = run.assemble(config, World.connect())
+    saving.resume(job, lambda step: None)
+    run.take_step(job, 0, Silent())
+    own = BEAT.start
+    if job.world.rank == 0:
+        claim_owner(job.folder.status, "later")
+    job.world.barrier()
+    said = []
+    for action in (lambda: run.take_step(job, 1, Silent()), lambda: saving.save_checkpoint(job, 1, 0)):
+        with pytest.raises(UserError) as caught:
+            action()
+        said.append(str(caught.value))
+    job.world.barrier()
+    left = sorted(str(path.relative_to(job.folder.path)) for path in job.folder.path.rglob("step-*/*"))
+    lines = list(read_lines(job.folder.metrics))
+    job.close()
+    leave_process_group()
+    return {"said": said, "left": left, "lines": lines, "own": own}
+
+
+@pytest.mark.mpi
+def test_of_a_run_that_was_taken_over_no_rank_writes_anything(tmp_path):
+    for told in run_on_ranks(2, lose_the_folder, str(tmp_path)):
+        assert all(f"another start has taken over {tmp_path}" in line for line in told["said"]), told
+        kept = [path for path in told["left"] if not path.startswith(("cache", "kept"))]
+        assert kept == ["rollouts/step-000000/rank-0000.h5", "rollouts/step-000000/rank-0001.h5"], told
+        assert told["lines"] == [0]

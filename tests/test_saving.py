@@ -30,6 +30,9 @@ class AloneWorld:
     def allgather(self, value: Any) -> list[Any]:
         return [value]
 
+    def broadcast(self, value: Any) -> Any:
+        return value
+
     def exchange(self, value: Any) -> tuple[list[Any], Stop]:
         return [value], self.flag.kind
 
@@ -109,6 +112,6 @@ def test_a_start_that_has_lost_its_folder_saves_nothing(tmp_path, disk):
     job = job_in(tmp_path, background=True)
     disk.set()
     claim_owner(tmp_path, "later")
-    with pytest.raises(UserError, match="a later start has taken over"):
+    with pytest.raises(UserError, match="another start has taken over"):
         saving.save_checkpoint(job, 1, saved=0)
     assert not list(tmp_path.glob("step-*"))

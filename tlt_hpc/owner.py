@@ -14,6 +14,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tlt_hpc.errors import UserError
 from tlt_hpc.storage.folder import writing_beside
@@ -25,6 +26,9 @@ QUIET_SECONDS = 12.0
 PATIENCE_SECONDS = 60.0
 """How long a start that is ending, as after scancel, is waited for."""
 _LOOK_SECONDS = 0.25
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -38,28 +42,39 @@ class Owner:
     pid: int
     job: str
     """Slurm's number of its job; empty without Slurm."""
+    restarts: str
+    """How often Slurm had queued it again by then; empty for never."""
+
+    @property
+    def name(self) -> str:
+        """Job, host and process in words."""
+        return f"{f'job {self.job}, ' if self.job else ''}process {self.pid} on {self.host}"
 
 
 def claim_owner(status: Path, start: str) -> None:
     """Make ``start`` the folder's owner; for its rank 0, before anything of the run is written.
 
-    Waits while an earlier start may live. One of the same Slurm job cannot, whatever its ranks on a node that was lost
-    still do: Slurm has ended it.
+    Waits while another start may live. One of the same Slurm job before it was queued again cannot, whatever its ranks
+    on a node that was lost still do: Slurm has ended it.
 
     Raises:
-        UserError: an earlier start is at work there.
+        UserError: another start is at work there.
         WriteError: no room or no permission.
     """
-    job = os.environ.get("SLURM_JOB_ID", "")
+    job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
     before = _read(status)
-    if (living := _still_living(status, start)) is not None and not (job and before and before.job == job):
-        named = f"job {before.job}, " if before and before.job else ""
+    is_over = before is not None and bool(job) and before.job == job and before.restarts != restarts
+    if not is_over and (living := _still_living(status, start, before)) is not None:
+        where = f"{living.name} in {living.place}" if isinstance(living, Record) else "which has just begun"
+        named = "" if before is None else f" ({before.name})"
         raise UserError(
-            f"another start of this is at work in {status.parent}: {named}{living.name}, process {living.pid}, in "
-            f"{living.place}; wait for it or end it first, or give this one another run.name"
+            f"another start of this{named} is at work in {status.parent}: {where}; wait for it or end it first, or "
+            "give this one another run.name"
         )
+    own = Owner(start, socket.gethostname(), os.getpid(), job, restarts)
     with writing_beside(status / "owner") as path:
-        path.write_text(json.dumps(asdict(Owner(start, socket.gethostname(), os.getpid(), job))), encoding="utf-8")
+        path.write_text(json.dumps(asdict(own)), encoding="utf-8")
+    check_owner(status, start)  # of two that came here at the same moment the later one stays
 
 
 def check_owner(status: Path, start: str) -> None:
@@ -75,45 +90,68 @@ def check_owner(status: Path, start: str) -> None:
             f"it back in place of what is left of {status.parent}, and start again"
         )
     if owner.start != start:
-        named = f"job {owner.job}, " if owner.job else ""
         raise UserError(
-            f"a later start has taken over {status.parent} ({named}on {owner.host}, process {owner.pid}): this one "
-            "ends; what it has committed is there, and the later one goes on from it"
+            f"another start has taken over {status.parent} ({owner.name}): this one ends; what it has committed is "
+            "there, and the other goes on from it"
         )
 
 
-def _still_living(status: Path, start: str) -> Record | None:
-    """Rank 0 of an earlier start, where it moves and does not end; returns at once where that is known to be over."""
+def agree_on_owner(world: World, status: Path, start: str) -> None:
+    """``check_owner`` on rank 0, before any rank writes; collective.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    error = ""
+    if world.rank == 0:
+        try:
+            check_owner(status, start)
+        except (UserError, OSError) as caught:
+            error = str(caught)
+    if error := world.broadcast(error):
+        raise UserError(error)
+
+
+def _still_living(status: Path, start: str, before: Owner | None) -> Record | Owner | None:
+    """Another start that moves and does not end, or the owner where it has left no sign of life yet but may.
+
+    Returns at once where all that was there is known to be over.
+    """
     began = moved = time.monotonic()
-    first = record = _live_record(status, start)
-    is_told = False
-    while record is not None and time.monotonic() - moved < QUIET_SECONDS:
+    seen, is_told = _signs(status, start, before), False
+    while seen is not None and time.monotonic() - moved < QUIET_SECONDS:
         if time.monotonic() - began >= PATIENCE_SECONDS:
-            return record
+            return seen
         time.sleep(_LOOK_SECONDS)
-        latest = _live_record(status, start)
-        if latest is not None and latest.heartbeat != record.heartbeat:
+        latest = _signs(status, start, _read(status))
+        if latest is not None and latest != seen:
             moved = time.monotonic()
-        record = latest
-        if not is_told and record is not None and first is not None and record.heartbeat != first.heartbeat:
+            if not is_told:
+                logger.warning("another start is at work in %s: waiting for its end", status.parent)
             is_told = True
-            logger.warning("%s, of an earlier start, is at work in %s: waiting for its end", record.name, status.parent)
+        seen = latest
     return None
 
 
-def _live_record(status: Path, start: str) -> Record | None:
-    """What rank 0 of another start has left, unless that start is known to be over."""
+def _signs(status: Path, start: str, owner: Owner | None) -> Record | Owner | None:
+    """What another start that may live has left last: rank 0's record, or its claim where it has no record yet."""
     try:
         record = read_record(status, 0)
     except (FileNotFoundError, DamagedRecordError):
+        record = None
+    if owner is not None and owner.start != start and (record is None or record.start != owner.start):
+        return None if _is_dead(owner.host, owner.pid) else owner
+    if record is None or record.ending or record.start == start or _is_dead(record.host, record.pid):
         return None
-    if record.ending or record.start == start:
-        return None
-    if record.host == socket.gethostname():
-        process = look_at(record.pid)
-        if record.pid == os.getpid() or process is None or process.state == "Z":
-            return None
     return record
+
+
+def _is_dead(host: str, pid: int) -> bool:
+    """Whether a process is known to be over: it was on this host, and is not there or is this one."""
+    if host != socket.gethostname():
+        return False
+    process = look_at(pid)
+    return pid == os.getpid() or process is None or process.state == "Z"
 
 
 def _read(status: Path) -> Owner | None:

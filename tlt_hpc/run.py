@@ -21,7 +21,7 @@ from tlt_hpc.kept import drop_kept
 from tlt_hpc.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.owner import check_owner
+from tlt_hpc.owner import agree_on_owner, check_owner
 from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.correction import Mismatch
@@ -38,7 +38,7 @@ from tlt_hpc.saving import (
     save_drafter,
 )
 from tlt_hpc.stopping import Stop
-from tlt_hpc.storage.folder import RunFolder, WriteError, rank_of
+from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, train_serially
@@ -119,6 +119,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         reporter.started(config, step, memory_table(job))
     if saved < step:  # so that nothing is replayed twice
         saved = save_checkpoint(job, step, saved)
+    agree_on_owner(world, job.folder.status, BEAT.start)
     if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
         forget_after(job, step)  # logs that are about to be replaced are no committed step's
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
@@ -191,6 +192,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
     record = make_record(job, step, tail, rewards, own_advantages, merged)
     summary = summarise(job.world, record, update, merged, timer.take())
     line = {**summary.metrics, "drafter/why": tail.decision.reason}
+    agree_on_owner(job.world, job.folder.status, BEAT.start)
     together(job.world, lambda: log_step(job, record))
     together(job.world, lambda: commit(job, step, line))
     if shows:
@@ -203,10 +205,8 @@ def log_step(job: Job, record: StepRecord) -> None:
     """Write this rank's log of a step.
 
     Raises:
-        UserError, WriteError: the folder is gone or another start's, or the file cannot be written.
+        WriteError: it cannot be written.
     """
-    if record.rank == 0:
-        check_owner(job.folder.status, BEAT.start)
     write_step(job.folder.rollout_log(record.step, record.rank), record)
 
 
@@ -232,7 +232,7 @@ def together(world: World, write: Callable[[], None]) -> None:
     error = ""
     try:
         write()
-    except (UserError, WriteError) as caught:
+    except (UserError, OSError) as caught:
         error = str(caught)
     if error := next(filter(None, world.allgather(error)), ""):
         raise UserError(error)
@@ -310,6 +310,8 @@ def evaluate_if_due(job: Job, evaluation: TrainingEvaluation | None, step: int, 
     if job.world.rank == 0:
         reporter.phase(step - 1, "evaluation")
     metrics = evaluate_policy(job, evaluation, step, lambda roster: reporter.rolling(step - 1, roster))
+    if metrics is not None:
+        agree_on_owner(job.world, job.folder.status, BEAT.start)
     if metrics is not None and job.world.rank == 0:
         add_line(job.folder.metrics, {**line, **metrics})
         reporter.evaluated(step, metrics)

@@ -15,7 +15,7 @@ from tlt_hpc.draws import StepDraws
 from tlt_hpc.job import DRAFTER_FILE, Drafting, Job
 from tlt_hpc.models.once import read_once
 from tlt_hpc.models.piece import Piece, deal
-from tlt_hpc.owner import check_owner
+from tlt_hpc.owner import agree_on_owner
 from tlt_hpc.records import Request, Stream
 from tlt_hpc.replay import Replayed, replay
 from tlt_hpc.stopping import Stop
@@ -80,8 +80,7 @@ def save_checkpoint(job: Job, step: int, saved: int) -> int:
 @BEAT.within(Phase.SAVING)
 def begin_save(job: Job, step: int) -> None:
     """Copy what the next step needs, and begin to write it; collective, while nothing else is being saved."""
-    if job.world.rank == 0:
-        check_owner(job.folder.status, BEAT.start)
+    agree_on_owner(job.world, job.folder.status, BEAT.start)
     shards: dict[str, Shard] = {"policy": job.policy.state_shard(), "reference": job.policy.reference_shard()}
     if job.drafting:
         shards["drafter"] = drafter_shard(job, job.drafting)

@@ -96,7 +96,10 @@ class StopFlag:
         self._kill_seconds = min(max(seconds - 1, 0.0), MOST_KILL_SECONDS)
 
     def end_in(
-        self, seconds: float, at_last: Callable[[], None], ask_again: Callable[[], float | None] = lambda: None
+        self,
+        seconds: float,
+        at_last: Callable[[], None],
+        ask_again: Callable[[float], float | None] = lambda within: None,
     ) -> None:
         """The allocation ends in so many seconds: ask to stop two minutes ahead, or after three quarters of them.
 
@@ -106,13 +109,13 @@ class StopFlag:
             at_last: called, on a thread, where nothing has been left shortly before the end: the main thread is in
                 work that asks nobody.
             ask_again: called, on a thread, when it is time to stop: how many seconds are left now, infinitely many
-                where there is no end any more, None where nobody knows better.
+                where there is no end any more, None where nobody knows better within the seconds that it is given.
         """
         self._ends_at = time.monotonic() + seconds
         ahead = min(ASKED_AHEAD_SECONDS, seconds / 4)
 
         def near_the_end() -> None:
-            later = ask_again()
+            later = ask_again(ahead / 8)
             if later is None or later < ahead + PUT_OFF_SECONDS:
                 self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s")
                 return

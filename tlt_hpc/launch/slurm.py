@@ -28,13 +28,16 @@ class Allocation:
     restarts: int
     """How often it was queued again."""
 
-    def seconds_left(self) -> float | None:
+    def seconds_left(self, within: float | None = None) -> float | None:
         """Until its time limit; None where it has none.
+
+        Args:
+            within: seconds that Slurm may take to answer; None: as for every question.
 
         Raises:
             SlurmError: ``squeue`` is not there, does not answer, or knows no such job.
         """
-        return parse_time(_ask("squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L"))
+        return parse_time(_ask("squeue", "--noheader", f"--jobs={self.job_id}", "--format=%L", within=within))
 
     def is_preempted(self) -> bool:
         """Whether Slurm is about to end it for the sake of another job.
@@ -55,6 +58,14 @@ class Allocation:
             return "requeueing is off for it"
         mode = preempt_mode(job.get("Partition", ""), job.get("QOS", ""))
         return "" if mode == "REQUEUE" else f"PreemptMode={mode}"
+
+    def is_waiting(self) -> bool:
+        """Whether it is queued, as after ``requeue``.
+
+        Raises:
+            SlurmError: as ``is_preempted``.
+        """
+        return dict(_FIELD.findall(_show("job", self.job_id))).get("JobState") == "PENDING"
 
     def requeue(self) -> None:
         """Have it queued again; Slurm then ends what runs of it.
@@ -131,15 +142,16 @@ def _show(what: str, name: str) -> str:
     return _ask("scontrol", "--oneliner", "show", what, name)
 
 
-def _ask(command: str, *arguments: str) -> str:
+def _ask(command: str, *arguments: str, within: float | None = None) -> str:
+    within = ANSWER_SECONDS if within is None else within
     path = shutil.which(command)
     if path is None:
         raise SlurmError(f"there is no {command} on PATH")
     line = " ".join((command, *arguments))
     try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=within, check=False)
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"`{line}` did not answer within {ANSWER_SECONDS:.0f} s") from None
+        raise SlurmError(f"`{line}` did not answer within {within:.0f} s") from None
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"status {done.returncode}"
         raise SlurmError(f"`{line}` said: {said}")

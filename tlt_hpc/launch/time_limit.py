@@ -57,15 +57,23 @@ def know_limits(
 
         def at_last() -> None:
             if progress is not None:
-                print(f"tlt: {queue_again(environment, folder, progress())}", flush=True)
+                print(f"tlt: {queue_again(environment, folder, _told(progress))}", flush=True)
 
         flag.end_in(left, at_last, partial(_seconds_left, job))
 
 
-def _seconds_left(job: Allocation) -> float | None:
-    """What is left now, for an operator may have put the end off; None where Slurm does not say."""
+def _told(progress: Callable[[], str]) -> str:
     try:
-        left = job.seconds_left()
+        return progress()
+    except (ValueError, OSError) as error:  # which the next start meets, and says
+        logger.warning("how far the work has come is not known: %s", error)
+        return f"unknown at {time.time():.0f}"
+
+
+def _seconds_left(job: Allocation, within: float) -> float | None:
+    """What is left now, for an operator may have put the end off; None where Slurm does not say so soon."""
+    try:
+        left = job.seconds_left(within)
     except SlurmError as error:
         logger.warning("whether the time limit is still the same is not known, and taken for granted: %s", error)
         return None
@@ -93,7 +101,7 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
     try:
         with (folder / HISTORY).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
-        _try_again(job.requeue)
+        _try_again(partial(_requeue, job))
     except (SlurmError, OSError) as error:
         return f"job {job.job_id} is not queued again ({error}): {what_goes_on(environment)}"
     return f"job {job.job_id} is queued again, and will go on"
@@ -127,6 +135,21 @@ def await_preemption(environment: Mapping[str, str]) -> None:
             time.sleep(PREEMPTION_POLL_SECONDS)
     except SlurmError as error:
         logger.warning("whether job %s is preempted is not known, so it ends: %s", job.job_id, error)
+
+
+def _requeue(job: Allocation) -> None:
+    try:
+        job.requeue()
+    except SlurmError:
+        if not _is_waiting(job):  # else the answer alone was lost
+            raise
+
+
+def _is_waiting(job: Allocation) -> bool:
+    try:
+        return job.is_waiting()
+    except SlurmError:
+        return False
 
 
 def _is_still_preempted(job: Allocation) -> bool:

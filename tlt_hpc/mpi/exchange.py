@@ -163,6 +163,7 @@ class NodeExchange(Exchange):
         self._turn += 1
         own = self._own[self._turn % _BUFFERS]
         own.write(self._index, self._turn, np.array([record], np.int64))
+        self._bells.order_memory()  # of two that post last at the same moment one has to see the other's
         if own.are_numbered(self._turn):
             self._bells.ring(self._others if self._is_one_node else self._others[: self._index > 0])
         self.advance()

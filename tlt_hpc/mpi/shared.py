@@ -100,7 +100,7 @@ class Bells:
     def announce(self) -> None:
         """This rank is about to sleep: it looks once more, then calls ``sleep``."""
         self._asleep[self._index] = 1
-        self._order_memory()
+        self.order_memory()
 
     def sleep(self, seconds: float) -> None:
         """Until somebody rings, or for so long."""
@@ -115,7 +115,7 @@ class Bells:
 
     def ring(self, ranks: Sequence[int]) -> None:
         """Wake those of the node's ranks that are asleep."""
-        self._order_memory()
+        self.order_memory()
         for rank in ranks:
             if self._asleep[rank]:
                 try:
@@ -123,8 +123,12 @@ class Bells:
                 except (BlockingIOError, ConnectionRefusedError):  # it has not heard the last ones yet, or has left
                     continue
 
-    def _order_memory(self) -> None:
-        """Have what was written before seen by the others before this process reads on: a lock is a full fence."""
+    def order_memory(self) -> None:
+        """Have what was written before seen by the others before this process reads on.
+
+        A lock is a full fence on x86; elsewhere a wake-up may be lost, which costs a sleep's length
+        (``SLEEP_SECONDS``).
+        """
         with self._fence:
             pass
 

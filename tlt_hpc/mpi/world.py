@@ -20,7 +20,7 @@ from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.progress import wait
 from tlt_hpc.stopping import Stop, StopFlag
-from tlt_hpc.watch.beat import BEAT, Member, Phase
+from tlt_hpc.watch.beat import BEAT, Member
 
 T = TypeVar("T")
 
@@ -73,7 +73,6 @@ class World:
         self.node_group = NodeGroup(self._comm.Split(self.node, self.rank))
 
     @classmethod
-    @BEAT.within(Phase.CONNECTING)
     def connect(cls, flag: StopFlag | None = None) -> World:
         """The world of all ranks that were launched, or of this process alone where there was no launcher.
 
