@@ -22,6 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the clone's own package, installed or not: that is what the jobs run
+
 from tlt_hpc.cli import INTERRUPTED, USER_ERROR
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.launch.batch import Batch, Folders
@@ -32,7 +35,6 @@ from tlt_hpc.launch.submission import STAGES, Key, Submission, Task, load, make_
 from tlt_hpc.launch.sweep import Member, grid, make_members, read_list
 from tlt_hpc.storage.folder import WriteError
 
-ROOT = Path(__file__).resolve().parent.parent
 ABOUT = "Submitted by jobs/submit.py; edits here change nothing."
 
 
@@ -143,8 +145,10 @@ def run_submit(options: argparse.Namespace) -> int:
         return dry_run(submission)
     keep_job_file(Path(options.config), submission.folder)
     save(submission)
-    print(f"submitted from {submission.folder}; look after it with: python jobs/submit.py status {submission.folder}")
-    return submit(submission, {task.key for task in submission.tasks})
+    print(f"kept in {submission.folder}")
+    status = submit(submission, {task.key for task in submission.tasks})
+    print(f"look after it with: python jobs/submit.py status {submission.folder}")
+    return status
 
 
 def keep_job_file(config: Path, folder: Path) -> None:

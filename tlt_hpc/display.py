@@ -24,6 +24,8 @@ from tlt_hpc.metrics import StepSummary
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.run import Reporter, RunResult
 from tlt_hpc.storage.drafter_facts import CurvePoint
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.warmup.command import WarmupReporter, WarmupResult
 from tlt_hpc.warmup.progress import Progress, share_done
 from tlt_hpc.warmup.texts import Texts
@@ -218,8 +220,10 @@ def print_result(config: Config, result: RunResult) -> None:
     elif result.finished:
         text = f"finished: {result.num_steps} steps, policy {result.policy_sha256[:12]}, written to {config.folder}"
     else:
+        committed = max(read_lines(RunFolder(config.folder).metrics), default=-1) + 1  # a start may have taken up fewer
+        done = max(result.num_steps, committed)
         text = (
-            f"stopped early ({result.stop_reason}) after {result.num_steps} of {config.run.num_steps} steps; "
+            f"stopped early ({result.stop_reason}) after {done} of {config.run.num_steps} steps; "
             f"the same command goes on from {config.folder}"
         )
     console.print(text, soft_wrap=True)

@@ -122,6 +122,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     agree_on_owner(world, job.folder.status, BEAT.start)
     if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
         forget_after(job, step)  # logs that are about to be replaced are no committed step's
+        job.folder.finished.unlink(missing_ok=True)  # of fewer steps
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     while step < config.run.num_steps and goes_on(job):
         if not take_step(job, step, reporter, is_saved=saved == step):

@@ -10,7 +10,7 @@ from tlt_hpc.memory_plan.zero import MOMENTS, TrainingState, training_state
 
 RUNTIME_BYTES = 2_000_000_000
 """Assumed of a GPU for CUDA's context, NCCL's buffers and what the allocator cannot give out again."""
-PROCESS_BYTES = 3_000_000_000
+PROCESS_BYTES = {"cuda": 3_000_000_000, "cpu": 1_000_000_000}
 """Assumed of a rank's process in host memory: Python, torch, DeepSpeed and their libraries."""
 COPY_CHUNK_BYTES = 1 << 24
 """Host memory of a checkpoint is taken in chunks of so much (``checkpoint.host_copy``)."""
@@ -122,7 +122,7 @@ def _host(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
     copies = 2 if _trains(situation) and situation.device == "cuda" else 0
     return some(
         (
-            Part("process (assumed)", PROCESS_BYTES),
+            Part("process (assumed)", PROCESS_BYTES[situation.device]),
             Part("weights while loading", 0 if _rank_0_loads(situation) else _loaded(situation)),
             *(() if situation.device == "cpu" else (_checkpoint_copy(situation),)),
             Part("optimiser (offload)", state.host),

@@ -142,7 +142,10 @@ def check_account(subject: Subject) -> Finding:
     request = subject.request
     placeholder = next((word for word in (request.account, request.partition) if word.startswith("YOUR_")), "")
     if placeholder:
-        return failure(f"the script still says {placeholder}", "edit the lines at its top")
+        return failure(
+            f"the script still says {placeholder}",
+            "edit the lines at its top, or give --account and --partition here and to sbatch",
+        )
     gate = _check_gate(subject)
     if gate.level == Level.FAILURE:
         return gate
