@@ -1,7 +1,12 @@
-"""The fixture of a private Slurm. And without a GPU Triton is its interpreter for the whole process: chosen
-here, before anything imports it.
+"""The fixture of a private Slurm, and a cache of the tests' own.
+
+And without a GPU Triton is its interpreter for the whole process: chosen here, before anything imports it.
 """
 
+import os
+from collections.abc import Iterator
+
+import pytest
 import torch
 from local_slurm import slurm  # noqa: F401  a fixture
 
@@ -9,3 +14,11 @@ from tlt_hpc.kernels import dispatch
 
 if dispatch.has_triton() and not torch.cuda.is_available():
     dispatch.load_interpreter()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cost profiles that a user's runs have left say nothing here, nor do the tests' profiles to them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TLT_CACHE", os.fspath(tmp_path_factory.mktemp("cache")))
+        yield

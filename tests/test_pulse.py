@@ -20,7 +20,7 @@ import tlt_hpc.mpi.world as world_module
 from tlt_hpc.mpi.exchange import SLEEP_SECONDS, FlatExchange, NodeExchange, crowding_of, open_exchange
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import BackOff, ProgressThread
-from tlt_hpc.mpi.pulse import RECORD_FIELDS, Pulse
+from tlt_hpc.mpi.pulse import BUSY_SECONDS, RECORD_FIELDS, Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.shared import Bells, SharedRows
 from tlt_hpc.mpi.world import World
@@ -32,19 +32,19 @@ IDLE = Status(State.IDLE, sequences_left=0, tokens=0, drafter_steps=0)
 PLACES = ["one node", "two ranks a node", "by turns on two nodes", "no shared memory"]
 
 
-def connect(place: str = "one node") -> tuple[World, Pulse]:
-    """The ranks as if they were on nodes of their own, or could not share memory."""
+def connect(place: str = "one node", busy_seconds: float = 0.0) -> tuple[World, Pulse]:
+    """The ranks as if they were on nodes of their own, or could not share memory; 0 s as of no run, to look often."""
     rank = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     hosts = {"two ranks a node": f"node{rank // 2}", "by turns on two nodes": f"node{rank % 2}"}
     if place in hosts:
         world_module.socket.gethostname = lambda: hosts[place]
     world = World.connect()
     if place == "no shared memory":
-        return world, Pulse(FlatExchange(world.private_comm(), len(RECORD_FIELDS)))
+        return world, Pulse(FlatExchange(world.private_comm(), len(RECORD_FIELDS)), busy_seconds)
     exchange = open_exchange(world, len(RECORD_FIELDS))
     shared = world.size > 1 and (place != "by turns on two nodes" or world.size > 2)
     assert isinstance(exchange, NodeExchange if shared else FlatExchange)
-    return world, Pulse(exchange)
+    return world, Pulse(exchange, busy_seconds)
 
 
 def roll_out(
@@ -209,8 +209,8 @@ def test_a_silent_rank_delays_the_others_without_blocking_them(num_ranks: int, p
 
 
 def shares_of_ranks_that_wait(busy_seconds: float, step_seconds: float, works: bool, place: str) -> float:
-    """Rank 0 polls between its steps, in which it sleeps or works; the others have nothing to do."""
-    world, pulse = connect(place)
+    """Rank 0 polls between its steps, in which it sleeps or works; the others have nothing to do. As in a run."""
+    world, pulse = connect(place, BUSY_SECONDS)
     pulse.begin(0)
     world.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -232,7 +232,7 @@ def shares_of_ranks_that_wait(busy_seconds: float, step_seconds: float, works: b
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("step_seconds", "works"), [(0.001, False), (0.02, True), (1.0, False)])
 def test_ranks_that_wait_use_under_five_percent_of_a_core(step_seconds: float, works: bool, place: str) -> None:
-    """More ranks than cores, of which none spins: though rank 0 looks at every step, which a run's do not."""
+    """More ranks than cores, of which none spins."""
     assert max(run_on_ranks(4, shares_of_ranks_that_wait, 3.0, step_seconds, works, place)[1:]) < 0.05
 
 

@@ -82,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_ranks = launched_count(os.environ) or config.run.ranks
         if rank == 0 and is_rank and num_ranks == 1 and config.run.ranks > 1 and "SLURM_PTY_PORT" in os.environ:
             print(
-                f"tlt: srun has started this shell as one rank, so run.ranks = {config.run.ranks} is not looked at; in an "
-                "interactive job start ranks with srun from salloc's shell", file=sys.stderr, flush=True,
+                f"tlt: srun has started this shell as one rank, so run.ranks = {config.run.ranks} is not looked at; "
+                "in an interactive job start ranks with srun from salloc's shell", file=sys.stderr, flush=True,
             )  # fmt: skip
         config = config_of(config, options)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import platform
-import statistics
 import tempfile
 import time
 from bisect import bisect_right
@@ -31,6 +30,9 @@ logger = logging.getLogger(__name__)
 _SCHEMA = 1
 _MARK_BYTES = 7
 """Of a digest, so that it passes for a positive number of 64 bits."""
+MOST_DRIFT = 3.0
+"""So many times slower or faster than a kept profile says, and it is measured anew; less is for ratios to learn."""
+_RUNS_TO_CHECK = 3
 T = TypeVar("T")
 
 
@@ -165,13 +167,14 @@ def measure_profile(
     max_live: int,
     measures: Measures,
     max_seconds: float = 10.0,
-    repetitions: int = 3,
+    repetitions: int = 5,
     agree: Agree = own,
 ) -> CostProfile:
-    """Measure medians on batches 1 and ``max_live``, then between them, coarse to fine, while the time lasts.
+    """Measure batches 1 and ``max_live``, then those between them, coarse to fine, while the time lasts.
 
-    The two end batches are measured in any case; no further one is begun once the seconds spent, and what the
-    longest would add, exceed ``max_seconds``.
+    Of each point the fastest run counts, and the runs of a batch's points take turns: other work on the machine only
+    makes a run slower, and a moment of it meets no point alone. The two end batches are measured in any case; no
+    further one is begun once the seconds spent, and what the longest would add, exceed ``max_seconds``.
 
     Raises:
         ValueError: ``max_live`` or ``repetitions`` under 1.
@@ -200,22 +203,24 @@ def _measure_batch(
 ) -> dict[str, _Points]:
     """One batch's points by kind of draft; the kind "" is the verifying pass."""
     widths = sorted({1} | {strategy.widest_pass for strategy in strategies})
-    points = {"": tuple((w, _median(partial(measures.measure_verify, batch, w), repetitions)) for w in widths)}
+    runs = {("", width): partial(measures.measure_verify, batch, width) for width in widths}
     by_kind: dict[str, dict[int, Strategy]] = {}
     for strategy in strategies:
         if strategy != OFF:
             by_kind.setdefault(draft_kind(strategy), {})[strategy.depth] = strategy
     for kind, by_depth in by_kind.items():
-        points[kind] = tuple(
-            (d, _median(partial(measures.measure_draft, batch, d, by_depth[d]), repetitions))
-            for d in sorted({min(by_depth), max(by_depth)})
-        )
+        for depth in sorted({min(by_depth), max(by_depth)}):
+            runs[kind, depth] = partial(measures.measure_draft, batch, depth, by_depth[depth])
+    for run in runs.values():
+        run()  # the first may allocate or compile
+    fastest = dict.fromkeys(runs, math.inf)
+    for _ in range(repetitions):
+        for point, run in runs.items():
+            fastest[point] = min(fastest[point], run())
+    points: dict[str, _Points] = {}
+    for (kind, number), seconds in fastest.items():
+        points[kind] = (*points.get(kind, ()), (number, seconds))
     return points
-
-
-def _median(measure: Callable[[], float], repetitions: int) -> float:
-    measure()  # the first may allocate or compile
-    return statistics.median(measure() for _ in range(repetitions))
 
 
 def _batches(max_live: int) -> list[int]:
@@ -262,6 +267,8 @@ def load_or_measure(
     Of a node's ranks of one kind the first reads, and what it measures is written and holds for all of them: all
     measure at the same time, as they will decode. Ranks that compute a pass together have the first one's, whatever
     they are themselves, since it decides for them.
+    A kept profile is held against rounds of one sequence, which cost a moment: one made while other work pressed
+    upon the machine would keep strategies from ever being tried.
     A file that cannot be read, is damaged, or was made under another key or for other strategies is measured anew and
     replaced. Where the folder cannot be written, the profile serves this job alone, and a warning says so.
     """
@@ -271,9 +278,21 @@ def load_or_measure(
     kind = node.alike(agree(mark))
     kept = kind.once(lambda: _fitting(path, key, strategies, max_live))
     if kept is not None:
-        return kept
+        holds = bool(agree(int(_holds(kept, strategies, measures))))
+        if kind.once(lambda: holds):
+            return kept
+        logger.info("the cost profile in %s is of a machine that was faster or slower: measuring anew", path)
     measured = measure_profile(key, strategies, max_live, measures, max_seconds, agree=agree)
     return kind.once(lambda: _keep(path, measured))
+
+
+def _holds(kept: CostProfile, strategies: Sequence[Strategy], measures: Measures) -> bool:
+    """Whether the machine still takes about as long for a round of one sequence, by any strategy."""
+    points = _measure_batch(1, strategies, measures, _RUNS_TO_CHECK)
+    drafts = {kind: _grid({1: points}, kind) for kind in points if kind}
+    now = CostProfile(kept.key, _grid({1: points}, ""), drafts, 0.0)
+    ratios = [now.seconds(strategy, 1) / kept.seconds(strategy, 1) for strategy in strategies]
+    return max(ratios) < MOST_DRIFT and min(ratios) > 1 / MOST_DRIFT
 
 
 def _keep(path: Path, profile: CostProfile) -> CostProfile:
