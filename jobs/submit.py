@@ -264,6 +264,8 @@ def submit(submission: Submission, chosen: Collection[Key]) -> int:
         return run_locally(submission, chosen)
     from tlt_hpc.launch.executor import send
 
+    for warning in limits_overstepped(submission.batch):
+        print(f"submit.py: {warning}", file=sys.stderr)
     for so_far in send_all(submission, chosen, partial(send, submission.jobs_folder)):
         save(so_far)
         submission = so_far
@@ -271,6 +273,30 @@ def submit(submission: Submission, chosen: Collection[Key]) -> int:
         if task.key in chosen:
             print(f"job {' then '.join(task.jobs[-submission.chain :])}: {task.stage} {task.member}")
     return 0
+
+
+def limits_overstepped(batch: Batch) -> list[str]:
+    """What of a batch the partition does not give, each with its remedy: Slurm may take such a job and never start it.
+
+    Only said, for a site's QOS may allow what its partition does not.
+    """
+    from tlt_hpc.preflight import limits
+    from tlt_hpc.preflight.request import Request, seconds_of
+    from tlt_hpc.preflight.subject import Subject
+    from tlt_hpc.preflight.verdict import Level, judge
+
+    request = Request(
+        nodes=batch.nodes,
+        ranks_per_node=batch.ranks_per_node,
+        gpus_per_node=batch.gpus_per_node,
+        cpus_per_rank=batch.cpus_per_rank,
+        partition=batch.partition,
+        seconds=seconds_of(batch.time),
+    )
+    subject = Subject(None, request, asks_slurm=True)
+    checks = (limits.check_time, limits.check_node_count, limits.check_cpus, limits.check_gpus)
+    verdicts = [judge(check.__name__, partial(check, subject)) for check in checks]
+    return [f"{one.found}; {one.remedy}" for one in verdicts if one.level == Level.FAILURE]
 
 
 def dry_run(submission: Submission) -> int:

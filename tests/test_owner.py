@@ -18,7 +18,7 @@ from test_watch_verdict import record
 
 from tlt_hpc import owner
 from tlt_hpc.config import UserError
-from tlt_hpc.owner import Owner, check_owner, claim_owner
+from tlt_hpc.owner import Owner, check_owner, claim_owner, find_at_work
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.watch.record import write_record
 
@@ -75,6 +75,15 @@ def test_a_start_that_lives_is_not_run_over(tmp_path, caplog):
     assert re.search(said, str(caught.value)) and "\n" not in str(caught.value)
     assert caplog.text.count("waiting for its end") == 1
     check_owner(tmp_path, "first")
+
+
+def test_a_start_at_work_is_found_and_one_that_stands_still_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, "GLANCE_SECONDS", 0.4)
+    assert find_at_work(tmp_path) == ""
+    claim_owner(tmp_path, "first")
+    with Living(tmp_path):
+        assert re.fullmatch(r"process \d+ on \S+", find_at_work(tmp_path))
+    assert find_at_work(tmp_path) == ""
 
 
 def test_one_that_is_ending_is_waited_for(tmp_path):

@@ -246,6 +246,16 @@ def test_a_planted_problem_is_found_and_hides_no_other(place: Place, plant: Plan
     assert list(verdicts) == ["config", *CHECKS, "slurm"]
 
 
+def test_a_run_that_is_there_goes_on_unless_a_start_of_it_is_at_work(place: Place) -> None:
+    run = place.path / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", place.base())))
+    assert place.check()[1]["run"]["found"] == f"{run} is there, and goes on"
+    place.monkeypatch.setattr(assets, "find_at_work", lambda status: f"job 17, {status.name}")
+    status, verdicts = place.check()
+    assert_found(status, verdicts, "run", r"a start of this run is at work there \(job 17, status\)", set(), "warning")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a user namespace in which none may be made: needs root")
 def test_a_system_that_refuses_the_sandbox_is_found(place: Place) -> None:
     """In a process of its own, since what it is forbidden it can never have again."""

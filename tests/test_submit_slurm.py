@@ -103,6 +103,19 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     assert "nothing has failed" in capsys.readouterr().out
 
 
+def test_what_the_partition_does_not_give_is_said_before_slurm_lets_it_wait_for_ever(
+    submit: Command, slurm: LocalSlurm, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert submit(TINY, "--partition=main", "--time=2:00:00", "--nodes=4", "run.folder=runs", "--folder=kept") == 0
+    said = capsys.readouterr()
+    assert said.err.strip() == (
+        "submit.py: 2 h asked for, partition 'main' gives at most 1 h; ask for --time=01:00:00; the run goes on in the "
+        "next job"
+    )
+    assert slurm.run("squeue", "--format=%r", "--noheader").strip() in ("PartitionConfig", "PartitionTimeLimit")
+    assert f"look after it with: python jobs/submit.py status {tmp_path / 'kept'}" in said.out
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(3600)  # it ends where nothing gets on, however long it takes

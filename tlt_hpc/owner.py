@@ -25,6 +25,8 @@ QUIET_SECONDS = 12.0
 """For so long no live rank leaves its record as it is, whatever the file system keeps back."""
 PATIENCE_SECONDS = 60.0
 """How long a start that is ending, as after scancel, is waited for."""
+GLANCE_SECONDS = 4.0
+"""Within which a live rank moves its record, on file systems that keep nothing back for long."""
 _LOOK_SECONDS = 0.25
 
 if TYPE_CHECKING:
@@ -110,6 +112,17 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
             error = str(caught)
     if error := world.broadcast(error):
         raise UserError(error)
+
+
+def find_at_work(status: Path) -> str:
+    """Job, host and process of a start that is at work in a folder now; empty where none moves within some seconds."""
+    owner = _read(status)
+    first, until = _signs(status, "", owner), time.monotonic() + GLANCE_SECONDS
+    while owner is not None and first is not None and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
+        if _signs(status, "", _read(status)) not in (None, first):
+            return owner.name
+    return ""
 
 
 def _still_living(status: Path, start: str, before: Owner | None) -> Record | Owner | None:

@@ -1,7 +1,7 @@
 """Brings up a private Slurm of several nodes on this one machine, to try batch scripts on and for tests; takes it down.
 
     eval "$(python tools/local_slurm.py start)"     # prints: export SLURM_CONF=...
-    python tools/local_slurm.py status
+    python tools/local_slurm.py status              # of the one that SLURM_CONF names
     python tools/local_slurm.py stop --purge
 
 For Debian 12 and its Slurm 22.05; needs root, but no systemd, no cgroup and nothing under /etc. Every node is a slurmd
@@ -151,14 +151,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     start = commands.add_parser("start", help="bring it up, and print what to export")
     stop = commands.add_parser("stop", help="cancel its jobs and end its daemons")
     status = commands.add_parser("status", help="which daemons and nodes are up")
-    for command in (start, stop, status):
-        command.add_argument(
-            "--folder", type=Path, default=Path(tempfile.gettempdir()) / "tlt-slurm", help="of all its files"
-        )
+    usual = Path(tempfile.gettempdir()) / "tlt-slurm"
+    for command, default in ((start, usual), (stop, exported_folder() or usual), (status, exported_folder() or usual)):
+        command.add_argument("--folder", type=Path, default=default, help="of all its files (default %(default)s)")
     start.add_argument("--nodes", type=int, default=4, help=f"1 to {MOST_NODES} (default 4)")
     start.add_argument("--port", type=int, default=0, help="first of nodes + 1 ports (default: some that are free)")
     stop.add_argument("--purge", action="store_true", help="remove the folder too: queue, logs and all")
     return parser.parse_args(arguments)
+
+
+def exported_folder() -> Path | None:
+    """The folder of the Slurm that SLURM_CONF names, where that is one of ours."""
+    settings = Path(os.environ.get("SLURM_CONF", ""))
+    is_own = settings.is_file() and settings.read_text(encoding="utf-8", errors="replace").startswith(MARK)
+    return settings.parent if is_own else None
 
 
 def run_start(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from tlt_hpc.config import (
     check_resumable,
     check_sequence_parallel,
 )
+from tlt_hpc.owner import find_at_work
 from tlt_hpc.preflight.machine import size
 from tlt_hpc.preflight.subject import Subject
 from tlt_hpc.preflight.verdict import Finding, Skip, failure, failure_of, ok, warning
@@ -27,6 +28,11 @@ def check_run(subject: Subject) -> Finding:
     if not saved.exists():
         return ok(f"a new one, {config.folder}")
     check_resumable(saved, config)
+    if name := find_at_work(RunFolder(config.folder).status):
+        return warning(
+            f"{config.folder}: a start of this run is at work there ({name}), and a second one ends itself",
+            "wait for it, end it, or give this one another run.name",
+        )
     return ok(f"{config.folder} is there, and goes on")
 
 
