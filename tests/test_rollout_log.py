@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.records import EngineSpans, FinishReason, MicroStepRecord, PhaseSpan, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import StepRecord, is_committed, read_step, read_summary, write_step
+from tlt_hpc.storage.rollout_log import StepRecord, is_committed, read_spans, read_step, read_summary, write_step
 
 
 def make_rollout(rng: np.random.Generator, key: SampleKey) -> Rollout:
@@ -32,6 +32,16 @@ def make_rollout(rng: np.random.Generator, key: SampleKey) -> Rollout:
         weight_version=int(rng.integers(0, 1000)),
         num_target_passes=int(rng.integers(1, 1000)),
         finished_seconds=float(rng.uniform(1.7e9, 1.9e9)),
+    )
+
+
+def make_spans(rng: np.random.Generator, count: int) -> EngineSpans:
+    return EngineSpans(
+        rng.integers(-1, 3, count, dtype=np.int16),
+        rng.integers(1, 64, count, dtype=np.int32),
+        rng.integers(1, 999, count, dtype=np.int32),
+        np.sort(rng.uniform(1.7e9, 1.9e9, count)),
+        rng.random(count, dtype=np.float32),
     )
 
 
@@ -52,6 +62,8 @@ def make_record(seed: int, step: int = 3, rank: int = 1, num_rollouts: int = 8, 
         "strategy_tokens": rng.integers(0, 2**40, 3),
         "decisions": rng.integers(0, 64, (seed % 50, 2), dtype=np.int32),
         "guarded_near_ties": int(rng.integers(0, 9)),
+        "spans": make_spans(rng, seed % 40),
+        "phases": tuple(PhaseSpan(f"ph\u00e4se {i}", 1.7e9 + i, 1.7e9 + i + 0.5) for i in range(seed % 3)),
         "metrics": {"mismatch_kl": float(rng.random()), "grad norm/before clipping": float("inf")},
     }
     return StepRecord(**(values | changes))
@@ -116,6 +128,17 @@ def test_the_summary_agrees_with_the_record(tmp_path: Path) -> None:
     assert summary.response_lengths.tolist() == [len(r.response_tokens) for r in record.rollouts]
     assert summary.num_target_passes.tolist() == [r.num_target_passes for r in record.rollouts]
     assert all(same(value, getattr(record, name)) for name, value in vars(summary).items() if name in vars(record))
+
+
+def test_the_spans_are_read_alone_and_an_earlier_versions_file_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "log.h5"
+    record = make_record(39)
+    write_step(path, record)
+    assert same(read_spans(path), record.spans) and len(record.spans) == 39
+    with h5py.File(path, "r+") as file:
+        del file["spans"], file["phases"]
+    assert len(read_spans(path)) == 0
+    assert read_step(path).phases == read_summary(path).phases == ()
 
 
 def test_plain_h5py_reads_it(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from launch_ranks import run_on_ranks
@@ -95,6 +97,28 @@ def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight)
         longest = max((m.end_seconds - m.start_seconds for m in micro_steps), default=0.0)
         # one micro-step, and two pulse rounds, which are milliseconds but for a machine that does other work too
         assert row["rollout/stop_latency_seconds"] <= longest + 0.1
+
+
+def test_the_log_tells_what_each_rank_did_when(straight):
+    for step in range(4):
+        for record in records(straight, step):
+            spans, timing = record.spans, record.timing
+            assert timing.start_seconds - 1e-3 < spans.start_seconds[0]
+            ends = spans.start_seconds + spans.seconds
+            assert (np.diff(ends) >= 0).all() and ends[-1] < timing.last_token_seconds + 1e-2
+            assert (spans.start_seconds[1:] > ends[:-1] - 2e-3).all(), "one pass after the other"
+            rounds = spans.strategy_index >= 0
+            prompts = {r.key.draw: len(r.prompt_tokens) - 1 for r in record.rollouts}  # a group reads its prompt once
+            assert spans.num_tokens[rounds].sum() == sum(len(r.response_tokens) for r in record.rollouts)
+            assert spans.num_tokens[~rounds].sum() == sum(prompts.values())
+            busy = spans.seconds.sum() / (timing.last_token_seconds - timing.start_seconds)
+            assert 0.7 < busy <= 1.01, "little of a rollout is outside of passes"
+            assert (np.stack([spans.num_live, spans.strategy_index], 1)[rounds] == record.decisions).all()
+            names = [phase.name for phase in record.phases]
+            own = ["gen", "drafter", "gen", "refresh", "reward", "update_actor", "refresh"]
+            assert names == [*["save_checkpoint", "testing"] * (step > 0), *own]
+            assert all(a.end_seconds <= b.start_seconds + 1e-3 for a, b in pairwise(record.phases))
+            assert record.phases[-len(own)].start_seconds <= timing.start_seconds
 
 
 def test_a_run_of_all_modes_is_equal(tmp_path):

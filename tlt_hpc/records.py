@@ -123,6 +123,44 @@ class MicroStepRecord:
     loss: float
 
 
+PREFILL = -1
+"""In place of a strategy's index: a pass that reads prompts."""
+
+
+@dataclass(frozen=True)
+class EngineSpans:
+    """What a rank's engine did when: a round or a prefill pass each, [K] in the order of their ends.
+
+    ``strategy_index`` int16 counts in the strategies' names, or is ``PREFILL``; ``num_live`` int32 are the sequences
+    that took part and ``num_tokens`` int32 what they were given, or read; ``start_seconds`` float64 is since the epoch,
+    ``seconds`` float32 what it took. On a device a prefill pass is as long as it took to hand it over, and the round
+    after it is the longer.
+    """
+
+    strategy_index: NDArray[np.int16]
+    num_live: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    start_seconds: NDArray[np.float64]
+    seconds: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+
+NO_SPANS = EngineSpans(
+    np.empty(0, np.int16), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0), np.empty(0, np.float32)
+)
+
+
+@dataclass(frozen=True)
+class PhaseSpan:
+    """A phase of a step, in seconds since the epoch; those between two steps belong to the later one."""
+
+    name: str
+    start_seconds: float
+    end_seconds: float
+
+
 @dataclass(frozen=True)
 class RolloutTiming:
     """One rank's rollout of one step, in seconds since the epoch.

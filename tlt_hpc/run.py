@@ -22,7 +22,7 @@ from tlt_hpc.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIF
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.owner import agree_on_owner, check_owner
-from tlt_hpc.records import MicroStepRecord
+from tlt_hpc.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
@@ -124,15 +124,18 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         forget_after(job, step)  # logs that are about to be replaced are no committed step's
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
+    timer = PhaseTimer()
     while step < config.run.num_steps and goes_on(job):
-        if not take_step(job, step, reporter, is_saved=saved == step):
+        if not take_step(job, step, reporter, timer, is_saved=saved == step):
             break
         step += 1
-        if step % config.checkpoint.every_steps == 0:
-            saved = save_checkpoint(job, step, saved)
-        else:
-            save_between(job, step)
-        judged = judge_and_track(job, evaluation, tracking, step, reporter)
+        with timer.between_steps("save_checkpoint"):
+            if step % config.checkpoint.every_steps == 0:
+                saved = save_checkpoint(job, step, saved)
+            else:
+                save_between(job, step)
+        with timer.between_steps("testing"):
+            judged = judge_and_track(job, evaluation, tracking, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
     finished = step >= config.run.num_steps and judged and is_saved
     if finished:
@@ -148,13 +151,12 @@ def memory_table(job: Job) -> dict[str, int]:
     return job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
 
 
-def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -> bool:
+def take_step(job: Job, step: int, reporter: Reporter, timer: PhaseTimer, is_saved: bool = False) -> bool:
     """One step of the run; False where a stop vote ended it before the policy changed.
 
     ``is_saved``, alike on all ranks: there is a checkpoint of this step already, so a stop leaves nothing to save.
     """
     BEAT.at_step(step)
-    timer = PhaseTimer()
     shows = job.world.rank == 0
     with timer("gen"):
         tail = roll_out(job, step, reporter)
@@ -190,7 +192,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False) -
     advantages = np.full(len(rollouts), np.nan, np.float32)  # of what dynamic sampling has left out
     advantages[update.trained] = update.advantages
     own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
-    record = make_record(job, step, tail, rewards, own_advantages, merged)
+    phases = tuple(PhaseSpan(*span) for span in timer.take_spans())
+    record = make_record(job, step, tail, rewards, own_advantages, merged, phases)
     summary = summarise(job.world, record, update, merged, timer.take())
     line = {**summary.metrics, "drafter/why": tail.decision.reason}
     agree_on_owner(job.world, job.folder.status, BEAT.start)
@@ -329,6 +332,7 @@ def make_record(
     rewards: NDArray[np.float32],
     advantages: NDArray[np.float32],
     merged: MergeReport | None,
+    phases: tuple[PhaseSpan, ...],
 ) -> StepRecord:
     """What this rank's log keeps of a step."""
     counts = job.engine.take_counts()
@@ -353,6 +357,8 @@ def make_record(
         strategy_rounds=np.array([counts.strategies[name][0] for name in names], dtype=np.int64),
         strategy_tokens=np.array([counts.strategies[name][1] for name in names], dtype=np.int64),
         decisions=decisions_of(counts),
+        spans=counts.spans,
+        phases=phases,
         guarded_near_ties=counts.num_guarded,
         metrics={
             "rollout/preemptions": float(counts.num_preempted),

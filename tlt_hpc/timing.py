@@ -23,16 +23,31 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._spans: list[tuple[str, float, float]] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a block as ``phase``, one of ``WATCHED``."""
         start = time.perf_counter()
         try:
-            with BEAT.within(WATCHED[phase]):
+            with self.between_steps(phase), BEAT.within(WATCHED[phase]):
                 yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def between_steps(self, phase: str) -> Iterator[None]:
+        """Note when a block was that is no part of a step's seconds, such as a save."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self._spans.append((phase, start, time.time()))
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """Name, start and end, since the epoch, of all blocks since the last call, in the order of their ends."""
+        taken, self._spans = self._spans, []
+        return taken
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call, with their sum under ``step``; starts new ones."""

@@ -60,6 +60,9 @@ class Chooser(Protocol):
     @property
     def strategies(self) -> tuple[Strategy, ...]: ...
 
+    def index_of(self, strategy: Strategy) -> int:
+        """Its place among the strategies."""
+
     def choose(self, num_live: int, usable: Sequence[Strategy], backlog: int = 0) -> Strategy:
         """The strategy for a round of ``num_live`` sequences, among those usable now.
 
@@ -117,6 +120,9 @@ class Recorder:
     def num_rounds(self) -> int:
         """Decisions so far."""
         return self._first_round + len(self._live)
+
+    def index_of(self, strategy: Strategy) -> int:
+        return self._index[strategy]
 
     def choose(self, num_live: int, usable: Sequence[Strategy], backlog: int = 0) -> Strategy:
         assert num_live > 0

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey, SamplingParams
+from tlt_hpc.records import (
+    NO_SPANS,
+    PREFILL,
+    EngineSpans,
+    FinishReason,
+    Request,
+    Rollout,
+    SampleKey,
+    SamplingParams,
+)
 from tlt_hpc.rollout.chooser import make_chooser
 from tlt_hpc.rollout.cost_profile import ONE_RANK, CostProfile, Node, load_or_measure
 from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions, own
@@ -37,6 +46,7 @@ from tlt_hpc.rollout.responses import Response, group_of
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings
+from tlt_hpc.rollout.span_log import SpanLog
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.tally import DraftTally
@@ -62,11 +72,13 @@ class EngineCounts:
     decisions: Decisions | None = None
     """The strategy of every round, in order; filled in when the counts are taken."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
+    spans: EngineSpans = NO_SPANS
+    """When each round and each prefill pass was; filled in when the counts are taken."""
 
     def told_by_another(self) -> EngineCounts:
         """What is left to tell where another rank that decodes together with this one counts the same: its seconds."""
         strategies = dict.fromkeys(self.strategies, (0, 0))
-        return EngineCounts(strategies=strategies, decisions=self.decisions, seconds=self.seconds)
+        return EngineCounts(strategies=strategies, decisions=self.decisions, seconds=self.seconds, spans=self.spans)
 
 
 class RolloutEngine:
@@ -127,7 +139,7 @@ class RolloutEngine:
         self._probed: list[int] = []
         """The text on which the tie guard measured last."""
         self._num_submitted = 0
-        self._counts = EngineCounts()
+        self._counts, self._spans = EngineCounts(), SpanLog()
         self._totals_taken = self.chooser.totals()
         self._refresh_draft_head()
         self.drafter_ready = False
@@ -274,6 +286,7 @@ class RolloutEngine:
         counts.strategies = {name: (r - before[name][0], t - before[name][1]) for name, (r, t) in totals.items()}
         self._totals_taken = totals
         counts.decisions = self.chooser.take_decisions()
+        counts.spans = self._spans.take()
         return counts
 
     def memory_table(self) -> dict[str, int]:
@@ -400,9 +413,12 @@ class RolloutEngine:
     def _fill(self) -> bool:
         """Admit and prefill; whether the device was given anything."""
         self._residents.admit()
-        has_prompts = bool(self._residents.prefilling)
-        self._residents.prefill()
-        return has_prompts
+        num_prefilling = len(self._residents.prefilling)
+        if num_prefilling:
+            start = time.perf_counter()
+            num_read = self._residents.prefill()
+            self._spans.ended(PREFILL, num_prefilling, num_read, time.perf_counter() - start)
+        return num_prefilling > 0
 
     def _decode(self, has_prefilled: bool) -> None:
         start = time.perf_counter()
@@ -438,9 +454,10 @@ class RolloutEngine:
         self._counts.num_tokens += num_tokens
         self._counts.num_row_passes += num_emitting
         # a drafter that failed left a plain round: nothing is learned from it
+        seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
+        num_rows = len(emitted.responses)
+        self._spans.ended(self.chooser.index_of(emitted.strategy), num_rows, num_tokens, seconds)
         if num_emitting and emitted.tells:
-            seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
-            num_rows = len(emitted.responses)
             self.chooser.observe(emitted.strategy, num_rows, num_tokens, seconds, emitted.accepted)
             tally = self._counts.drafts.setdefault(emitted.strategy.family, DraftTally())
             tally.add(emitted.strategy.reach, emitted.accepted)

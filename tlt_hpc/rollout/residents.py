@@ -100,10 +100,13 @@ class Residents:
             self.prefilling.append(response)
         return True
 
-    def prefill(self) -> None:
-        """One chunk of the prefilling sequences: all positions but the last, which the first round feeds."""
+    def prefill(self) -> int:
+        """One chunk of the prefilling sequences: all positions but the last, which the first round feeds.
+
+        Returns how many positions were read.
+        """
         if not self.prefilling:
-            return
+            return 0
         chosen = self.prefilling[: self._prefill_tokens]
         unread = [len(response.text) - 1 - response.num_cached for response in chosen]
         width = min(max(unread), max(1, self._prefill_tokens // len(chosen)))
@@ -126,12 +129,14 @@ class Residents:
         _, features = self._decoder.features(*flat, attend, layers)
         if self.cache.features is not None:
             self.cache.features[self.cache.slots(positions, tables).flatten()] = features
+        num_read = sum(ends) - sum(response.num_cached for response in chosen)
         for response, end in zip(chosen, ends, strict=True):
             response.num_cached = end
         ready = [response for response in chosen if response.num_cached >= len(response.text) - 1]
         self.prefilling = [response for response in self.prefilling if response not in ready]
         for response in ready:
             self._give_row(response)
+        return num_read
 
     def _give_row(self, response: Response) -> None:
         row = self.rows.add(response)

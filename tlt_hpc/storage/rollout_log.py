@@ -10,10 +10,14 @@ Knows nothing of how rollouts are made or used. Schema 2 (any HDF5 reader opens 
     /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64
     /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64; decisions [D, 2] int32: live sequences and index into
                  names of every round, in order
+    /spans/      strategy_index [K] int16 (-1: prefill), num_live, num_tokens [K] int32, start_seconds [K] float64,
+                 seconds [K] float32: each round and prefill pass, in the order of their ends
+    /phases/     names [P] UTF-8 bytes; start_seconds, end_seconds [P] float64: what the rank did in turn
     /timing      attributes start_seconds, last_token_seconds, release_seconds (since the epoch) of the step's own
                  rollout; refills [K, 3] float64: the same of each refill (a file without it has none)
     /metrics     one float attribute per metric
 
+A file without ``spans`` or ``phases`` tells of none.
 ``committed`` is the number of rollouts and is written last; a file without it, or with another count, is not data.
 """
 
@@ -26,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.records import MicroStepRecord, Rollout, RolloutTiming
+from tlt_hpc.records import NO_SPANS, EngineSpans, MicroStepRecord, PhaseSpan, Rollout, RolloutTiming
 from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, put_array, put_attributes, replacing
 from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
 
@@ -34,6 +38,7 @@ KIND = FileKind("rollout log", schema=2, remedy="delete it and resume the run fr
 
 _JUDGED = ("rewards", "advantages")
 _MICRO_STEP_COLUMNS = {"start_seconds": "f8", "end_seconds": "f8", "num_tokens": "i8", "loss": "f8"}
+_SPAN_COLUMNS = ("strategy_index", "num_live", "num_tokens", "start_seconds", "seconds")
 _TIMING = ("start_seconds", "last_token_seconds", "release_seconds")
 
 
@@ -65,6 +70,8 @@ class StepRecord:
     metrics: dict[str, float]
     refills: tuple[RolloutTiming, ...] = ()
     """As ``timing``, of each refill."""
+    spans: EngineSpans = NO_SPANS
+    phases: tuple[PhaseSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class StepSummary:
     guarded_near_ties: int
     metrics: dict[str, float]
     refills: tuple[RolloutTiming, ...] = ()
+    phases: tuple[PhaseSpan, ...] = ()
 
 
 def write_step(path: Path, record: StepRecord) -> None:
@@ -129,7 +137,19 @@ def read_step(path: Path) -> StepRecord:
             guarded_near_ties=summary.guarded_near_ties,
             metrics=summary.metrics,
             refills=summary.refills,
+            spans=_get_spans(file.root),
+            phases=summary.phases,
         )
+
+
+def read_spans(path: Path) -> EngineSpans:
+    """Read what a rank's engine did when, of one step; none where the file is of an earlier version.
+
+    Raises:
+        DamagedFile, FileNotFoundError: as ``read_step``.
+    """
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        return _get_spans(file.root)
 
 
 def read_summary(path: Path) -> StepSummary:
@@ -174,6 +194,8 @@ def _put_record(root: Group, record: StepRecord) -> None:
     put_attributes(timing, {name: float(value) for name, value in vars(record.timing).items()})
     rows = [[vars(refill)[name] for name in _TIMING] for refill in record.refills]
     put_array(timing, "refills", np.array(rows, np.float64).reshape(-1, len(_TIMING)))
+    put_arrays(root.create_group("spans"), {name: vars(record.spans)[name] for name in _SPAN_COLUMNS})
+    put_arrays(root.create_group("phases"), _phase_columns(record.phases))
     put_attributes(root.create_group("metrics"), {name: float(value) for name, value in record.metrics.items()})
 
 
@@ -194,6 +216,28 @@ def _strategy_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
         "tokens": record.strategy_tokens,
         "decisions": record.decisions,
     }
+
+
+def _phase_columns(phases: tuple[PhaseSpan, ...]) -> dict[str, NDArray[Any]]:
+    return {
+        "names": np.array([phase.name.encode() for phase in phases] or [], dtype=np.bytes_),
+        "start_seconds": np.array([phase.start_seconds for phase in phases], np.float64),
+        "end_seconds": np.array([phase.end_seconds for phase in phases], np.float64),
+    }
+
+
+def _get_spans(root: Group) -> EngineSpans:
+    if "spans" not in root:
+        return NO_SPANS
+    return EngineSpans(**{name: root["spans"][name][:] for name in _SPAN_COLUMNS})
+
+
+def _get_phases(root: Group) -> tuple[PhaseSpan, ...]:
+    if "phases" not in root:
+        return ()
+    group = root["phases"]
+    rows = zip(group["names"][:], group["start_seconds"][:].tolist(), group["end_seconds"][:].tolist(), strict=True)
+    return tuple(PhaseSpan(bytes(name).decode(), start, end) for name, start, end in rows)
 
 
 def _get_summary(file: CommittedFile) -> StepSummary:
@@ -217,6 +261,7 @@ def _get_summary(file: CommittedFile) -> StepSummary:
         refills=tuple(RolloutTiming(*row) for row in root["timing/refills"][:].tolist())
         if "refills" in root["timing"]
         else (),
+        phases=_get_phases(root),
     )
 
 
