@@ -1,5 +1,6 @@
 """The engine's promise: given the weights, a response depends on its key alone. And what a response is."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.records import FinishReason, SamplingParams
+from tlt_hpc.rollout import cost_profile
 from tlt_hpc.rollout.decisions import ReplayChooser
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.guard import SAFETY
@@ -474,6 +476,7 @@ def test_a_recorded_rollout_can_be_played_again():
 
 def test_the_cost_profile_is_measured_once_and_leaves_no_trace(tmp_path, monkeypatch):
     monkeypatch.setenv("TLT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cost_profile, "MOST_DRIFT", math.inf)  # whatever else the machine does meanwhile
     plain = texts(generate(make_engine(), REQUESTS))
     engine = full_engine([OFF, Strategy("drafter", 3), Strategy("drafter", 3, 2, 6), Strategy("ngram", 3)], max_live=6)
     costs = engine.profile(REQUESTS[:2], 0.5)

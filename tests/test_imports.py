@@ -18,7 +18,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("show_evaluation",),
-    ("display", "inspect_data", "preflight"),
+    ("display", "inspect_data", "preflight", "live"),
     ("ablate",),
     ("compare", "bench", "export", "warmup"),
     ("launch",),
@@ -47,10 +47,11 @@ MAY_KNOW = {
     "rewards": {"config", "records", "watch"},
     "storage": {"records", "config", "errors"},
     "mpi": {"config", "stopping", "watch"},
-    "launch": {"config", "storage", "stopping"},
+    "launch": {"config", "storage", "stopping", "watch"},
     "bench": {"rollout", "models", "data", "config", "records"},
     "memory_plan": {"rollout", "models", "config"},
     "export": {"checkpoint", "models", "storage", "config"},
+    "live": {"models", "storage", "records", "watch", "errors"},
     "tracking": {"storage", "config"},
     "records": set(),
     "config": {"recipes", "errors"},
@@ -96,6 +97,7 @@ WITHOUT_TORCH = {
     "compare",
     "inspect_data",
     "preflight",
+    "live",
 }
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {

@@ -41,12 +41,13 @@ def response(draw: int, sample: int = 0, length: int = 3) -> Rollout:
         finish_reason=FinishReason.EOS,
         weight_version=5,
         num_target_passes=2,
+        pass_lengths=np.array([1, length % 30], np.uint8),
         finished_seconds=12.5,
     )
 
 
 def same(wanted: Rollout, got: Rollout) -> bool:
-    arrays = ("prompt_tokens", "response_tokens", "log_probs")
+    arrays = ("prompt_tokens", "response_tokens", "log_probs", "pass_lengths")
     plain = dict.fromkeys(arrays)
     equal = all(np.array_equal(vars(wanted)[name], vars(got)[name]) for name in arrays)
     return equal and replace(wanted, **plain) == replace(got, **plain)

@@ -32,6 +32,7 @@ def make_rollout(rng: np.random.Generator, key: SampleKey) -> Rollout:
         weight_version=int(rng.integers(0, 1000)),
         num_target_passes=int(rng.integers(1, 1000)),
         finished_seconds=float(rng.uniform(1.7e9, 1.9e9)),
+        pass_lengths=rng.integers(1, 33, rng.integers(0, 9), dtype=np.uint8),
     )
 
 
@@ -136,9 +137,10 @@ def test_the_spans_are_read_alone_and_an_earlier_versions_file_has_none(tmp_path
     write_step(path, record)
     assert same(read_spans(path), record.spans) and len(record.spans) == 39
     with h5py.File(path, "r+") as file:
-        del file["spans"], file["phases"]
+        del file["spans"], file["phases"], file["rollouts/pass_lengths"], file["rollouts/pass_ends"]
     assert len(read_spans(path)) == 0
     assert read_step(path).phases == read_summary(path).phases == ()
+    assert all(len(rollout.pass_lengths) == 0 for rollout in read_step(path).rollouts)
 
 
 def test_plain_h5py_reads_it(tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ def test_the_log_tells_what_each_rank_did_when(straight):
             assert spans.num_tokens[~rounds].sum() == sum(prompts.values())
             busy = spans.seconds.sum() / (timing.last_token_seconds - timing.start_seconds)
             assert 0.7 < busy <= 1.01, "little of a rollout is outside of passes"
+            for rollout in record.rollouts:
+                assert rollout.pass_lengths.sum() == len(rollout.response_tokens)
+                assert len(rollout.pass_lengths) == rollout.num_target_passes
             assert (np.stack([spans.num_live, spans.strategy_index], 1)[rounds] == record.decisions).all()
             names = [phase.name for phase in record.phases]
             own = ["gen", "drafter", "gen", "refresh", "reward", "update_actor", "refresh"]

@@ -38,6 +38,7 @@ from tlt_hpc.launch.local import (
     starting,
 )
 from tlt_hpc.launch.time_limit import await_preemption, know_limits, queue_again
+from tlt_hpc.live import options as live_options
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
 from tlt_hpc.stopping import Stop, StopFlag
@@ -394,6 +395,9 @@ def make_parser() -> argparse.ArgumentParser:
     preflight_options.add_preflight_options(
         commands.add_parser("preflight", help="find before a job what would end it; status 1: something would")
     )
+    live_options.add_watch_options(
+        commands.add_parser("watch", help="follow a run by its files alone; status 1: it stands still or is dead")
+    )
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
     policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
@@ -450,6 +454,13 @@ def run_preflight(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def run_watch(options: argparse.Namespace) -> int:
+    """``tlt watch``."""
+    from tlt_hpc.live.command import run
+
+    return run(options)
+
+
 def run_data(options: argparse.Namespace) -> int:
     """``tlt data inspect``."""
     from tlt_hpc.inspect_data import run
@@ -464,6 +475,7 @@ ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "data": run_data,
     "plan": run_plan,
     "preflight": run_preflight,
+    "watch": run_watch,
 }
 """Commands that run in this process alone, without a configuration."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from tlt_hpc.errors import UserError
 from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.process import look_at
 from tlt_hpc.watch.record import DamagedRecordError, Record, read_record
 
@@ -46,6 +47,8 @@ class Owner:
     """Slurm's number of its job; empty without Slurm."""
     restarts: str
     """How often Slurm had queued it again by then; empty for never."""
+    ends_at: float | None = None
+    """When its allocation ends, in seconds since the epoch, as far as was known then."""
 
     @property
     def name(self) -> str:
@@ -73,7 +76,7 @@ def claim_owner(status: Path, start: str) -> None:
             f"another start of this{named} is at work in {status.parent}: {where}; wait for it or end it first, or "
             "give this one another run.name"
         )
-    own = Owner(start, socket.gethostname(), os.getpid(), job, restarts)
+    own = Owner(start, socket.gethostname(), os.getpid(), job, restarts, BEAT.ends_at)
     with writing_beside(status / "owner") as path:
         path.write_text(json.dumps(asdict(own)), encoding="utf-8")
     check_owner(status, start)  # of two that came here at the same moment the later one stays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -110,6 +110,8 @@ class Rollout:
     num_target_passes: int
     finished_seconds: float
     """Wall-clock time (seconds since the epoch) of the last token."""
+    pass_lengths: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    """[num_target_passes] how many of the tokens each of those passes emitted; empty where nobody has counted."""
 
 
 @dataclass(frozen=True)

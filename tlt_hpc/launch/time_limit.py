@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from tlt_hpc.launch.slurm import Allocation, SlurmError, allocation, kill_wait
 from tlt_hpc.stopping import MOST_KILL_SECONDS, StopFlag
+from tlt_hpc.watch.beat import BEAT
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ def know_limits(
         logger.warning("the time limit is not known, only its signal will tell: %s", error)
         return
     if left is not None:
+        BEAT.ends_at = time.time() + left
 
         def at_last() -> None:
             if progress is not None:

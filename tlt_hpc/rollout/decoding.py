@@ -291,7 +291,6 @@ def append(responses: Sequence[Response], verdict: Verdict) -> tuple[list[list[i
     tokens = [row[:count] for row, count in zip(verdict.chosen.tolist(), verdict.counts.tolist(), strict=True)]
     for response, more in zip(responses, tokens, strict=True):
         response.text.extend(more)
-        response.num_passes += 1
     return tokens, verdict.ended.tolist(), [int(count) - 1 for count in verdict.on_path.sum(1).tolist()]
 
 

@@ -201,7 +201,6 @@ class DeviceRounds(Rounds):
                 start = len(response.text)
                 rows.log_probs[response.row, start : start + count] = log_probs[i, :count]
                 response.text.extend(row[:count])
-                response.num_passes += 1
                 accepted.append(num_accepted)
         return tokens, ended, accepted
 

@@ -199,7 +199,7 @@ class RolloutEngine:
         for request, params in checked:
             if params.max_tokens == 0:
                 if self.keeps(request.key):
-                    self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH, 0))
+                    self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH))
                 continue
             self._num_submitted += 1
             self._residents.waiting.push(self._response(request, params))
@@ -451,6 +451,9 @@ class RolloutEngine:
         if self._agree is not None:
             self.text_mark = zlib.crc32(repr(emitted.tokens).encode(), self.text_mark)
         num_tokens, num_emitting = sum(map(len, emitted.tokens)), sum(map(bool, emitted.tokens))
+        for response, tokens in zip(emitted.responses, emitted.tokens, strict=True):
+            if tokens:
+                response.pass_lengths.append(len(tokens))
         self._counts.num_tokens += num_tokens
         self._counts.num_row_passes += num_emitting
         # a drafter that failed left a plain round: nothing is learned from it
@@ -504,7 +507,8 @@ class RolloutEngine:
         row, request, start = response.row, response.request, response.prompt_length
         log_probs = self._rows.response_log_probs(row).numpy().copy()
         if self.keeps(request.key):
-            self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, response.num_passes))
+            lengths = bytes(response.pass_lengths)
+            self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, lengths))
             self._leaving.take(response)
         self._ngram.finish(response)
         self._longest = sorted([*self._longest, response.text], key=len)[-NUM_PROBED:]
@@ -516,7 +520,7 @@ class RolloutEngine:
         log_probs: NDArray[np.float32],
         tokens: list[int],
         reason: FinishReason,
-        num_passes: int,
+        pass_lengths: bytes = b"",
     ) -> Rollout:
         return Rollout(
             key=request.key,
@@ -525,6 +529,7 @@ class RolloutEngine:
             log_probs=log_probs,
             finish_reason=reason,
             weight_version=self.decoder.version,
-            num_target_passes=num_passes,
+            num_target_passes=len(pass_lengths),
             finished_seconds=time.time(),
+            pass_lengths=np.frombuffer(pass_lengths, np.uint8),
         )

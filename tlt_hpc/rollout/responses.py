@@ -35,7 +35,8 @@ class Response:
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     """Positions from the front whose keys and values are in the pages, while it is being prefilled."""
-    num_passes: int = 0
+    pass_lengths: bytearray = field(default_factory=bytearray)
+    """Tokens that each pass has emitted."""
     num_learned: int = 0
     """Tokens that the n-gram table has seen."""
     num_checked: int = 0

@@ -27,6 +27,8 @@ def rollout_columns(rollouts: Sequence[Rollout]) -> dict[str, NDArray[Any]]:
         "log_probs": _flat([r.log_probs for r in rollouts], np.float32),
         "prompt_ends": np.cumsum([len(r.prompt_tokens) for r in rollouts], dtype=np.int64),
         "response_ends": np.cumsum([len(r.response_tokens) for r in rollouts], dtype=np.int64),
+        "pass_lengths": _flat([r.pass_lengths for r in rollouts], np.uint8),
+        "pass_ends": np.cumsum([len(r.pass_lengths) for r in rollouts], dtype=np.int64),
     }
 
 
@@ -36,6 +38,9 @@ def get_rollouts(group: Group) -> tuple[Rollout, ...]:
     prompts = np.split(column["prompt_tokens"], column["prompt_ends"])
     responses = np.split(column["response_tokens"], column["response_ends"])
     log_probs = np.split(column["log_probs"], column["response_ends"])
+    passes = [np.empty(0, np.uint8)] * len(prompts)
+    if "pass_ends" in column:
+        passes = np.split(column["pass_lengths"], column["pass_ends"])
     keys = np.stack([column[name] for name in KEY_COLUMNS], axis=1).tolist()
     return tuple(
         Rollout(
@@ -47,6 +52,7 @@ def get_rollouts(group: Group) -> tuple[Rollout, ...]:
             weight_version=int(column["weight_version"][i]),
             num_target_passes=int(column["num_target_passes"][i]),
             finished_seconds=float(column["finished_seconds"][i]),
+            pass_lengths=passes[i],
         )
         for i, key in enumerate(keys)
     )
@@ -61,7 +67,10 @@ def check_counts(group: Group, committed: int, further: Sequence[str] = ()) -> N
     for name in (*KEY_COLUMNS, "prompt_ends", "response_ends", *further):
         if len(group[name]) != committed:
             raise ValueError(f"{len(group[name])} entries of {name}, but {committed} rollouts were committed")
-    for tokens, ends in (("prompt_tokens", "prompt_ends"), ("response_tokens", "response_ends")):
+    pairs = [("prompt_tokens", "prompt_ends"), ("response_tokens", "response_ends")]
+    if "pass_ends" in group:  # a file of an earlier version has none
+        pairs.append(("pass_lengths", "pass_ends"))
+    for tokens, ends in pairs:
         num_tokens = int(group[ends][-1]) if committed else 0
         if len(group[tokens]) != num_tokens:
             raise ValueError(f"{len(group[tokens])} {tokens}, but {num_tokens} were committed")

@@ -6,7 +6,8 @@ Knows nothing of how rollouts are made or used. Schema 2 (any HDF5 reader opens 
     /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH);
                  weight_version, num_target_passes [N] int64; finished_seconds [N] float64;
                  rewards, advantages [N] float32; prompt_tokens [sum P] int32; response_tokens [sum R] int32;
-                 log_probs [sum R] float32; prompt_ends, response_ends [N] int64: where each one ends
+                 log_probs [sum R] float32; prompt_ends, response_ends [N] int64: where each one ends;
+                 pass_lengths [sum of passes] uint8: tokens that each decoding pass emitted, pass_ends [N] int64
     /micro_steps/  start_seconds, end_seconds, loss [M] float64; num_tokens [M] int64
     /strategy/   names [S] UTF-8 bytes; rounds, tokens [S] int64; decisions [D, 2] int32: live sequences and index into
                  names of every round, in order
@@ -17,7 +18,7 @@ Knows nothing of how rollouts are made or used. Schema 2 (any HDF5 reader opens 
                  rollout; refills [K, 3] float64: the same of each refill (a file without it has none)
     /metrics     one float attribute per metric
 
-A file without ``spans`` or ``phases`` tells of none.
+A file without ``spans``, ``phases`` or ``pass_lengths`` is of an earlier version, and tells of none.
 ``committed`` is the number of rollouts and is written last; a file without it, or with another count, is not data.
 """
 

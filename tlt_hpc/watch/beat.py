@@ -88,6 +88,8 @@ class Beat:
         """Whether the ranks ask each other how far a save is, which is no progress, however often."""
         self.member: Member | None = None
         self.abort: Callable[[int], None] | None = None
+        self.ends_at: float | None = None
+        """When the allocation ends, in seconds since the epoch, where that is known: for people's eyes alone."""
         self.folder: Path | None = None
         """Of the status files, once the run's folder is claimed."""
         self.ending = ""

@@ -53,6 +53,7 @@ class Gauge:
             still=still,
             limit=limit,
             seconds=round(still * self._look_seconds, 3),
+            sequences_left=-1 if left is None else left,
             ending=ending or beat.ending,
         )
         return record.at(main_thread_is_at()) if record.stalled else record

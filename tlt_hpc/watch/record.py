@@ -41,6 +41,8 @@ class Record:
     """Looks for which it may not, in this phase; 0: for ever."""
     seconds: float
     """The looks for which it has not moved, in seconds that this rank was running."""
+    sequences_left: int = -1
+    """Of this rank's own responses, in a rollout; -1 elsewhere."""
     where: str = ""
     """Function and line of the main thread, once it stands still for too long."""
     ending: str = ""

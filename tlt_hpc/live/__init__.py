@@ -1,0 +1,1 @@
+"""``tlt watch``: what a run is at, from its files alone."""

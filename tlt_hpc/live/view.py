@@ -1,0 +1,175 @@
+"""A run's state as a screen of any size from 80 by 24 on. Draws what it is given; reads nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tlt_hpc.live.state import RunState
+from tlt_hpc.storage.step_lines import Line
+from tlt_hpc.watch.record import Record
+
+_COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harv. s", "rollout s", "step s", "tok/s")
+_MOST_RANKS = 8
+_FEWEST_STEPS = 3
+_OTHER_LINES = 9
+"""Of the screen: head, bars, the table's head, blank lines and the last word."""
+
+
+def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
+    """The whole screen, ``height`` lines at most; ``is_alive`` is None where only one look was taken so far."""
+    ranks = rank_rows(state.records, min(_MOST_RANKS, height - _OTHER_LINES - _FEWEST_STEPS))
+    num_steps = max(_FEWEST_STEPS, height - _OTHER_LINES - len(ranks))
+    parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), Text()]
+    parts += [rank_table(ranks), Text()]
+    if state.lines:
+        parts += [steps_table(list(state.lines.values())[-num_steps:]), Text()]
+    return Group(*parts, last_word(state, is_alive))
+
+
+def head(state: RunState) -> Text:
+    """Whose run it is."""
+    hosts = len({record.host for record in state.records})
+    where = f"{_count(len(state.records), 'rank')} on {_count(hosts, 'node')}" if state.records else "no rank yet"
+    text = Text.assemble((state.facts.name, "bold"), f"  {state.facts.mode}, {where}")
+    text.append(f"  ({state.owner})" if state.owner else "", "dim")
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def whole_bar(state: RunState) -> Table:
+    """Steps done, and when it will be over."""
+    total, done = state.facts.num_steps, state.num_done
+    words = f"{done} of {total} steps"
+    if (left := state.seconds_to_go) is not None and done < total:
+        words += f", about {duration(left)} to go"
+    row = Table.grid(padding=(0, 1))
+    row.add_row(ProgressBar(total, done, width=24), Text(words), limit_text(state, left))
+    return row
+
+
+def limit_text(state: RunState, to_go: float | None) -> Text:
+    """The allocation's end, and whether the run will be over before it."""
+    if state.ends_at is None or state.ending:
+        return Text()
+    left = state.ends_at - time.time()
+    goes_on = to_go is not None and to_go > left
+    words = f"time limit in {duration(left)}" + ", then the next job goes on" * goes_on
+    return Text(words, "yellow" if goes_on else "")
+
+
+def step_line(state: RunState) -> Table | Text:
+    """How far the step under way is."""
+    if not state.records or state.ending:
+        return Text()
+    first = state.records[0]
+    phases = Counter(record.phase for record in state.records)
+    if state.num_left is None:
+        return Text(", ".join(f"{name}: {_count(num, 'rank')}" for name, num in phases.most_common()))
+    total = max(state.facts.num_responses, state.num_left)
+    decoding = sum(record.sequences_left > 0 for record in state.records)
+    row = Table.grid(padding=(0, 1))
+    words = f"step {(first.step or 0) + 1}: {state.num_left} of {total} responses to go, {decoding} of "
+    words += f"{_count(len(state.records), 'rank')} decoding"
+    row.add_row(ProgressBar(total, total - state.num_left, width=24), Text(words))
+    return row
+
+
+def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str, str]]:
+    """Rank, node, phase, and how far: those that hold up the others first where there are more than fit."""
+    shown = list(records)
+    if len(shown) > most:
+        shown = sorted(shown, key=lambda record: (-record.still, -record.sequences_left, record.rank))[: most - 1]
+        shown.sort(key=lambda record: record.rank)
+    rows = [(str(record.rank), record.host, record.phase, doing(record)) for record in shown]
+    if len(shown) < len(records):
+        rows.append((f"+{len(records) - len(shown)}", "", "", "others, none of them further behind"))
+    return rows
+
+
+def doing(record: Record) -> str:
+    """What a rank is at, in a few words."""
+    if record.ending:
+        return record.ending
+    if record.stalled:
+        return f"stands still for {duration(record.seconds)}" + (f" in {record.waiting}" if record.waiting else "")
+    if record.phase == "rollout" and record.sequences_left == 0:
+        return "has finished its share: trains the drafter, or waits"
+    return record.part or (f"waits in {record.waiting}" if record.waiting else "")
+
+
+def rank_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
+    table = Table("rank", "node", "phase", "", box=None, header_style="bold", pad_edge=False)
+    table.columns[0].justify = "right"
+    table.columns[1].max_width = 16
+    for column in table.columns:
+        column.no_wrap = True
+    for row in rows:
+        style = "red" if row[3].startswith("stands still") else "green" if "trains the drafter" in row[3] else ""
+        table.add_row(*row, style=style)
+    return table
+
+
+def steps_table(lines: Sequence[Line]) -> Table:
+    """The last committed steps."""
+    table = Table(*_COLUMNS, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
+    for line in lines:
+        table.add_row(*step_cells(line))
+    return table
+
+
+def step_cells(line: Line) -> tuple[str, ...]:
+    """A step's figures in the order of the columns; a step is counted from 1, as in the job's own log."""
+    rollout = line["rollout/seconds"]
+    return (
+        f"{int(line['training/global_step']) + 1}",
+        f"{line['critic/score/mean']:.3f}",
+        f"{line['response_length/mean']:.0f}",
+        f"{line['response_length/max']:.0f}",
+        f"{line['drafter/spec_decode/mean_acceptance_length']:.2f}",
+        f"{line['rollout/idle_rank_seconds']:.1f}",
+        f"{line['rollout/harvested_rank_seconds']:.1f}",
+        f"{rollout:.1f}",
+        f"{line['timing_s/step']:.1f}",
+        f"{line['perf/total_num_tokens'] / rollout:,.0f}" if rollout else "",
+    )
+
+
+def last_word(state: RunState, is_alive: bool | None) -> Text:
+    """Whether it runs, has ended, or stands still, and what to do then."""
+    if state.ending == "finished" or (state.is_finished and not is_alive):
+        return Text("finished", "bold green")
+    if state.ending:
+        return Text(f"ended: {state.ending}; the same command goes on from here", "yellow")
+    if any(record.stalled for record in state.records):
+        return Text(state.verdict or "a rank stands still; the job ends itself soon, with a line that names it", "red")
+    if is_alive is False:
+        verdict = f": {state.verdict}" if state.verdict else ""
+        return Text(f"no rank gives a sign of life{verdict}; the same command goes on from here", "red")
+    if not state.records:
+        return Text("nobody is at work here; start it with the command that made this folder", "yellow")
+    return Text("running" if is_alive else "", "green")
+
+
+def duration(seconds: float) -> str:
+    """In words of two parts at most: 45 s, 3 min 20 s, 5 h 10 min, 2 d 3 h."""
+    left = max(0, round(seconds))
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, size), (part, part_size) in pairwise(units):
+        if left >= size:
+            rest = left % size // part_size
+            return f"{left // size} {name}" + (f" {rest} {part}" if rest else "")
+    return f"{left} s"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
