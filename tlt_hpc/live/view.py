@@ -19,16 +19,17 @@ from tlt_hpc.watch.record import Record
 _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harv. s", "rollout s", "step s", "tok/s")
 _MOST_RANKS = 8
 _FEWEST_STEPS = 3
-_OTHER_LINES = 9
-"""Of the screen: head, bars, the table's head, blank lines and the last word."""
+_OTHER_LINES = 11
+"""Of the screen: head, bars, time limit, the tables' heads, blank lines, and a last word of two lines."""
+_BAR_WIDTH = 16
 
 
 def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
     """The whole screen, ``height`` lines at most; ``is_alive`` is None where only one look was taken so far."""
     ranks = rank_rows(state.records, min(_MOST_RANKS, height - _OTHER_LINES - _FEWEST_STEPS))
     num_steps = max(_FEWEST_STEPS, height - _OTHER_LINES - len(ranks))
-    parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), Text()]
-    parts += [rank_table(ranks), Text()]
+    parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
+    parts += [rank_table(ranks), Text()] if ranks else []
     if state.lines:
         parts += [steps_table(list(state.lines.values())[-num_steps:]), Text()]
     return Group(*parts, last_word(state, is_alive))
@@ -50,16 +51,21 @@ def whole_bar(state: RunState) -> Table:
     words = f"{done} of {total} steps"
     if (left := state.seconds_to_go) is not None and done < total:
         words += f", about {duration(left)} to go"
+    return bar(total, done, words)
+
+
+def bar(total: int, done: int, words: str) -> Table:
+    """A bar, and what it says in words on the same line."""
     row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total, done, width=24), Text(words), limit_text(state, left))
+    row.add_row(ProgressBar(total, done, width=_BAR_WIDTH), Text(words, no_wrap=True, overflow="ellipsis"))
     return row
 
 
-def limit_text(state: RunState, to_go: float | None) -> Text:
+def limit_line(state: RunState) -> Text:
     """The allocation's end, and whether the run will be over before it."""
     if state.ends_at is None or state.ending:
         return Text()
-    left = state.ends_at - time.time()
+    left, to_go = state.ends_at - time.time(), state.seconds_to_go
     goes_on = to_go is not None and to_go > left
     words = f"time limit in {duration(left)}" + ", then the next job goes on" * goes_on
     return Text(words, "yellow" if goes_on else "")
@@ -75,11 +81,8 @@ def step_line(state: RunState) -> Table | Text:
         return Text(", ".join(f"{name}: {_count(num, 'rank')}" for name, num in phases.most_common()))
     total = max(state.facts.num_responses, state.num_left)
     decoding = sum(record.sequences_left > 0 for record in state.records)
-    row = Table.grid(padding=(0, 1))
     words = f"step {(first.step or 0) + 1}: {state.num_left} of {total} responses to go, {decoding} of "
-    words += f"{_count(len(state.records), 'rank')} decoding"
-    row.add_row(ProgressBar(total, total - state.num_left, width=24), Text(words))
-    return row
+    return bar(total, total - state.num_left, f"{words}{_count(len(state.records), 'rank')} decoding")
 
 
 def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str, str]]:
@@ -88,7 +91,7 @@ def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str,
     if len(shown) > most:
         shown = sorted(shown, key=lambda record: (-record.still, -record.sequences_left, record.rank))[: most - 1]
         shown.sort(key=lambda record: record.rank)
-    rows = [(str(record.rank), record.host, record.phase, doing(record)) for record in shown]
+    rows = [(str(one.rank), one.host, "" if one.ending else one.phase, doing(one)) for one in shown]
     if len(shown) < len(records):
         rows.append((f"+{len(records) - len(shown)}", "", "", "others, none of them further behind"))
     return rows
@@ -97,11 +100,11 @@ def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str,
 def doing(record: Record) -> str:
     """What a rank is at, in a few words."""
     if record.ending:
-        return record.ending
+        return f"ended: {record.ending}"
     if record.stalled:
         return f"stands still for {duration(record.seconds)}" + (f" in {record.waiting}" if record.waiting else "")
     if record.phase == "rollout" and record.sequences_left == 0:
-        return "has finished its share: trains the drafter, or waits"
+        return "share done: trains the drafter or waits"
     return record.part or (f"waits in {record.waiting}" if record.waiting else "")
 
 
@@ -152,7 +155,7 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         return Text(f"ended: {state.ending}; the same command goes on from here", "yellow")
     if any(record.stalled for record in state.records):
         return Text(state.verdict or "a rank stands still; the job ends itself soon, with a line that names it", "red")
-    if is_alive is False:
+    if is_alive is False and state.records:
         verdict = f": {state.verdict}" if state.verdict else ""
         return Text(f"no rank gives a sign of life{verdict}; the same command goes on from here", "red")
     if not state.records:

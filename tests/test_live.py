@@ -1,0 +1,263 @@
+"""``tlt watch``: what a run's files say, on a screen of 80 by 24, without a trace in the run's folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from logged import step_record
+from rich.console import Console
+
+from tlt_hpc.cli import main
+from tlt_hpc.live import command
+from tlt_hpc.live.samples import DRAFTED, pieces_of, sample_text, show_samples
+from tlt_hpc.live.state import read_last_lines, read_state
+from tlt_hpc.live.view import duration, render
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer
+from tlt_hpc.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.watch.record import Record, write_record
+
+CONFIG = """
+[run]
+name = "a-long-name-of-a-run-in-a-sweep-seed17"
+num_steps = 40
+[model]
+path = "embedded:tiny"
+[speculation]
+mode = "full"
+[rollout]
+prompts_per_step = 16
+group_size = 8
+"""
+
+
+def record(rank: int = 0, **changes: object) -> Record:
+    """A rank in the rollout of step 12 with seven responses to go."""
+    usual = Record(
+        start="now", rank=rank, host=f"a-long-host-name-{rank // 4}", pid=rank + 1, heartbeat=5, phase="rollout",
+        step=12, part="7 sequences left", part_number=0, waiting="", number=0, progress=9, still=0, limit=600,
+        seconds=0.0, sequences_left=7,
+    )  # fmt: skip
+    return replace(usual, **changes)
+
+
+def line(step: int, **changes: float) -> dict[str, float]:
+    names = {
+        "training/global_step": float(step), "critic/score/mean": 0.5, "response_length/mean": 12_345.0,
+        "response_length/max": 32_768.0, "drafter/spec_decode/mean_acceptance_length": 3.21,
+        "rollout/idle_rank_seconds": 12_345.6, "rollout/harvested_rank_seconds": 9_876.5, "rollout/seconds": 2_345.6,
+        "timing_s/step": 3_000.0, "perf/total_num_tokens": 1.6e6,
+    }  # fmt: skip
+    return names | changes
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run of forty steps, of which twelve are done and the next one is under way on two ranks."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.config.write_text(CONFIG)
+    folder.metrics.write_text("".join(json.dumps(line(step)) + "\n" for step in range(12)))
+    owner = {"start": "now", "host": "a-long-host-name-0", "pid": 1, "job": "1234567", "restarts": ""}
+    (folder.status / "owner").write_text(json.dumps(owner | {"ends_at": time.time() + 7200}))
+    for rank in range(2):
+        write_record(folder.status, record(rank))
+    return folder
+
+
+def screen(run: RunFolder, is_alive: bool | None = True, width: int = 80, height: int = 24) -> list[str]:
+    console = Console(width=width, height=height, force_terminal=False, record=True, file=io.StringIO())
+    console.print(render(read_state(run.path), is_alive, height))
+    return console.export_text().splitlines()
+
+
+def test_a_run_at_work_fits_a_small_terminal(run: RunFolder) -> None:
+    lines = screen(run)
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "a-long-name-of-a-run-in-a-sweep-seed17  full, 2 ranks on 1 node" in text
+    assert "12 of 40 steps, about 23 h 20 min to go" in text, "28 steps of 3,000 seconds"
+    assert "step 13: 14 of 128 responses to go, 2 of 2 ranks decoding" in text
+    assert lines[-1] == "running"
+    assert "32768" in text and "12345.6" in text and "3.21" in text and "682" in text, "whole figures, none cut"
+
+
+def test_of_many_ranks_those_that_hold_up_the_others_are_shown(run: RunFolder) -> None:
+    for rank in range(64):
+        left = 60 if rank == 41 else 0
+        write_record(run.status, record(rank, sequences_left=left, part=f"{left} sequences left"))
+    lines = screen(run)
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "64 ranks on 16 nodes" in text and "60 of 128 responses to go, 1 of 64 ranks decoding" in text
+    assert any(row.split()[:1] == ["41"] and "60 sequences left" in row for row in lines)
+    assert "+57" in text and "others, none of them further behind" in text
+
+
+def test_a_rank_that_has_finished_its_share_is_told_from_one_that_decodes(run: RunFolder) -> None:
+    write_record(run.status, record(1, sequences_left=0, part="0 sequences left"))
+    text = "\n".join(screen(run))
+    assert text.count("trains the drafter or waits") == 1 and text.count("7 sequences left") == 1
+
+
+def stalled(run: RunFolder) -> None:
+    write_record(run.status, record(1, still=700, seconds=700.0, waiting="gather of rewards"))
+
+
+def ended(run: RunFolder) -> None:
+    for rank in range(2):
+        write_record(run.status, record(rank, ending="stopped early"))
+
+
+def finished(run: RunFolder) -> None:
+    for rank in range(2):
+        write_record(run.status, record(rank, ending="finished"))
+
+
+def deserted(run: RunFolder) -> None:
+    for rank in range(2):
+        (run.status / f"rank-{rank:04d}").unlink()
+
+
+def killed(run: RunFolder) -> None:
+    (run.status / "verdict.txt").write_text("rank 1 on b was killed by signal 9\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "says"),
+    [
+        (stalled, 1, r"a rank stands still"),
+        (ended, 0, "ended: stopped early; the same command goes on from here"),
+        (finished, 0, "finished"),
+        (deserted, 1, "nobody is at work here; start it"),
+        (killed, 1, "no rank gives a sign of life: rank 1 on b was killed by signal 9; the same command goes on"),
+    ],
+)
+def test_once_tells_how_it_stands_by_its_status(
+    run: RunFolder, what: Callable[[RunFolder], None], status: int, says: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    what(run)
+    monkeypatch.setattr(command, "_ONCE_SECONDS", 0.3)
+    assert main(["watch", str(run.path), "--once"]) == status
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_heartbeat_between_two_looks_is_life(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+
+    def read(path: Path) -> object:
+        write_record(run.status, record(0, heartbeat=len(reads)))
+        reads.append(path)
+        return read_state(path)
+
+    monkeypatch.setattr(command, "read_state", read)
+    assert main(["watch", str(run.path), "--once"]) == 0
+    assert len(reads) == 2, "the first sign of life is enough"
+
+
+def test_an_earlier_start_with_more_ranks_does_not_count(run: RunFolder) -> None:
+    for rank in (2, 3):
+        write_record(run.status, record(rank, start="before"))
+    assert [one.rank for one in read_state(run.path).records] == [0, 1]
+
+
+def test_a_long_run_is_read_from_its_end(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(json.dumps(line(step)) + "\n" for step in range(5000))
+    run.metrics.write_text(text + text[:100])  # a line that is just being written
+    lines = read_last_lines(run.metrics)
+    assert max(lines) == 4999 and min(lines) > 4000
+    assert list(lines) == list(range(min(lines), 5000))
+    assert read_state(run.path).num_done == 5000
+
+
+def test_the_time_limit_is_told_and_that_the_next_job_goes_on(run: RunFolder) -> None:
+    assert "time limit in 2 h, then the next job goes on" in " ".join("\n".join(screen(run, width=120)).split())
+    run.config.write_text(CONFIG.replace("num_steps = 40", "num_steps = 13"))
+    text = " ".join("\n".join(screen(run, width=120)).split())
+    assert "time limit in 2 h" in text and "next job" not in text
+
+
+def test_looking_leaves_no_trace(run: RunFolder) -> None:
+    def trace() -> dict[str, tuple[int, int]]:
+        return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in run.path.rglob("*")}
+
+    before = trace()
+    main(["watch", str(run.path), "--once"])
+    assert trace() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["watch", "/nowhere", "--once"],
+            "/nowhere holds no run (No such file or directory: config.toml); give a run's",
+        ),
+        (["watch", "RUN", "--interval", "0"], "--interval 0: give 0.2 or more seconds"),
+        (["watch", "RUN", "--sample", "0"], "--sample 0: give 1 or more"),
+        (["watch", "RUN", "--sample", "3"], "has no rollout log yet; wait for the first step"),
+    ],
+)
+def test_a_mistake_is_one_line(run: RunFolder, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run.path) if word == "RUN" else word for word in words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.startswith("tlt: ") and err.count("\n") == 1
+
+
+def test_durations_read_well() -> None:
+    told = [duration(seconds) for seconds in (0, 45, 60, 200, 3600, 18_600, 90_000, 86_400)]
+    assert told == ["0 s", "45 s", "1 min", "3 min 20 s", "1 h", "5 h 10 min", "1 d 1 h", "1 d"]
+
+
+# --- samples ---
+
+
+def response(draw: int, text: str, pass_lengths: list[int]) -> Rollout:
+    tokenizer = load_tokenizer(find_model("embedded:tiny"))
+    tokens = np.array(tokenizer.encode(text).ids, np.int32)
+    prompt = np.array(tokenizer.encode("gcd(4,6)=").ids, np.int32)
+    return Rollout(
+        SampleKey(0, 0, 3, draw, 0), prompt, tokens, np.zeros(len(tokens), np.float32), FinishReason.EOS, 3,
+        len(pass_lengths) or len(tokens), 0.0, np.array(pass_lengths, np.uint8),
+    )  # fmt: skip
+
+
+def test_drafted_tokens_are_the_coloured_ones(run: RunFolder) -> None:
+    rollout = response(0, "12345", [1, 3, 1])
+    write_step(run.rollout_log(3, 0), step_record(3, [rollout], [1.0]))
+    (text,) = show_samples(run.path, "embedded:tiny", 5)
+    assert text.plain.splitlines()[0].startswith("step 4, prompt 0, sample 0, rank 0  reward 1  5 tokens in 3 passes")
+    assert text.plain.endswith("gcd(4,6)=\n12345")
+    coloured = "".join(text.plain[span.start : span.end] for span in text.spans if span.style == DRAFTED)
+    assert coloured == "23", "of the pass of three the last is the policy's own"
+
+
+def test_without_the_model_token_ids_have_to_do_and_old_logs_have_no_colours(run: RunFolder) -> None:
+    rollout = response(0, "12", [])
+    assert [is_draft for _, is_draft in pieces_of(rollout)] == [False, False]
+    write_step(run.rollout_log(3, 0), step_record(3, [rollout], [0.0]))
+    (text,) = show_samples(run.path, "/nowhere/model", 1)
+    assert " ".join(map(str, rollout.response_tokens)) in text.plain
+
+
+def test_the_same_seed_draws_the_same_samples(run: RunFolder) -> None:
+    rollouts = [response(draw, "12", [1, 1]) for draw in range(20)]
+    write_step(run.rollout_log(3, 0), step_record(3, rollouts, np.zeros(20)))
+    drawn = [[text.plain for text in show_samples(run.path, "embedded:tiny", 3, seed)] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 3
+
+
+def test_a_response_cut_at_the_cap_says_so() -> None:
+    from tlt_hpc.live.samples import Sample
+
+    cut = replace(response(0, "12", [1, 1]), finish_reason=FinishReason.LENGTH)
+    assert "cut at the longest length" in sample_text(Sample(0, 0, cut, 0.0), None).plain
