@@ -410,6 +410,7 @@ def command_line(folder: Path, *extra: str) -> list[str]:
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_killed_and_resumed_it_has_the_same_text_and_as_many_updates_on_old_rollouts(tmp_path):
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(command_line(tmp_path), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)

@@ -287,6 +287,7 @@ def test_a_step_that_was_cut_short_twice_generates_no_response_twice(tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_step_with_refills_that_was_killed_in_its_update_goes_on(tmp_path):
     """Responses of a refill come back when it is drawn again, and not before the step's own have their scores."""
     dynamic = ["algorithm.max_refills=3", "rollout.max_new_tokens=60"]
@@ -299,6 +300,7 @@ def test_a_step_with_refills_that_was_killed_in_its_update_goes_on(tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_kept_responses_of_other_weights_are_not_used(tmp_path):
     folder = str(tmp_path / "cut")
     first = run_on_ranks(2, take_one_step, folder, 26, [])[0]

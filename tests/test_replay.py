@@ -311,6 +311,7 @@ def test_a_step_without_its_line_was_under_way(straight: Path, broken: Path) -> 
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_missing_rank_and_other_rewards_are_not_taken_for_the_step(straight: Path, broken: Path) -> None:
     (first, _), _ = logs(broken, 2)
     record = read_step(first)

@@ -174,7 +174,7 @@ def test_resume_on_another_rank_count_rolls_out_the_same(straight, tmp_path):
     assert tokens_of(tmp_path / "tiny", 2, ranks=1) == tokens_of(straight, 2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
     process = subprocess.Popen(
         command(tmp_path, "run.num_steps=100", "checkpoint.every_steps=50"), cwd=ROOT,
@@ -195,6 +195,7 @@ def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
         assert tokens_of(tmp_path / "tiny", step) == tokens_of(straight, step)
 
 
+@pytest.mark.slow
 def test_serial_training_on_first_rollouts_every_other_step_goes_on_as_it_was(straight, tmp_path):
     """The settings of the ablation together; stopped and resumed in between, the schedule goes on by the log."""
     settings = ["drafter.place=serial", "drafter.serial_micro_steps=3", "drafter.rollouts=first"]
@@ -215,6 +216,7 @@ def test_serial_training_on_first_rollouts_every_other_step_goes_on_as_it_was(st
     assert sorted(path.name for path in (folder / "first").iterdir()) == ["rank-0000.h5", "rank-0001.h5"]
 
 
+@pytest.mark.slow
 def test_falling_trains_by_what_the_log_says(tmp_path):
     """A log that tells of a fall is what a resumed run decides by; without one the warm drafter rests."""
     options = ["drafter.schedule=falling", "drafter.fall=0.5", "checkpoint.every_steps=1"]
