@@ -234,7 +234,9 @@ def leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "stages"), [(1, [1, 0, 3]), (2, [0, 1, 2, 3, 1]), (4, [1])], ids=["1 rank", "2 ranks", "4 ranks"]
+    ("num_ranks", "stages"),
+    [(1, [1, 0, 3]), (2, [0, 1, 2, 3, 1]), pytest.param(4, [1], marks=pytest.mark.slow)],
+    ids=["1 rank", "2 ranks", "4 ranks"],
 )
 def test_gradients_and_weights_equal_plain_torch(num_ranks: int, stages: list[int]) -> None:
     ranks = run_on_ranks(num_ranks, compare_with_reference, stages, {})
@@ -427,7 +429,7 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     return [found, wanted]
 
 
-@pytest.mark.parametrize("sharing", [1, 2])
+@pytest.mark.parametrize("sharing", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens(sharing: int) -> None:
     for found, wanted in run_on_ranks(2, distance_from_reference, 3, sharing):
         assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
@@ -517,7 +519,7 @@ def train_bfloat16(stage: int) -> dict[str, Any]:
     return {**stats, "moved": moved, "dtypes": sorted(names)}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_bfloat16_is_near_float32(stage: int) -> None:
     first, second = run_on_ranks(2, train_bfloat16, stage)
     assert first == second
