@@ -58,6 +58,17 @@ def plan_task(index: int, job: str) -> Task:
     return Task("train", index, f"member{index}", f"runs/member{index}", ("plan", job), (f"run.seed={index}",))
 
 
+MPI_DID_NOT_START = "failed (status 15)"
+"""MPICH's word for a start that failed, before anything of ours has run."""
+
+
+def collected(submit: Command) -> list[dict[str, str]]:
+    """The table's rows, where a member has failed."""
+    submit("collect", "sub")
+    with Path("sub", "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
     slurm: LocalSlurm, submit: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +130,6 @@ def test_what_the_partition_does_not_give_is_said_before_slurm_lets_it_wait_for_
 @pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.timeout(3600)  # it ends where nothing gets on, however long it takes
-@pytest.mark.flaky(reruns=2)  # MPICH's start under pmi2 may fail: docs/cluster.md
 def test_six_runs_are_trained_on_two_nodes_each(
     slurm: LocalSlurm, submit: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,9 +144,13 @@ def test_six_runs_are_trained_on_two_nodes_each(
     options = ("--nodes=2", "--partition=main", "--time=10", "--warmup", "--evaluate", "--folder=sub")
     assert submit(TINY, *small, *options, "--sweep", "run.seed=0,1,2,3,4,5") == 0
     wait_for_all(slurm, tmp_path / "sub")
-    assert submit("collect", "sub") == 1
-    with (tmp_path / "sub" / "results.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = collected(submit)
+    for _ in range(5):  # MPICH's start under pmi2 may fail (docs/cluster.md), and what has failed is submitted again
+        if not any(row["state"] == MPI_DID_NOT_START for row in rows):
+            break
+        assert submit("resubmit", "sub") == 0
+        wait_for_all(slurm, tmp_path / "sub")
+        rows = collected(submit)
     assert [row["state"] for row in rows] == [*["finished"] * 4, "failed (status 2)", "finished"]
     assert [row["steps"] for row in rows] == ["2", "2", "2", "2", "0", "2"]
     assert [bool(row["val-core/gcd/acc/greedy"]) for row in rows] == [True, True, True, True, False, True]
@@ -145,5 +159,8 @@ def test_six_runs_are_trained_on_two_nodes_each(
     assert submit("resubmit", "sub") == 0
     assert capsys.readouterr().out.count("job ") == 2  # its training and its evaluation
     wait_for_all(slurm, tmp_path / "sub")
+    if collected(submit)[4]["state"] == MPI_DID_NOT_START:
+        assert submit("resubmit", "sub") == 0
+        wait_for_all(slurm, tmp_path / "sub")
     assert submit("collect", "sub") == 0
     assert len(read_lines(tmp_path / "runs" / "tiny-seed4" / "metrics.jsonl")) == 2
