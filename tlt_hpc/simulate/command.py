@@ -55,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     for count in nodes:
         check_replicas(config, count * ranks_per_node)
     table = rows(work, nodes, ranks_per_node, watts)
-    at = nodes[-1] * ranks_per_node
+    at = (_positive(options.at, "--at") or default_at(work, nodes, ranks_per_node)) * ranks_per_node
+    check_replicas(config, at)
     found, others = search(work, at), what_ifs(work, at, options.prediction_error)
     if options.json:
         tree = {
@@ -84,6 +85,8 @@ def workload(config: Config, options: argparse.Namespace, log: RunLog | None) ->
     """
     if (steps := _positive(options.steps, "--steps")) is None or steps > 10_000:
         raise ConfigError(f"--steps {options.steps}: give 1 to 10,000")
+    if options.seed < 0:
+        raise ConfigError(f"--seed {options.seed}: give 0 or more")
     setting = setting_from(config)
     lengths, said = _lengths(config, options, log)
     if log is not None:
@@ -129,7 +132,7 @@ def _card_costs(config: Config, shape: ModelShape) -> tuple[Costs, list[str]]:
         f"rounds (assumed): H100-class card, {card.bytes_share:.0%} of 3.35 TB/s, {card.decode_flops_share:.0%} of 990 "
         "TFLOP/s",
         "speed-ups: TLT paper, 32B on 4 cards, derated by what a draft step reads",
-        f"update (assumed): {card.update_flops_share:.0%} of 990 TFLOP/s, {card.fixed_step_seconds:g} s a step beside it",
+        f"update (assumed): {card.update_flops_share:.0%} of 990 TFLOP/s, and {card.fixed_step_seconds:g} s a step",
     ]
     return Drafting(reference).costs(plain, shape, config.rollout.max_live), origin
 
@@ -174,6 +177,12 @@ def read_nodes(text: str) -> list[int]:
     if counts[0] < 1 or counts[-1] > 100_000:
         raise ConfigError(f"--nodes {text}: give numbers of 1 or more with commas between them, as in 1,2,4,8")
     return counts
+
+
+def default_at(work: Workload, nodes: list[int], ranks_per_node: int) -> int:
+    """Where settings are tried: the most nodes, of those asked for, on which every replica has something to do."""
+    units = work.prompts if work.shard == "group" else work.prompts * work.group
+    return max((count for count in nodes if work.replicas(count * ranks_per_node) <= units), default=nodes[0])
 
 
 def _positive(value: int | None, name: str) -> int | None:

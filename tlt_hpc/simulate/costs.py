@@ -37,7 +37,7 @@ class Costs:
 
     @property
     def most_live(self) -> int:
-        return self.token_seconds.shape[1]
+        return int(self.token_seconds.shape[1])
 
     @property
     def plain(self) -> Costs:

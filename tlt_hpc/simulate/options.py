@@ -13,6 +13,9 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nodes", default="1,2,4,8", metavar="N,N", help="numbers of nodes (default 1,2,4,8)")
     command.add_argument("--gpus", type=int, metavar="N", help="ranks of a node (default 8; with --from the run's)")
     command.add_argument(
+        "--at", type=int, metavar="N", help="nodes at which settings are tried (default: most that all have work)"
+    )
+    command.add_argument(
         "--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log"
     )
     command.add_argument("--profile", type=Path, metavar="FILE", help="rounds from a cost profile that TLT_CACHE keeps")

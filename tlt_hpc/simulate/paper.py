@@ -146,7 +146,7 @@ def _fit(models: Models, assumed: Assumptions, steps: int, seed: int) -> float:
     for _ in range(14):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if gain(middle) > wanted else (low, middle)
-    return (low * high) ** 0.5
+    return float((low * high) ** 0.5)
 
 
 def sensitivity(models: Models, assumed: Assumptions, steps: int = STEPS) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def _seconds(axes: Axes, rows: Sequence[Row]) -> None:
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     for place, row in enumerate(rows):
         axes.annotate(
-            f"{row.step_seconds:,.3g} s",
+            _short(row.step_seconds),
             (place, bottom[place]),
             (0, 3),
             textcoords="offset points",
@@ -81,4 +81,8 @@ def _nodes(axes: Axes, rows: Sequence[Row]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", linewidth=0.4, alpha=0.6)
     axes.set_axisbelow(True)
-    axes.margins(y=0.12)
+    axes.margins(x=0.08, y=0.12)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

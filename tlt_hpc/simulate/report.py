@@ -37,8 +37,11 @@ def show(
         console, "  watts of a GPU (assumed): " + ", ".join(f"{key} {value:g}" for key, value in asdict(watts).items())
     )
     console.print(_by_nodes(table))
-    _say(console, "GPU-h, kWh: of the run; idle: of all rank-seconds; harvested: of the idle ones; gain:")
-    _say(console, "plain step over this one. What training the drafter brings to accept lengths is not modelled.")
+    _say(
+        console,
+        "GPU-h, kWh: of the run; idle: of all rank-seconds; harvested: of the idle ones; gain: plain step over this "
+        "one. What training the drafter brings to accept lengths is not modelled.",
+    )
     if work.speculates:
         most = pays_up_to(work)
         where = f"up to {most} live sequences a replica" if most else "nowhere"
@@ -69,8 +72,11 @@ def show_checks(checks: Sequence[Check], console: Console) -> None:
             f"{one.machine_drift:.2f}",
         )
     console.print(table)
-    _say(console, "drift: seconds of like rounds in the predicted steps over those in the fitted ones, which")
-    _say(console, "is the machine's, and known to no model. Step: the policy's update included.")
+    _say(
+        console,
+        "drift: seconds of like rounds in the predicted steps over those in the fitted ones, which is the machine's, "
+        "and known to no model; step: the policy's update included.",
+    )
 
 
 def show_paper(
@@ -190,4 +196,4 @@ def _value(value: Any) -> str:
 
 
 def _say(console: Console, line: str) -> None:
-    console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(line, highlight=False, markup=False)

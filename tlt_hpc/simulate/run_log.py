@@ -67,7 +67,8 @@ class RunLog:
 
     @property
     def tokens(self) -> Floats:
-        return self.lengths.sum((1, 2)).astype(np.float64)
+        tokens: Floats = self.lengths.sum((1, 2)).astype(np.float64)
+        return tokens
 
 
 def read_run(path: Path) -> RunLog:

@@ -48,8 +48,9 @@ def walk(lengths: Ints, costs: Costs, max_live: int, prompt_tokens: float = 0.0,
     admitted = np.zeros((rows, number))
     admitted[:, 0] = np.minimum(count, max_live)
     admitted[:, 1:] = count[:, None] > max_live + index[:-1]
-    seconds = span * rate + admitted * (prompt_tokens * read_share * costs.prompt_token_seconds)
-    clock = np.cumsum(seconds, 1)
+    read = np.cumsum(admitted, 1) * (prompt_tokens * read_share * costs.prompt_token_seconds)
+    together = np.maximum.accumulate(np.where(span > 0, index, 0), axis=1)  # of those that end in one round the first
+    clock = np.cumsum(span * rate, 1) + np.take_along_axis(read, together, 1)
     ends = np.zeros_like(clock)
     np.put_along_axis(ends, order, clock, 1)
     ends[lengths == 0] = 0.0

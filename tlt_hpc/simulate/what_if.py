@@ -20,6 +20,7 @@ PREDICTION_ERROR = 0.5
 LEAST_GAIN = 0.02
 """Of a step, from which a change is said to pay."""
 _NO_PHASES = Phases()
+_RANKS_A_PROMPT = 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def what_ifs(work: Workload, num_ranks: int, error: float = PREDICTION_ERROR) ->
         return simulate(lengths, costs, setting, work.phases)
 
     rng = np.random.default_rng(work.seed + 1)
-    predicted = drawn * np.exp(error * rng.standard_normal(drawn.shape))
+    predicted: Floats = drawn.astype(np.float64) * np.exp(error * rng.standard_normal(drawn.shape))
     found = [entry("as it is", own, f"{work.shard}s dealt in turn")]
     longest = deal_by(drawn, predicted, replicas, work.shard == "group", False)
     found.append(
@@ -70,7 +71,19 @@ def what_ifs(work: Workload, num_ranks: int, error: float = PREDICTION_ERROR) ->
         single = replace(work.setting, read_share=1.0)
         note = "n-grams lose their siblings; prompts read on every replica"
         found.append(entry('shard = "sample"', simulated(deal(drawn, replicas, "sample"), single), note))
+    found.append(_more_ranks(work, num_ranks, own))
     return found
+
+
+def _more_ranks(work: Workload, num_ranks: int, own: Steps) -> WhatIf:
+    """Four replicas a prompt, each with single samples."""
+    many = _RANKS_A_PROMPT * work.prompts * work.setting.ranks_per_replica
+    spread = replace(work, shard="sample").with_setting(read_share=1.0)
+    steps = spread.run(many)
+    seconds, before = float(steps.step_seconds.mean()), float(own.step_seconds.mean())
+    hours = seconds * many / (before * num_ranks)
+    note = f"single samples, {many} ranks: {hours:.2g} times the GPU-hours"
+    return WhatIf("more ranks than prompts", float(steps.rollout_seconds.mean()), seconds, before / seconds, note)
 
 
 def deal_by(drawn: Ints, predicted: Floats, num_replicas: int, whole_groups: bool, across: bool) -> Ints:
@@ -80,7 +93,8 @@ def deal_by(drawn: Ints, predicted: Floats, num_replicas: int, whole_groups: boo
     real, guess = drawn.reshape(steps, -1, size), predicted.reshape(steps, -1, size)
     if across:
         order = np.argsort(-guess.sum(2), axis=1, kind="stable")
-        real, guess = (np.take_along_axis(each, order[:, :, None], 1) for each in (real, guess))
+        real = np.take_along_axis(real, order[:, :, None], 1)
+        guess = np.take_along_axis(guess, order[:, :, None], 1)
         turn = np.arange(real.shape[1])
         lap, place = turn // num_replicas, turn % num_replicas
         seat = lap * num_replicas + np.where(lap % 2, num_replicas - 1 - place, place)
