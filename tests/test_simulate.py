@@ -21,6 +21,7 @@ from tlt_hpc.records import PREFILL, EngineSpans, FinishReason, Rollout, Rollout
 from tlt_hpc.simulate.costs import Costs, with_speed_ups
 from tlt_hpc.simulate.energy import Watts, kilowatt_hours, read_watts
 from tlt_hpc.simulate.lengths import Logged, LogNormal, deal, read_lengths
+from tlt_hpc.simulate.paper import SOURCES
 from tlt_hpc.simulate.run_log import read_run
 from tlt_hpc.simulate.search import pays_up_to, search
 from tlt_hpc.simulate.step import Phases, Setting, simulate
@@ -310,6 +311,8 @@ def test_dealing_by_known_lengths_evens_out_the_shards() -> None:
     assert even.sum(2).tolist() == [[20, 20]] and (np.diff(even, axis=2) <= 0).all()
     own = deal_by(drawn, drawn.astype(float), 2, False, False)
     assert own.sum(2).tolist() == [[36, 4]]
+    falling = np.array([[[4], [3], [2], [1]]])
+    assert deal_by(falling, falling.astype(float), 2, False, True).tolist() == [[[4, 1], [3, 2]]]
     odd = deal_by(np.array([[[5], [1], [3]]]), np.array([[[5.0], [1.0], [3.0]]]), 2, False, True)
     assert sorted(odd.reshape(-1).tolist()) == [0, 1, 3, 5] and odd[0, 0, 0] == 5
 
@@ -325,8 +328,8 @@ def test_what_ifs_keep_the_tokens_and_begin_with_the_job() -> None:
 # --- a run's own log ---
 
 
-def write_run(folder: Path, num_ranks: int = 2, num_steps: int = 6, slow: float = 1.0) -> Path:
-    """A run whose rounds take a second a token at any batch, whose steps take 2 seconds and a tenth a token beside.
+def write_run(folder: Path, num_ranks: int = 2, num_steps: int = 6, slow: float = 1.0, accept: int = 1) -> Path:
+    """A run whose rounds take a second for each of ``accept`` tokens at any batch, and steps 2 and a tenth a token.
 
     ``slow`` is what the machine's seconds are multiplied with in the second half.
     """
@@ -337,10 +340,10 @@ def write_run(folder: Path, num_ranks: int = 2, num_steps: int = 6, slow: float 
     rng, lines = np.random.default_rng(0), []
     for step in range(num_steps):
         pace = slow if step >= num_steps // 2 else 1.0
-        shards = [rng.integers(3, 30, 8 // num_ranks).tolist() for _ in range(num_ranks)]
+        shards = [(accept * rng.integers(3, 30 // accept, 8 // num_ranks)).tolist() for _ in range(num_ranks)]
         release = 1000.0 + pace * max(map(max, shards))
         for rank, shard in enumerate(shards):
-            write_step(run.rollout_log(step, rank), _record(step, rank, num_ranks, shard, pace, release))
+            write_step(run.rollout_log(step, rank), _record(step, rank, num_ranks, shard, pace, release, accept))
         other = 2.0 + 0.1 * sum(map(sum, shards))
         lines.append(
             {
@@ -356,7 +359,9 @@ def write_run(folder: Path, num_ranks: int = 2, num_steps: int = 6, slow: float 
     return folder
 
 
-def _record(step: int, rank: int, num_ranks: int, shard: list[int], pace: float, release: float) -> StepRecord:
+def _record(
+    step: int, rank: int, num_ranks: int, shard: list[int], pace: float, release: float, accept: int
+) -> StepRecord:
     rollouts = tuple(
         Rollout(
             SampleKey(0, 0, step, rank + num_ranks * (i // 2), i % 2),
@@ -370,10 +375,11 @@ def _record(step: int, rank: int, num_ranks: int, shard: list[int], pace: float,
         )
         for i, length in enumerate(shard)
     )
-    live = np.array([0, *(sum(length > done for length in shard) for done in range(max(shard)))], np.int32)
-    seconds = np.array([0.0, *[pace] * max(shard)], np.float32)
+    count = max(shard) // accept
+    live = np.array([0, *(sum(length > done * accept for length in shard) for done in range(count))], np.int32)
+    seconds = np.array([0.0, *[pace * accept] * count], np.float32)
     spans = EngineSpans(
-        np.array([PREFILL, *[0] * max(shard)], np.int16), live, live, 1000.0 + np.cumsum(seconds) - seconds, seconds
+        np.array([PREFILL, *[0] * count], np.int16), live, live * accept, 1000.0 + np.cumsum(seconds) - seconds, seconds
     )
     return StepRecord(
         step=step,
@@ -395,20 +401,21 @@ def _record(step: int, rank: int, num_ranks: int, shard: list[int], pace: float,
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_that_follows_the_model_is_predicted_exactly(tmp_path: Path, num_ranks: int) -> None:
-    checks = validate(read_run(write_run(tmp_path / "run", num_ranks)))
-    assert [one.split for one in checks] == ["second half", "every other"]
+@pytest.mark.parametrize(("num_ranks", "accept"), [(1, 1), (2, 1), (2, 3)])
+def test_a_run_that_follows_the_model_is_predicted_exactly(tmp_path: Path, num_ranks: int, accept: int) -> None:
+    checks = validate(read_run(write_run(tmp_path / "run", num_ranks, accept=accept)))
+    assert [one.split for one in checks] == ["half", "odd"]
     for one in checks:
         assert one.rollout_error == pytest.approx(0, abs=1e-6) and one.step_error == pytest.approx(0, abs=1e-6)
         assert one.idle_predicted == pytest.approx(one.idle_measured, abs=1e-4) and one.holds
-        assert one.machine_drift == pytest.approx(1, abs=1e-6)
+        assert one.machine_drift == pytest.approx(1, abs=1e-6) and one.model_error == pytest.approx(0, abs=1e-6)
 
 
 def test_a_machine_that_slows_down_is_told_from_a_model_that_errs(tmp_path: Path) -> None:
     first, _ = validate(read_run(write_run(tmp_path / "run", slow=1.5)))
     assert first.machine_drift == pytest.approx(1.5) and not first.holds
     assert (1 + first.rollout_error) * first.machine_drift == pytest.approx(1)
+    assert first.model_error == pytest.approx(0, abs=1e-6)
 
 
 def test_a_run_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
@@ -462,6 +469,12 @@ def test_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert row["gain"] == 1.0 and row["step_seconds"] - row["rollout_seconds"] == pytest.approx(2 + 0.1 * 131, rel=0.2)
 
 
+def test_overrides_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = str(write_run(tmp_path / "known"))
+    status, out, _ = said(capsys, "--from", folder, "run.num_steps=7", "run.name=other", "--nodes", "1", "--steps", "2")
+    assert status == 0 and out.startswith("other: 4 x 2 responses a step, 7 steps")
+
+
 def test_from_a_cost_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     words = dict.fromkeys(("processor", "device", "torch_version", "model", "dtype"), "x")
@@ -479,7 +492,7 @@ def test_from_a_cost_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_validate_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad", slow=2.0)
     status, out, _ = said(capsys, "--validate", str(good))
-    assert status == 0 and "drift" in out and "+0.0%" in out.replace("-0.0%", "+0.0%")
+    assert status == 0 and "drift" in out and "+0%" in out.replace("-0%", "+0%")
     status, out, _ = said(capsys, "--validate", str(good), str(bad), "--json")
     assert status == 1 and [one["holds"] for one in json.loads(out)][2] is False
 
@@ -493,6 +506,14 @@ def test_the_paper_is_predicted_within_a_tenth(capsys: pytest.CaptureFixture[str
     assert [row["nodes"] for row in tree["rows"] if row["fitted"]] == [1]
     assert {row["assumption"] for row in tree["sensitivity"]} == set(tree["assumptions"])
     assert any(row["gains"] is None or row["worst"] > 0.10 for row in tree["sensitivity"])  # it is told where it fails
+
+
+def test_the_paper_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = said(capsys, "--paper")
+    assert max(map(len, out.splitlines())) <= 80 and "Fails" in out
+    for name in SOURCES:
+        assert name in out
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tlt_hpc.simulate.step import Phases
 from tlt_hpc.simulate.validate import validate
 from tlt_hpc.simulate.what_if import what_ifs
 from tlt_hpc.simulate.workload import Workload, rows, setting_from
+from tlt_hpc.storage.folder import RunFolder
 
 MISSED = 1
 """Exit status of a prediction that is off by more than a tenth."""
@@ -157,11 +158,12 @@ def _lengths(config: Config, options: argparse.Namespace, log: RunLog | None) ->
 
 
 def _config(options: argparse.Namespace, log: RunLog | None) -> Config:
+    if log is not None and (options.config is None or "=" in options.config):
+        overrides = [*filter(None, [options.config]), *options.overrides]
+        return load_config(str(RunFolder(options.source).config), overrides)
     if options.config is not None:
         return load_config(options.config, options.overrides)
-    if log is None:
-        raise ConfigError("nothing to simulate; give a CONFIG.toml, --from RUN, --validate RUN or --paper")
-    return log.config
+    raise ConfigError("nothing to simulate; give a CONFIG.toml, --from RUN, --validate RUN or --paper")
 
 
 def read_nodes(text: str) -> list[int]:

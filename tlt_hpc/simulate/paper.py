@@ -51,7 +51,7 @@ SOURCES = {
     "threshold": "speculation at so many live sequences or fewer: the paper's 32",
     "rollout_share": "of a plain step: the paper's 85 %",
     "share_everywhere": "that share at every number of nodes; no: at one, updates scaling ideally",
-    "steps_cost": "speed-ups (32B) derated to the model by what a draft step reads",
+    "steps_cost": "speed-ups (32B) derated to the model by what a draft step reads: ours, without a fit",
     "speed_up": "factor on what speculation gains",
     "bytes_share": "of the card's 3.35 TB/s that decoding reaches: assumed",
     "decode_flops_share": "of its 990 TFLOP/s: assumed",
