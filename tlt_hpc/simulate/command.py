@@ -52,7 +52,9 @@ def run(options: argparse.Namespace) -> int:
     config = _config(options, log)
     ranks_per_node = _positive(options.gpus, "--gpus") or (log.num_ranks if log else _GPUS)
     nodes = read_nodes(options.nodes)
-    work, watts = workload(config, options, log), read_watts(options.watts)
+    work = workload(config, options, log)
+    is_card = log is None and options.profile is None
+    watts = read_watts(options.watts) if is_card or options.watts else None
     for count in nodes:
         check_replicas(config, count * ranks_per_node)
     table = rows(work, nodes, ranks_per_node, watts)
@@ -66,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
             "search": [asdict(one) for one in found],
             "what_if": [asdict(one) | {"pays": one.pays} for one in others],
             "sd_pays_up_to": pays_up_to(work) if work.speculates else 0,
-            "watts": asdict(watts),
+            "watts": asdict(watts) if watts else None,
         }
         print(json.dumps(tree, indent=2))
     else:
@@ -128,14 +130,15 @@ def workload(config: Config, options: argparse.Namespace, log: RunLog | None) ->
 def _card_costs(config: Config, shape: ModelShape) -> tuple[Costs, list[str]]:
     card = Card()
     reference = find_shape("Qwen2.5-32B", None)
-    plain = card_costs(shape, config.rollout.tensor_parallel, config.rollout.max_live, card)
+    most = 2 * config.rollout.max_live  # the search tries as many
+    plain = card_costs(shape, config.rollout.tensor_parallel, most, card)
     origin = [
         f"rounds (assumed): H100-class card, {card.bytes_share:.0%} of 3.35 TB/s, {card.decode_flops_share:.0%} of 990 "
         "TFLOP/s",
         "speed-ups: TLT paper, 32B on 4 cards, derated by what a draft step reads",
         f"update (assumed): {card.update_flops_share:.0%} of 990 TFLOP/s, and {card.fixed_step_seconds:g} s a step",
     ]
-    return Drafting(reference).costs(plain, shape, config.rollout.max_live), origin
+    return Drafting(reference).costs(plain, shape, most), origin
 
 
 def _lengths(config: Config, options: argparse.Namespace, log: RunLog | None) -> tuple[Lengths, str]:

@@ -15,7 +15,7 @@ from tlt_hpc.simulate.energy import Watts
 from tlt_hpc.simulate.paper import SOURCES, WITHIN, Assumptions, Prediction
 from tlt_hpc.simulate.search import Tried, pays_up_to
 from tlt_hpc.simulate.validate import Check
-from tlt_hpc.simulate.what_if import WhatIf
+from tlt_hpc.simulate.what_if import LEAST_GAIN, WhatIf
 from tlt_hpc.simulate.workload import Row, Workload
 
 
@@ -25,7 +25,7 @@ def show(
     table: Sequence[Row],
     found: Sequence[Tried],
     others: Sequence[WhatIf],
-    watts: Watts,
+    watts: Watts | None,
     num_ranks: int,
     console: Console,
 ) -> None:
@@ -33,29 +33,29 @@ def show(
     _say(console, f"{name}: {work.prompts} x {work.group} responses a step, {work.num_steps} steps; simulated, not run")
     for line in work.origin:
         _say(console, f"  {line}")
-    _say(
-        console, "  watts of a GPU (assumed): " + ", ".join(f"{key} {value:g}" for key, value in asdict(watts).items())
-    )
+    known = ", ".join(f"{key} {value:g}" for key, value in asdict(watts).items()) if watts else ""
+    _say(console, f"  watts of a GPU (assumed): {known}" if known else "  energy: no watts are known; give --watts")
     console.print(_by_nodes(table))
     _say(
         console,
-        "GPU-h, kWh: of the run; idle: of all rank-seconds; harvested: of the idle ones; gain: plain step over this "
-        "one. What training the drafter brings to accept lengths is not modelled.",
+        "rank-h, kWh: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: "
+        "plain step over this one. What training the drafter brings to accept lengths is not modelled.",
     )
     if work.speculates:
         most = pays_up_to(work)
         where = f"up to {most} live sequences a replica" if most else "nowhere"
         _say(console, f"Speculation pays {where} (of at most {work.setting.max_live}).")
     console.print(_tried(found, num_ranks))
+    _say(console, "Whether more live sequences fit, tlt plan says. Prompts and group size change what is learned.")
     console.print(_what_if(others, num_ranks))
-    paying = [one.name for one in others[1:] if one.pays]
-    _say(console, f"Would pay (2 % of a step or more): {', '.join(paying) or 'none'}.")
+    paying = [f"{one.name} ({1 - 1 / one.gain:.0%})" for one in others if one.pays]
+    _say(console, f"Would shorten a step by {LEAST_GAIN:.0%} or more: {', '.join(paying) or 'none'}.")
 
 
 def show_checks(checks: Sequence[Check], console: Console) -> None:
     """Print how predictions of recorded runs came out."""
     table = _table("Recorded runs: half of the steps predicted from their lengths and the other half")
-    for title in ("run", "mode", "ranks", "asked", "real s", "sim. s", "error", "step", "drift", "pace"):
+    for title in ("run", "mode", "ranks", "asked", "real", "sim.", "error", "step", "drift", "pace"):
         table.add_column(title, justify="left" if title in ("run", "mode", "asked") else "right")
     for one in checks:
         table.add_row(
@@ -73,8 +73,8 @@ def show_checks(checks: Sequence[Check], console: Console) -> None:
     console.print(table)
     _say(
         console,
-        "asked: the second half of the steps, or every other; real s, sim. s, error: their rollouts; step: error of "
-        "whole steps; drift: seconds of like rounds in the steps asked for over those in the others, which is the "
+        "asked: the second half of the steps, or every other; real, sim., error: seconds of their rollouts; step: "
+        "error of whole steps; drift: seconds of like rounds in the steps asked for over those in the others, which is the "
         "machine's; pace: the rollouts' error, had it kept one pace.",
     )
 
@@ -137,7 +137,7 @@ def _sensitivity(turned: Sequence[dict[str, Any]]) -> Table:
 
 def _by_nodes(rows: Sequence[Row]) -> Table:
     table = _table("By number of nodes")
-    for title in ("nodes", "ranks", "rollout s", "step s", "GPU-h", "kWh", "idle", "harvested", "gain"):
+    for title in ("nodes", "ranks", "rollout s", "step s", "rank-h", "kWh", "idle", "harvested", "gain"):
         table.add_column(title, justify="right")
     for row in rows:
         table.add_row(
@@ -145,8 +145,8 @@ def _by_nodes(rows: Sequence[Row]) -> Table:
             str(row.ranks),
             _seconds(row.rollout_seconds),
             _seconds(row.step_seconds),
-            f"{row.gpu_hours:,.0f}" if row.gpu_hours >= 10 else f"{row.gpu_hours:.2g}",
-            f"{row.kilowatt_hours:,.0f}" if row.kilowatt_hours >= 10 else f"{row.kilowatt_hours:.2g}",
+            _few(row.gpu_hours),
+            _few(row.kilowatt_hours),
             f"{row.idle_share:.0%}",
             f"{row.harvested_share:.0%}",
             f"{row.gain:.2f}",
@@ -193,6 +193,12 @@ def _table(title: str) -> Table:
 
 def _seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _few(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _value(value: Any) -> str:

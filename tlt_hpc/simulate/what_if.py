@@ -32,10 +32,13 @@ class WhatIf:
     step_seconds: float
     gain: float
     note: str
+    is_possible: bool = True
+    """No: a bound, from what nobody can know."""
 
     @property
     def pays(self) -> bool:
-        return self.gain >= 1 + LEAST_GAIN
+        """Whether it could be done and would shorten the step, by more than noise."""
+        return self.is_possible and self.gain >= 1 + LEAST_GAIN
 
 
 def what_ifs(work: Workload, num_ranks: int, error: float = PREDICTION_ERROR) -> list[WhatIf]:
@@ -44,10 +47,10 @@ def what_ifs(work: Workload, num_ranks: int, error: float = PREDICTION_ERROR) ->
     costs = work.costs if work.speculates else work.costs.plain
     own = work.run(num_ranks)
 
-    def entry(name: str, steps: Steps, note: str) -> WhatIf:
+    def entry(name: str, steps: Steps, note: str, is_possible: bool = True) -> WhatIf:
         seconds = float(steps.step_seconds.mean())
         gain = float(own.step_seconds.mean()) / seconds
-        return WhatIf(name, float(steps.rollout_seconds.mean()), seconds, gain, note)
+        return WhatIf(name, float(steps.rollout_seconds.mean()), seconds, gain, note, is_possible)
 
     def simulated(lengths: Ints, setting: Setting = work.setting) -> Steps:
         return simulate(lengths, costs, setting, work.phases)
@@ -62,7 +65,7 @@ def what_ifs(work: Workload, num_ranks: int, error: float = PREDICTION_ERROR) ->
     spread = deal_by(drawn, predicted, replicas, work.shard == "group", True)
     found.append(entry("dealt by predicted length", simulated(spread), f"evenly over replicas; error {error:g}"))
     known = deal_by(drawn, drawn.astype(np.float64), replicas, work.shard == "group", True)
-    found.append(entry("the same, lengths known", simulated(known), "no prediction is better"))
+    found.append(entry("the same, lengths known", simulated(known), "no prediction is better", False))
     moved, seconds, moves = shared_tail(work.dealt(num_ranks), costs, work.setting)
     steps = after_rollouts(moved, own.tokens, own.speculated_tokens, num_ranks, work.setting, work.phases)
     note = f"at no cost; some {moves:.0f} moves a step, it pays if one takes under {seconds:.2g} s"

@@ -60,7 +60,8 @@ class Row:
     rollout_seconds: float
     step_seconds: float
     gpu_hours: float
-    kilowatt_hours: float
+    kilowatt_hours: float | None
+    """None where no watts are known."""
     idle_share: float
     """Of all rank-seconds."""
     harvested_share: float
@@ -71,12 +72,12 @@ class Row:
     """Plain step over this one."""
 
 
-def rows(work: Workload, nodes: list[int], ranks_per_node: int, watts: Watts) -> list[Row]:
+def rows(work: Workload, nodes: list[int], ranks_per_node: int, watts: Watts | None) -> list[Row]:
     """The table: a row for each number of nodes."""
     return [_row(work, count, count * ranks_per_node, watts) for count in nodes]
 
 
-def _row(work: Workload, nodes: int, ranks: int, watts: Watts) -> Row:
+def _row(work: Workload, nodes: int, ranks: int, watts: Watts | None) -> Row:
     steps, plain = work.run(ranks), work.run(ranks, speculates=False)
     seconds = float(steps.step_seconds.mean())
     return Row(
@@ -85,7 +86,7 @@ def _row(work: Workload, nodes: int, ranks: int, watts: Watts) -> Row:
         rollout_seconds=float(steps.rollout_seconds.mean()),
         step_seconds=seconds,
         gpu_hours=seconds * ranks * work.num_steps / 3600,
-        kilowatt_hours=kilowatt_hours(steps, watts) * work.num_steps,
+        kilowatt_hours=None if watts is None else kilowatt_hours(steps, watts) * work.num_steps,
         idle_share=steps.idle_share,
         harvested_share=steps.harvested_share,
         speculated_share=float(steps.speculated_tokens.sum() / steps.tokens.sum()),
