@@ -22,11 +22,12 @@ from tlt_hpc.simulate.command import default_at
 from tlt_hpc.simulate.costs import Costs, with_speed_ups
 from tlt_hpc.simulate.energy import Watts, kilowatt_hours, read_watts
 from tlt_hpc.simulate.lengths import Logged, LogNormal, deal, read_lengths
+from tlt_hpc.simulate.measured import Rounds, curve
 from tlt_hpc.simulate.paper import SOURCES
 from tlt_hpc.simulate.run_log import read_run
 from tlt_hpc.simulate.search import pays_up_to, search
 from tlt_hpc.simulate.step import Phases, Setting, simulate
-from tlt_hpc.simulate.validate import validate
+from tlt_hpc.simulate.validate import paced, validate
 from tlt_hpc.simulate.walk import walk
 from tlt_hpc.simulate.what_if import deal_by, shared_tail, what_ifs
 from tlt_hpc.simulate.workload import Workload
@@ -426,6 +427,27 @@ def test_a_run_that_follows_the_model_is_predicted_exactly(tmp_path: Path, num_r
         assert one.rollout_error == pytest.approx(0, abs=1e-6) and one.step_error == pytest.approx(0, abs=1e-6)
         assert one.idle_predicted == pytest.approx(one.idle_measured, abs=1e-4) and one.holds
         assert one.machine_drift == pytest.approx(1, abs=1e-6) and one.model_error == pytest.approx(0, abs=1e-6)
+
+
+def rounds_of(*each: tuple[str, float, float, float]) -> Rounds:
+    names, *columns = zip(*each, strict=True)
+    live, tokens, seconds = (np.array(column, float) for column in columns)
+    return Rounds(np.array(names), live, tokens, seconds)
+
+
+def test_seconds_a_token_by_powers_of_two_of_the_batch() -> None:
+    """Of one sequence 4 seconds for 3 tokens in two rounds, of four 6 for 2: between them by the logarithm."""
+    rounds = rounds_of(("off", 1, 1, 1.0), ("off", 1, 2, 3.0), ("off", 4, 8, 6.0), ("a", 4, 8, 9.0))
+    seconds, seen = curve(rounds, rounds.strategy == "off", 16, 1)
+    assert seconds[[0, 1, 3, 15]].tolist() == pytest.approx([4 / 3, (4 / 3 + 3) / 2, 3.0, 3.0])
+    assert np.flatnonzero(seen).tolist() == [0, 3, 4, 5, 6]
+    assert not curve(rounds, rounds.strategy == "off", 16, 3)[1].any()  # too few rounds to believe
+
+
+def test_the_pace_of_a_round_is_that_of_its_like() -> None:
+    before = rounds_of(("off", 1, 1, 1.0), ("a", 1, 3, 3.0), ("off", 4, 4, 9.0), ("off", 5, 5, 11.0))
+    asked = rounds_of(("off", 1, 1, 0.0), ("a", 1, 1, 0.0), ("a", 6, 1, 0.0), ("a", 64, 1, 0.0))
+    assert paced(before, asked).tolist() == [1.0, 3.0, 10.0, 6.0]
 
 
 def test_a_machine_that_slows_down_is_told_from_a_model_that_errs(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def _card_costs(config: Config, shape: ModelShape) -> tuple[Costs, list[str]]:
     origin = [
         f"rounds (assumed): H100-class card, {card.bytes_share:.0%} of 3.35 TB/s, {card.decode_flops_share:.0%} of 990 "
         "TFLOP/s",
-        "speed-ups: TLT paper, 32B on 4 cards, derated by what a draft step reads",
+        "speed-ups: a trained drafter's, TLT paper, 32B on 4 cards, derated by a draft step's bytes",
         f"update (assumed): {card.update_flops_share:.0%} of 990 TFLOP/s, and {card.fixed_step_seconds:g} s a step",
     ]
     return Drafting(reference).costs(plain, shape, most), origin

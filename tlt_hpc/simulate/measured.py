@@ -59,7 +59,7 @@ def read_rounds(log: RunLog) -> tuple[Rounds, float]:
 def costs_as_chosen(log: RunLog, most_live: int) -> Costs:
     """Seconds a token by batch, whatever strategies the run took there, its trials among them."""
     rounds, read_seconds = read_rounds(log)
-    seconds, _ = _curve(rounds, np.ones(len(rounds.live), bool), most_live, least=1)
+    seconds, _ = curve(rounds, np.ones(len(rounds.live), bool), most_live, least=1)
     return Costs(("as chosen",), seconds[None, :], np.zeros((1, most_live)), read_seconds)
 
 
@@ -73,14 +73,14 @@ def costs_by_strategy(log: RunLog, most_live: int) -> Costs:
     names = [OFF, *sorted(set(rounds.strategy.tolist()) - {OFF})]
     if OFF not in rounds.strategy:
         raise ValueError(f"{log.name} has no plain round to hold speculation against; give a longer run")
-    curves = [_curve(rounds, rounds.strategy == name, most_live, 1 if name == OFF else _LEAST_ROUNDS) for name in names]
+    curves = [curve(rounds, rounds.strategy == name, most_live, 1 if name == OFF else _LEAST_ROUNDS) for name in names]
     token = np.array([seconds for seconds, _ in curves])
     return Costs(
         tuple(names), token, np.zeros_like(token), read_seconds, allowed=np.array([seen for _, seen in curves])
     )
 
 
-def _curve(rounds: Rounds, chosen: NDArray[np.bool_], most_live: int, least: int) -> tuple[Floats, NDArray[np.bool_]]:
+def curve(rounds: Rounds, chosen: NDArray[np.bool_], most_live: int, least: int) -> tuple[Floats, NDArray[np.bool_]]:
     """Seconds a token at batches 1 to ``most_live``, and where they rest on measurements: sums by powers of two."""
     batch = np.arange(1, most_live + 1)
     at, values, seen = [], [], np.zeros(most_live, bool)
@@ -94,8 +94,8 @@ def _curve(rounds: Rounds, chosen: NDArray[np.bool_], most_live: int, least: int
         seen |= np.floor(np.log2(batch)) == bucket
     if not at:
         return np.full(most_live, np.inf), seen
-    curve: Floats = np.interp(np.log2(batch), at, values)
-    return curve, seen
+    between: Floats = np.interp(np.log2(batch), at, values)
+    return between, seen
 
 
 def phases_of(log: RunLog) -> Phases:

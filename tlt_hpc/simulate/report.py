@@ -74,8 +74,8 @@ def show_checks(checks: Sequence[Check], console: Console) -> None:
     _say(
         console,
         "asked: the second half of the steps, or every other; real, sim., error: seconds of their rollouts; step: "
-        "error of whole steps; drift: seconds of like rounds in the steps asked for over those in the others, which is the "
-        "machine's; pace: the rollouts' error, had it kept one pace.",
+        "error of whole steps; drift: seconds of like rounds in the steps asked for over those in the others, which "
+        "is the machine's; pace: the rollouts' error, had it kept one pace.",
     )
 
 

@@ -105,26 +105,25 @@ def check(log: RunLog, split: str, fitted: slice, asked: slice) -> Check:
 def drift(known: RunLog, unknown: RunLog) -> float:
     """Seconds of rounds in one part of a run over those of like rounds in another: weighted by the former."""
     rounds, _ = read_rounds(unknown)
-    return float(rounds.seconds.sum() / _paced(known, rounds).sum())
+    return float(rounds.seconds.sum() / paced(read_rounds(known)[0], rounds).sum())
 
 
 def retimed(known: RunLog, unknown: RunLog) -> float:
     """Seconds of one part's rollouts together, its rounds and prompts at the pace of another part."""
-    _, read_seconds = read_rounds(known)
+    before, read_seconds = read_rounds(known)
     total = 0.0
     for step in range(len(unknown.steps)):
         seconds = []
         for rank, own in enumerate(unknown.ranks[step]):
             one = replace(unknown.part(slice(step, step + 1)), ranks=((own,),))
             read = read_seconds * int(np.count_nonzero(unknown.lengths[step, rank]))
-            seconds.append(float(_paced(known, read_rounds(one)[0]).sum()) + read)
+            seconds.append(float(paced(before, read_rounds(one)[0]).sum()) + read)
         total += max(seconds)
     return total
 
 
-def _paced(known: RunLog, rounds: Rounds) -> NDArray[np.float64]:
+def paced(before: Rounds, rounds: Rounds) -> NDArray[np.float64]:
     """Seconds of each round, were they the mean of those of its strategy and power of two, or else of that power."""
-    before, _ = read_rounds(known)
     like = before.bucket == rounds.bucket[:, None]
     same = like & (before.strategy == rounds.strategy[:, None])
     chosen = np.where(same.any(1, keepdims=True), same, np.where(like.any(1, keepdims=True), like, True))
