@@ -567,6 +567,7 @@ def test_the_paper_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch
         ([QWEN, "--steps", "0"], "--steps 0"),
         ([QWEN, "--spread", "-1"], "--spread -1"),
         ([QWEN, "--chance", "1"], "--chance 1"),
+        ([QWEN, "--prompt-share", "1.5"], "--prompt-share 1.5"),
         ([QWEN, "--prediction-error", "nan"], "--prediction-error nan"),
         ([QWEN, "--seed", "-1"], "--seed -1"),
         ([QWEN, "--watts", "cook=3"], "cook"),

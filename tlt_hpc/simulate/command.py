@@ -17,7 +17,7 @@ from tlt_hpc.simulate import measured, paper, report
 from tlt_hpc.simulate.card import Card, card_costs, card_phases
 from tlt_hpc.simulate.costs import Costs
 from tlt_hpc.simulate.energy import read_watts
-from tlt_hpc.simulate.lengths import MEDIAN_SHARE, PROMPT_SHARE, SPREAD, Lengths, LogNormal, read_lengths
+from tlt_hpc.simulate.lengths import MEDIAN_SHARE, SPREAD, Lengths, LogNormal, read_lengths
 from tlt_hpc.simulate.profile import DEFAULT_CHANCE, read_costs
 from tlt_hpc.simulate.published import Drafting
 from tlt_hpc.simulate.run_log import RunLog, read_run
@@ -147,6 +147,8 @@ def _lengths(config: Config, options: argparse.Namespace, log: RunLog | None) ->
         value = vars(options)[name]
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number of 0 or more")
+    if not 0 <= options.prompt_share <= 1:
+        raise ConfigError(f"--prompt-share {options.prompt_share:g}: give a share from 0 to 1")
     if options.chance is not None and options.chance >= 1:
         raise ConfigError(f"--chance {options.chance:g}: give a chance under 1")
     if options.lengths is not None:
@@ -156,8 +158,9 @@ def _lengths(config: Config, options: argparse.Namespace, log: RunLog | None) ->
         return known, f"lengths: the run's own {known.groups.size:,}, by group, drawn with replacement"
     median = cap * MEDIAN_SHARE if options.median is None else max(options.median, 1.0)
     spread = SPREAD if options.spread is None else options.spread
-    said = f"lengths (assumed): log-normal, median {median:,.0f}, spread {spread:g}, cap {cap:,}"
-    return LogNormal(median, cap, spread, PROMPT_SHARE), said
+    law = f"log-normal, median {median:,.0f}, cap {cap:,}, spread {spread:g}"
+    said = f"lengths (assumed): {law}, {options.prompt_share:.0%} of the variance between prompts"
+    return LogNormal(median, cap, spread, options.prompt_share), said
 
 
 def _config(options: argparse.Namespace, log: RunLog | None) -> Config:

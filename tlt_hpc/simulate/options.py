@@ -28,6 +28,9 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--spread", type=float, metavar="S", help="standard deviation of a log length (default 0.9)")
     command.add_argument(
+        "--prompt-share", type=float, default=0.5, metavar="S", help="of that variance, between prompts (default 0.5)"
+    )
+    command.add_argument(
         "--prediction-error", type=float, default=0.5, metavar="S", help="of a log length (default 0.5)"
     )
     command.add_argument("--watts", default="", metavar="PHASE=W,..", help="a GPU's: decode, train, wait, update")
