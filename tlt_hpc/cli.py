@@ -1,5 +1,5 @@
-"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``preflight``,
-``data``, exports.
+"""The commands: ``train``, ``evaluate``, ``compare``, ``ablate``, ``warmup``, ``bench``, ``plan``, ``simulate``,
+``preflight``, ``data``, exports.
 
 Heavy libraries are imported only once a command needs them.
 """
@@ -41,6 +41,7 @@ from tlt_hpc.launch.time_limit import await_preemption, know_limits, queue_again
 from tlt_hpc.live import options as live_options
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
+from tlt_hpc.simulate import options as simulate_options
 from tlt_hpc.stopping import Stop, StopFlag
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.watch.beat import BEAT
@@ -333,7 +334,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("data", "plan", "preflight") and not any(argument.startswith("-") for argument in rest):
+    if options.command in ("data", "plan", "preflight", "simulate") and not any(
+        argument.startswith("-") for argument in rest
+    ):
         options.overrides, rest = [*options.overrides, *rest], []
     if options.command in ALONE:
         if rest:
@@ -392,6 +395,9 @@ def make_parser() -> argparse.ArgumentParser:
     memory_plan_options.add_plan_options(
         commands.add_parser("plan", help="predict the memory that a run takes, by phase; status 1: more than there is")
     )
+    simulate_options.add_simulate_options(
+        commands.add_parser("simulate", help="predict seconds, GPU-hours and energy of a run by number of nodes")
+    )
     preflight_options.add_preflight_options(
         commands.add_parser("preflight", help="find before a job what would end it; status 1: something would")
     )
@@ -447,6 +453,13 @@ def run_plan(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def run_simulate(options: argparse.Namespace) -> int:
+    """``tlt simulate``."""
+    from tlt_hpc.simulate.command import run
+
+    return run(options)
+
+
 def run_preflight(options: argparse.Namespace) -> int:
     """``tlt preflight``."""
     from tlt_hpc.preflight.command import run
@@ -474,6 +487,7 @@ ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export-policy": run_export_policy,
     "data": run_data,
     "plan": run_plan,
+    "simulate": run_simulate,
     "preflight": run_preflight,
     "watch": run_watch,
 }

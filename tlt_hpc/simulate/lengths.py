@@ -1,0 +1,88 @@
+"""How long responses are, and which replica generates which. Knows no seconds.
+
+Shapes: ``T`` steps, ``P`` prompts, ``G`` responses of each, ``R`` replicas, ``N`` responses of the largest shard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Shard = Literal["group", "sample"]
+
+MEDIAN_SHARE, SPREAD = 1 / 6, 0.9
+"""Of the long tail that ``tlt bench`` runs: log-normal around a sixth of the cap, one response in forty reaches it."""
+PROMPT_SHARE = 0.5
+
+
+class Lengths(Protocol):
+    """Where lengths come from."""
+
+    def draw(self, steps: int, prompts: int, group: int, rng: np.random.Generator) -> Ints:
+        """[T, P, G] lengths, each 1 or more."""
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """``spread`` is the standard deviation of a log length; ``prompt_share`` of its square lies between prompts."""
+
+    median: float
+    cap: int
+    spread: float = SPREAD
+    prompt_share: float = PROMPT_SHARE
+
+    def draw(self, steps: int, prompts: int, group: int, rng: np.random.Generator) -> Ints:
+        between = rng.standard_normal((steps, prompts, 1)) * math.sqrt(self.prompt_share)
+        within = rng.standard_normal((steps, prompts, group)) * math.sqrt(1 - self.prompt_share)
+        drawn = self.median * np.exp(self.spread * (between + within))
+        return np.clip(np.rint(drawn), 1, self.cap).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Lengths of groups [K, G'] that were seen; groups are drawn whole, with replacement."""
+
+    groups: Ints
+
+    def draw(self, steps: int, prompts: int, group: int, rng: np.random.Generator) -> Ints:
+        of = rng.integers(len(self.groups), size=(steps, prompts))
+        size = self.groups.shape[1]
+        if group <= size:
+            return self.groups[of][:, :, :group]
+        members = rng.integers(size, size=(steps, prompts, group))
+        return self.groups[of[:, :, None], members]
+
+
+def read_lengths(path: Path, cap: int) -> Logged:
+    """Lengths from a file: numbers between white space or commas, or a JSON list; above the cap they are cut.
+
+    Raises:
+        ValueError: it holds none, or something else.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text) if text.lstrip().startswith("[") else text.replace(",", " ").split()
+        values = np.array(raw, np.float64)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"--lengths {path}: {error}; give a file of numbers, a response length each") from None
+    if values.ndim != 1 or not len(values) or not np.all(np.isfinite(values) & (values >= 1)):
+        raise ValueError(f"--lengths {path}: holds no list of numbers of 1 or more; give a response length each")
+    return Logged(np.minimum(np.rint(values), cap).astype(np.int64)[:, None])
+
+
+def deal(lengths: Ints, num_replicas: int, shard: Shard) -> Ints:
+    """[T, R, N] lengths in the order of admission, as a run deals them: units in turn; zeros fill up short shards."""
+    steps, prompts, group = lengths.shape
+    units = lengths if shard == "group" else lengths.reshape(steps, prompts * group, 1)
+    count = -(-units.shape[1] // num_replicas)
+    room = np.zeros((steps, count * num_replicas, units.shape[2]), np.int64)
+    room[:, : units.shape[1]] = units
+    turns = room.reshape(steps, count, num_replicas, units.shape[2])
+    return turns.transpose(0, 2, 1, 3).reshape(steps, num_replicas, -1)
