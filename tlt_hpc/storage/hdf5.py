@@ -30,7 +30,7 @@ os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
 from h5py import Dataset as Dataset
 from h5py import File as File
 from h5py import Group as Group
-from h5py import HardLink
+from h5py import HardLink, h5d, h5l, h5o, h5s, h5z
 
 CHUNK_BYTES = 2**20
 CHUNK_CACHE_BYTES = 8 * 2**20
@@ -113,22 +113,60 @@ def replacing(path: Path, kind: FileKind, count: int, durable: bool = False) -> 
 class CommittedFile:
     """An HDF5 file opened to read, of the right kind and schema, with a commit counter; a context manager.
 
+    Args:
+        in_parts: leave it to ``array`` to look at what is read, which takes a fraction of the time where that is little.
+
     Raises:
         DamagedFile: anything else than such a file.
         FileNotFoundError: no file there.
     """
 
-    def __init__(self, path: Path, kind: FileKind) -> None:
+    def __init__(self, path: Path, kind: FileKind, in_parts: bool = False) -> None:
         self._path, self._kind = path, kind
         self._bytes = path.open("rb", buffering=0)
         try:
             with self.naming_damage():
                 self.root = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
                 self.committed = _check_header(self.root, kind)
-                _check_own(self.root)
+                if not in_parts:
+                    _check_own(self.root)
         except DamagedFile:
             self._bytes.close()
             raise
+
+    def has(self, name: str) -> bool:
+        """Whether there is a group or array of such a path."""
+        place = self.root.id
+        for part in name.encode().split(b"/"):
+            if not place.links.exists(part):
+                return False
+            place = h5o.open(place, part)
+        return True
+
+    def array(self, name: str) -> NDArray[Any]:
+        """All of an array, by its path. By HDF5's own calls: h5py's take three times as long, which counts where
+        thousands of files are read.
+
+        Raises:
+            KeyError, OSError, ValueError: it is missing, damaged, or not stored as this project stores data.
+        """
+        place = self.root.id
+        for part in name.encode().split(b"/"):
+            if not place.links.exists(part):
+                raise KeyError(f"no {name}")
+            if place.links.get_info(part).type != h5l.TYPE_HARD:
+                raise ValueError(f"{name} is a link, not data")
+            place = h5o.open(place, part)
+        if not isinstance(place, h5d.DatasetID):
+            raise ValueError(f"{name} is no array")
+        array = np.empty(place.shape, place.dtype)
+        if array.size:
+            made = place.get_create_plist()
+            checked = made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None
+            if not checked or made.get_layout() != h5d.CHUNKED:
+                raise ValueError(f"{name} is not stored as this project stores data")
+            place.read(h5s.ALL, h5s.ALL, array)
+        return array
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
