@@ -128,14 +128,19 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 
 def title(figure: Figure, text: str, below: str = "") -> None:
-    """The figure's headline, and a line below it in a fainter colour."""
-    figure.suptitle(text, x=0.008, ha="left", fontsize=12, fontweight="bold")
+    """The figure's headline, and a line below it in a fainter colour; the panels get what is left."""
+    height = figure.get_figheight()
+    top = 1 - 0.08 / height
+    words = [figure.text(0.008, top, text, ha="left", va="top", fontsize=12, fontweight="bold")]
     if below:
-        figure.text(0.008, 1 - 0.36 / figure.get_figheight(), below, ha="left", va="top", fontsize=8.5, color=theme().faint)
-        engine = figure.get_layout_engine()
-        assert engine is not None
-        height = 1 - 0.5 / figure.get_figheight()
-        engine.set(rect=(0, 0, 1, height))  # type: ignore[call-arg]
+        words.append(
+            figure.text(0.008, top - 0.27 / height, below, ha="left", va="top", fontsize=8.5, color=theme().faint)
+        )
+    for each in words:
+        each.set_in_layout(False)
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(rect=(0, 0, 1, top - (0.47 if below else 0.25) / height))  # type: ignore[call-arg]
 
 
 def panel(axes: Axes, heading: str, x: str = "", y: str = "") -> None:

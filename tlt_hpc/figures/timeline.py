@@ -50,8 +50,8 @@ def _below(found: Timeline) -> str:
     told = f"{found.run}, {count(found.num_ranks, 'rank')}; rollout {seconds(found.rollout_seconds)}"
     if len(found.lanes) == 1:
         return told + "; one rank waits for nobody"
-    told += f"; waiting in it {seconds(idle)} of all ranks together"
-    return told + (f", {share(harvested, idle)} of it harvested for the drafter" if harvested else ", nothing harvested")
+    told += f", in which ranks waited for {seconds(idle)} together"
+    return told + (f"; {share(harvested, idle)} of that harvested for the drafter" if harvested else "; none harvested")
 
 
 def _draw_lanes(axes: Axes, found: Timeline, left: float) -> None:

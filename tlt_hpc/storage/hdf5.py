@@ -30,7 +30,7 @@ os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
 from h5py import Dataset as Dataset
 from h5py import File as File
 from h5py import Group as Group
-from h5py import HardLink, h5d, h5l, h5o, h5s, h5z
+from h5py import HardLink, h5a, h5d, h5l, h5o, h5s, h5z
 
 CHUNK_BYTES = 2**20
 CHUNK_CACHE_BYTES = 8 * 2**20
@@ -127,6 +127,7 @@ class CommittedFile:
         try:
             with self.naming_damage():
                 self.root = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
+                self._groups: dict[str, Any] = {"": self.root.id}
                 self.committed = _check_header(self.root, kind)
                 if not in_parts:
                     _check_own(self.root)
@@ -136,37 +137,54 @@ class CommittedFile:
 
     def has(self, name: str) -> bool:
         """Whether there is a group or array of such a path."""
-        place = self.root.id
-        for part in name.encode().split(b"/"):
-            if not place.links.exists(part):
-                return False
-            place = h5o.open(place, part)
-        return True
+        place, _, own = name.rpartition("/")
+        return (not place or self.has(place)) and bool(self._place(place).links.exists(own.encode()))
 
     def array(self, name: str) -> NDArray[Any]:
-        """All of an array, by its path. By HDF5's own calls: h5py's take three times as long, which counts where
-        thousands of files are read.
+        """All of an array, by its path.
+
+        By HDF5's own calls, here and below: h5py's take three times as long, which counts where thousands of files are
+        read.
 
         Raises:
             KeyError, OSError, ValueError: it is missing, damaged, or not stored as this project stores data.
         """
-        place = self.root.id
-        for part in name.encode().split(b"/"):
-            if not place.links.exists(part):
-                raise KeyError(f"no {name}")
-            if place.links.get_info(part).type != h5l.TYPE_HARD:
-                raise ValueError(f"{name} is a link, not data")
-            place = h5o.open(place, part)
-        if not isinstance(place, h5d.DatasetID):
+        dataset = self._open(name)
+        if not isinstance(dataset, h5d.DatasetID):
             raise ValueError(f"{name} is no array")
-        array = np.empty(place.shape, place.dtype)
+        array = np.empty(dataset.shape, dataset.dtype)
         if array.size:
-            made = place.get_create_plist()
+            made = dataset.get_create_plist()
             checked = made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None
             if not checked or made.get_layout() != h5d.CHUNKED:
                 raise ValueError(f"{name} is not stored as this project stores data")
-            place.read(h5s.ALL, h5s.ALL, array)
+            dataset.read(h5s.ALL, h5s.ALL, array)
         return array
+
+    def number(self, name: str) -> float:
+        """A scalar attribute of a group, by its path; one of the file itself has no group.
+
+        Raises:
+            KeyError, OSError, TypeError: it is missing, damaged, or no number.
+        """
+        place, _, own = name.rpartition("/")
+        attribute = h5a.open(self._place(place), own.encode())
+        value = np.empty((), attribute.dtype)
+        attribute.read(value)
+        return float(value)
+
+    def _place(self, name: str) -> Any:
+        """A group, opened once."""
+        if name not in self._groups:
+            self._groups[name] = self._open(name)
+        return self._groups[name]
+
+    def _open(self, name: str) -> Any:
+        place, _, own = name.rpartition("/")
+        group = self._place(place)
+        if group.links.get_info(own.encode()).type != h5l.TYPE_HARD:  # or there is none, which it says
+            raise ValueError(f"{name} is a link, not data")
+        return h5o.open(group, own.encode())
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
@@ -179,6 +197,7 @@ class CommittedFile:
             raise DamagedFile(f"{self._path}: damaged {self._kind.name}: {reason}; {self._kind.remedy}") from error
 
     def close(self) -> None:
+        self._groups.clear()
         self.root.close()
         self._bytes.close()
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tlt_hpc.storage.hdf5 import CommittedFile
 from tlt_hpc.storage.rollout_log import KIND
 
-_LATER = ("spans/", "phases/", "timing/refills")
+_LATER = ("spans", "phases", "timing/refills")
 """What files of earlier versions have not: they tell of none."""
 _FLAT = {"rollouts/prompt_tokens", "rollouts/response_tokens", "rollouts/log_probs"}
 
@@ -48,14 +48,14 @@ def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[st
         FileNotFoundError: no such file.
     """
     with CommittedFile(path, KIND, in_parts=True) as file, file.naming_damage():
-        root = file.root
+        missing = {group for group in _LATER if not file.has(group)}
         return Columns(
-            step=int(root.attrs["step"]),
-            rank=int(root.attrs["rank"]),
-            num_ranks=int(root.attrs["num_ranks"]),
+            step=int(file.number("step")),
+            rank=int(file.number("rank")),
+            num_ranks=int(file.number("num_ranks")),
             num_rollouts=file.committed,
-            arrays={name: _array(file, name) for name in arrays},
-            attributes={name: _attribute(file, name) for name in attributes},
+            arrays={name: _array(file, name, missing) for name in arrays},
+            attributes={name: file.number(name) for name in attributes},
         )
 
 
@@ -79,17 +79,12 @@ def check_whole(path: Path) -> int:
     return num_bytes
 
 
-def _array(file: CommittedFile, name: str) -> NDArray[Any]:
-    if name.startswith(_LATER) and not file.has(name):
+def _array(file: CommittedFile, name: str, missing: set[str]) -> NDArray[Any]:
+    if name in missing or name.partition("/")[0] in missing:
         return np.empty(0)
     array = file.array(name)
     _check_count(file, name, array)
     return array
-
-
-def _attribute(file: CommittedFile, name: str) -> float:
-    group, _, own_name = name.rpartition("/")
-    return float((file.root[group] if group else file.root).attrs[own_name])
 
 
 def _check_count(file: CommittedFile, name: str, array: NDArray[Any]) -> None:
