@@ -95,7 +95,7 @@ class _Sums:
         tables = np.stack([np.bincount(cell, w, size).reshape(-1, _NUM_BUCKETS) for w in weights], 1)
         for place, table in zip(places, tables, strict=True):
             self.cells[place] = self.cells.get(place, 0) + table
-        return tables[:, 2].sum(1).astype(np.int64)
+        return np.asarray(tables[:, 2].sum(1), np.int64)
 
 
 def analyse_acceptance(run: RunLog) -> Acceptance:
@@ -119,11 +119,11 @@ def _found(run: RunLog, sums: _Sums, steps: list[int], accept: list[float]) -> A
     for row, cells in enumerate(sums.steps):
         for place, values in cells.items():
             by_step[row, place] = values
-    cells = np.zeros((num_strategies, 4, _NUM_BUCKETS))
-    for place, table in sums.cells.items():
-        cells[place] = table
-    used = np.flatnonzero(cells[:, 0].sum(0))
-    cells = cells[:, :, : used[-1] + 1 if len(used) else 0]
+    table = np.zeros((num_strategies, 4, _NUM_BUCKETS))
+    for place, own in sums.cells.items():
+        table[place] = own
+    used = np.flatnonzero(table[:, 0].sum(0))
+    table = table[:, :, : used[-1] + 1 if len(used) else 0]
     return Acceptance(
         run=run.name,
         verdict="",
@@ -136,11 +136,11 @@ def _found(run: RunLog, sums: _Sums, steps: list[int], accept: list[float]) -> A
         step_rounds=by_step[:, :, 0],
         step_tokens=by_step[:, :, 1],
         step_row_passes=by_step[:, :, 2],
-        bucket_tops=2 ** np.arange(cells.shape[2], dtype=np.int64),
-        rounds=cells[:, 0].astype(np.int64),
-        tokens=cells[:, 1].astype(np.int64),
-        row_passes=cells[:, 2].astype(np.int64),
-        seconds=cells[:, 3],
+        bucket_tops=2 ** np.arange(table.shape[2], dtype=np.int64),
+        rounds=table[:, 0].astype(np.int64),
+        tokens=table[:, 1].astype(np.int64),
+        row_passes=table[:, 2].astype(np.int64),
+        seconds=table[:, 3],
     )
 
 
@@ -179,9 +179,7 @@ def _extremes(found: Acceptance) -> str:
     if len(used) == 1:
         return ""
     few, many = used[0], used[-1]
-    return (
-        f"Speculative rounds gave {ratio[few]:.2f} with {names[few]} live and {ratio[many]:.2f} with {names[many]}."
-    )
+    return f"Speculative rounds gave {ratio[few]:.2f} with {names[few]} live and {ratio[many]:.2f} with {names[many]}."
 
 
 def _own(found: Acceptance) -> str:

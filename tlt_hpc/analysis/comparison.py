@@ -1,4 +1,4 @@
-"""Several runs side by side: the same tokens or not, and what differs in reward, length, seconds, acceptance, waiting."""
+"""Several runs side by side: the same tokens or not, and reward, length, seconds, acceptance and waiting of each."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from tlt_hpc.analysis.result import Analysis, count, listed, share
 from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.errors import UserError
 
-_IDLE, _HARVESTED = "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds"
+IDLE, HARVESTED = "idle_rank_seconds", "harvested_rank_seconds"
 _METRICS = {
     "score": "critic/score/mean",
     "length": "response_length/mean",
     "accept_length": "drafter/spec_decode/mean_acceptance_length",
     "rollout_seconds": "rollout/seconds",
     "step_seconds": "timing_s/step",
-    "idle_rank_seconds": _IDLE,
-    "harvested_rank_seconds": _HARVESTED,
+    IDLE: f"rollout/{IDLE}",
+    HARVESTED: f"rollout/{HARVESTED}",
 }
 SHOWN = {
     "score": ("Score", "mean score", False),
     "length": ("Mean response", "tokens", True),
-    "accept_length": ("Accept length", "tokens per pass and sequence", False),
+    "accept_length": ("Accept length", "tokens per pass", False),
     "rollout_seconds": ("Rollout", "seconds", True),
     "step_seconds": ("Step", "seconds", True),
-    "idle_rank_seconds": ("Waiting of all ranks", "rank-seconds", True),
-    "harvested_rank_seconds": ("Harvested of it", "rank-seconds", True),
+    IDLE: ("Waiting of all ranks; filled: harvested", "rank-seconds", True),
 }
 """Series -> heading, unit, and whether its axis begins at zero."""
 MOST_TOKENS = 8_000_000
@@ -81,7 +80,7 @@ def analyse_comparison(runs: Sequence[RunLog], most_tokens: int = MOST_TOKENS) -
     problems = tuple(f"{name}: {each}" for run, name in zip(runs, names, strict=True) for each in run.problems)
     return Comparison(
         run=", ".join(names),
-        verdict=_verdict(series, common, words),
+        verdict=_verdict(series, common, words, differences),
         problems=problems,
         runs=series,
         common_steps=np.array(common, np.int64),
@@ -149,7 +148,7 @@ def _tokens_in_words(names: Sequence[str], compared: list[int], differences: dic
     return f"Against {names[0]}: {listed(parts)} ({span})."
 
 
-def _verdict(series: tuple[RunSeries, ...], common: list[int], words: str) -> str:
+def _verdict(series: tuple[RunSeries, ...], common: list[int], words: str, differences: dict[str, int | None]) -> str:
     if not common:
         return f"{words} No step has a line in all runs: nothing else can be held side by side."
     first, parts = series[0], [words]
@@ -157,6 +156,8 @@ def _verdict(series: tuple[RunSeries, ...], common: list[int], words: str) -> st
     for other in series[1:]:
         told = [f"{text} {_against(first, other, name, common, form)}" for name, text, form in _TOLD]
         faster = _faster(first, other, common)
+        if faster and differences[other.name] is not None:
+            faster += ", though of other tokens"
         parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{faster}.")
     parts.append(_harvests(series, common))
     return " ".join(filter(None, parts))
@@ -182,13 +183,17 @@ def _faster(first: RunSeries, other: RunSeries, steps: list[int]) -> str:
     ratio = a / b
     if abs(ratio - 1) < 0.02:
         return "; rollouts take the same time"
-    return f"; its rollouts are {ratio:.2f} times as fast" if ratio > 1 else f"; its rollouts take {1 / ratio:.2f} times as long"
+    return (
+        f"; its rollouts are {ratio:.2f} times as fast"
+        if ratio > 1
+        else f"; its rollouts take {1 / ratio:.2f} times as long"
+    )
 
 
 def _harvests(series: tuple[RunSeries, ...], steps: list[int]) -> str:
     told = []
     for run in series:
-        idle, harvested = (run.mean(f"{name}_rank_seconds", steps) for name in ("idle", "harvested"))
+        idle, harvested = (run.mean(name, steps) for name in (IDLE, HARVESTED))
         if np.isfinite(idle) and np.isfinite(harvested):
             told.append(f"{share(harvested, idle)} in {run.name}")
     return f"Harvested of the waiting: {listed(told)}." if told else ""

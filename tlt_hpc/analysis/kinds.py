@@ -18,15 +18,15 @@ class Kind(StrEnum):
     """What a rank does with its time; the order is that of a step, and of legends."""
 
     PREFILL = "prefill"
-    DECODE = "decoding, one by one"
-    SPECULATE = "decoding, speculative"
-    GENERATE = "generating, not told how"
+    DECODE = "plain decoding"
+    SPECULATE = "speculative decoding"
+    GENERATE = "generating (not told how)"
     TRAIN = "drafter training in the tail"
-    SERIAL = "drafter training, serial"
+    SERIAL = "serial drafter training"
     IDLE = "idle"
     REWARD = "reward"
     UPDATE = "policy update"
-    REFRESH = "drafter merge, new weights"
+    REFRESH = "drafter merge and new weights"
     SAVE = "save"
     EVALUATE = "evaluation"
 
@@ -67,7 +67,7 @@ def pieces_of(
     micro_steps: tuple[MicroStepRecord, ...],
     phases: tuple[PhaseSpan, ...],
 ) -> Pieces:
-    """All that a rank's log tells of one step, in order; where two overlap, the later one begins where the first ends."""
+    """All that a rank's log tells of one step, in order; where two overlap, the later begins where the first ends."""
     rows = [_engine_pieces(timings, spans, strategies)]
     serial = [phase for phase in phases if phase.name == "drafter"]
     trained = [(KINDS.index(Kind.TRAIN), m.start_seconds, m.end_seconds) for m in micro_steps if not _in(m, serial)]
@@ -136,7 +136,9 @@ def engine_kinds(strategy_index: NDArray[np.int16], strategies: tuple[str, ...])
     return table[strategy_index.astype(np.int64)]
 
 
-def _idle(timings: tuple[RolloutTiming, ...], trained: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+def _idle(
+    timings: tuple[RolloutTiming, ...], trained: list[tuple[int, float, float]]
+) -> list[tuple[int, float, float]]:
     """What is left between a rank's last token and the release, without its micro-steps."""
     kind, left = KINDS.index(Kind.IDLE), []
     for timing in timings:

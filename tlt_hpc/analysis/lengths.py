@@ -91,7 +91,9 @@ def _verdict(found: Lengths) -> str:
     ]
     middle = float(np.median(ratio))
     if middle < _NO_TAIL:
-        parts.append(f"There is no long tail: a step's longest response has {middle:.1f} times the tokens of its median.")
+        parts.append(
+            f"There is no long tail: a step's longest response has {middle:.1f} times the tokens of its median."
+        )
     else:
         parts.append(
             f"The tail is long: a step's longest response has {middle:.1f} times the tokens of its median "
@@ -99,7 +101,9 @@ def _verdict(found: Lengths) -> str:
         )
     cut, total = int(found.num_cut.sum()), int(found.num_responses.sum())
     at_cap = f" of {found.cap:,} tokens" if found.cap else ""
-    parts.append(f"{count(cut, 'response')} ({share(cut, total)}) ended at the cap{at_cap}." if cut else "None was cut.")
+    parts.append(
+        f"{count(cut, 'response')} ({share(cut, total)}) ended at the cap{at_cap}." if cut else "None was cut."
+    )
     return " ".join([*parts, _trend(found)]).strip()
 
 

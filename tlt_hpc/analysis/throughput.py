@@ -24,7 +24,7 @@ _NOT_THE_STEPS = {Kind.SAVE, Kind.EVALUATE}
 
 @dataclass(frozen=True)
 class Throughput(Analysis):
-    """By step, [S]; ``seconds`` [S, K]: of each of ``kinds``, a mean over the ranks; they add up to what is told of a rank.
+    """By step, [S]; ``seconds`` [S, K]: of each of ``kinds``, a mean over the ranks.
 
     ``engine_tokens`` and ``engine_seconds`` [S, 3]: of prefill, plain and speculative decoding, sums over the ranks.
     ``idle_rank_seconds``: from a rank's last token to the release; ``harvested_rank_seconds``: the part of them in
@@ -130,7 +130,7 @@ def _engine(columns: Columns) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     chosen = [KINDS.index(kind) for kind in ENGINE]
     return (
         np.bincount(kinds, tokens, len(KINDS))[chosen].astype(np.int64),
-        np.bincount(kinds, taken, len(KINDS))[chosen],
+        np.bincount(kinds, taken, len(KINDS))[chosen].astype(np.float64),
     )
 
 
@@ -162,7 +162,9 @@ def _shares(found: Throughput) -> str:
     whole = sum(value for kind, value in means.items() if kind not in _NOT_THE_STEPS)
     order = sorted((kind for kind in means if kind not in _NOT_THE_STEPS), key=lambda kind: -means[kind])
     told = [f"{kind} {share(means[kind], whole)}" for kind in order[:4]]
-    return f"{span_of(found.steps).capitalize()}: of {seconds(whole)} that a rank's step took on average, {listed(told)}."
+    return (
+        f"{span_of(found.steps).capitalize()}: of {seconds(whole)} that a rank's step took on average, {listed(told)}."
+    )
 
 
 def _waiting(found: Throughput) -> str:
@@ -170,7 +172,7 @@ def _waiting(found: Throughput) -> str:
     if found.num_ranks.max() == 1:
         return "With one rank nobody waits for another."
     whole = float((found.rollout_seconds * found.num_ranks).sum())
-    told = f"Ranks waited for {share(idle, whole)} of their time in rollouts ({seconds(idle)} of {seconds(whole)}, all ranks together)"
+    told = f"Ranks waited for {share(idle, whole)} of their time in rollouts ({seconds(idle)} of {seconds(whole)})"
     if harvested == 0:
         return f"{told}; nothing of it was harvested."
     return f"{told}; {seconds(harvested)} of that ({share(harvested, idle)}) were harvested for the drafter."

@@ -158,7 +158,7 @@ def _tails(lanes: tuple[Lane, ...]) -> tuple[tuple[float, float], ...]:
 
 def _rollout_seconds(lanes: tuple[Lane, ...]) -> float:
     rollouts = zip(*(lane.rollouts for lane in lanes), strict=False)
-    return sum(max(t.release_seconds for t in ts) - min(t.start_seconds for t in ts) for ts in rollouts)
+    return sum((max(t.release_seconds for t in ts) - min(t.start_seconds for t in ts) for ts in rollouts), 0.0)
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
@@ -205,8 +205,8 @@ def _tail(lanes: tuple[Lane, ...], tails: tuple[tuple[float, float], ...], rollo
     updates = sum(lane.num_micro_steps for lane in lanes)
     if harvested == 0:
         return told + "none of it was harvested for the drafter."
-    return told + f"{seconds(harvested)} of that ({share(harvested, idle)}) were harvested in {count(updates, 'update')}" \
-        " of the drafter."  # fmt: skip
+    took = f"{seconds(harvested)} of that ({share(harvested, idle)})"
+    return f"{told}{took} were harvested in {count(updates, 'update')} of the drafter."
 
 
 def _rest(lanes: tuple[Lane, ...]) -> str:

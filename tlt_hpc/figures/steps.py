@@ -5,8 +5,6 @@ A run of very many steps is thinned to means of neighbouring steps, so that a pi
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,14 +13,24 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 
 from tlt_hpc.analysis.acceptance import Acceptance
-from tlt_hpc.analysis.comparison import SHOWN, Comparison
+from tlt_hpc.analysis.comparison import HARVESTED, IDLE, SHOWN, Comparison
 from tlt_hpc.analysis.kinds import Kind
 from tlt_hpc.analysis.learning import Learning, moving_mean, window_of
 from tlt_hpc.analysis.lengths import Lengths
 from tlt_hpc.analysis.result import count, span_of
 from tlt_hpc.analysis.throughput import Throughput
-from tlt_hpc.figures.style import HATCHES, colour, legend_above, legend_below, line, new_figure, panel, theme, title
-from tlt_hpc.figures.style import whole_steps
+from tlt_hpc.figures.style import (
+    HATCHES,
+    colour,
+    legend_above,
+    legend_below,
+    line,
+    new_figure,
+    panel,
+    theme,
+    title,
+    whole_steps,
+)
 
 _MOST_BARS = 120
 
@@ -32,7 +40,7 @@ def draw_lengths(found: Lengths) -> Figure:
     figure = new_figure(4.9)
     grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2.6, 1))
     over, cut, whole = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[:, 1])
-    series = {"longest": found.longest, "99th of 100": found.p99, "90th": found.p90, "median": found.p50}
+    series = {"longest": found.longest, "p99": found.p99, "p90": found.p90, "median": found.p50}
     for index, (name, values) in enumerate(series.items()):
         line(over, found.steps, values, index, name)
     line(over, found.steps, found.mean, 4, "mean")
@@ -66,7 +74,7 @@ def draw_acceptance(found: Acceptance) -> Figure:
     if np.isfinite(found.own_accept_length).any():
         line(by_step, found.steps, found.own_accept_length, 1, "drafter's own drafts, chain of 4")
     _from_one(by_step, found.accept_length, found.own_accept_length)
-    panel(by_step, "Accept length by step", y="tokens per pass and sequence")
+    panel(by_step, "Accept length by step", y="tokens per pass")
     legend_above(by_step, 2)
     _updates(by_step, found)
     names = found.bucket_names()
@@ -76,7 +84,7 @@ def draw_acceptance(found: Acceptance) -> Figure:
         if len(told):
             line(by_live, told, table[index][told], index, found.strategies[index])
     _from_one(by_live, table)
-    panel(by_live, "Accept length by live sequences", y="tokens per pass and sequence")
+    panel(by_live, "Accept length by live sequences", y="tokens per pass")
     legend_above(by_live, 4)
     by_live.set_xticks(range(len(names)), names)
     _stacked_shares(step_shares, found.steps, found.step_tokens.T.astype(float))
@@ -129,7 +137,6 @@ _LEARNING = {
     "reference_kl": ("KL to the reference", "nats per token"),
     "mismatch_k3": ("Rollout against trainer (k3)", "nats per token"),
     "grad_norm": ("Gradient norm", "before clipping"),
-    "cut_share": ("Responses cut at the cap", "share"),
 }
 
 
@@ -137,7 +144,11 @@ def draw_throughput(found: Throughput) -> Figure:
     """Seconds of a step by kind, what waiting there was and what was harvested of it, and tokens a second."""
     figure = new_figure(6.2)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1), width_ratios=(1.25, 1))
-    shares, waiting, rates = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
+    shares, waiting, rates = (
+        figure.add_subplot(grid[0, :]),
+        figure.add_subplot(grid[1, 0]),
+        figure.add_subplot(grid[1, 1]),
+    )
     colours = theme().kinds
     _bars(shares, found.steps, [(found.seconds[:, i], colours[k], HATCHES.get(k)) for i, k in enumerate(found.kinds)])
     panel(shares, "Seconds of a step, mean of the ranks", x="step", y="seconds")
@@ -159,24 +170,24 @@ def draw_comparison(found: Comparison) -> Figure:
     num_rows = -(-num_panels // num_columns)
     figure = new_figure(1.2 + 2.3 * num_rows)
     places = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
-    handles: list[Any] = []
     for axes, name in zip(places, shown, strict=False):
         for index, run in enumerate(found.runs):
             window = window_of(len(run.steps))
             if window > 1:
                 axes.plot(run.steps, run.series[name], color=colour(index), linewidth=0.7, alpha=0.3)
             line(axes, run.steps, moving_mean(run.series[name], window), index, run.name)
+            if name == IDLE:
+                harvested = moving_mean(run.series[HARVESTED], window)
+                axes.fill_between(run.steps, harvested, color=colour(index), alpha=0.25, linewidth=0)
         heading, unit, from_zero = SHOWN[name]
         panel(axes, heading, x="step", y=unit)
         whole_steps(axes)
         if from_zero:
             axes.set_ylim(bottom=0)
-        handles = list(axes.get_lines())[-len(found.runs) :] if window_of(1) and not handles else handles
     for axes in places[len(shown) :]:
         axes.set_visible(False)
     if shown:
-        own = [h for h in places[0].get_lines() if not str(h.get_label()).startswith("_")]
-        legend_below(figure, own, 4)
+        legend_below(figure, [h for h in places[0].get_lines() if not str(h.get_label()).startswith("_")], 4)
     title(figure, "Runs side by side", found.tokens_in_words)
     return figure
 
@@ -196,8 +207,9 @@ def _bars(axes: Axes, steps: NDArray[np.int64], rows: list[tuple[NDArray[np.floa
     bottom = np.zeros(len(places))
     for values, face, hatch in rows:
         heights = np.add.reduceat(np.nan_to_num(values), edges) / counts
-        edge = {"edgecolor": theme().faint, "linewidth": 0.4 if len(places) <= 40 else 0.0} if hatch else {"linewidth": 0}
-        axes.bar(places, heights, width, bottom=bottom, color=face, hatch=hatch, **edge)
+        thin = 0.4 if len(places) <= 40 else 0.0  # parts its neighbours where colours are alike in grey
+        edge = theme().faint if hatch else theme().background
+        axes.bar(places, heights, width, bottom=bottom, color=face, hatch=hatch, edgecolor=edge, linewidth=thin)
         bottom += heights
     axes.set_xlim(places[0] - 0.6 * width - 0.1, places[-1] + 0.6 * width + 0.1)
     whole_steps(axes)
@@ -219,7 +231,7 @@ def _smoothed(axes: Axes, steps: NDArray[np.int64], values: NDArray[np.float64],
 
 def _rates(axes: Axes, rates: dict[str, float]) -> None:
     names = list(rates)
-    faces = [theme().kinds.get(_kind(name), colour(4)) for name in names]  # type: ignore[call-overload]
+    faces = [theme().kinds[kind] if (kind := _kind(name)) else colour(4) for name in names]
     axes.barh(range(len(names)), list(rates.values()), 0.65, color=faces)
     for place, value in enumerate(rates.values()):
         axes.annotate(f"{value:,.0f}", (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
@@ -234,7 +246,11 @@ def _rates(axes: Axes, rates: dict[str, float]) -> None:
     panel(axes, "Tokens a second, all steps", x="tokens a second")
 
 
-_SHORT = {str(Kind.PREFILL): "prefill, a rank", str(Kind.DECODE): "plain, a rank", str(Kind.SPECULATE): "speculative, a rank"}
+_SHORT = {
+    str(Kind.PREFILL): "prefill, a rank",
+    str(Kind.DECODE): "plain, a rank",
+    str(Kind.SPECULATE): "speculative, a rank",
+}
 
 
 def _kind(name: str) -> Kind | None:

@@ -1,7 +1,7 @@
 """How all figures look: one palette, two themes, sizes, and how they are saved. Knows no figure.
 
-The colours are Okabe and Ito's, with the lightness moved so that what lies side by side differs in grey too; the kinds
-of a timeline that are still close have hatches. SVG keeps text as text, and the same figure is the same bytes each time.
+The colours are Okabe and Ito's, with the lightness moved so that what lies side by side differs in grey too; some
+kinds of a timeline have hatches. SVG keeps text as text, and the same figure is the same bytes each time.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def themed(name: str) -> Iterator[Theme]:
     chosen = THEMES[name]
     token = _THEME.set(chosen)
     try:
-        with mpl.rc_context(_settings(chosen)):
+        with mpl.rc_context(_settings(chosen)):  # type: ignore[arg-type]
             yield chosen
     finally:
         _THEME.reset(token)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -62,8 +64,10 @@ def _draw_lanes(axes: Axes, found: Timeline, left: float) -> None:
             own = lane.pieces.kinds == index
             starts, ends = lane.pieces.starts[own], lane.pieces.ends[own]
             bars = list(zip(starts.tolist(), (ends - starts).tolist(), strict=True))
-            edges = {"hatch": HATCHES[kind], "edgecolor": theme().faint} if kind in HATCHES else {"edgecolor": "none"}
-            axes.broken_barh(bars, (place - 0.4, 0.8), facecolor=colours[kind], linewidth=0, zorder=2, **edges)
+            edges: dict[str, Any] = (
+                {"hatch": HATCHES[kind], "edgecolor": theme().faint} if kind in HATCHES else {"edgecolor": "none"}
+            )
+            axes.broken_barh(bars, (place - 0.4, 0.8), linewidth=0, zorder=2, **look)
         if len(found.lanes) <= _MOST_TOLD:
             axes.text(1.008, place, _told(lane), transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
     axes.set_ylim(len(found.lanes) - 0.45, -0.55)
@@ -76,7 +80,9 @@ def _draw_lanes(axes: Axes, found: Timeline, left: float) -> None:
     axes.tick_params(axis="y", length=0)
     first = min((float(lane.pieces.starts[0]) for lane in found.lanes if len(lane.pieces)), default=0.0)
     if first < left:
-        axes.text(0.002, 1.01, f"\u2190 from {first:,.0f} s", transform=axes.transAxes, fontsize=7.5, color=theme().faint)
+        axes.text(
+            0.002, 1.01, f"\u2190 from {first:,.0f} s", transform=axes.transAxes, fontsize=7.5, color=theme().faint
+        )
 
 
 def _told(lane: Lane) -> str:

@@ -114,7 +114,7 @@ class CommittedFile:
     """An HDF5 file opened to read, of the right kind and schema, with a commit counter; a context manager.
 
     Args:
-        in_parts: leave it to ``array`` to look at what is read, which takes a fraction of the time where that is little.
+        in_parts: leave it to ``array`` to look at what is read: much faster where that is little.
 
     Raises:
         DamagedFile: anything else than such a file.
