@@ -19,30 +19,46 @@ _MOST_TOLD = 24
 """Ranks that have room for their own figures beside their lane."""
 _VISIBLE = 1 / 1500
 """Of the time shown: a kind with less of it on all ranks together is not in the legend."""
+_ENLARGED = 0.7
+"""Of the time shown: a rollout that is less of it is shown enlarged, too."""
 _BEFORE = 0.15
 """Of the time shown, what the save and evaluation before the rollout may take."""
 
 
 def draw_timeline(found: Timeline) -> Figure:
-    """Lanes over the sequences that are left; both on one axis of time."""
-    num_lanes = len(found.lanes)
-    lane_inches = min(0.42, max(0.06, 9.0 / num_lanes))
+    """Lanes over the sequences that are left, on one axis of time.
+
+    Where a step is much more than its rollout, the whole of it comes first, and then its rollout alone, enlarged.
+    """
+    lanes = max(0.8, min(0.42, max(0.06, 9.0 / len(found.lanes))) * len(found.lanes))
     has_live = len(found.live) > 0
-    figure = new_figure(1.75 + max(0.8, lane_inches * num_lanes) + (1.25 if has_live else 0.0))
-    heights = [max(0.8, lane_inches * num_lanes), *([1.1] if has_live else [])]
-    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    left = _left_edge(found)
-    _draw_lanes(panels[0], found, left)
+    left, right, released = _left_edge(found), _right_edge(found), _released(found)
+    is_enlarged = released < _ENLARGED * (right - left)
+    heights = [*([max(0.6, 0.6 * lanes)] if is_enlarged else []), lanes, *([1.1] if has_live else [])]
+    figure = new_figure(1.45 + sum(heights) + 0.5 * (len(heights) - 1))
+    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    main = figure.add_subplot(grid[int(is_enlarged)])
+    if is_enlarged:
+        whole = figure.add_subplot(grid[0])
+        _draw_lanes(whole, found, left, tells=False)
+        whole.set_xlim(left, right)
+        panel(whole, "The whole step", x="seconds since the rollout began")
+        _shade(whole, found)
+        left, right = -0.01 * released, 1.01 * released
+        panel(main, "Its rollout, enlarged")
+    _draw_lanes(main, found, left, tells=True)
+    main.set_xlim(left, right)
+    _shade(main, found)
+    _name_tails(main, found)
+    last = main
     if has_live:
-        _draw_live(panels[1], found)
-    panels[-1].set_xlabel("seconds since the rollout began")
-    for axes in panels:
-        _shade(axes, found)
-    panels[0].set_xlim(left, _right_edge(found))
-    _name_tails(panels[0], found)
+        last = figure.add_subplot(grid[-1], sharex=main)
+        main.tick_params(axis="x", labelbottom=False)
+        _draw_live(last, found)
+        _shade(last, found)
+    last.set_xlabel("seconds since the rollout began")
     title(figure, f"Step {found.step}: what each rank did when", _below(found))
-    shown = _kinds_shown(found)
-    legend_below(figure, [_patch(kind) for kind in shown], 5)
+    legend_below(figure, [_patch(kind) for kind in _kinds_shown(found)], 5)
     return figure
 
 
@@ -56,19 +72,16 @@ def _below(found: Timeline) -> str:
     return told + (f"; {share(harvested, idle)} of that harvested for the drafter" if harvested else "; none harvested")
 
 
-def _draw_lanes(axes: Axes, found: Timeline, left: float) -> None:
-    colours = theme().kinds
+def _draw_lanes(axes: Axes, found: Timeline, left: float, tells: bool) -> None:
     for place, lane in enumerate(found.lanes):
         for index in np.unique(lane.pieces.kinds):
             kind = KINDS[index]
             own = lane.pieces.kinds == index
             starts, ends = lane.pieces.starts[own], lane.pieces.ends[own]
             bars = list(zip(starts.tolist(), (ends - starts).tolist(), strict=True))
-            edges: dict[str, Any] = (
-                {"hatch": HATCHES[kind], "edgecolor": theme().faint} if kind in HATCHES else {"edgecolor": "none"}
-            )
-            axes.broken_barh(bars, (place - 0.4, 0.8), linewidth=0, zorder=2, **look)
-        if len(found.lanes) <= _MOST_TOLD:
+            look: dict[str, Any] = {"facecolor": theme().kinds[kind], "hatch": HATCHES.get(kind)}
+            axes.broken_barh(bars, (place - 0.4, 0.8), edgecolor=theme().faint, linewidth=0, zorder=2, **look)
+        if tells and len(found.lanes) <= _MOST_TOLD:
             axes.text(1.008, place, _told(lane), transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
     axes.set_ylim(len(found.lanes) - 0.45, -0.55)
     axes.grid(visible=False)
@@ -79,10 +92,9 @@ def _draw_lanes(axes: Axes, found: Timeline, left: float) -> None:
         axes.set_ylabel("rank")
     axes.tick_params(axis="y", length=0)
     first = min((float(lane.pieces.starts[0]) for lane in found.lanes if len(lane.pieces)), default=0.0)
-    if first < left:
-        axes.text(
-            0.002, 1.01, f"\u2190 from {first:,.0f} s", transform=axes.transAxes, fontsize=7.5, color=theme().faint
-        )
+    if first < left < -0.1 * _released(found):
+        text = f"\u2190 from {first:,.0f} s"
+        axes.text(1.0, 1.01, text, transform=axes.transAxes, ha="right", fontsize=7.5, color=theme().faint)
 
 
 def _told(lane: Lane) -> str:
@@ -124,6 +136,11 @@ def _kinds_shown(found: Timeline) -> list[Kind]:
 def _left_edge(found: Timeline) -> float:
     first = min((float(lane.pieces.starts[0]) for lane in found.lanes if len(lane.pieces)), default=0.0)
     return max(min(first, 0.0), -_BEFORE * _right_edge(found))
+
+
+def _released(found: Timeline) -> float:
+    """When the last rank left the step's last rollout."""
+    return max(timing.release_seconds for lane in found.lanes for timing in lane.rollouts)
 
 
 def _right_edge(found: Timeline) -> float:
