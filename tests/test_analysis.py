@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -69,7 +70,11 @@ def test_the_timeline_of_two_ranks(folder: RunFolder) -> None:
     assert [lane.harvested_seconds for lane in found.lanes] == [1.8, 0.0]
     assert found.lanes[0].seconds[Kind.IDLE] == pytest.approx(2.7)
     assert np.allclose(found.tails, [(2.0, 6.5)])
-    for words in ("The tail lasted 4.50 s: rank 0 was the first", "idle for 5.00 s together, 38 %", "1.80 s of that (36 %)"):
+    for words in (
+        "The tail lasted 4.50 s: rank 0 was the first",
+        "idle for 5.00 s together, 38 %",
+        "1.80 s of that (36 %)",
+    ):
         assert words in found.verdict
 
 
@@ -127,7 +132,7 @@ def test_a_long_step_stays_small_and_keeps_its_seconds() -> None:
     found = merged(rounds, tolerance=0.001)
     assert len(found) < 3000 and found.starts[0] == 0 and found.ends[-1] == pytest.approx(300)
     assert found.seconds()[Kind.SPECULATE] > 200
-    one = merged(pieces([(Kind.DECODE, a, b) for a, b in zip(edges, edges[1:], strict=False)]), tolerance=0.001)
+    one = merged(pieces([(Kind.DECODE, a, b) for a, b in itertools.pairwise(edges)]), tolerance=0.001)
     assert rows_of(one) == [(Kind.DECODE, 0.0, 300.0)]
 
 
@@ -147,7 +152,9 @@ def test_lengths(folder: RunFolder) -> None:
     assert found.p50.tolist() == [4.5] * 3 and found.longest.tolist() == [8] * 3 and found.mean.tolist() == [5.25] * 3
     assert found.num_cut.tolist() == [1] * 3 and found.num_responses.tolist() == [4] * 3
     assert found.histogram.sum() == 12 and found.edges[0] <= 4 and found.edges[-1] > 8
-    assert "There is no long tail" in found.verdict and "3 responses (25 %) ended at the cap of 8 tokens" in found.verdict
+    assert (
+        "There is no long tail" in found.verdict and "3 responses (25 %) ended at the cap of 8 tokens" in found.verdict
+    )
 
 
 def test_a_long_tail_is_called_one(tmp_path: Path) -> None:

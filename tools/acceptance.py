@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser(
         "How many tokens a target pass gave a sequence: by step, by live sequences, by strategy."
     ).parse_args(arguments)
-    found = analyse_acceptance(open_run(options.run))
+    found = analyse_acceptance(open_run(options.run, options.last))
     from tlt_hpc.figures.steps import draw_acceptance
 
     show(options, "acceptance", found, draw_acceptance)

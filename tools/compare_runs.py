@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help=f"response tokens of a run to hold against the others' (default {MOST_TOKENS:,})",
     )
     options = parser.parse_args(arguments)
-    found = analyse_comparison([open_run(path) for path in options.run], options.tokens)
+    found = analyse_comparison([open_run(path, options.last) for path in options.run], options.tokens)
     from tlt_hpc.figures.steps import draw_comparison
 
     show(options, "comparison", found, draw_comparison)

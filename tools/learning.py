@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser(
         "Whether a run's policy learns: score, KL, entropy, gradients, lengths and evaluations over the steps."
     ).parse_args(arguments)
-    found = analyse_learning(open_run(options.run))
+    found = analyse_learning(open_run(options.run, options.last))
     from tlt_hpc.figures.steps import draw_learning
 
     show(options, "learning", found, draw_learning)

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = make_parser(
         "How long a run's responses are, by step and over all, and how many were cut at the cap."
     ).parse_args(arguments)
-    found = analyse_lengths(open_run(options.run))
+    found = analyse_lengths(open_run(options.run, options.last))
     from tlt_hpc.figures.steps import draw_lengths
 
     show(options, "lengths", found, draw_lengths)

@@ -33,16 +33,19 @@ def make_parser(describe: str, several: bool = False) -> argparse.ArgumentParser
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - for standard output")
     parser.add_argument("--theme", choices=("light", "dark", "both"), default="light", help="default: light")
+    parser.add_argument("--last", metavar="N", type=int, help="look at the last N steps alone (default: all)")
     return parser
 
 
-def open_run(path: Path) -> RunLog:
-    """A run to look at.
+def open_run(path: Path, last: int | None = None) -> RunLog:
+    """A run to look at, its last steps alone where ``last`` says how many.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or none of it is asked for.
     """
-    return RunLog(path)
+    if last is not None and last < 1:
+        raise UserError(f"--last {last}: give 1 or more")
+    return RunLog(path, last)
 
 
 def show(options: argparse.Namespace, name: str, found: Found, draw: Callable[[Found], Figure]) -> None:

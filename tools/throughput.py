@@ -21,7 +21,7 @@ from tlt_hpc.analysis.throughput import analyse_throughput
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the verdict and write the figure."""
     options = make_parser("Where a run's seconds go, and how many tokens a second they give.").parse_args(arguments)
-    found = analyse_throughput(open_run(options.run))
+    found = analyse_throughput(open_run(options.run, options.last))
     from tlt_hpc.figures.steps import draw_throughput
 
     show(options, "throughput", found, draw_throughput)

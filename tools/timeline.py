@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("Which rank did what when in one step of a run.")
     parser.add_argument("--step", type=int, help="default: the last one with the logs of all its ranks")
     options = parser.parse_args(arguments)
-    found = analyse_timeline(open_run(options.run), options.step)
+    found = analyse_timeline(open_run(options.run, options.last), options.step)
     from tlt_hpc.figures.timeline import draw_timeline
 
     show(options, f"timeline-{found.step:06d}" if options.step is not None else "timeline", found, draw_timeline)

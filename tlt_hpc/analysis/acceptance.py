@@ -60,7 +60,7 @@ class Acceptance(Analysis):
 
     def bucket_names(self) -> list[str]:
         """``1``, ``2``, ``3-4``, ``5-8``, ..."""
-        lows = np.concatenate([[1], self.bucket_tops[:-1] + 1])
+        lows = np.concatenate([[1], self.bucket_tops[:-1] + 1])[: len(self.bucket_tops)]
         return [str(b) if a == b else f"{a}\u2013{b}" for a, b in zip(lows, self.bucket_tops, strict=True)]
 
 

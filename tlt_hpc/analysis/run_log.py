@@ -29,12 +29,16 @@ Line = dict[str, Any]
 class RunLog:
     """The files of one run below ``path``; ``problems`` grows by a line for each thing that could not be read.
 
+    Args:
+        last: so many last steps alone, of a run that is too large to read all of.
+
     Raises:
         UserError: there is no run.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last: int | None = None) -> None:
         self.folder = RunFolder(path)
+        self._last = last
         self._problems: dict[str, None] = {}
         self.torn_tail = b""
         """What stands in metrics.jsonl after its last whole line."""
@@ -56,7 +60,8 @@ class RunLog:
     @cached_property
     def steps(self) -> tuple[int, ...]:
         """Steps that have a folder with a rank's closed log in it, ascending."""
-        return tuple(step for step in self.folder.rollout_steps() if self.files(step))
+        steps = self.folder.rollout_steps()
+        return tuple(step for step in steps[-self._last if self._last else 0 :] if self.files(step))
 
     def files(self, step: int) -> dict[int, Path]:
         """A step's closed logs by rank."""
@@ -89,7 +94,8 @@ class RunLog:
                 self.torn_tail = line if is_last else self.torn_tail
                 fault = "is cut off" if is_last else "is no line that a run writes"
                 self.note(f"{self.folder.metrics}:{number} {fault}, and is left out")
-        return dict(sorted(rows.items()))
+        ordered = sorted(rows.items())
+        return dict(ordered[-self._last if self._last else 0 :])
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -168,10 +168,7 @@ class CommittedFile:
             KeyError, OSError, TypeError: it is missing, damaged, or no number.
         """
         place, _, own = name.rpartition("/")
-        attribute = h5a.open(self._place(place), own.encode())
-        value = np.empty((), attribute.dtype)
-        attribute.read(value)
-        return float(value)
+        return float(_attribute(self._place(place), own))
 
     def _place(self, name: str) -> Any:
         """A group, opened once."""
@@ -359,11 +356,19 @@ def _check_own(group: Group, depth: int = 0) -> None:
 
 
 def _check_header(root: File, kind: FileKind) -> int:
-    if "kind" not in root.attrs or get_text(root, "kind") != kind.name:
+    if not h5a.exists(root.id, b"kind") or bytes(_attribute(root.id, "kind")).decode() != kind.name:
         raise ValueError(f"it does not say that it is a {kind.name}")
-    schema = int(root.attrs["schema"])
+    schema = int(_attribute(root.id, "schema"))
     if schema != kind.schema:
         raise ValueError(f"it has schema {schema} and this version reads schema {kind.schema}")
-    if "committed" not in root.attrs:
+    if not h5a.exists(root.id, b"committed"):
         raise ValueError("it was never committed (its writer was killed)")
-    return int(root.attrs["committed"])
+    return int(_attribute(root.id, "committed"))
+
+
+def _attribute(place: Any, name: str) -> Any:
+    """A scalar one, by HDF5's own calls."""
+    attribute = h5a.open(place, name.encode())
+    value = np.empty((), attribute.dtype)
+    attribute.read(value)
+    return value[()]
