@@ -13,7 +13,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
-from small_run import line_of, small_record, small_run
+from small_run import START, line_of, small_record, small_run
 
 from tlt_hpc.analysis.acceptance import analyse_acceptance
 from tlt_hpc.analysis.comparison import analyse_comparison
@@ -26,6 +26,7 @@ from tlt_hpc.analysis.timeline import analyse_timeline
 from tlt_hpc.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
 from tlt_hpc.figures.style import DARK, HATCHES, LIGHT, THEMES, save, theme, themed
 from tlt_hpc.figures.timeline import draw_timeline
+from tlt_hpc.records import PhaseSpan, RolloutTiming
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
@@ -42,7 +43,7 @@ FIGURES = {
     "throughput": (analyse_throughput, draw_throughput),
     "comparison": (compared, draw_comparison),
 }
-CASES = ("few", "begun", "ranks", "one", "long")
+CASES = ("few", "begun", "ranks", "one", "refill", "long")
 
 
 def make_run(path: Path, case: str) -> RunLog:
@@ -51,6 +52,14 @@ def make_run(path: Path, case: str) -> RunLog:
         RunFolder(path).create()
     elif case == "ranks":
         small_run(path, num_steps=1, num_ranks=40)
+    elif case == "refill":
+        folder = RunFolder(path)
+        before = PhaseSpan("testing", START - 400, START - 1)
+        for rank, lasts in ((0, (1.0, 9.0)), (1, (3.0, 8.5))):
+            first = RolloutTiming(START, START + lasts[0], START + 4)
+            again = RolloutTiming(START + 8, START + lasts[1], START + 10)
+            changes = {"timing": first, "refills": (again,), "micro_steps": (), "phases": (before,)}
+            write_step(folder.rollout_log(0, rank), small_record(0, rank, **changes))
     elif case == "one":
         small_run(path, num_steps=1, num_ranks=1)
     elif case == "long":
@@ -120,6 +129,17 @@ def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, 
                 if axes.get_visible():
                     box = axes.get_window_extent()
                     assert overlap(legend.get_window_extent(), box) < 20, "a legend covers data"
+
+
+def test_many_runs_of_long_names(tmp_path: Path) -> None:
+    """The line below the headline tells of each."""
+    logs = [RunLog(small_run(tmp_path / f"a-run-of-a-rather-long-name-{i}", num_steps=2).path) for i in range(6)]
+    with themed("light"):
+        figure = draw_comparison(analyse_comparison(logs))
+        figure.canvas.draw()
+        shown = written(figure)
+    assert all(box.x1 <= figure.bbox.x1 + 1 and box.y0 >= -1 for _, box in shown)
+    assert sum("a-run-of" in text for text, _ in shown) >= 6
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -62,6 +62,13 @@ def test_json_to_standard_output_stands_there_alone(folder: RunFolder) -> None:
     assert json.loads(start("lengths", folder.path, "--json", "-", "--last", "2").stdout)["steps"] == [1, 2]
 
 
+@pytest.mark.parametrize("tool", ("lengths", "learning"))
+def test_a_run_that_has_just_begun_has_no_figure(tmp_path: Path, tool: str) -> None:
+    RunFolder(tmp_path / "run").create()
+    done = start(tool, tmp_path / "run")
+    assert done.returncode == 0 and "no figure" in done.stdout and not (tmp_path / "run" / "figures").exists()
+
+
 def test_what_is_left_out_is_said(folder: RunFolder) -> None:
     folder.rollout_log(1, 1).write_bytes(b"no HDF5")
     done = start("lengths", folder.path)

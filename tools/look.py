@@ -56,8 +56,11 @@ def show(options: argparse.Namespace, name: str, found: Found, draw: Callable[[F
     say(found.verdict)
     for problem in found.problems:
         say(f"left out: {problem}")
-    for path in _draw(name, found, draw, options.out or first / "figures", options.theme):
-        say(f"wrote {path}")
+    if not found.has_data:
+        say("no figure: there is nothing to draw yet")
+    else:
+        for path in _draw(name, found, draw, options.out or first / "figures", options.theme):
+            say(f"wrote {path}")
     if options.json:
         write_json(found.to_json(), options.json)
     if options.json and not to_standard_output:

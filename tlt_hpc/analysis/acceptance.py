@@ -44,6 +44,10 @@ class Acceptance(Analysis):
     seconds: NDArray[np.float64]
 
     @property
+    def has_data(self) -> bool:
+        return len(self.steps) > 0
+
+    @property
     def by_bucket(self) -> NDArray[np.float64]:
         """Accept length [G, B]; NaN where no such round ran."""
         return _ratio(self.tokens, self.row_passes)

@@ -63,6 +63,10 @@ class Comparison(Analysis):
     """By run, from the second on: the first of the compared steps whose tokens differ."""
     tokens_in_words: str
 
+    @property
+    def has_data(self) -> bool:
+        return any(len(run.steps) for run in self.runs)
+
 
 def analyse_comparison(runs: Sequence[RunLog], most_tokens: int = MOST_TOKENS) -> Comparison:
     """Two runs or more.

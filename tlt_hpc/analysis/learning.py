@@ -35,6 +35,10 @@ class Learning(Analysis):
     series: dict[str, NDArray[np.float64]]
     evaluations: dict[str, NDArray[np.float64]]
 
+    @property
+    def has_data(self) -> bool:
+        return len(self.steps) > 0
+
     def has(self, name: str) -> bool:
         """Whether a series tells anything but zero."""
         values = self.series[name]

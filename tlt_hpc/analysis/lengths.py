@@ -39,6 +39,10 @@ class Lengths(Analysis):
     edges: NDArray[np.float64]
     histogram: NDArray[np.int64]
 
+    @property
+    def has_data(self) -> bool:
+        return len(self.steps) > 0
+
 
 def analyse_lengths(run: RunLog) -> Lengths:
     """Of all steps that have a readable log with a response in it."""

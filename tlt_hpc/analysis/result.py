@@ -20,6 +20,11 @@ class Analysis:
     verdict: str
     problems: tuple[str, ...]
 
+    @property
+    def has_data(self) -> bool:
+        """Whether there is anything to draw."""
+        return True
+
     def to_json(self) -> dict[str, Any]:
         """All fields in types of JSON; what is no number is null."""
         tree = plain(self)

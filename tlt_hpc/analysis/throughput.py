@@ -45,6 +45,10 @@ class Throughput(Analysis):
     step_seconds: NDArray[np.float64]
 
     @property
+    def has_data(self) -> bool:
+        return len(self.steps) > 0
+
+    @property
     def rates(self) -> dict[str, float]:
         """Tokens a second over all steps: of a rank's engine by kind, of all ranks in rollouts and in whole steps."""
         taken, given = self.engine_seconds.sum(0), self.engine_tokens.sum(0)

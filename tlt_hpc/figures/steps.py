@@ -87,6 +87,7 @@ def draw_acceptance(found: Acceptance) -> Figure:
     panel(by_live, "Accept length by live sequences", y="tokens per pass")
     legend_above(by_live, 4)
     by_live.set_xticks(range(len(names)), names)
+    by_live.set_xlim(-0.5, max(1, len(names)) - 0.5)
     _stacked_shares(step_shares, found.steps, found.step_tokens.T.astype(float))
     panel(step_shares, "Tokens by strategy and step", x="step", y="% of tokens")
     _stacked_shares(live_shares, np.arange(len(names)), found.tokens.astype(float))

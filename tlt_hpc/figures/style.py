@@ -6,6 +6,7 @@ kinds of a timeline have hatches. SVG keeps text as text, and the same figure is
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,6 +92,9 @@ HATCHES = {Kind.IDLE: "////", Kind.SERIAL: "....", Kind.GENERATE: "xxx"}
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)), (0, (3, 1)))
 
+_MOST_LETTERS = 125
+"""Of a line below a headline: what a figure's width has room for."""
+
 _THEME: ContextVar[Theme] = ContextVar("theme", default=LIGHT)
 
 
@@ -131,16 +135,17 @@ def title(figure: Figure, text: str, below: str = "") -> None:
     """The figure's headline, and a line below it in a fainter colour; the panels get what is left."""
     height = figure.get_figheight()
     top = 1 - 0.08 / height
+    lines = textwrap.wrap(below, _MOST_LETTERS)
     words = [figure.text(0.008, top, text, ha="left", va="top", fontsize=12, fontweight="bold")]
-    if below:
-        words.append(
-            figure.text(0.008, top - 0.27 / height, below, ha="left", va="top", fontsize=8.5, color=theme().faint)
-        )
-    for each in words:
-        each.set_in_layout(False)
+    for number, each in enumerate(lines):
+        place = top - (0.27 + 0.17 * number) / height
+        words.append(figure.text(0.008, place, each, ha="left", va="top", fontsize=8.5, color=theme().faint))
+    for word in words:
+        word.set_in_layout(False)
     engine = figure.get_layout_engine()
     assert engine is not None
-    engine.set(rect=(0, 0, 1, top - (0.47 if below else 0.25) / height))  # type: ignore[call-arg]
+    taken = 0.3 + 0.17 * len(lines)
+    engine.set(rect=(0, 0, 1, top - taken / height))  # type: ignore[call-arg]
 
 
 def panel(axes: Axes, heading: str, x: str = "", y: str = "") -> None:

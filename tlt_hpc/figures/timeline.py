@@ -30,23 +30,23 @@ def draw_timeline(found: Timeline) -> Figure:
 
     Where a step is much more than its rollout, the whole of it comes first, and then its rollout alone, enlarged.
     """
-    lanes = max(0.8, min(0.42, max(0.06, 9.0 / len(found.lanes))) * len(found.lanes))
+    lanes = max(0.8, min(0.42, max(0.04, 6.0 / len(found.lanes))) * len(found.lanes))
     has_live = len(found.live) > 0
     left, right, released = _left_edge(found), _right_edge(found), _released(found)
     is_enlarged = released < _ENLARGED * (right - left)
-    heights = [*([max(0.6, 0.6 * lanes)] if is_enlarged else []), lanes, *([1.1] if has_live else [])]
+    heights = [*([max(0.6, min(2.4, 0.6 * lanes))] if is_enlarged else []), lanes, *([1.1] if has_live else [])]
     figure = new_figure(1.45 + sum(heights) + 0.5 * (len(heights) - 1))
     grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     main = figure.add_subplot(grid[int(is_enlarged)])
     if is_enlarged:
         whole = figure.add_subplot(grid[0])
-        _draw_lanes(whole, found, left, tells=False)
+        _draw_lanes(whole, found, tells=False)
         whole.set_xlim(left, right)
         panel(whole, "The whole step", x="seconds since the rollout began")
         _shade(whole, found)
         left, right = -0.01 * released, 1.01 * released
         panel(main, "Its rollout, enlarged")
-    _draw_lanes(main, found, left, tells=True)
+    _draw_lanes(main, found, tells=True)
     main.set_xlim(left, right)
     _shade(main, found)
     _name_tails(main, found)
@@ -58,7 +58,8 @@ def draw_timeline(found: Timeline) -> Figure:
         _shade(last, found)
     last.set_xlabel("seconds since the rollout began")
     title(figure, f"Step {found.step}: what each rank did when", _below(found))
-    legend_below(figure, [_patch(kind) for kind in _kinds_shown(found)], 5)
+    blank = Patch(facecolor="none", edgecolor=theme().grid, linewidth=0.5, label="blank: between passes")
+    legend_below(figure, [*(_patch(kind) for kind in _kinds_shown(found)), blank], 5)
     return figure
 
 
@@ -66,13 +67,15 @@ def _below(found: Timeline) -> str:
     idle = sum(lane.idle_seconds for lane in found.lanes)
     harvested = sum(lane.harvested_seconds for lane in found.lanes)
     told = f"{found.run}, {count(found.num_ranks, 'rank')}; rollout {seconds(found.rollout_seconds)}"
+    if _first(found) < _left_edge(found):
+        told = f"{told} (its axis leaves out what was before, from {_first(found):,.0f} s on)"
     if len(found.lanes) == 1:
         return told + "; one rank waits for nobody"
     told += f", in which ranks waited for {seconds(idle)} together"
     return told + (f"; {share(harvested, idle)} of that harvested for the drafter" if harvested else "; none harvested")
 
 
-def _draw_lanes(axes: Axes, found: Timeline, left: float, tells: bool) -> None:
+def _draw_lanes(axes: Axes, found: Timeline, tells: bool) -> None:
     for place, lane in enumerate(found.lanes):
         for index in np.unique(lane.pieces.kinds):
             kind = KINDS[index]
@@ -91,10 +94,6 @@ def _draw_lanes(axes: Axes, found: Timeline, left: float, tells: bool) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel("rank")
     axes.tick_params(axis="y", length=0)
-    first = min((float(lane.pieces.starts[0]) for lane in found.lanes if len(lane.pieces)), default=0.0)
-    if first < left < -0.1 * _released(found):
-        text = f"\u2190 from {first:,.0f} s"
-        axes.text(1.0, 1.01, text, transform=axes.transAxes, ha="right", fontsize=7.5, color=theme().faint)
 
 
 def _told(lane: Lane) -> str:
@@ -134,8 +133,11 @@ def _kinds_shown(found: Timeline) -> list[Kind]:
 
 
 def _left_edge(found: Timeline) -> float:
-    first = min((float(lane.pieces.starts[0]) for lane in found.lanes if len(lane.pieces)), default=0.0)
-    return max(min(first, 0.0), -_BEFORE * _right_edge(found))
+    return max(min(_first(found), 0.0), -_BEFORE * _right_edge(found))
+
+
+def _first(found: Timeline) -> float:
+    return min((float(lane.pieces.starts[0]) for lane in found.lanes if len(lane.pieces)), default=0.0)
 
 
 def _released(found: Timeline) -> float:
