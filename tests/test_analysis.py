@@ -110,6 +110,11 @@ def test_serial_training_is_no_harvest(tmp_path: Path) -> None:
     found = analyse_timeline(RunLog(folder.path))
     assert Kind.TRAIN not in found.lanes[0].seconds and found.lanes[0].seconds[Kind.SERIAL] == pytest.approx(1.4)
     assert "serial drafter training" in found.verdict
+    for rank in range(2):  # and without phases
+        changes = {"micro_steps": (update,), "harvested_seconds": 0.0, "phases": ()}
+        write_step(folder.rollout_log(0, rank), small_record(0, rank, **changes))
+    found = analyse_timeline(RunLog(folder.path))
+    assert Kind.TRAIN not in found.lanes[0].seconds and found.lanes[0].seconds[Kind.SERIAL] == pytest.approx(1.0)
 
 
 def test_no_tail_to_speak_of(tmp_path: Path) -> None:

@@ -69,8 +69,9 @@ def pieces_of(
 ) -> Pieces:
     """All that a rank's log tells of one step, in order; where two overlap, the later begins where the first ends."""
     rows = [_engine_pieces(timings, spans, strategies)]
-    serial = [phase for phase in phases if phase.name == "drafter"]
-    trained = [(KINDS.index(Kind.TRAIN), m.start_seconds, m.end_seconds) for m in micro_steps if not _in(m, serial)]
+    in_tail = [_waits(timings, m.start_seconds) for m in micro_steps]
+    kinds = [KINDS.index(Kind.TRAIN if is_in else Kind.SERIAL) for is_in in in_tail]
+    trained = [(kind, m.start_seconds, m.end_seconds) for kind, m in zip(kinds, micro_steps, strict=True)]
     rows.append(_rows(trained))
     rows.append(_rows(_idle(timings, trained)))
     rows.append(_rows([(KINDS.index(OF_PHASE[p.name]), *_times(p)) for p in phases if p.name in OF_PHASE]))
@@ -153,8 +154,9 @@ def _idle(
     return left
 
 
-def _in(micro_step: MicroStepRecord, phases: list[PhaseSpan]) -> bool:
-    return any(p.start_seconds <= micro_step.start_seconds and micro_step.end_seconds <= p.end_seconds for p in phases)
+def _waits(timings: tuple[RolloutTiming, ...], second: float) -> bool:
+    """Whether the rank waits for others then."""
+    return any(timing.last_token_seconds <= second < timing.release_seconds for timing in timings)
 
 
 def _times(phase: PhaseSpan) -> tuple[float, float]:
