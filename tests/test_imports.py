@@ -30,7 +30,8 @@ FLOORS = (
     ("job", "metrics", "simulate"),
     ("plan", "memory_plan", "owner"),
     ("rollout", "drafting", "rl", "rewards", "checkpoint", "data", "tracking"),
-    ("models",),
+    ("models", "figures"),
+    ("analysis",),
     ("mpi", "storage", "kernels"),
     ("config", "records", "timing", "stopping"),
     ("recipes", "watch", "errors"),
@@ -46,6 +47,8 @@ MAY_KNOW = {
     "data": {"config", "records"},
     "rewards": {"config", "records", "watch"},
     "storage": {"records", "config", "errors"},
+    "analysis": {"storage", "records", "errors"},
+    "figures": {"analysis"},
     "mpi": {"config", "stopping", "watch"},
     "launch": {"config", "storage", "stopping", "watch"},
     "bench": {"rollout", "models", "data", "config", "records"},
@@ -68,7 +71,7 @@ HOME_OF = {
     "deepspeed": {"rl"},
     "transformers": {"models"},
     "submitit": {"launch"},
-    "matplotlib": {"bench", "ablate", "simulate"},
+    "matplotlib": {"bench", "ablate", "simulate", "figures"},
     "triton": {"kernels"},
     "pyarrow": {"data"},
     "jinja2": {"data"},
@@ -100,6 +103,8 @@ WITHOUT_TORCH = {
     "inspect_data",
     "preflight",
     "live",
+    "analysis",
+    "figures",
 }
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {

@@ -1,7 +1,11 @@
-"""Prints what lies in a run's HDF5 files: steps, ranks, lengths, rewards, idle and harvested rank-seconds, and the
-proof that drafter updates ran while another rank still decoded. Knows no torch and no MPI.
+"""Prints what lies in a run's HDF5 files: steps, ranks, lengths, rewards, idle and harvested rank-seconds, the proof
+that drafter updates ran while another rank still decoded, and whether the files are whole. Knows no torch and no MPI.
 
     python tools/inspect_run.py runs/tiny --last 10
+    python tools/inspect_run.py runs/tiny --check     # reads every file whole, with its checksums
+    python tools/inspect_run.py runs/tiny --repair    # takes a torn last line off metrics.jsonl, nothing else
+
+Status 1: --check or --repair found what is not sound.
 
 Times of different ranks are compared as their nodes' clocks gave them.
 """
@@ -9,16 +13,23 @@ Times of different ranks are compared as their nodes' clocks gave them.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tomllib
 from datetime import datetime
 from pathlib import Path
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
+from look import open_run, write_json
+
+from tlt_hpc.analysis.integrity import analyse_integrity, repair
+from tlt_hpc.errors import UserError
 from tlt_hpc.records import MicroStepRecord, RolloutTiming
 from tlt_hpc.storage.feature_file import FeatureCacheReader
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary
 
@@ -33,6 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Print what a run's HDF5 files hold.")
     parser.add_argument("folder", type=Path, help="the run's folder, e.g. runs/tiny")
     parser.add_argument("--last", type=int, default=10, help="number of last steps to show (default 10, 0 for all)")
+    parser.add_argument("--check", action="store_true", help="read every file whole, with its checksums")
+    parser.add_argument("--repair", action="store_true", help="take a torn last line off metrics.jsonl, nothing else")
+    parser.add_argument("--json", metavar="FILE", help="with --check: what it found, as JSON")
     options = parser.parse_args(arguments)
     folder = RunFolder(options.folder)
     if not folder.rollouts.is_dir() and not folder.cache.is_dir():
@@ -41,20 +55,44 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    if options.check or options.repair:
+        return check(options)
     steps = folder.rollout_steps()
     shown = steps[-options.last :] if options.last > 0 else steps
     print(f"{folder.path}: {_span(steps)} in the rollout log (schema {KIND.schema}), showing {len(shown)}")
-    print_steps({step: read_ranks(folder, step) for step in shown})
-    print_tails([rank for step in shown for rank in read_ranks(folder, step)], micro_step_seconds(folder))
+    ranks = {step: read_ranks(folder, step) for step in shown}
+    print_steps(ranks)
+    print_tails([rank for step in shown for rank in ranks[step]], micro_step_seconds(folder))
     print_caches(folder)
     return 0
 
 
+def check(options: argparse.Namespace) -> int:
+    """Look at every file, after a repair where that is asked for; 1 where something is not sound."""
+    try:
+        if options.repair:
+            repair(open_run(options.folder), print)
+        found = analyse_integrity(open_run(options.folder), read_whole=options.check)
+        if options.json:
+            write_json(found.to_json(), options.json)
+    except (UserError, WriteError) as error:
+        print(f"inspect_run: {error}", file=sys.stderr)
+        return 2
+    say = functools.partial(print, file=sys.stderr) if options.json == "-" else print
+    say(found.verdict)
+    for fault in (*found.damaged, *found.missing):
+        say(f"  {fault}")
+    for path in found.parts:
+        say(f"  half written: {path}")
+    return 0 if found.is_sound else 1
+
+
 def micro_step_seconds(folder: RunFolder) -> float | None:
-    """The time budget of a micro-step, as the run was configured."""
-    if not folder.config.exists():
+    """The time budget of a micro-step, as the run was configured; None where that cannot be read."""
+    try:
+        return float(tomllib.loads(folder.config.read_text(encoding="utf-8"))["drafter"]["micro_step_seconds"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return float(tomllib.loads(folder.config.read_text(encoding="utf-8"))["drafter"]["micro_step_seconds"])
 
 
 def print_tails(ranks: list[StepSummary], budget: float | None) -> None:

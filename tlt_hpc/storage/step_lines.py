@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.config import UserError
+from tlt_hpc.errors import UserError
 from tlt_hpc.storage.folder import writing_beside
 
 logger = logging.getLogger(__name__)

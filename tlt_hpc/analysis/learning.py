@@ -1,0 +1,130 @@
+"""Whether the policy learns: reward, KL, entropy, gradients, lengths and evaluations by step, from metrics.jsonl."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.analysis.result import Analysis
+from tlt_hpc.analysis.run_log import RunLog
+
+SCORE = "critic/score/mean"
+FIGURES = {
+    "score": SCORE,
+    "reward": "critic/rewards/mean",
+    "entropy": "actor/entropy",
+    "update_kl": "actor/ppo_kl",
+    "reference_kl": "actor/kl_loss",
+    "mismatch_k3": "training/rollout_k3",
+    "grad_norm": "actor/grad_norm",
+    "length": "response_length/mean",
+    "longest": "response_length/max",
+    "cut_share": "response_length/clip_ratio",
+}
+"""Name of a series -> of the metric."""
+_CORE = "val-core/"
+
+
+@dataclass(frozen=True)
+class Learning(Analysis):
+    """Series by name, [S] each; NaN where a line does not tell. ``evaluations``: scores by data set and measure."""
+
+    steps: NDArray[np.int64]
+    series: dict[str, NDArray[np.float64]]
+    evaluations: dict[str, NDArray[np.float64]]
+
+    @property
+    def has_data(self) -> bool:
+        return len(self.steps) > 0
+
+    def has(self, name: str) -> bool:
+        """Whether a series tells anything but zero."""
+        values = self.series[name]
+        return bool((np.isfinite(values) & (values != 0)).any())
+
+
+def analyse_learning(run: RunLog) -> Learning:
+    """Of all steps that have a line."""
+    steps = list(run.lines)
+    names = sorted({name for line in run.lines.values() for name in line if name.startswith(_CORE)})
+    series = {name: run.metric(metric) for name, metric in FIGURES.items()}
+    evaluations = {name.removeprefix(_CORE): run.metric(name) for name in names if not name.endswith("/stderr")}
+    found = Learning(run.name, "", run.problems, np.array(steps, np.int64), series, evaluations)
+    return Learning(**{**vars(found), "verdict": _verdict(found)})
+
+
+def window_of(num_steps: int) -> int:
+    """Steps of a moving mean: a tenth of them, odd, from none to 21."""
+    return min(21, 1 + 2 * (num_steps // 20))
+
+
+def moving_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """The mean of each value and its neighbours, as many as there are and are numbers."""
+    half = window // 2
+    padded = np.concatenate([np.full(half, np.nan), values, np.full(half, np.nan)])
+    rows = np.lib.stride_tricks.sliding_window_view(padded, window) if len(values) else padded.reshape(0, 1)
+    told = np.isfinite(rows)
+    sums = np.where(told, rows, 0.0).sum(1)
+    return np.where(told.any(1), sums / np.maximum(told.sum(1), 1), np.nan)
+
+
+def _verdict(found: Learning) -> str:
+    num_steps = len(found.steps)
+    if num_steps == 0:
+        return "metrics.jsonl has no line yet: no step is committed."
+    score = found.series["score"]
+    if num_steps == 1:
+        return f"One step is committed; its mean score is {score[0]:.3f}. Nothing can be said of learning yet."
+    parts = [f"{num_steps} steps, {found.steps[0]} to {found.steps[-1]}.", _change("The mean score", score, ".3f")]
+    parts.append(_noise(score))
+    if np.isfinite(found.series["entropy"]).any():
+        parts.append(_change("The entropy", found.series["entropy"], ".3f", " nats"))
+    if np.isfinite(found.series["length"]).any():
+        parts.append(_change("The mean response", found.series["length"], ",.0f", " tokens"))
+    norms = found.series["grad_norm"]
+    if np.isfinite(norms).any():
+        parts.append(f"The gradient norm was at most {np.nanmax(norms):.3g}.")
+    bad = [name for name, values in found.series.items() if np.isinf(values).any()]
+    if bad:
+        parts.append(f"Not finite at some step: {', '.join(bad)}.")
+    parts += [_last(name, values, found.steps) for name, values in found.evaluations.items() if _is_main(name)]
+    return " ".join(filter(None, parts))
+
+
+def _change(what: str, values: NDArray[np.float64], form: str, unit: str = "") -> str:
+    """From the mean of the first quarter of the steps to that of the last."""
+    told = values[np.isfinite(values)]
+    if len(told) < 2:
+        return ""
+    quarter = max(1, len(told) // 4)
+    first, last = told[:quarter].mean(), told[-quarter:].mean()
+    over = "first and last step" if quarter == 1 else f"means of the first and last {quarter} steps"
+    return f"{what} went from {first:{form}} to {last:{form}}{unit} ({over})."
+
+
+def _noise(score: NDArray[np.float64]) -> str:
+    """Whether a change stands out of what goes up and down from step to step."""
+    told = score[np.isfinite(score)]
+    quarter = len(told) // 4
+    if quarter < 2:
+        return "That is too few steps to tell a trend from chance."
+    spread = np.std(np.diff(told)) / np.sqrt(2)
+    error = spread * np.sqrt(2 / quarter)
+    change = told[-quarter:].mean() - told[:quarter].mean()
+    if abs(change) < 2 * error:
+        return f"That is within what steps vary by (standard error {error:.3f})."
+    return f"That is {abs(change) / error:.1f} standard errors {'up' if change > 0 else 'down'}." if error else ""
+
+
+def _is_main(name: str) -> bool:
+    return "/acc/greedy" in name or "/acc/mean@" in name
+
+
+def _last(name: str, values: NDArray[np.float64], steps: NDArray[np.int64]) -> str:
+    told = np.flatnonzero(np.isfinite(values))
+    if len(told) == 0:
+        return ""
+    first = f", {values[told[0]]:.3f} at step {steps[told[0]]}" if len(told) > 1 else ""
+    return f"{name.replace('/acc/', ' ')}: {values[told[-1]]:.3f} at step {steps[told[-1]]}{first}."

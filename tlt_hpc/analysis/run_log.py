@@ -1,0 +1,172 @@
+"""A run's files, as they lie there: steps, lines of metrics, ranks' logs. Names what it cannot read, and leaves it out.
+
+Knows no figure. A folder may be a copy, and part of a run; a run may still be going on.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.errors import UserError
+from tlt_hpc.records import NO_SPANS, EngineSpans
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.hdf5 import DamagedFile
+from tlt_hpc.storage.log_columns import Columns, read_columns
+from tlt_hpc.storage.rollout_log import StepSummary, read_spans, read_summary
+from tlt_hpc.storage.step_lines import STEP
+
+Line = dict[str, Any]
+
+
+class RunLog:
+    """The files of one run below ``path``; ``problems`` grows by a line for each thing that could not be read.
+
+    Args:
+        last: so many last steps alone, of a run that is too large to read all of.
+
+    Raises:
+        UserError: there is no run.
+    """
+
+    def __init__(self, path: Path, last: int | None = None) -> None:
+        self.folder = RunFolder(path)
+        self._last = last
+        self._problems: dict[str, None] = {}
+        self.torn_tail = b""
+        """What stands in metrics.jsonl after its last whole line."""
+        if not self.folder.rollouts.is_dir() and not self.folder.metrics.is_file():
+            raise UserError(f"{path} holds no rollouts/ and no metrics.jsonl; give a run's folder such as runs/tiny")
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.resolve().name
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(self._problems)
+
+    def note(self, problem: str) -> None:
+        """Add a problem, once."""
+        self._problems[problem] = None
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that have a folder with a rank's closed log in it, ascending."""
+        steps = self.folder.rollout_steps()
+        return tuple(step for step in steps[-self._last if self._last else 0 :] if self.files(step))
+
+    def files(self, step: int) -> dict[int, Path]:
+        """A step's closed logs by rank."""
+        found = {}
+        for path in self.folder.rollout_log(step, 0).parent.glob("rank-*.h5"):
+            number = path.stem.removeprefix("rank-")
+            if number.isdecimal():
+                found[int(number)] = path
+            else:
+                self.note(f"{path}: no rank's log")
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def lines(self) -> dict[int, Line]:
+        """The lines of metrics.jsonl by step, ascending; of a step that was done again, the last."""
+        try:
+            data = self.folder.metrics.read_bytes()
+        except OSError as error:
+            self.note(f"{self.folder.metrics}: {error.strerror or error}")
+            return {}
+        rows: dict[int, Line] = {}
+        lines = data.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    row = json.loads(line)
+                    rows[int(row[STEP])] = row
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                is_last = number == len(lines)
+                self.torn_tail = line if is_last else self.torn_tail
+                fault = "is cut off" if is_last else "is no line that a run writes"
+                self.note(f"{self.folder.metrics}:{number} {fault}, and is left out")
+        ordered = sorted(rows.items())
+        return dict(ordered[-self._last if self._last else 0 :])
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration; empty where it cannot be read."""
+        try:
+            return tomllib.loads(self.folder.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            self.note(f"{self.folder.config}: {getattr(error, 'strerror', None) or error}")
+            return {}
+
+    def setting(self, section: str, name: str) -> Any:
+        """A setting, or None where the configuration does not tell it."""
+        table = self.config.get(section)
+        return table.get(name) if isinstance(table, dict) else None
+
+    def metric(self, name: str, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """A figure by step, of ``steps`` or of all lines; NaN where a line or its figure is missing."""
+        chosen = list(self.lines) if steps is None else steps
+        return np.array([_number(self.lines.get(step, {}).get(name)) for step in chosen], np.float64)
+
+    def ranks(self, step: int) -> list[StepSummary]:
+        """A step's summaries, by rank."""
+        summaries = []
+        for path in self.files(step).values():
+            try:
+                summaries.append(read_summary(path))
+            except (DamagedFile, FileNotFoundError) as error:
+                self.note(str(error))
+        self._note_missing(step, [s.rank for s in summaries], max((s.num_ranks for s in summaries), default=0))
+        return summaries
+
+    def spans(self, step: int, rank: int) -> EngineSpans:
+        """What a rank's engine did when; none where the file is damaged or of an earlier version."""
+        try:
+            return read_spans(self.folder.rollout_log(step, rank))
+        except (DamagedFile, FileNotFoundError) as error:
+            self.note(str(error))
+            return NO_SPANS
+
+    def columns(
+        self, arrays: Sequence[str], attributes: Sequence[str] = (), steps: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, list[Columns]]]:
+        """Columns of all ranks, step by step; a step of which nothing can be read is left out."""
+        for step in self.steps if steps is None else steps:
+            ranks = []
+            for path in self.files(step).values():
+                try:
+                    ranks.append(read_columns(path, arrays, attributes))
+                except (DamagedFile, FileNotFoundError) as error:
+                    self.note(str(error))
+            self._note_missing(step, [r.rank for r in ranks], max((r.num_ranks for r in ranks), default=0))
+            if ranks:
+                yield step, ranks
+
+    def last_whole_step(self) -> int | None:
+        """The last step with the logs of all its ranks; the last with any where there is none."""
+        for step in reversed(self.steps):
+            files = self.files(step)
+            try:
+                if len(files) == read_columns(next(iter(files.values()))).num_ranks:
+                    return step
+            except (DamagedFile, FileNotFoundError):
+                continue
+        return self.steps[-1] if self.steps else None
+
+    def _note_missing(self, step: int, found: list[int], num_ranks: int) -> None:
+        missing = sorted(set(range(num_ranks)) - set(found))
+        if missing:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            self.note(f"step {step}: no log of rank {shown} ({len(missing)} of {num_ranks} ranks)")
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else float("nan")

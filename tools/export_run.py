@@ -1,0 +1,161 @@
+"""A run's records for other programs: CSV or parquet tables, and a trace of all ranks for Perfetto or chrome://tracing.
+
+    python tools/export_run.py runs/tiny                       # CSV tables, and the last step's trace
+    python tools/export_run.py runs/tiny --steps 4:8 --format parquet
+
+Tables: ``steps`` (the lines of metrics.jsonl), ``responses``, ``micro_steps``, ``phases`` and ``rounds``, each with the
+step and the rank; times are seconds since the epoch. Tokens are left out. Open the trace at https://ui.perfetto.dev:
+a process a rank, arrows from phase to phase. Knows no torch and no MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from look import ending, open_run
+
+from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.analysis.trace import trace_events
+from tlt_hpc.errors import UserError
+from tlt_hpc.storage.log_columns import Columns
+
+_KEY = ("seed", "stream", "draw", "sample")
+_RESPONSE = (*_KEY, "finish_reason", "weight_version", "num_target_passes", "finished_seconds", "rewards", "advantages")
+TABLES = {
+    "responses": tuple(f"rollouts/{name}" for name in (*_RESPONSE, "prompt_ends", "response_ends")),
+    "micro_steps": tuple(f"micro_steps/{name}" for name in ("start_seconds", "end_seconds", "num_tokens", "loss")),
+    "phases": tuple(f"phases/{name}" for name in ("names", "start_seconds", "end_seconds")),
+    "rounds": tuple(
+        f"spans/{name}" for name in ("start_seconds", "seconds", "strategy_index", "num_live", "num_tokens")
+    ),
+}
+"""Table -> its columns of the log."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the tables and the trace."""
+    parser = argparse.ArgumentParser(description="Write a run's records as tables, and a trace of its ranks.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, e.g. runs/tiny, or a copy of it")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to write (default: RUN/export-tables)")
+    parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables; default csv")
+    parser.add_argument("--steps", metavar="FIRST:LAST", help="these steps alone (default: all; the trace: the last)")
+    options = parser.parse_args(arguments)
+    run = open_run(options.run)
+    chosen = steps_of(run, options.steps)
+    folder: Path = options.out or options.run / "export-tables"
+    put_table = put_csv if options.format == "csv" else parquet_writer()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("steps", *TABLES):
+        path = folder / f"{name}.{options.format}"
+        num_rows = put_table(path, line_parts(run, chosen) if name == "steps" else table_parts(run, name, chosen))
+        print(f"wrote {path} ({num_rows:,} rows)")
+    traced = chosen if options.steps else [step for step in [run.last_whole_step()] if step is not None]
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": list(trace_events(run, traced)), "displayTimeUnit": "ms"}))
+    print(f"wrote {path} (step {', '.join(map(str, traced)) or 'none'}; open it at https://ui.perfetto.dev)")
+    for problem in run.problems:
+        print(f"left out: {problem}")
+
+
+def steps_of(run: RunLog, text: str | None) -> list[int]:
+    """The steps that were asked for.
+
+    Raises:
+        UserError: it is no such range, or there is none of them.
+    """
+    there = sorted({*run.steps, *run.lines})
+    if text is None:
+        return there
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal()):
+        raise UserError(f"--steps {text!r} is no range such as 4:8, nor a step")
+    chosen = [step for step in there if int(first) <= step <= int(last or first)]
+    if not chosen:
+        has = f"it has {there[0]} to {there[-1]}" if there else "it has none"
+        raise UserError(f"{run.folder.path} has no step of {text}; {has}")
+    return chosen
+
+
+Part = dict[str, Any]
+"""Some rows of a table: columns by name, all of one length."""
+
+
+def line_parts(run: RunLog, steps: list[int]) -> Iterator[Part]:
+    """The lines, with all names that any of them has."""
+    lines = [run.lines[step] for step in steps if step in run.lines]
+    yield {name: [line.get(name) for line in lines] for name in dict.fromkeys(name for line in lines for name in line)}
+
+
+def table_parts(run: RunLog, table: str, steps: list[int]) -> Iterator[Part]:
+    """A part a file."""
+    names = TABLES[table]
+    more = ("strategy/names",) if table == "rounds" else ()
+    for step, ranks in run.columns((*names, *more), steps=[step for step in steps if step in run.steps]):
+        for rank in ranks:
+            part = {name.partition("/")[2]: rank[name] for name in names}
+            count = len(next(iter(part.values())))
+            yield {"step": np.full(count, step), "rank": np.full(count, rank.rank), **_named(table, rank, part)}
+
+
+def _named(table: str, rank: Columns, part: Part) -> Part:
+    """What is stored as ends or as indices, as lengths and names."""
+    if table == "responses":
+        for which in ("prompt", "response"):
+            part[f"{which}_length"] = np.diff(part.pop(f"{which}_ends"), prepend=0)
+    if table == "rounds":
+        names = np.array([*rank.texts("strategy/names"), "prefill"])
+        part["strategy"] = names[part.pop("strategy_index").astype(np.int64)]
+    if table == "phases":
+        part["name"] = [bytes(name).decode() for name in part.pop("names")]
+    return part
+
+
+def put_csv(path: Path, parts: Iterator[Part]) -> int:
+    """Write a table row by row; returns their number."""
+    num_rows, has_head = 0, False
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        for part in parts:
+            if not has_head:
+                writer.writerow(part)
+                has_head = True
+            columns = [column.tolist() if isinstance(column, np.ndarray) else column for column in part.values()]
+            rows = list(zip(*columns, strict=True))
+            writer.writerows(rows)
+            num_rows += len(rows)
+    return num_rows
+
+
+def parquet_writer() -> Any:
+    """As ``put_csv``, for parquet.
+
+    Raises:
+        UserError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError("--format parquet needs pyarrow, which is not installed here; take --format csv") from None
+
+    def put(path: Path, parts: Iterator[Part]) -> int:
+        tables = [pyarrow.table(part) for part in parts]
+        table = pyarrow.concat_tables(tables, promote_options="permissive") if tables else pyarrow.table({})
+        parquet.write_table(table, path)
+        return int(table.num_rows)
+
+    return put
+
+
+if __name__ == "__main__":
+    sys.exit(ending("export_run", main))

@@ -1,0 +1,34 @@
+"""Whether a run's policy learns: score, KL, entropy, gradients, lengths and evaluations over the steps.
+
+    python tools/learning.py runs/tiny --theme both
+
+Knows no torch and no MPI: it runs on a login node, or on a laptop over a copy of the run's folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from look import ending, make_parser, open_run, show
+
+from tlt_hpc.analysis.learning import analyse_learning
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the verdict and write the figure."""
+    options = make_parser(
+        "Whether a run's policy learns: score, KL, entropy, gradients, lengths and evaluations over the steps."
+    ).parse_args(arguments)
+    found = analyse_learning(open_run(options.run, options.last))
+    from tlt_hpc.figures.steps import draw_learning
+
+    show(options, "learning", found, draw_learning)
+
+
+if __name__ == "__main__":
+    sys.exit(ending("learning", main))

@@ -1,0 +1,32 @@
+"""Where a run's seconds go, and how many tokens a second they give.
+
+    python tools/throughput.py runs/tiny --theme both
+
+Knows no torch and no MPI: it runs on a login node, or on a laptop over a copy of the run's folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from look import ending, make_parser, open_run, show
+
+from tlt_hpc.analysis.throughput import analyse_throughput
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the verdict and write the figure."""
+    options = make_parser("Where a run's seconds go, and how many tokens a second they give.").parse_args(arguments)
+    found = analyse_throughput(open_run(options.run, options.last))
+    from tlt_hpc.figures.steps import draw_throughput
+
+    show(options, "throughput", found, draw_throughput)
+
+
+if __name__ == "__main__":
+    sys.exit(ending("throughput", main))
