@@ -144,6 +144,20 @@ def test_what_a_rank_says_of_its_end_need_not_be_in_its_folder(three, capfd):
     assert capfd.readouterr().err == "" and processes[1].wait() == -signal.SIGKILL, "the job ends all the same"
 
 
+def test_one_that_fails_because_another_began_to_end_does_not_silence_it(three, tmp_path, capfd, monkeypatch):
+    """Its connection breaks at once, and it says so, here and in its folder, before the other one is over."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 5.0)
+    vigil, processes = three
+    processes[1].stdin.close()
+    while not vigil._order:
+        vigil.look()
+    failure = "failed: RuntimeError: Connection closed by peer"
+    processes[2].stdin.write(failure.encode()), processes[2].stdin.close()
+    write_record(tmp_path, record(2, pid=processes[2].pid, ending=failure))
+    keep(vigil)
+    assert "rank 1 on node1 ended with status 3 and no word" in capfd.readouterr().err
+
+
 def test_one_that_has_begun_to_end_and_does_not_is_not_waited_for(three, capfd):
     vigil, processes = three
     vigil._order.append(2)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tlt_hpc.storage.hdf5 import CommittedFile
 from tlt_hpc.storage.rollout_log import KIND
 
-_LATER = ("spans", "phases", "timing/refills")
+_LATER = ("spans", "phases", "timing/refills", "rollouts/pass_lengths", "rollouts/pass_ends")
 """What files of earlier versions have not: they tell of none."""
-_FLAT = {"rollouts/prompt_tokens", "rollouts/response_tokens", "rollouts/log_probs"}
+_FLAT = {f"rollouts/{name}" for name in ("prompt_tokens", "response_tokens", "log_probs", "pass_lengths")}
 
 
 @dataclass(frozen=True)

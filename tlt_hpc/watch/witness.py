@@ -122,6 +122,10 @@ class Vigil:
         """Ranks that have ended or begun to, in that order, of which nothing has been made yet."""
         self._said: list[str] = []
         """How ranks of this host have said that they end."""
+        self._said_before: dict[int, list[str]] = {}
+        """The same, of each that has begun to end, by then: who fails for want of it says so a moment later."""
+        self._tied: set[int] = set()
+        """Process ids of those that say it here, in its order."""
         self._codes: dict[int, int | None] = {}
         """Of those of them that have ended, how; None where nobody knows."""
         self._is_told = False
@@ -182,6 +186,7 @@ class Vigil:
         descriptor = knot.accept()
         if descriptor is not None:
             self._epoll.register(descriptor, select.EPOLLIN)
+            self._tied.add(knot.ties[descriptor][1])
 
     def _hear_tie(self, knot: Knot, descriptor: int) -> None:
         """A rank says how it will end, or has begun to end, or has closed its watch."""
@@ -189,6 +194,7 @@ class Vigil:
         ranks = [rank for rank in self.descriptors.values() if self.ranks and self.ranks.pids[rank] == pid]
         if said is None:  # closed, which epoll knows
             self._order += ranks
+            self._said_before |= {rank: list(self._said) for rank in ranks}
         else:
             self._said += [said for _ in ranks]
 
@@ -232,7 +238,9 @@ class Vigil:
                 self._end(f"rank {rank} on {ranks.host} {cause_of(code)} before the run began{self._memory()}")
             return
         records = _records(ranks, Path(ranks.folder))
-        endings = [*self._said, *(record.ending for record in records.values() if record.ending)]
+        endings = list(self._said_before.get(rank, self._said))
+        endings += [record.ending for other, record in records.items() if ranks.pids.get(other) not in self._tied]
+        endings = [ending for ending in endings if ending]
         if endings:
             if any(ending.startswith(("failed", "stalled")) for ending in endings):
                 self._ends_in = GRACE_SECONDS
