@@ -264,8 +264,9 @@ def submit(submission: Submission, chosen: Collection[Key]) -> int:
         return run_locally(submission, chosen)
     from tlt_hpc.launch.executor import send
 
-    for warning in limits_overstepped(submission.batch):
-        print(f"submit.py: {warning}", file=sys.stderr)
+    if any(stage == "train" for stage, *_ in chosen):
+        for warning in limits_overstepped(submission.batch):
+            print(f"submit.py: {warning}", file=sys.stderr)
     for so_far in send_all(submission, chosen, partial(send, submission.jobs_folder)):
         save(so_far)
         submission = so_far
@@ -281,7 +282,7 @@ def limits_overstepped(batch: Batch) -> list[str]:
     Only said, for a site's QOS may allow what its partition does not.
     """
     from tlt_hpc.preflight import limits
-    from tlt_hpc.preflight.request import Request, seconds_of
+    from tlt_hpc.preflight.request import Request, megabytes, seconds_of
     from tlt_hpc.preflight.subject import Subject
     from tlt_hpc.preflight.verdict import Level, judge
 
@@ -290,6 +291,7 @@ def limits_overstepped(batch: Batch) -> list[str]:
         ranks_per_node=batch.ranks_per_node,
         gpus_per_node=batch.gpus_per_node,
         cpus_per_rank=batch.cpus_per_rank,
+        memory_mb=megabytes(batch.memory),
         partition=batch.partition,
         seconds=seconds_of(batch.time),
     )

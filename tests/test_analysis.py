@@ -332,6 +332,71 @@ def test_damage_is_named_and_left_out(folder: RunFolder, analyse) -> None:
         assert found.step == 2 and [lane.rank for lane in found.lanes] == [0] and "1 of 2 ranks" in found.verdict
 
 
+def add_to_lines(folder: RunFolder, **more: float) -> None:
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    folder.metrics.write_text("".join(json.dumps({**row, **more}) + "\n" for row in rows))
+
+
+def test_logs_of_steps_that_were_taken_back_are_none_of_the_runs(folder: RunFolder) -> None:
+    folder.metrics.write_text(folder.metrics.read_text().splitlines(keepends=True)[0])
+    run = RunLog(folder.path)
+    assert run.steps == (0,) and run.logged_steps == (0, 1, 2)
+    assert analyse_lengths(run).steps.tolist() == analyse_throughput(run).steps.tolist() == [0]
+    assert analyse_timeline(run).step == 0 and "left out: the logs of step 1, 2" in " ".join(run.problems)
+    assert analyse_timeline(run, step=2).step == 2, "who asks for it gets it"
+
+
+def test_a_part_of_the_ranks_says_nothing_of_waiting(folder: RunFolder) -> None:
+    for step in range(3):
+        folder.rollout_log(step, 1).unlink()
+    found = analyse_throughput(RunLog(folder.path))
+    assert "the logs of all ranks" in found.verdict and "nobody waits" not in found.verdict
+    assert not any("all ranks" in name for name in found.rates)
+    verdict = analyse_timeline(RunLog(folder.path), step=1).verdict
+    assert "Of the others there is no log" in verdict and "nobody waits" not in verdict
+
+
+def test_kept_responses_are_nobodys_speed(folder: RunFolder, tmp_path: Path) -> None:
+    whole = analyse_throughput(RunLog(folder.path)).rates
+    add_to_lines(folder, **{"rollout/kept_tokens": 14.0})
+    assert analyse_throughput(RunLog(folder.path)).rates["rollout, all ranks"] == pytest.approx(7 / 6.5)
+    assert whole["rollout, all ranks"] == pytest.approx(21 / 6.5)
+    other = small_run(tmp_path / "other")
+    add_to_lines(other, **{"rollout/seconds": 1.0})
+    assert "times as fast" not in analyse_comparison([RunLog(folder.path), RunLog(other.path)]).verdict
+
+
+def test_a_replicas_rounds_count_once(folder: RunFolder) -> None:
+    alone = analyse_acceptance(RunLog(folder.path)), analyse_throughput(RunLog(folder.path))
+    folder.config.write_text("[rollout]\nmax_new_tokens = 8\ntensor_parallel = 2\n")
+    run = RunLog(folder.path)
+    assert run.speaks_for(0) and not run.speaks_for(1)
+    assert analyse_acceptance(run).tokens.sum() == 3 * 8 < alone[0].tokens.sum(), "rank 0's rounds alone"
+    assert analyse_throughput(run).engine_tokens[:, 1:].sum() == 3 * 8 < alone[1].engine_tokens[:, 1:].sum()
+    assert analyse_timeline(run).live.max() == 2
+
+
+def test_a_drafter_that_was_not_asked_has_not_become_worse(folder: RunFolder) -> None:
+    add_to_lines(folder, **{"drafter/own_accept_length": 1.0, "drafter/own_sequences": 0.0})
+    found = analyse_acceptance(RunLog(folder.path))
+    assert np.isnan(found.own_accept_length).all() and "own drafts" not in found.verdict
+
+
+def test_a_gradient_that_is_no_number_is_shouted(folder: RunFolder) -> None:
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    rows[1]["actor/grad_norm"] = float("nan")
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "NOT FINITE: grad_norm from step 1 on" in analyse_learning(RunLog(folder.path)).verdict
+
+
+def test_a_log_that_is_missing_is_no_other_text(folder: RunFolder, tmp_path: Path) -> None:
+    other = small_run(tmp_path / "other")
+    other.rollout_log(0, 1).unlink()
+    other.rollout_log(1, 0).write_bytes(other.rollout_log(1, 0).read_bytes()[:-200])
+    found = analyse_comparison([RunLog(folder.path), RunLog(other.path)])
+    assert found.compared_steps.tolist() == [2] and list(found.first_difference.values()) == [None]
+
+
 @pytest.mark.parametrize("analyse", ALL[1:])
 def test_a_run_that_has_just_begun(tmp_path: Path, analyse) -> None:
     folder = RunFolder(tmp_path / "run")

@@ -23,7 +23,7 @@ from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
-from tlt_hpc.watch.record import Record, write_record
+from tlt_hpc.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, write_record
 
 CONFIG = """
 [run]
@@ -128,7 +128,11 @@ def deserted(run: RunFolder) -> None:
 
 
 def killed(run: RunFolder) -> None:
-    (run.status / "verdict.txt").write_text("rank 1 on b was killed by signal 9\n")
+    claim_verdict(run.status, "now", "rank 1 on b was killed by signal 9")
+
+
+def killed_before(run: RunFolder) -> None:
+    claim_verdict(run.status, "before", "rank 1 on b was killed by signal 9")
 
 
 @pytest.mark.parametrize(
@@ -137,8 +141,9 @@ def killed(run: RunFolder) -> None:
         (stalled, 1, r"a rank stands still"),
         (ended, 0, "ended: stopped early; the same command goes on from here"),
         (finished, 0, "finished"),
-        (deserted, 1, "nobody is at work here; start it"),
+        (deserted, 1, "nobody is at work here, unless a start has just begun; start it"),
         (killed, 1, "no rank gives a sign of life: rank 1 on b was killed by signal 9; the same command goes on"),
+        (killed_before, 1, "no rank gives a sign of life; the same command goes on"),
     ],
 )
 def test_once_tells_how_it_stands_by_its_status(
@@ -162,6 +167,22 @@ def test_a_heartbeat_between_two_looks_is_life(run: RunFolder, monkeypatch: pyte
     monkeypatch.setattr(command, "read_state", read)
     assert main(["watch", str(run.path), "--once"]) == 0
     assert len(reads) == 2, "the first sign of life is enough"
+
+
+def test_a_healthy_rank_is_looked_at_for_longer_than_it_may_be_silent() -> None:
+    assert command._ONCE_SECONDS > HEARTBEAT_SECONDS and command.DEAD_SECONDS > 2 * HEARTBEAT_SECONDS
+
+
+def test_of_a_replica_its_first_rank_alone_counts(run: RunFolder) -> None:
+    run.config.write_text(CONFIG + "tensor_parallel = 2\n")
+    text = "\n".join(screen(run))
+    assert "7 of 128 responses to go, 1 of 1 replica decoding" in text
+
+
+def test_a_record_that_cannot_be_read_hides_no_other(run: RunFolder) -> None:
+    write_record(run.status, record(2))
+    (run.status / "rank-0000").write_bytes(b"torn")
+    assert [one.rank for one in read_state(run.path).records] == [1, 2]
 
 
 def test_an_earlier_start_with_more_ranks_does_not_count(run: RunFolder) -> None:
@@ -204,7 +225,7 @@ def test_looking_leaves_no_trace(run: RunFolder) -> None:
         ),
         (["watch", "RUN", "--interval", "0"], "--interval 0: give 0.2 or more seconds"),
         (["watch", "RUN", "--sample", "0"], "--sample 0: give 1 or more"),
-        (["watch", "RUN", "--sample", "3"], "has no rollout log yet; wait for the first step"),
+        (["watch", "RUN", "--sample", "3"], "has no committed step with a log yet; wait for the first one"),
     ],
 )
 def test_a_mistake_is_one_line(run: RunFolder, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,33 @@ def test_one_that_fails_because_another_began_to_end_does_not_silence_it(three, 
     assert "rank 1 on node1 ended with status 3 and no word" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_failure_on_another_host_counts_where_it_came_first(three, tmp_path, capfd, monkeypatch, comes_first):
+    """Of two hosts none hears the other's ties: what was in the folder as a rank was killed tells which was first."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 5.0)
+    vigil, processes = three
+    failed = record(3, host="node2", ending="failed: RuntimeError: Connection closed by peer")
+    if comes_first:
+        write_record(tmp_path, failed)
+    processes[1].stdin.close()
+    while not vigil._order:
+        vigil.look()
+    write_record(tmp_path, failed)
+    keep(vigil)
+    said = capfd.readouterr().err
+    assert ("rank 1 on node1 ended with status 3 and no word" in said) is not comes_first
+    assert comes_first or said.count("\n") == 1
+
+
+def test_a_word_that_is_heard_after_the_end_counts(three, capfd):
+    vigil, processes = three
+    (descriptor,) = [descriptor for descriptor, rank in vigil.descriptors.items() if rank == 2]
+    processes[2].stdin.write(b"failed: WriteError: read-only"), processes[2].stdin.close(), processes[2].wait()
+    vigil.ended(descriptor)
+    keep(vigil)
+    assert capfd.readouterr().err == ""
+
+
 def test_one_that_has_begun_to_end_and_does_not_is_not_waited_for(three, capfd):
     vigil, processes = three
     vigil._order.append(2)

@@ -20,13 +20,13 @@ from tlt_hpc.errors import UserError
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.process import look_at
-from tlt_hpc.watch.record import DamagedRecordError, Record, read_record
+from tlt_hpc.watch.record import HEARTBEAT_SECONDS, DamagedRecordError, Record, read_record
 
 QUIET_SECONDS = 12.0
 """For so long no live rank leaves its record as it is, whatever the file system keeps back."""
 PATIENCE_SECONDS = 60.0
 """How long a start that is ending, as after scancel, is waited for."""
-GLANCE_SECONDS = 4.0
+GLANCE_SECONDS = HEARTBEAT_SECONDS + 3.0
 """Within which a live rank moves its record, on file systems that keep nothing back for long."""
 _LOOK_SECONDS = 0.25
 

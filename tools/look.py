@@ -32,7 +32,7 @@ def make_parser(describe: str, several: bool = False) -> argparse.ArgumentParser
     parser.add_argument("run", metavar="RUN", type=Path, nargs="+" if several else None, help=what)
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - for standard output")
-    parser.add_argument("--theme", choices=("light", "dark", "both"), default="light", help="default: light")
+    parser.add_argument("--theme", choices=("light", "dark", "both"), default="both", help="default: both")
     parser.add_argument("--last", metavar="N", type=int, help="look at the last N steps alone (default: all)")
     return parser
 

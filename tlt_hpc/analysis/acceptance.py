@@ -15,7 +15,7 @@ from tlt_hpc.storage.log_columns import Columns
 _SPANS = ("spans/strategy_index", "spans/num_live", "spans/num_tokens", "spans/seconds")
 COLUMNS = (*_SPANS, "strategy/names", "strategy/rounds", "strategy/tokens", "rollouts/response_ends",
            "rollouts/num_target_passes")  # fmt: skip
-OWN, VERSION = "drafter/own_accept_length", "drafter/version"
+OWN, VERSION, JUDGED = "drafter/own_accept_length", "drafter/version", "drafter/own_sequences"
 _NUM_BUCKETS = 24
 
 
@@ -25,8 +25,8 @@ class Acceptance(Analysis):
 
     ``accept_length`` [S]: tokens per target pass and sequence, of all responses. ``own_accept_length`` and
     ``drafter_version`` [S]: of the learned drafter alone, and its updates so far, from metrics.jsonl; NaN where it does
-    not tell. ``step_tokens`` and ``step_rounds`` [S, G]. ``rounds``, ``tokens``, ``row_passes`` and ``seconds``
-    [G, B]: of rounds, over all steps; empty sums where the files tell of no rounds.
+    not tell, or the drafter was not asked. ``step_tokens`` and ``step_rounds`` [S, G]. ``rounds``, ``tokens``,
+    ``row_passes`` and ``seconds`` [G, B]: of rounds, over all steps; empty sums where the files tell of no rounds.
     """
 
     steps: NDArray[np.int64]
@@ -79,11 +79,11 @@ class _Sums:
     steps: list[dict[int, NDArray[np.int64]]] = field(default_factory=list)
     """By step and strategy: rounds, tokens, row passes, [3]."""
 
-    def add(self, rank: Columns) -> None:
+    def add(self, rank: Columns, speaks: bool) -> None:
         places = [self.names.setdefault(name, len(self.names)) for name in rank.texts("strategy/names")]
         sums = np.zeros((len(places), 3), np.int64)
         sums[:, 0], sums[:, 1] = rank["strategy/rounds"], rank["strategy/tokens"]
-        if len(rank[_SPANS[0]]):
+        if len(rank[_SPANS[0]]) and speaks:
             sums[:, 2] = self._add_spans(rank, places)
         for place, row in zip(places, sums, strict=True):
             self.steps[-1][place] = self.steps[-1].get(place, np.zeros(3, np.int64)) + row
@@ -108,7 +108,7 @@ def analyse_acceptance(run: RunLog) -> Acceptance:
     for step, ranks in run.columns(COLUMNS):
         sums.steps.append({})
         for rank in ranks:
-            sums.add(rank)
+            sums.add(rank, run.speaks_for(rank.rank))
         tokens = sum(int(rank["rollouts/response_ends"][-1]) for rank in ranks if rank.num_rollouts)
         passes = sum(int(rank["rollouts/num_target_passes"].sum()) for rank in ranks)
         steps.append(step)
@@ -134,7 +134,7 @@ def _found(run: RunLog, sums: _Sums, steps: list[int], accept: list[float]) -> A
         problems=run.problems,
         steps=np.array(steps, np.int64),
         accept_length=np.array(accept),
-        own_accept_length=run.metric(OWN, steps),
+        own_accept_length=np.where(run.metric(JUDGED, steps) == 0, np.nan, run.metric(OWN, steps)),
         drafter_version=run.metric(VERSION, steps),
         strategies=tuple(sums.names),
         step_rounds=by_step[:, :, 0],

@@ -55,7 +55,7 @@ def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
     num_files = num_bytes = 0
     damaged, missing = list[str](), list[str]()
     lines = run.lines
-    for step in run.steps:
+    for step in run.logged_steps:
         ranks, num_ranks = set[int](), 0
         for rank, path in run.files(step).items():
             num_files += 1
@@ -65,7 +65,7 @@ def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
             num_ranks = max(num_ranks, told_ranks)
             damaged += [fault] if fault else []
         absent = sorted(set(range(num_ranks)) - ranks)
-        if absent and (step in lines or step != run.steps[-1]):
+        if absent and (step in lines or step != run.logged_steps[-1]):
             missing.append(f"step {step}: no log of rank {', '.join(map(str, absent))}")
     found = Integrity(
         run=run.name,
@@ -78,8 +78,8 @@ def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
         num_lines=len(lines),
         damaged=tuple(damaged),
         missing=tuple(missing),
-        under_way=tuple(step for step in run.steps if step not in lines),
-        without_logs=tuple(step for step in lines if step not in run.steps),
+        under_way=tuple(step for step in run.logged_steps if step not in lines),
+        without_logs=tuple(step for step in lines if step not in run.logged_steps),
         parts=tuple(str(path) for path in sorted(run.folder.path.rglob(f"*{PART_SUFFIX}"))),
         torn_tail=run.torn_tail.decode(errors="replace"),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.analysis.result import Analysis
+from tlt_hpc.analysis.result import Analysis, listed
 from tlt_hpc.analysis.run_log import RunLog
 
 SCORE = "critic/score/mean"
@@ -34,6 +34,8 @@ class Learning(Analysis):
     steps: NDArray[np.int64]
     series: dict[str, NDArray[np.float64]]
     evaluations: dict[str, NDArray[np.float64]]
+    not_finite: dict[str, int]
+    """By name of a series: the first step whose figure is there and is no number."""
 
     @property
     def has_data(self) -> bool:
@@ -51,8 +53,14 @@ def analyse_learning(run: RunLog) -> Learning:
     names = sorted({name for line in run.lines.values() for name in line if name.startswith(_CORE)})
     series = {name: run.metric(metric) for name, metric in FIGURES.items()}
     evaluations = {name.removeprefix(_CORE): run.metric(name) for name in names if not name.endswith("/stderr")}
-    found = Learning(run.name, "", run.problems, np.array(steps, np.int64), series, evaluations)
+    bad = {name: step for name, metric in FIGURES.items() if (step := _first_not_finite(run, metric)) is not None}
+    found = Learning(run.name, "", run.problems, np.array(steps, np.int64), series, evaluations, bad)
     return Learning(**{**vars(found), "verdict": _verdict(found)})
+
+
+def _first_not_finite(run: RunLog, metric: str) -> int | None:
+    told = ((step, line[metric]) for step, line in run.lines.items() if metric in line)
+    return next((step for step, value in told if isinstance(value, float) and not np.isfinite(value)), None)
 
 
 def window_of(num_steps: int) -> int:
@@ -86,9 +94,9 @@ def _verdict(found: Learning) -> str:
     norms = found.series["grad_norm"]
     if np.isfinite(norms).any():
         parts.append(f"The gradient norm was at most {np.nanmax(norms):.3g}.")
-    bad = [name for name, values in found.series.items() if np.isinf(values).any()]
-    if bad:
-        parts.append(f"Not finite at some step: {', '.join(bad)}.")
+    if found.not_finite:
+        told = [f"{name} from step {step} on" for name, step in found.not_finite.items()]
+        parts.append(f"NOT FINITE: {listed(told)}; the figures here are of the other steps.")
     parts += [_last(name, values, found.steps) for name, values in found.evaluations.items() if _is_main(name)]
     return " ".join(filter(None, parts))
 

@@ -58,10 +58,33 @@ class RunLog:
         self._problems[problem] = None
 
     @cached_property
-    def steps(self) -> tuple[int, ...]:
+    def logged_steps(self) -> tuple[int, ...]:
         """Steps that have a folder with a rank's closed log in it, ascending."""
         steps = self.folder.rollout_steps()
-        return tuple(step for step in steps[-self._last if self._last else 0 :] if self.files(step))
+        if self._last and self.lines:
+            steps = [step for step in steps if step >= min(self.lines)]
+        elif self._last:
+            steps = steps[-self._last :]
+        return tuple(step for step in steps if self.files(step))
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Those of them that are committed; all, where the folder has no line of any.
+
+        A run that went on from an earlier step has left the logs of later ones, which are no part of it.
+        """
+        if not self.lines:
+            return self.logged_steps
+        left = [step for step in self.logged_steps if step not in self.lines]
+        if left:
+            shown = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
+            self.note(f"not committed, and left out: the logs of step {shown}")
+        return tuple(step for step in self.logged_steps if step in self.lines)
+
+    def speaks_for(self, rank: int) -> bool:
+        """Whether a rank tells of its replica's rounds, which the others of it went through with it."""
+        parallel = self.setting("rollout", "tensor_parallel")
+        return rank % (parallel if isinstance(parallel, int) and parallel > 0 else 1) == 0
 
     def files(self, step: int) -> dict[int, Path]:
         """A step's closed logs by rank."""

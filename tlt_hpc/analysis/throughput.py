@@ -17,6 +17,7 @@ _SPANS = ("spans/strategy_index", "spans/num_tokens", "spans/seconds")
 _PHASES = ("phases/names", "phases/start_seconds", "phases/end_seconds")
 COLUMNS = (*_SPANS, *_PHASES, "strategy/names", "timing/refills", "rollouts/response_ends")
 ATTRIBUTES = ("timing/start_seconds", "timing/last_token_seconds", "timing/release_seconds", "harvested_seconds")
+KEPT_TOKENS = "rollout/kept_tokens"
 ENGINE = (Kind.PREFILL, Kind.DECODE, Kind.SPECULATE)
 _NOT_THE_STEPS = {Kind.SAVE, Kind.EVALUATE}
 """Between two steps."""
@@ -38,7 +39,11 @@ class Throughput(Analysis):
     engine_tokens: NDArray[np.int64]
     engine_seconds: NDArray[np.float64]
     tokens: NDArray[np.int64]
+    kept_tokens: NDArray[np.int64]
+    """Of the tokens, those of responses that an earlier start had generated: none of the seconds are theirs."""
     num_ranks: NDArray[np.int64]
+    is_whole: NDArray[np.bool_]
+    """Whether all ranks' logs were read."""
     idle_rank_seconds: NDArray[np.float64]
     harvested_rank_seconds: NDArray[np.float64]
     rollout_seconds: NDArray[np.float64]
@@ -54,7 +59,9 @@ class Throughput(Analysis):
         taken, given = self.engine_seconds.sum(0), self.engine_tokens.sum(0)
         rates = {str(k): float(g / s) for k, g, s in zip(ENGINE, given, taken, strict=True) if s > 0}
         whole = {"rollout, all ranks": self.rollout_seconds, "step, all ranks": self.step_seconds}
-        sums = {name: (self.tokens[np.isfinite(each)].sum(), np.nansum(each)) for name, each in whole.items()}
+        generated = self.tokens - self.kept_tokens
+        told = {name: np.isfinite(each) & self.is_whole for name, each in whole.items()}
+        sums = {name: (generated[told[name]].sum(), each[told[name]].sum()) for name, each in whole.items()}
         return rates | {name: float(given / taken) for name, (given, taken) in sums.items() if taken > 0}
 
 
@@ -74,10 +81,11 @@ class _Rank:
 
 def analyse_throughput(run: RunLog) -> Throughput:
     """Of all steps that have a readable log."""
-    steps, ranks = list[int](), list[list[_Rank]]()
+    steps, ranks, sizes = list[int](), list[list[_Rank]](), list[int]()
     for step, columns in run.columns(COLUMNS, ATTRIBUTES):
         steps.append(step)
-        ranks.append([_rank(each) for each in columns])
+        ranks.append([_rank(each, run.speaks_for(each.rank)) for each in columns])
+        sizes.append(max(each.num_ranks for each in columns))
     table = np.array([np.mean([rank.by_kind for rank in of], 0) for of in ranks]).reshape(-1, len(KINDS))
     used = np.flatnonzero(table.sum(0) > 1e-3 * table.sum() / 10)
     found = Throughput(
@@ -90,7 +98,9 @@ def analyse_throughput(run: RunLog) -> Throughput:
         engine_tokens=np.array([sum(r.engine_tokens for r in of) for of in ranks], np.int64).reshape(-1, 3),
         engine_seconds=np.array([sum(r.engine_seconds for r in of) for of in ranks]).reshape(-1, 3),
         tokens=np.array([sum(r.tokens for r in of) for of in ranks], np.int64),
-        num_ranks=np.array([len(of) for of in ranks], np.int64),
+        kept_tokens=np.nan_to_num(run.metric(KEPT_TOKENS, steps)).astype(np.int64),
+        num_ranks=np.array(sizes, np.int64),
+        is_whole=np.array([len(of) == size for of, size in zip(ranks, sizes, strict=True)], np.bool_),
         idle_rank_seconds=np.array([sum(r.idle for r in of) for of in ranks]),
         harvested_rank_seconds=np.array([sum(r.harvested for r in of) for of in ranks]),
         rollout_seconds=np.array([_clock_seconds(of) for of in ranks]),
@@ -99,7 +109,7 @@ def analyse_throughput(run: RunLog) -> Throughput:
     return Throughput(**{**vars(found), "verdict": _verdict(found)})
 
 
-def _rank(columns: Columns) -> _Rank:
+def _rank(columns: Columns, speaks: bool) -> _Rank:
     own = [columns.attributes[name] for name in ATTRIBUTES[:3]]
     rollouts = np.concatenate([[own], columns["timing/refills"].reshape(-1, 3)])
     by_kind = dict.fromkeys(KINDS, 0.0)
@@ -116,8 +126,8 @@ def _rank(columns: Columns) -> _Rank:
     by_kind[Kind.TRAIN], by_kind[Kind.IDLE] = harvested, max(0.0, idle - harvested)
     return _Rank(
         by_kind=np.array([by_kind[kind] for kind in KINDS]),
-        engine_tokens=tokens,
-        engine_seconds=taken,
+        engine_tokens=tokens * speaks,
+        engine_seconds=taken * speaks,
         tokens=int(columns["rollouts/response_ends"][-1]) if columns.num_rollouts else 0,
         idle=idle,
         harvested=harvested,
@@ -167,16 +177,20 @@ def _shares(found: Throughput) -> str:
     order = sorted((kind for kind in means if kind not in _NOT_THE_STEPS), key=lambda kind: -means[kind])
     told = [f"{kind} {share(means[kind], whole)}" for kind in order[:4]]
     return (
-        f"{span_of(found.steps).capitalize()}: of {seconds(whole)} that a rank's step took on average, {listed(told)}."
+        f"{span_of(found.steps).capitalize()}: of {seconds(whole)} that a rank's step is told of on average, "
+        f"{listed(told)}."
     )
 
 
 def _waiting(found: Throughput) -> str:
-    idle, harvested = float(found.idle_rank_seconds.sum()), float(found.harvested_rank_seconds.sum())
     if found.num_ranks.max() == 1:
         return "With one rank nobody waits for another."
-    whole = float((found.rollout_seconds * found.num_ranks).sum())
-    told = f"Ranks waited for {share(idle, whole)} of their time in rollouts ({seconds(idle)} of {seconds(whole)})"
+    told = found.is_whole
+    if not told.any():
+        return "Of no step are the logs of all ranks here, so what they waited for is not told."
+    idle, harvested = float(found.idle_rank_seconds[told].sum()), float(found.harvested_rank_seconds[told].sum())
+    whole = float((found.rollout_seconds * found.num_ranks)[told].sum())
+    waited = f"Ranks waited for {share(idle, whole)} of their time in rollouts ({seconds(idle)} of {seconds(whole)})"
     if harvested == 0:
-        return f"{told}; nothing of it was harvested."
-    return f"{told}; {seconds(harvested)} of that ({share(harvested, idle)}) were harvested for the drafter."
+        return f"{waited}; nothing of it was harvested."
+    return f"{waited}; {seconds(harvested)} of that ({share(harvested, idle)}) were harvested for the drafter."

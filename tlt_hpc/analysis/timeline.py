@@ -66,7 +66,7 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
         UserError: there is no such step, or nothing of it can be read.
     """
     chosen = run.last_whole_step() if step is None else step
-    if chosen is None or chosen not in run.steps:
+    if chosen is None or chosen not in run.logged_steps:
         raise UserError(_no_step(run, step))
     summaries = run.ranks(chosen)
     if not summaries:
@@ -74,7 +74,8 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
     zero = min(summary.timing.start_seconds for summary in summaries)
     spans = {summary.rank: _shifted(run.spans(chosen, summary.rank), zero) for summary in summaries}
     lanes = tuple(_lane(summary, spans[summary.rank], zero) for summary in summaries)
-    times, live = _live(lanes, list(spans.values()))
+    told = [lane for lane in lanes if run.speaks_for(lane.rank)]
+    times, live = _live(tuple(told), [spans[lane.rank] for lane in told])
     tails = _tails(lanes)
     rollout = _rollout_seconds(lanes)
     num_ranks = summaries[0].num_ranks
@@ -94,9 +95,10 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
 
 
 def _no_step(run: RunLog, step: int | None) -> str:
-    if not run.steps:
+    if not run.logged_steps:
         return f"{run.folder.path} has no step in its rollout log yet"
-    return f"{run.folder.path} has no step {step} in its rollout log; it has {run.steps[0]} to {run.steps[-1]}"
+    first, last = run.logged_steps[0], run.logged_steps[-1]
+    return f"{run.folder.path} has no step {step} in its rollout log; it has {first} to {last}"
 
 
 def _shifted(spans: EngineSpans, zero: float) -> EngineSpans:
@@ -171,7 +173,7 @@ def _verdict(
     refills = len(lanes[0].rollouts) - 1
     again = f" with {count(refills, 'refill')}" if refills else ""
     parts = [f"Step {step}, {of}: its rollout{again} took {seconds(rollout)}.", _speculation(lanes)]
-    parts += [_tail(lanes, tails, rollout), _rest(lanes)]
+    parts += [_tail(num_ranks, lanes, tails, rollout), _rest(lanes)]
     return " ".join(filter(None, parts))
 
 
@@ -186,11 +188,13 @@ def _speculation(lanes: tuple[Lane, ...]) -> str:
     return f"Of the decoding time {share(drafted, plain + drafted)} were speculative."
 
 
-def _tail(lanes: tuple[Lane, ...], tails: tuple[tuple[float, float], ...], rollout: float) -> str:
+def _tail(num_ranks: int, lanes: tuple[Lane, ...], tails: tuple[tuple[float, float], ...], rollout: float) -> str:
     idle = sum(lane.idle_seconds for lane in lanes)
     harvested = sum(lane.harvested_seconds for lane in lanes)
-    if len(lanes) == 1:
+    if num_ranks == 1:
         return f"With one rank nobody waits; it was idle for {seconds(idle)}."
+    if len(lanes) < num_ranks:
+        return f"Of the others there is no log, so the tail is not told; these were idle for {seconds(idle)} together."
     total = len(lanes) * rollout
     length = sum(end - start for start, end in tails)
     last = max(lanes, key=lambda lane: lane.rollouts[-1].last_token_seconds)

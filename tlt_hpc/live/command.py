@@ -13,10 +13,11 @@ from tlt_hpc.errors import UserError
 from tlt_hpc.live.samples import show_samples
 from tlt_hpc.live.state import RunState, read_state
 from tlt_hpc.live.view import render
+from tlt_hpc.watch.record import HEARTBEAT_SECONDS
 
 DEAD_SECONDS = 12.0
-"""Without any sign of life for so long a run is taken for dead: a rank's watch writes every second."""
-_ONCE_SECONDS, _LEAST_SECONDS = 3.0, 0.2
+"""Without any sign of life for so long a run is taken for dead; a rank at work gives one every HEARTBEAT_SECONDS."""
+_ONCE_SECONDS, _LEAST_SECONDS = HEARTBEAT_SECONDS + 3.0, 0.2
 STANDS_STILL = 1
 """Exit status where the run is neither at work nor at its end in order."""
 
@@ -84,5 +85,5 @@ def status_of(state: RunState, is_alive: bool | None) -> int:
     """0 where it is at work, has finished or was stopped in order."""
     if any(record.stalled for record in state.records):
         return STANDS_STILL
-    in_order = state.ending in ("finished", "stopped early") or (state.is_finished and not state.records)
+    in_order = state.ending in ("finished", "stopped early") or state.is_finished
     return 0 if is_alive or in_order else STANDS_STILL

@@ -11,12 +11,15 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from tlt_hpc.errors import UserError
+from tlt_hpc.live.state import read_last_lines
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.records import FinishReason, Rollout
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_step
 
+_CONTEXT = 8
+"""Tokens before a piece that it is decoded with: what one says may hang on them, as a space before it does."""
 DRAFTED = "black on bright_cyan"
 """Style of tokens that were drafts, and that the policy itself would have said."""
 
@@ -37,12 +40,12 @@ def draw_samples(folder: RunFolder, count: int, seed: int | None = None) -> list
     Raises:
         UserError: there is no committed step, or its logs are damaged.
     """
-    steps = folder.rollout_steps()
-    for step in reversed(steps):
-        if samples := list(_of_step(folder, step)):
+    committed = read_last_lines(folder.metrics)
+    for step in reversed(folder.rollout_steps()):
+        if step in committed and (samples := list(_of_step(folder, step))):
             drawn = random.Random(seed).sample(samples, min(count, len(samples)))
             return sorted(drawn, key=lambda sample: sample.rollout.key)
-    raise UserError(f"{folder.path} has no rollout log yet; wait for the first step")
+    raise UserError(f"{folder.path} has no committed step with a log yet; wait for the first one")
 
 
 def _of_step(folder: RunFolder, step: int) -> Iterator[Sample]:
@@ -79,19 +82,24 @@ def sample_text(sample: Sample, tokenizer: Tokenizer | None) -> Text:
     )
     text.append(_words(rollout.prompt_tokens.tolist(), tokenizer), "dim")
     text.append("\n")
+    before: list[int] = []
     for piece, is_draft in pieces_of(rollout):
-        text.append(_words(piece, tokenizer), DRAFTED if is_draft else "")
+        words = _words([*before, *piece], tokenizer)[len(_words(before, tokenizer)) :]
+        text.append(words, DRAFTED if is_draft else "")
+        before = [*before, *piece][-_CONTEXT:]
     return text
 
 
 def pieces_of(rollout: Rollout) -> Iterator[tuple[list[int], bool]]:
     """The response's tokens in runs, each with whether they were drafts that stood.
 
-    A pass emits the drafts that stood and then one token of the policy's own. Where the passes were not logged all is
-    the policy's.
+    A pass emits the drafts that stood and then one token of the policy's own, but for a response's last pass, which may
+    be cut before it. Where the passes were not logged all is the policy's.
     """
     tokens: Sequence[int] = rollout.response_tokens.tolist()
-    lengths = rollout.pass_lengths.tolist() or ([len(tokens)] if not tokens else [1] * len(tokens))
+    lengths = rollout.pass_lengths.tolist()
+    if sum(lengths) != len(tokens):
+        lengths = [1] * len(tokens)
     start = 0
     for length in lengths:
         if length > 1:

@@ -5,10 +5,12 @@ Nothing is opened for writing, nothing is locked and nobody is asked: any number
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from tlt_hpc.errors import UserError
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, Line
-from tlt_hpc.watch.record import DamagedRecordError, Record, decode, status_file, verdict_file
+from tlt_hpc.watch.record import DamagedRecordError, Record, decode, read_verdict, status_file
 
 TAIL_BYTES = 1 << 18
 """Of the metrics' end that is read: some tens of steps, whatever the run's length."""
@@ -33,6 +35,7 @@ class RunFacts:
     num_steps: int
     num_responses: int
     """Of a step, before any refills."""
+    ranks_per_replica: int
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,14 @@ class RunState:
     @property
     def num_left(self) -> int | None:
         """Responses of the rollout under way that are not finished; None where no rank is in one."""
-        told = [record.sequences_left for record in self.records if record.phase == "rollout"]
-        return sum(left for left in told if left >= 0) if any(left >= 0 for left in told) else None
+        told = [left for left in self.left_by_replica if left >= 0]
+        return sum(told) if told else None
+
+    @property
+    def left_by_replica(self) -> tuple[int, ...]:
+        """Responses that each replica has to go, as its first rank tells; -1 where it is in no rollout."""
+        firsts = [record for record in self.records if record.rank % self.facts.ranks_per_replica == 0]
+        return tuple(record.sequences_left if record.phase == "rollout" else -1 for record in firsts)
 
     @property
     def seconds_to_go(self) -> float | None:
@@ -95,16 +104,18 @@ def read_state(path: Path) -> RunState:
     folder = RunFolder(path)
     facts = _read_facts(folder)
     owner = _read_json(folder.status / "owner")
+    records = _read_records(folder.status, str(owner.get("start", "")))
+    start = records[0].start if records else str(owner.get("start", ""))
     return RunState(
         seconds=time.monotonic(),
         folder=path,
         facts=facts,
         lines=read_last_lines(folder.metrics),
-        records=_read_records(folder.status, str(owner.get("start", ""))),
+        records=records,
         owner=_name_of(owner),
         ends_at=owner.get("ends_at"),
         is_finished=folder.finished.is_file(),
-        verdict=_read_text(verdict_file(folder.status)),
+        verdict=_verdict_of(folder.status, start),
     )
 
 
@@ -132,7 +143,9 @@ def _read_facts(folder: RunFolder) -> RunFacts:
         tree = tomllib.loads(folder.config.read_text(encoding="utf-8"))
         run, rollout = tree["run"], tree["rollout"]
         num_responses = int(rollout["prompts_per_step"]) * int(rollout["group_size"])
-        return RunFacts(str(run["name"]), str(tree["speculation"]["mode"]), int(run["num_steps"]), num_responses)
+        parallel = int(rollout.get("tensor_parallel", 1))
+        mode = str(tree["speculation"]["mode"])
+        return RunFacts(str(run["name"]), mode, int(run["num_steps"]), num_responses, max(1, parallel))
     except OSError as error:
         raise UserError(
             f"{folder.path} holds no run ({error.strerror}: config.toml); give a run's folder such as runs/tiny"
@@ -142,22 +155,24 @@ def _read_facts(folder: RunFolder) -> RunFacts:
 
 
 def _read_records(status: Path, start: str) -> tuple[Record, ...]:
-    """By rank from 0 on, up to the first that is not there; without an owner those of rank 0's start."""
+    """By rank; without an owner those of the lowest rank's start. One that cannot be read just now is left out."""
     found: list[Record] = []
-    while (record := _read_record(status, len(found))) is not None:
-        start = start or record.start
-        if record.start != start:  # an earlier start had more ranks
+    for rank in itertools.count():
+        path = status_file(status, rank)
+        if not path.exists():
             break
-        found.append(record)
+        record = _read_record(path)
+        if record is not None and record.start == (start := start or record.start):  # an earlier start had more ranks
+            found.append(record)
     return tuple(found)
 
 
-def _read_record(status: Path, rank: int) -> Record | None:
-    """A rank's; where it cannot be read just now, None."""
-    try:
-        return decode(status_file(status, rank).read_bytes())
-    except (OSError, DamagedRecordError):
-        return None
+def _read_record(path: Path) -> Record | None:
+    """A rank's, read up to three times: one that is just being written over a network may be seen in part."""
+    for _ in range(3):
+        with suppress(OSError, DamagedRecordError):
+            return decode(path.read_bytes())
+    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -175,8 +190,10 @@ def _name_of(owner: Mapping[str, Any]) -> str:
     return f"{job}process {owner.get('pid')} on {owner.get('host')}"
 
 
-def _read_text(path: Path) -> str:
+def _verdict_of(status: Path, start: str) -> str:
+    """Why this start was ended; an earlier one's is none of it."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        told = read_verdict(status)
     except OSError:
         return ""
+    return told[1] if told is not None and told[0] == start else ""

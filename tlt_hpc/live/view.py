@@ -80,9 +80,11 @@ def step_line(state: RunState) -> Table | Text:
     if state.num_left is None:
         return Text(", ".join(f"{name}: {_count(num, 'rank')}" for name, num in phases.most_common()))
     total = max(state.facts.num_responses, state.num_left)
-    decoding = sum(record.sequences_left > 0 for record in state.records)
-    words = f"step {(first.step or 0) + 1}: {state.num_left} of {total} responses to go, {decoding} of "
-    return bar(total, total - state.num_left, f"{words}{_count(len(state.records), 'rank')} decoding")
+    left = state.left_by_replica
+    of = "rank" if state.facts.ranks_per_replica == 1 else "replica"
+    words = f"step {(first.step or 0) + 1}: {state.num_left} of {total} responses to go, "
+    words += f"{sum(one > 0 for one in left)} of {_count(len(left), of)} decoding"
+    return bar(total, total - state.num_left, words)
 
 
 def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str, str]]:
@@ -159,7 +161,8 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         verdict = f": {state.verdict}" if state.verdict else ""
         return Text(f"no rank gives a sign of life{verdict}; the same command goes on from here", "red")
     if not state.records:
-        return Text("nobody is at work here; start it with the command that made this folder", "yellow")
+        words = "nobody is at work here, unless a start has just begun; start it with the command that made this folder"
+        return Text(words, "yellow")
     return Text("running" if is_alive else "", "green")
 
 

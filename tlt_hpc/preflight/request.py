@@ -126,8 +126,8 @@ def _gpus_per_node(asked: Mapping[str, str], nodes: int, ranks: int) -> int:
 
 def _memory_per_node(asked: Mapping[str, str], cpus: int, gpus: int) -> int:
     """In megabytes: for a node, or for each of its ``cpus`` or ``gpus``; sbatch takes one of the three."""
-    each = cpus * _megabytes(asked["mem_per_cpu"]) or gpus * _megabytes(asked["mem_per_gpu"])
-    return _megabytes(asked["mem"]) or each
+    each = cpus * megabytes(asked["mem_per_cpu"]) or gpus * megabytes(asked["mem_per_gpu"])
+    return megabytes(asked["mem"]) or each
 
 
 def _sbatch_words(script: Path | None) -> list[str]:
@@ -159,8 +159,8 @@ def _count(text: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _megabytes(text: str) -> int:
-    """Of ``64G``, ``4000`` (megabytes) or ``0``, which asks for all that a node has."""
+def megabytes(text: str) -> int:
+    """Memory as Slurm writes it, of ``64G``, ``4000`` (megabytes) or ``0``, which asks for all that a node has."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     if match is None:
         return 0

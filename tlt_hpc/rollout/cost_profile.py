@@ -32,6 +32,8 @@ _MARK_BYTES = 7
 """Of a digest, so that it passes for a positive number of 64 bits."""
 MOST_DRIFT = 3.0
 """So many times slower or faster than a kept profile says, and it is measured anew; less is for ratios to learn."""
+HOLDS, IS_SLOWER, IS_FASTER = range(3)
+"""What the machine is now against a kept profile; faster by one strategy, it was under press when that was made."""
 _RUNS_TO_CHECK = 3
 T = TypeVar("T")
 
@@ -267,8 +269,9 @@ def load_or_measure(
     Of a node's ranks of one kind the first reads, and what it measures is written and holds for all of them: all
     measure at the same time, as they will decode. Ranks that compute a pass together have the first one's, whatever
     they are themselves, since it decides for them.
-    A kept profile is held against rounds of one sequence, which cost a moment: one made while other work pressed
-    upon the machine would keep strategies from ever being tried.
+    A kept profile is held against rounds of one sequence and of the most: one made while other work pressed upon the
+    machine would keep strategies from ever being tried. Where the machine is slower now, the new one serves this job
+    alone: the press may be gone at the next start.
     A file that cannot be read, is damaged, or was made under another key or for other strategies is measured anew and
     replaced. Where the folder cannot be written, the profile serves this job alone, and a warning says so.
     """
@@ -278,21 +281,24 @@ def load_or_measure(
     kind = node.alike(agree(mark))
     kept = kind.once(lambda: _fitting(path, key, strategies, max_live))
     if kept is not None:
-        holds = bool(agree(int(_holds(kept, strategies, measures))))
-        if kind.once(lambda: holds):
+        drift = agree(_drift(kept, strategies, max_live, measures))
+        drift = kind.once(lambda: drift)
+        if drift == HOLDS:
             return kept
         logger.info("the cost profile in %s is of a machine that was faster or slower: measuring anew", path)
     measured = measure_profile(key, strategies, max_live, measures, max_seconds, agree=agree)
-    return kind.once(lambda: _keep(path, measured))
+    return kind.once(lambda: measured if kept is not None and drift == IS_SLOWER else _keep(path, measured))
 
 
-def _holds(kept: CostProfile, strategies: Sequence[Strategy], measures: Measures) -> bool:
-    """Whether the machine still takes about as long for a round of one sequence, by any strategy."""
-    points = _measure_batch(1, strategies, measures, _RUNS_TO_CHECK)
-    drafts = {kind: _grid({1: points}, kind) for kind in points if kind}
-    now = CostProfile(kept.key, _grid({1: points}, ""), drafts, 0.0)
-    ratios = [now.seconds(strategy, 1) / kept.seconds(strategy, 1) for strategy in strategies]
-    return max(ratios) < MOST_DRIFT and min(ratios) > 1 / MOST_DRIFT
+def _drift(kept: CostProfile, strategies: Sequence[Strategy], max_live: int, measures: Measures) -> int:
+    """Whether the machine still takes about as long for rounds of one sequence and of the most, by any strategy."""
+    rows = {batch: _measure_batch(batch, strategies, measures, _RUNS_TO_CHECK) for batch in sorted({1, max_live})}
+    drafts = {kind: _grid(rows, kind) for kind in rows[1] if kind}
+    now = CostProfile(kept.key, _grid(rows, ""), drafts, 0.0)
+    ratios = [now.seconds(strategy, batch) / kept.seconds(strategy, batch) for strategy in strategies for batch in rows]
+    if min(ratios) < 1 / MOST_DRIFT:
+        return IS_FASTER
+    return IS_SLOWER if max(ratios) > MOST_DRIFT else HOLDS
 
 
 def _keep(path: Path, profile: CostProfile) -> CostProfile:

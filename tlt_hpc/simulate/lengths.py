@@ -47,13 +47,19 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Logged:
-    """Lengths of groups [K, G'] that were seen; groups are drawn whole, with replacement."""
+    """Lengths of groups [K, G'] that were seen; groups are drawn whole, with replacement.
+
+    Of single responses, G' = 1, nobody knows what those of a prompt have in common: each is drawn for itself.
+    """
 
     groups: Ints
 
     def draw(self, steps: int, prompts: int, group: int, rng: np.random.Generator) -> Ints:
         of = rng.integers(len(self.groups), size=(steps, prompts))
         size = self.groups.shape[1]
+        if size == 1:
+            single: Ints = self.groups[:, 0][rng.integers(len(self.groups), size=(steps, prompts, group))]
+            return single
         if group <= size:
             return self.groups[of][:, :, :group]
         members = rng.integers(size, size=(steps, prompts, group))

@@ -124,8 +124,17 @@ def retimed(known: RunLog, unknown: RunLog) -> float:
 
 def paced(before: Rounds, rounds: Rounds) -> NDArray[np.float64]:
     """Seconds of each round, were they the mean of those of its strategy and power of two, or else of that power."""
-    like = before.bucket == rounds.bucket[:, None]
-    same = like & (before.strategy == rounds.strategy[:, None])
-    chosen = np.where(same.any(1, keepdims=True), same, np.where(like.any(1, keepdims=True), like, True))
-    mean: NDArray[np.float64] = (chosen * before.seconds).sum(1) / chosen.sum(1)
+    names, number = np.unique(np.concatenate([before.strategy, rounds.strategy]), return_inverse=True)
+    buckets = np.concatenate([before.bucket, rounds.bucket])
+    most, count = 1 + int(buckets.max(initial=0)), len(before.seconds)
+
+    def means(keys: NDArray[np.int64], size: int) -> NDArray[np.float64]:
+        """Of each key's rounds before, for the rounds asked of; NaN where there were none."""
+        num = np.bincount(keys[:count], minlength=size)
+        sums = np.bincount(keys[:count], before.seconds, size)
+        return np.where(num > 0, sums / np.maximum(num, 1), np.nan)[keys[count:]]
+
+    same, like = means(number * most + buckets, len(names) * most), means(buckets, most)
+    whole = float(before.seconds.mean())
+    mean: NDArray[np.float64] = np.where(np.isfinite(same), same, np.where(np.isfinite(like), like, whole))
     return mean

@@ -72,6 +72,8 @@ def check_counts(group: Group, committed: int, further: Sequence[str] = ()) -> N
         pairs.append(("pass_lengths", "pass_ends"))
     for tokens, ends in pairs:
         num_tokens = int(group[ends][-1]) if committed else 0
+        if len(group[ends]) != committed:
+            raise ValueError(f"{len(group[ends])} entries of {ends}, but {committed} rollouts were committed")
         if len(group[tokens]) != num_tokens:
             raise ValueError(f"{len(group[tokens])} {tokens}, but {num_tokens} were committed")
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 SIZE = 2048
 """Bytes of a record; of less than a page, so the write of one is never seen in part."""
+HEARTBEAT_SECONDS = 5.0
+"""A rank that is at one and the same place for longer writes its record anew as often."""
 _LONGEST_TEXT = 120
 VERDICT = "verdict.txt"
 

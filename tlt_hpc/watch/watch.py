@@ -20,7 +20,7 @@ from types import TracebackType
 from tlt_hpc.watch.beat import BEAT, Beat, Member, Phase
 from tlt_hpc.watch.gauge import Gauge
 from tlt_hpc.watch.inquiry import Inquiry, is_due
-from tlt_hpc.watch.record import Record, claim_verdict, stacks_file, write_record
+from tlt_hpc.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
 from tlt_hpc.watch.scribe import Scribe
 from tlt_hpc.watch.tie import Tie, address_of
 from tlt_hpc.watch.verdict import judge_alone
@@ -29,7 +29,7 @@ from tlt_hpc.watch.witness import Ranks, Witness, may_be_first
 STALLED = 71
 """Exit status of a job that stood still."""
 LOOK_SECONDS = 1.0
-HEARTBEAT_LOOKS = 5
+HEARTBEAT_LOOKS = round(HEARTBEAT_SECONDS / LOOK_SECONDS)
 """After so many looks a rank writes its record though only counters have changed."""
 SCRIBE_LOOKS = 30
 """How long the run's folder may take to answer once this rank stands still."""

@@ -123,9 +123,9 @@ class Vigil:
         self._said: list[str] = []
         """How ranks of this host have said that they end."""
         self._said_before: dict[int, list[str]] = {}
-        """The same, of each that has begun to end, by then: who fails for want of it says so a moment later."""
-        self._tied: set[int] = set()
-        """Process ids of those that say it here, in its order."""
+        """The same of all hosts, by the time that each has begun to end: who fails for want of it says so later."""
+        self._has_said: set[int] = set()
+        """Process ids of those that have said how they end."""
         self._codes: dict[int, int | None] = {}
         """Of those of them that have ended, how; None where nobody knows."""
         self._is_told = False
@@ -153,7 +153,7 @@ class Vigil:
                 self._tie(self._knot)
             elif self._knot is not None and descriptor in self._knot.ties:
                 self._hear_tie(self._knot, descriptor)
-            else:
+            elif descriptor in self.descriptors:  # no tie that has been let go a moment ago
                 self.ended(descriptor)
         if not events:
             self.slept()
@@ -182,21 +182,30 @@ class Vigil:
                 self._epoll.register(descriptor, select.EPOLLIN)
         self.ranks = ranks
 
-    def _tie(self, knot: Knot) -> None:
+    def _tie(self, knot: Knot) -> bool:
+        """Tie whoever asks for it; False where nobody does."""
         descriptor = knot.accept()
         if descriptor is not None:
             self._epoll.register(descriptor, select.EPOLLIN)
-            self._tied.add(knot.ties[descriptor][1])
+        return descriptor is not None
 
     def _hear_tie(self, knot: Knot, descriptor: int) -> None:
         """A rank says how it will end, or has begun to end, or has closed its watch."""
         pid, said = knot.hear(descriptor)
-        ranks = [rank for rank in self.descriptors.values() if self.ranks and self.ranks.pids[rank] == pid]
-        if said is None:  # closed, which epoll knows
-            self._order += ranks
-            self._said_before |= {rank: list(self._said) for rank in ranks}
-        else:
-            self._said += [said for _ in ranks]
+        rank = next((rank for rank, own in self.ranks.pids.items() if own == pid), None) if self.ranks else None
+        if self.ranks is None or rank is None:
+            return
+        if said is not None:
+            self._said.append(said)
+            self._has_said.add(pid)
+            return
+        if rank in self.descriptors.values():
+            self._order.append(rank)  # closed, which epoll knows
+        elsewhere = list[str]()
+        if not self._said_before and pid not in self._has_said and self.ranks.folder is not None:
+            records = _records(self.ranks, Path(self.ranks.folder)).items()
+            elsewhere = [record.ending for other, record in records if other not in self.ranks.pids and record.ending]
+        self._said_before[rank] = [*self._said, *elsewhere]
 
     def slept(self) -> None:
         """``timeout`` has passed: end what is left where it is time, or ask whether another host has ended the job."""
@@ -213,7 +222,9 @@ class Vigil:
     def ended(self, descriptor: int) -> None:
         """A rank's process has ended: say so, unless it or the job has ended with a word."""
         assert self.ranks is not None
-        rank = self.descriptors.pop(descriptor)
+        rank = self.descriptors[descriptor]
+        self._hear_out(self.ranks.pids[rank])
+        del self.descriptors[descriptor]
         process = look_at(self.ranks.pids[rank])
         self._epoll.unregister(descriptor)
         os.close(descriptor)
@@ -221,6 +232,16 @@ class Vigil:
         if rank not in self._order:  # it was not tied
             self._order.append(rank)
         self._take_ends()
+
+    def _hear_out(self, pid: int) -> None:
+        """What a process that has ended had said before, of which the news may come later than of its end."""
+        if self._knot is None:
+            return
+        while self._tie(self._knot):
+            continue
+        for tie in [tie for tie, (_, own) in self._knot.ties.items() if own == pid]:
+            while tie in self._knot.ties:
+                self._hear_tie(self._knot, tie)
 
     def _take_ends(self) -> None:
         """Make what is to be made of the ends that no other's began before."""
@@ -238,9 +259,9 @@ class Vigil:
                 self._end(f"rank {rank} on {ranks.host} {cause_of(code)} before the run began{self._memory()}")
             return
         records = _records(ranks, Path(ranks.folder))
-        endings = list(self._said_before.get(rank, self._said))
-        endings += [record.ending for other, record in records.items() if ranks.pids.get(other) not in self._tied]
-        endings = [ending for ending in endings if ending]
+        endings = self._said_before.get(rank)
+        if endings is None:  # it was not tied
+            endings = [*self._said, *(record.ending for record in records.values() if record.ending)]
         if endings:
             if any(ending.startswith(("failed", "stalled")) for ending in endings):
                 self._ends_in = GRACE_SECONDS
