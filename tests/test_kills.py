@@ -69,9 +69,9 @@ def write_file(path, tensors):
 save.write_file = write_file
 
 true_step = run.take_step
-def take_step(job, step, reporter, is_saved):
+def take_step(job, step, *others, **named):
     steps[0] = step
-    return true_step(job, step, reporter, is_saved)
+    return true_step(job, step, *others, **named)
 run.take_step = take_step
 
 true_write_step = run.write_step
