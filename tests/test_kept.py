@@ -23,7 +23,6 @@ from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.kept_responses import KeptFile, merged, read_kept, write_kept
 from tlt_hpc.storage.step_lines import add_line, read_lines
 from tlt_hpc.tail import still_to_do
-from tlt_hpc.timing import PhaseTimer
 
 ROOT = Path(__file__).resolve().parent.parent
 OVERRIDES = [
@@ -250,7 +249,7 @@ def take_one_step(folder: str, num_left: int, changes: list[str]) -> dict[str, A
     if num_left == IN_THE_UPDATE:
         run.update_policy = be_killed
     try:
-        was_whole = run.take_step(job, 0, StopsAfter(world, num_left), PhaseTimer())
+        was_whole = run.take_step(job, 0, StopsAfter(world, num_left))
     except KilledError:
         was_whole = False
     world.barrier()

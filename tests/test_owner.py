@@ -20,7 +20,6 @@ from tlt_hpc import owner
 from tlt_hpc.config import UserError
 from tlt_hpc.owner import Owner, check_owner, claim_owner, find_at_work
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.timing import PhaseTimer
 from tlt_hpc.watch.record import write_record
 
 
@@ -172,13 +171,13 @@ def lose_the_folder(folder: str) -> dict[str, Any]:
     config = load_config(ROOT / "jobs" / "tiny.toml", [*overrides, f"run.folder={folder}", "run.num_steps=9"])
     job = run.assemble(config, World.connect())
     saving.resume(job, lambda step: None)
-    run.take_step(job, 0, Silent(), PhaseTimer())
+    run.take_step(job, 0, Silent())
     own = BEAT.start
     if job.world.rank == 0:
         claim_owner(job.folder.status, "later")
     job.world.barrier()
     said = []
-    for action in (lambda: run.take_step(job, 1, Silent(), PhaseTimer()), lambda: saving.save_checkpoint(job, 1, 0)):
+    for action in (lambda: run.take_step(job, 1, Silent()), lambda: saving.save_checkpoint(job, 1, 0)):
         with pytest.raises(UserError) as caught:
             action()
         said.append(str(caught.value))

@@ -238,10 +238,10 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
     program = (
         "import sys, tlt_hpc.run as run, tlt_hpc.cli as cli\n"
         "true_step = run.take_step\n"
-        "def broken(job, step, reporter, is_saved):\n"
+        "def broken(job, step, *others, **named):\n"
         "    if step == 1 and job.world.rank == 1:\n"
         "        raise RuntimeError('planted in rank 1')\n"
-        "    return true_step(job, step, reporter, is_saved)\n"
+        "    return true_step(job, step, *others, **named)\n"
         "run.take_step = broken\n"
         "sys.exit(cli.main())\n"
     )

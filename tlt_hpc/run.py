@@ -126,7 +126,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
     while step < config.run.num_steps and goes_on(job):
-        if not take_step(job, step, reporter, timer, is_saved=saved == step):
+        if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
             break
         step += 1
         with timer.between_steps("save_checkpoint"):
@@ -151,12 +151,14 @@ def memory_table(job: Job) -> dict[str, int]:
     return job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
 
 
-def take_step(job: Job, step: int, reporter: Reporter, timer: PhaseTimer, is_saved: bool = False) -> bool:
+def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, timer: PhaseTimer | None = None) -> bool:
     """One step of the run; False where a stop vote ended it before the policy changed.
 
     ``is_saved``, alike on all ranks: there is a checkpoint of this step already, so a stop leaves nothing to save.
+    ``timer`` knows what has happened since the step before.
     """
     BEAT.at_step(step)
+    timer = timer or PhaseTimer()
     shows = job.world.rank == 0
     with timer("gen"):
         tail = roll_out(job, step, reporter)
