@@ -55,7 +55,7 @@ MAY_KNOW = {
     "memory_plan": {"rollout", "models", "config"},
     "simulate": {"memory_plan", "rollout", "models", "storage", "config", "records"},
     "export": {"checkpoint", "models", "storage", "config"},
-    "live": {"models", "storage", "records", "watch", "errors"},
+    "live": {"owner", "models", "storage", "records", "watch", "errors"},
     "tracking": {"storage", "config"},
     "records": set(),
     "config": {"recipes", "errors"},

@@ -67,7 +67,7 @@ def claim_owner(status: Path, start: str) -> None:
         WriteError: no room or no permission.
     """
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
-    before = _read(status)
+    before = read_owner(status)
     is_over = before is not None and bool(job) and before.job == job and before.restarts != restarts
     if not is_over and (living := _still_living(status, start, before)) is not None:
         where = f"{living.name} in {living.place}" if isinstance(living, Record) else "which has just begun"
@@ -88,7 +88,7 @@ def check_owner(status: Path, start: str) -> None:
     Raises:
         UserError: it is not.
     """
-    owner = _read(status)
+    owner = read_owner(status)
     if owner is None:
         raise UserError(
             f"{status / 'owner'} is gone or damaged: the run's folder was deleted or moved while the run went on; put "
@@ -119,11 +119,11 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
 
 def find_at_work(status: Path) -> str:
     """Job, host and process of a start that is at work in a folder now; empty where none moves within some seconds."""
-    owner = _read(status)
+    owner = read_owner(status)
     first, until = _signs(status, "", owner), time.monotonic() + GLANCE_SECONDS
     while owner is not None and first is not None and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
-        if _signs(status, "", _read(status)) not in (None, first):
+        if _signs(status, "", read_owner(status)) not in (None, first):
             return owner.name
     return ""
 
@@ -139,7 +139,7 @@ def _still_living(status: Path, start: str, before: Owner | None) -> Record | Ow
         if time.monotonic() - began >= PATIENCE_SECONDS:
             return seen
         time.sleep(_LOOK_SECONDS)
-        latest = _signs(status, start, _read(status))
+        latest = _signs(status, start, read_owner(status))
         if latest is not None and latest != seen:
             moved = time.monotonic()
             if not is_told:
@@ -170,7 +170,8 @@ def _is_dead(host: str, pid: int) -> bool:
     return pid == os.getpid() or process is None or process.state == "Z"
 
 
-def _read(status: Path) -> Owner | None:
+def read_owner(status: Path) -> Owner | None:
+    """The folder's owner; None where nobody has claimed it, or what is there is damaged."""
     try:
         return Owner(**json.loads((status / "owner").read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):

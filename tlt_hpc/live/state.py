@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tlt_hpc.errors import UserError
+from tlt_hpc.owner import read_owner
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP, Line
 from tlt_hpc.watch.record import DamagedRecordError, Record, decode, read_verdict, status_file
@@ -103,17 +103,19 @@ def read_state(path: Path) -> RunState:
     """
     folder = RunFolder(path)
     facts = _read_facts(folder)
-    owner = _read_json(folder.status / "owner")
-    records = _read_records(folder.status, str(owner.get("start", "")))
-    start = records[0].start if records else str(owner.get("start", ""))
+    owner = None
+    with suppress(OSError):  # a file system that hesitates: the next look tells
+        owner = read_owner(folder.status)
+    records = _read_records(folder.status, owner.start if owner else "")
+    start = records[0].start if records else owner.start if owner else ""
     return RunState(
         seconds=time.monotonic(),
         folder=path,
         facts=facts,
         lines=read_last_lines(folder.metrics),
         records=records,
-        owner=_name_of(owner),
-        ends_at=owner.get("ends_at"),
+        owner=owner.name if owner else "",
+        ends_at=owner.ends_at if owner else None,
         is_finished=folder.finished.is_file(),
         verdict=_verdict_of(folder.status, start),
     )
@@ -173,21 +175,6 @@ def _read_record(path: Path) -> Record | None:
         with suppress(OSError, DamagedRecordError):
             return decode(path.read_bytes())
     return None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _name_of(owner: Mapping[str, Any]) -> str:
-    if not owner:
-        return ""
-    job = f"job {owner['job']}, " if owner.get("job") else ""
-    return f"{job}process {owner.get('pid')} on {owner.get('host')}"
 
 
 def _verdict_of(status: Path, start: str) -> str:
