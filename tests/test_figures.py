@@ -24,7 +24,7 @@ from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.analysis.throughput import analyse_throughput
 from tlt_hpc.analysis.timeline import analyse_timeline
 from tlt_hpc.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
-from tlt_hpc.figures.style import DARK, HATCHES, LIGHT, THEMES, save, theme, themed
+from tlt_hpc.figures.style import DARK, HATCHES, LIGHT, PAGE, PHONE, THEMES, WIDE, Layout, save, theme, themed
 from tlt_hpc.figures.timeline import draw_timeline
 from tlt_hpc.records import PhaseSpan, RolloutTiming
 from tlt_hpc.storage.folder import RunFolder
@@ -106,14 +106,15 @@ def overlap(a: Bbox, b: Bbox) -> float:
     return max(0.0, width) * max(0.0, height)
 
 
+@pytest.mark.parametrize("arranged", (WIDE, PAGE, PHONE), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", FIGURES)
-def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, case: str) -> None:
+def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, case: str, arranged: Layout) -> None:
     if case == "begun" and name == "timeline":
         pytest.skip("there is no step to show")
     analyse, draw = FIGURES[name]
     found = analyse(runs[case])
-    with themed("light"):
+    with themed("light", arranged):
         figure = draw(found)
         figure.canvas.draw()
         shown = written(figure)

@@ -41,6 +41,7 @@ from tlt_hpc.launch.time_limit import await_preemption, know_limits, queue_again
 from tlt_hpc.live import options as live_options
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
+from tlt_hpc.report import options as report_options
 from tlt_hpc.simulate import options as simulate_options
 from tlt_hpc.stopping import Stop, StopFlag
 from tlt_hpc.storage.folder import RunFolder, WriteError
@@ -404,6 +405,9 @@ def make_parser() -> argparse.ArgumentParser:
     live_options.add_watch_options(
         commands.add_parser("watch", help="follow a run by its files alone; status 1: it stands still or is dead")
     )
+    report_options.add_report_options(
+        commands.add_parser("report", help="one page of HTML: what a run learned, where its time went, what it gained")
+    )
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
     policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
@@ -474,6 +478,13 @@ def run_watch(options: argparse.Namespace) -> int:
     return run(options)
 
 
+def run_report(options: argparse.Namespace) -> int:
+    """``tlt report``."""
+    from tlt_hpc.report.command import run
+
+    return run(options)
+
+
 def run_data(options: argparse.Namespace) -> int:
     """``tlt data inspect``."""
     from tlt_hpc.inspect_data import run
@@ -490,6 +501,7 @@ ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "simulate": run_simulate,
     "preflight": run_preflight,
     "watch": run_watch,
+    "report": run_report,
 }
 """Commands that run in this process alone, without a configuration."""
 

@@ -21,12 +21,15 @@ from tlt_hpc.analysis.result import count, span_of
 from tlt_hpc.analysis.throughput import Throughput
 from tlt_hpc.figures.style import (
     HATCHES,
+    below_each_other,
     colour,
+    layout,
     legend_above,
     legend_below,
     line,
     new_figure,
     panel,
+    rectangles,
     theme,
     title,
     whole_steps,
@@ -37,9 +40,13 @@ _MOST_BARS = 120
 
 def draw_lengths(found: Lengths) -> Figure:
     """Lengths and cut responses over the steps, and the distribution over all of them."""
-    figure = new_figure(4.9)
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2.6, 1))
-    over, cut, whole = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[:, 1])
+    if layout().is_narrow:
+        figure, (over, cut, whole) = below_each_other((2.0, 0.8, 1.7))
+    else:
+        figure = new_figure(4.9)
+        grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2.6, 1))
+        over, cut = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
+        whole = figure.add_subplot(grid[:, 1])
     series = {"longest": found.longest, "p99": found.p99, "p90": found.p90, "median": found.p50}
     for index, (name, values) in enumerate(series.items()):
         line(over, found.steps, values, index, name)
@@ -50,7 +57,7 @@ def draw_lengths(found: Lengths) -> Figure:
         top = max(top, found.cap)
     over.set_ylim(0, top * 1.05)
     panel(over, "By step", y="tokens")
-    legend_above(over, 6)
+    legend_above(over, 6, narrow=3)
     _bars(cut, found.steps, [(100 * found.num_cut / np.maximum(found.num_responses, 1), colour(1), None)])
     panel(cut, "Ended at the cap", x="step", y="% of responses")
     cut.set_ylim(0, max(1.0, cut.get_ylim()[1]))
@@ -68,14 +75,17 @@ def draw_lengths(found: Lengths) -> Figure:
 
 def draw_acceptance(found: Acceptance) -> Figure:
     """Accept length over steps and by live sequences, and which strategies gave the tokens."""
-    figure = new_figure(6.4)
-    (by_step, by_live), (step_shares, live_shares) = figure.subplots(2, 2)
+    if layout().is_narrow:
+        figure, (by_step, by_live, step_shares, live_shares) = below_each_other((1.7, 1.7, 1.5, 1.5))
+    else:
+        figure = new_figure(6.4)
+        (by_step, by_live), (step_shares, live_shares) = figure.subplots(2, 2)
     line(by_step, found.steps, found.accept_length, 0, "all responses")
     if np.isfinite(found.own_accept_length).any():
         line(by_step, found.steps, found.own_accept_length, 1, "drafter's own drafts, chain of 4")
     _from_one(by_step, found.accept_length, found.own_accept_length)
     panel(by_step, "Accept length by step", y="tokens per pass")
-    legend_above(by_step, 2)
+    legend_above(by_step, 2, narrow=2)
     _updates(by_step, found)
     names = found.bucket_names()
     table = found.by_bucket
@@ -85,7 +95,7 @@ def draw_acceptance(found: Acceptance) -> Figure:
             line(by_live, told, table[index][told], index, found.strategies[index])
     _from_one(by_live, table)
     panel(by_live, "Accept length by live sequences", y="tokens per pass")
-    legend_above(by_live, 4)
+    legend_above(by_live, 4, narrow=3)
     by_live.set_xticks(range(len(names)), names)
     by_live.set_xlim(-0.5, max(1, len(names)) - 0.5)
     _stacked_shares(step_shares, found.steps, found.step_tokens.T.astype(float))
@@ -93,7 +103,7 @@ def draw_acceptance(found: Acceptance) -> Figure:
     _stacked_shares(live_shares, np.arange(len(names)), found.tokens.astype(float))
     live_shares.set_xticks(range(len(names)), names)
     panel(live_shares, "Tokens by strategy and live sequences", x="live sequences", y="% of tokens")
-    legend_below(figure, [Patch(color=colour(i), label=name) for i, name in enumerate(found.strategies)], 8)
+    legend_below(figure, [Patch(color=colour(i), label=name) for i, name in enumerate(found.strategies)], 8, 3)
     title(figure, "What speculation gives", f"{found.run}, {_steps(found.steps)}")
     return figure
 
@@ -104,7 +114,7 @@ def draw_learning(found: Learning) -> Figure:
     panels = [each for each in panels if each[0] != "reward" or not _alike(found, "reward", "score")]
     evaluated = {name: v for name, v in found.evaluations.items() if np.isfinite(v).any() and "/acc/" in name}
     num_panels = max(1, len(panels) + bool(evaluated))
-    num_columns = min(3, num_panels)
+    num_columns = 1 if layout().is_narrow else min(3, num_panels)
     num_rows = -(-num_panels // num_columns)
     figure = new_figure(0.9 + 2.25 * num_rows + 0.3 * bool(evaluated))
     places = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
@@ -143,13 +153,13 @@ _LEARNING = {
 
 def draw_throughput(found: Throughput) -> Figure:
     """Seconds of a step by kind, what waiting there was and what was harvested of it, and tokens a second."""
-    figure = new_figure(6.2)
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1), width_ratios=(1.25, 1))
-    shares, waiting, rates = (
-        figure.add_subplot(grid[0, :]),
-        figure.add_subplot(grid[1, 0]),
-        figure.add_subplot(grid[1, 1]),
-    )
+    if layout().is_narrow:
+        figure, (shares, waiting, rates) = below_each_other((2.6, 1.7, 1.5))
+    else:
+        figure = new_figure(6.2)
+        grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1), width_ratios=(1.25, 1))
+        shares, waiting = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0])
+        rates = figure.add_subplot(grid[1, 1])
     colours = theme().kinds
     _bars(shares, found.steps, [(found.seconds[:, i], colours[k], HATCHES.get(k)) for i, k in enumerate(found.kinds)])
     panel(shares, "Seconds of a step, mean of the ranks", x="step", y="seconds")
@@ -167,7 +177,7 @@ def draw_comparison(found: Comparison) -> Figure:
     """A panel a figure, a line a run."""
     shown = [name for name in SHOWN if any(np.isfinite(run.series[name]).any() for run in found.runs)]
     num_panels = max(1, len(shown))
-    num_columns = min(3, num_panels)
+    num_columns = 1 if layout().is_narrow else min(3, num_panels)
     num_rows = -(-num_panels // num_columns)
     figure = new_figure(1.2 + 2.3 * num_rows)
     places = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
@@ -210,8 +220,9 @@ def _bars(axes: Axes, steps: NDArray[np.int64], rows: list[tuple[NDArray[np.floa
         heights = np.add.reduceat(np.nan_to_num(values), edges) / counts
         thin = 0.4 if len(places) <= 40 else 0.0  # parts its neighbours where colours are alike in grey
         edge = theme().faint if hatch else theme().background
-        axes.bar(places, heights, width, bottom=bottom, color=face, hatch=hatch, edgecolor=edge, linewidth=thin)
+        rectangles(axes, places - width / 2, bottom, width, heights, face, hatch, edge, thin)
         bottom += heights
+    axes.set_ylim(0, max(float(bottom.max()) * 1.05, 1e-9))
     axes.set_xlim(places[0] - 0.6 * width - 0.1, places[-1] + 0.6 * width + 0.1)
     whole_steps(axes)
 

@@ -1,4 +1,4 @@
-"""How all figures look: one palette, two themes, sizes, and how they are saved. Knows no figure.
+"""How all figures look: one palette, two themes, two layouts, and how they are saved. Knows no figure.
 
 The colours are Okabe and Ito's, with the lightness moved so that what lies side by side differs in grey too; some
 kinds of a timeline have hatches. SVG keeps text as text, and the same figure is the same bytes each time.
@@ -11,20 +11,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from tlt_hpc.analysis.kinds import Kind
 
-WIDTH = 9.0
-"""Inches; all figures are as wide, so that their letters are as large side by side."""
+
+@dataclass(frozen=True)
+class Layout:
+    """How wide figures are, in inches, so that their letters are as large side by side, and what they leave out."""
+
+    name: str
+    width: float
+    is_narrow: bool
+    """Panels one below the other: for a telephone."""
+    has_title: bool
+    """False where a page has its own headings."""
+
+
+WIDE = Layout("wide", 9.0, is_narrow=False, has_title=True)
+PAGE = Layout("page", 9.0, is_narrow=False, has_title=False)
+PHONE = Layout("phone", 3.9, is_narrow=True, has_title=False)
 
 
 @dataclass(frozen=True)
@@ -93,9 +110,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)), (0, (3, 1)))
 
 _MOST_LETTERS = 125
-"""Of a line below a headline: what a figure's width has room for."""
+"""Of a line below a headline: what a wide figure has room for."""
 
 _THEME: ContextVar[Theme] = ContextVar("theme", default=LIGHT)
+_LAYOUT: ContextVar[Layout] = ContextVar("layout", default=WIDE)
 
 
 def theme() -> Theme:
@@ -103,26 +121,39 @@ def theme() -> Theme:
     return _THEME.get()
 
 
+def layout() -> Layout:
+    """The layout in use."""
+    return _LAYOUT.get()
+
+
 @contextmanager
-def themed(name: str) -> Iterator[Theme]:
-    """Draw and save in a theme, ``light`` or ``dark``."""
-    chosen = THEMES[name]
-    token = _THEME.set(chosen)
+def themed(name: str | Theme, arranged: Layout = WIDE) -> Iterator[Theme]:
+    """Draw and save in a theme, ``light``, ``dark`` or one's own, and in a layout."""
+    chosen = THEMES[name] if isinstance(name, str) else name
+    tokens = _THEME.set(chosen), _LAYOUT.set(arranged)
     try:
         with mpl.rc_context(_settings(chosen)):  # type: ignore[arg-type]
             yield chosen
     finally:
-        _THEME.reset(token)
+        _THEME.reset(tokens[0])
+        _LAYOUT.reset(tokens[1])
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure of the house's width that lays itself out; drawn without a screen."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    """An empty figure of the layout's width that lays itself out; drawn without a screen."""
+    figure = Figure(figsize=(layout().width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+def below_each_other(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    """A narrow figure's panels, each ``heights`` inches high, and room for what is written around each."""
+    figure = new_figure(sum(heights) + 0.75 * len(heights))
+    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    return figure, [figure.add_subplot(grid[row]) for row in range(len(heights))]
+
+
+def save(figure: Figure, folder: FilePath, name: str) -> list[FilePath]:
     """Write ``NAME-THEME.png`` and ``.svg`` into a folder, which is made; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}-{theme().name}.{ending}" for ending in ("png", "svg")]
@@ -133,6 +164,8 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 def title(figure: Figure, text: str, below: str = "") -> None:
     """The figure's headline, and a line below it in a fainter colour; the panels get what is left."""
+    if not layout().has_title:
+        return
     height = figure.get_figheight()
     top = 1 - 0.08 / height
     lines = textwrap.wrap(below, _MOST_LETTERS)
@@ -173,8 +206,31 @@ def colour(index: int) -> str:
     return series[index % len(series)]
 
 
-def legend_above(axes: Axes, num_columns: int, handles: Sequence[Artist] | None = None) -> None:
-    """A legend between a panel's heading and its data, over neither."""
+def rectangles(
+    axes: Axes,
+    left: Any,
+    bottom: Any,
+    width: Any,
+    height: Any,
+    face: str,
+    hatch: str | None,
+    edge: str,
+    linewidth: float,
+) -> None:
+    """Bars or bricks of one look as one path, [K] each or scalars: a picture of thousands stays small."""
+    corners = np.broadcast_arrays(*(np.asarray(each, np.float64) for each in (left, bottom, width, height)))
+    x, y, w, h = (each.ravel() for each in corners)
+    points = np.stack([x, y, x, y + h, x + w, y + h, x + w, y, x, y], 1).reshape(-1, 2)
+    codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(x)).astype(np.uint8)
+    patch = PathPatch(
+        Path(points, codes), facecolor=face, hatch=hatch, edgecolor=edge, linewidth=linewidth, zorder=2, snap=False
+    )
+    axes.add_patch(patch)
+
+
+def legend_above(axes: Axes, num_columns: int, handles: Sequence[Artist] | None = None, narrow: int = 1) -> None:
+    """A legend between a panel's heading and its data, over neither; of ``narrow`` columns in a narrow layout."""
+    num_columns = narrow if layout().is_narrow else num_columns
     known, labels = axes.get_legend_handles_labels()
     chosen = list(handles) if handles is not None else known
     names = [str(handle.get_label()) for handle in chosen] if handles is not None else labels
@@ -187,8 +243,9 @@ def legend_above(axes: Axes, num_columns: int, handles: Sequence[Artist] | None 
     )
 
 
-def legend_below(figure: Figure, handles: Iterable[Artist], num_columns: int) -> None:
-    """One legend for the whole figure, under it."""
+def legend_below(figure: Figure, handles: Iterable[Artist], num_columns: int, narrow: int = 1) -> None:
+    """One legend for the whole figure, under it; of ``narrow`` columns in a narrow layout."""
+    num_columns = narrow if layout().is_narrow else num_columns
     chosen = list(handles)
     figure.legend(
         chosen, [str(h.get_label()) for h in chosen], loc="outside lower left", ncols=num_columns, **(_TIGHT | _WIDE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from tlt_hpc.analysis.kinds import KINDS, Kind
 from tlt_hpc.analysis.result import count, seconds, share
 from tlt_hpc.analysis.timeline import Lane, Timeline
-from tlt_hpc.figures.style import HATCHES, legend_below, new_figure, panel, theme, title
+from tlt_hpc.figures.style import HATCHES, layout, legend_below, new_figure, panel, rectangles, theme, title
 
 _MOST_TOLD = 24
 """Ranks that have room for their own figures beside their lane."""
@@ -81,10 +79,18 @@ def _draw_lanes(axes: Axes, found: Timeline, tells: bool) -> None:
             kind = KINDS[index]
             own = lane.pieces.kinds == index
             starts, ends = lane.pieces.starts[own], lane.pieces.ends[own]
-            bars = list(zip(starts.tolist(), (ends - starts).tolist(), strict=True))
-            look: dict[str, Any] = {"facecolor": theme().kinds[kind], "hatch": HATCHES.get(kind)}
-            axes.broken_barh(bars, (place - 0.4, 0.8), edgecolor=theme().faint, linewidth=0, zorder=2, **look)
-        if tells and len(found.lanes) <= _MOST_TOLD:
+            rectangles(
+                axes,
+                starts,
+                place - 0.4,
+                ends - starts,
+                0.8,
+                theme().kinds[kind],
+                HATCHES.get(kind),
+                theme().faint,
+                0.0,
+            )
+        if tells and len(found.lanes) <= _MOST_TOLD and not layout().is_narrow:
             axes.text(1.008, place, _told(lane), transform=axes.get_yaxis_transform(), va="center", fontsize=7.5)
     axes.set_ylim(len(found.lanes) - 0.45, -0.55)
     axes.grid(visible=False)

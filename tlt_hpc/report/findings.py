@@ -1,0 +1,128 @@
+"""All that a report is made of, read once. Decides nothing and words nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlt_hpc.analysis.acceptance import Acceptance, analyse_acceptance
+from tlt_hpc.analysis.comparison import Comparison, analyse_comparison
+from tlt_hpc.analysis.learning import Learning, analyse_learning
+from tlt_hpc.analysis.lengths import Lengths, analyse_lengths
+from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.analysis.throughput import Throughput, analyse_throughput
+from tlt_hpc.analysis.timeline import Timeline, analyse_timeline
+from tlt_hpc.errors import UserError
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A run, and what the analyses found in it; ``comparison`` holds it against ``other``, a run of the same seed."""
+
+    log: RunLog
+    learning: Learning
+    lengths: Lengths
+    acceptance: Acceptance
+    throughput: Throughput
+    timeline: Timeline | None
+    """None where no step is logged."""
+    other: RunLog | None
+    other_final: dict[str, Any]
+    comparison: Comparison | None
+    final: dict[str, Any]
+    """What ``finished.json`` says; empty while a run has not finished."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether any step is committed."""
+        return len(self.learning.steps) > 0
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.throughput.num_ranks.max(initial=0))
+
+    @property
+    def mode(self) -> str:
+        """``plain``, ``ngram``, ``full``, or nothing where the configuration does not tell."""
+        return str(self.log.setting("speculation", "mode") or "")
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether near-ties were decided the same way on every path, so that the text cannot depend on speculation."""
+        guard, dtype = self.log.setting("rollout", "tie_guard"), self.log.setting("model", "dtype")
+        return bool(guard == "on" or (guard == "auto" and dtype == "float32"))
+
+    def mean(self, metric: str) -> float:
+        """Of a metric over the steps that tell it; NaN where none does."""
+        values = self.log.metric(metric)
+        return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        """Every analysis as its own JSON."""
+        parts = {
+            "learning": self.learning,
+            "lengths": self.lengths,
+            "acceptance": self.acceptance,
+            "throughput": self.throughput,
+            "timeline": self.timeline,
+            "comparison": self.comparison,
+        }
+        return {name: part.to_json() for name, part in parts.items() if part is not None}
+
+
+def find(path: Path, against: Path | None = None, step: int | None = None, last: int | None = None) -> Findings:
+    """Read a run, and one to hold it against.
+
+    Raises:
+        UserError: there is no such run or step.
+    """
+    log = RunLog(path, last)
+    other = None if against is None else RunLog(against)
+    if other is not None and other.folder.path.resolve() == log.folder.path.resolve():
+        raise UserError(f"--against {against}: that is the run itself; give another, such as one without speculation")
+    throughput = analyse_throughput(log)
+    return Findings(
+        log=log,
+        learning=analyse_learning(log),
+        lengths=analyse_lengths(log),
+        acceptance=analyse_acceptance(log),
+        throughput=throughput,
+        timeline=_timeline(log, throughput, step),
+        other=other,
+        other_final={} if other is None else read_final(other),
+        comparison=None if other is None else analyse_comparison([other, log]),
+        final=read_final(log),
+    )
+
+
+def _timeline(log: RunLog, throughput: Throughput, step: int | None) -> Timeline | None:
+    if step is None and not len(throughput.steps):
+        return None
+    return analyse_timeline(log, typical_step(throughput) if step is None else step)
+
+
+def typical_step(found: Throughput) -> int:
+    """The step whose share of waiting is nearest to the run's, of those with the logs of all ranks; of like ones the
+    last."""
+    whole = np.maximum(found.rollout_seconds * found.num_ranks, 1e-9)
+    shares = found.idle_rank_seconds / whole
+    told = found.is_whole if found.is_whole.any() else np.ones(len(shares), bool)
+    mean = found.idle_rank_seconds[told].sum() / whole[told].sum()
+    distance = np.where(told, np.abs(shares - mean), np.inf)
+    return int(found.steps[len(distance) - 1 - int(np.argmin(distance[::-1]))])
+
+
+def read_final(log: RunLog) -> dict[str, Any]:
+    """What a run's ``finished.json`` says; empty while it has not finished, or where the file is damaged."""
+    try:
+        told = json.loads(log.folder.finished.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.note(f"{log.folder.finished}: {error}")
+        return {}
+    return told if isinstance(told, dict) else {}

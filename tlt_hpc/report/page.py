@@ -1,0 +1,230 @@
+"""The page: what was found, as one file of HTML that needs nothing but itself."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jinja2
+import numpy as np
+
+from tlt_hpc import __version__
+from tlt_hpc.analysis.result import Analysis, count, seconds, share, span_of
+from tlt_hpc.analysis.timeline import Timeline, thinned
+from tlt_hpc.figures.page import Draw, PageFigure, draw_for_page, variables
+from tlt_hpc.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
+from tlt_hpc.figures.timeline import draw_timeline
+from tlt_hpc.report.advice import advise
+from tlt_hpc.report.findings import Findings
+from tlt_hpc.report.gain import Gain
+from tlt_hpc.report.verdict import answers, cards
+
+Found = TypeVar("Found", bound=Analysis)
+
+_MOST_ROWS = 60
+"""Of the table of steps; of more steps, means of neighbours."""
+_HOW = (
+    "In a step every rank generates its share of the responses. A few are very long, so ranks that are done wait for "
+    "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that time is "
+    "harvested. The draft model proposes tokens, of which the policy verifies several at once: that is the gain."
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, ready to print."""
+
+    heading: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    is_open: bool = False
+    is_text: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what is to be said, and a picture with its tables."""
+
+    heading: str
+    words: str
+    figure: PageFigure | None = None
+    caption: str = ""
+    tables: tuple[Table, ...] = ()
+
+
+def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float) -> str:
+    """The whole page; ``made_at`` in seconds since the epoch."""
+    loader = jinja2.PackageLoader("tlt_hpc.report", ".")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False, lstrip_blocks=True
+    )
+    return environment.get_template("page.html.jinja").render(
+        name=found.log.name,
+        subtitle=_subtitle(found),
+        light=variables("light"),
+        dark=variables("dark"),
+        cards=cards(found, gain),
+        how=_HOW if found.mode == "full" and found.num_ranks > 1 else "",
+        problems=found.log.problems,
+        answers=answers(found, gain, why_no_gain),
+        advice=advise(found, gain),
+        nothing_to_change="Nothing stands out." if found.is_begun else "Nothing can be said before the first step.",
+        sections=list(filter(None, _sections(found))),
+        environment=[],
+        config=_config(found),
+        commands=_commands(found),
+        footer=_footer(found, made_at),
+    )
+
+
+def _sections(found: Findings) -> list[Section | None]:
+    return [
+        _step(found),
+        _drawn("seconds", "Where the seconds go", found.throughput, draw_throughput, (_steps_table(found),)),
+        _comparison(found),
+        _drawn("lengths", "How long the responses are", found.lengths, draw_lengths),
+        _drawn("speculation", "What speculation gives", found.acceptance, draw_acceptance, _strategies(found)),
+        _drawn("learning", "How the policy learns", found.learning, draw_learning),
+    ]
+
+
+def _drawn(name: str, heading: str, part: Found, draw: Draw[Found], tables: tuple[Table, ...] = ()) -> Section | None:
+    if not part.has_data:
+        return None
+    return Section(heading, part.verdict, draw_for_page(name, part.verdict, draw, part), "", tables)
+
+
+def _step(found: Findings) -> Section | None:
+    if found.timeline is None:
+        return None
+    shown = thinned(found.timeline)
+    figure = draw_for_page("timeline", found.timeline.verdict, draw_timeline, shown)
+    caption = "Shaded: the tail, from the first rank's last token to the release of all."
+    if len(shown.lanes) < len(found.timeline.lanes):
+        order = "evenly through the order in which they finished"
+        caption += f" {len(shown.lanes)} of {len(found.timeline.lanes)} ranks are drawn, {order}."
+    heading = f"One step, as each rank spent it: step {found.timeline.step}"
+    return Section(heading, found.timeline.verdict, figure, caption, (_ranks_table(found.timeline),))
+
+
+def _comparison(found: Findings) -> Section | None:
+    if found.comparison is None or found.other is None:
+        return None
+    heading = f"Against {found.comparison.runs[0].name}"
+    return _drawn("comparison", heading, found.comparison, draw_comparison)
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _steps_table(found: Findings) -> Table:
+    series, throughput = found.learning.series, found.throughput
+    place = {step: i for i, step in enumerate(throughput.steps.tolist())}
+    heads = ("step", "score", "tokens, mean", "longest", "accept length", "rollout s", "step s", "idle rank-s",
+             "harvested rank-s", "drafter updates")  # fmt: skip
+    none = np.full(len(throughput.steps), np.nan)
+    told = (
+        found.acceptance.accept_length,
+        throughput.rollout_seconds,
+        throughput.step_seconds,
+        throughput.idle_rank_seconds,
+        throughput.harvested_rank_seconds,
+        found.acceptance.drafter_version,
+    )
+    logged = [each if len(each) == len(none) else none for each in told]
+    steps = found.learning.steps.tolist()
+    rows = []
+    for i, step in enumerate(steps):
+        at = place.get(step)
+        own = [series[name][i] for name in ("score", "length", "longest")]
+        rows.append([*own, *(each[at] if at is not None else np.nan for each in logged)])
+    values = np.array(rows, np.float64).reshape(-1, len(heads) - 1)
+    size = max(1, -(-len(steps) // _MOST_ROWS))
+    forms = (".3f", ",.0f", ",.0f", ".2f", ".2f", ".2f", ".2f", ".2f", ",.0f")
+    lines = []
+    for start in range(0, len(steps), size):
+        some = values[start : start + size]
+        means = [_mean(some[:, column]) for column in range(some.shape[1])]
+        name = str(steps[start]) if len(some) == 1 else f"{steps[start]}\u2013{steps[start + len(some) - 1]}"
+        lines.append((name, *(_cell(mean, form) for mean, form in zip(means, forms, strict=True))))
+    heading = "By step" if size == 1 else f"By step, means of {size} neighbours"
+    return Table(heading, heads, tuple(lines))
+
+
+def _ranks_table(found: Timeline) -> Table:
+    heads = ("rank", "last token at s", "idle s", "harvested s", "of it", "drafter updates")
+    lanes = sorted(found.lanes, key=lambda lane: lane.rollouts[-1].last_token_seconds)
+    rows: list[tuple[str, ...]] = []
+    for lane in lanes:
+        last = lane.rollouts[-1].last_token_seconds
+        used = share(lane.harvested_seconds, lane.idle_seconds) if lane.idle_seconds > 0 else "\u2013"
+        cells = (f"{last:.2f}", f"{lane.idle_seconds:.2f}", f"{lane.harvested_seconds:.2f}", used)
+        rows.append((str(lane.rank), *cells, f"{lane.num_micro_steps:,}"))
+    if len(rows) > _MOST_ROWS:
+        half = _MOST_ROWS // 2
+        rows = [*rows[:half], ("...", *[""] * (len(heads) - 1)), *rows[-half:]]
+    return Table("Ranks of this step, as they finished", heads, tuple(rows))
+
+
+def _strategies(found: Findings) -> tuple[Table, ...]:
+    part = found.acceptance
+    if not len(part.strategies):
+        return ()
+    tokens, rounds, taken = part.step_tokens.sum(0), part.step_rounds.sum(0), part.seconds.sum(1)
+    heads = ("strategy", "rounds", "tokens", "of all", "tokens per pass", "seconds, all ranks")
+    rows = []
+    for i in np.argsort(-tokens, kind="stable"):
+        by_pass = _cell(float(part.by_strategy[i]), ".2f")
+        told = (f"{rounds[i]:,}", f"{tokens[i]:,}", share(float(tokens[i]), float(tokens.sum())), by_pass)
+        rows.append((part.strategies[i], *told, f"{taken[i]:.1f}"))
+    return (Table("Strategies", heads, tuple(rows)),)
+
+
+def _mean(values: np.ndarray) -> float:
+    told = values[np.isfinite(values)]
+    return float(told.mean()) if len(told) else float("nan")
+
+
+def _cell(value: float, form: str) -> str:
+    return f"{value:{form}}" if np.isfinite(value) else "\u2013"
+
+
+# -- words around them ----------------------------------------------------------------------------------------------
+
+
+def _subtitle(found: Findings) -> str:
+    if not found.is_begun:
+        return "no step is committed yet"
+    parts = [span_of(found.learning.steps)]
+    if found.num_ranks:
+        parts.append(count(found.num_ranks, "rank"))
+    if found.mode:
+        parts.append({"plain": "no speculation", "ngram": "n-gram speculation", "full": "full speculation"}[found.mode])
+    if found.timeline is not None:
+        parts.append(time.strftime("%Y-%m-%d", time.gmtime(found.timeline.start_seconds)))
+    return ", ".join(parts)
+
+
+def _config(found: Findings) -> str:
+    try:
+        return found.log.folder.config.read_text(encoding="utf-8")
+    except OSError as error:
+        return f"not here: {error.strerror or error}"
+
+
+def _commands(found: Findings) -> list[str]:
+    run = shlex.quote(str(found.log.folder.path))
+    told = [f"python tools/{name}.py {run}" for name in ("timeline", "throughput", "acceptance", "lengths", "learning")]
+    told.append(f"python tools/export_run.py {run}    # tables, and a trace for ui.perfetto.dev")
+    told.append(f"tlt watch {run} --sample 3    # responses, with the tokens that came as accepted drafts")
+    if found.mode != "plain":
+        told.append(f"tlt simulate --from {run} --nodes 1,2,4,8    # what more ranks or other settings would bring")
+    return told
+
+
+def _footer(found: Findings, made_at: float) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_at))
+    tokens = seconds(float(np.nansum(found.throughput.step_seconds)))
+    return f"Made {when} by tlt_hpc {__version__} from the run's own files ({tokens} of steps); loads nothing."
