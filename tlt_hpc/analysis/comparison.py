@@ -29,7 +29,7 @@ SHOWN = {
     "accept_length": ("Accept length", "tokens per pass", False),
     "rollout_seconds": ("Rollout", "seconds", True),
     "step_seconds": ("Step", "seconds", True),
-    IDLE: ("Waiting of all ranks; filled: harvested", "rank-seconds", True),
+    IDLE: ("Waiting; filled: harvested", "rank-seconds", True),
 }
 """Series -> heading, unit, and whether its axis begins at zero."""
 MOST_TOKENS = 8_000_000

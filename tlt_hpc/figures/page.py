@@ -29,6 +29,8 @@ FONT = "'DejaVu Sans', Verdana, sans-serif"
 """Letters as wide as those that the figure was laid out with; where there are none, narrower ones."""
 
 _NUMBER = re.compile(r"-?\d+\.\d{3,}")
+_PLACE = re.compile(r'(?<= )(?:d|x|y|transform)="[^"]*"')
+"""Where numbers are places, which a hundredth of a point is fine enough for; in text they are figures."""
 _HEX = re.compile(r"#f1e0[0-9a-f]{2}")
 _ATTRIBUTE = re.compile(r'(fill|stroke)="(#f1e0[0-9a-f]{2})"')
 _ID = re.compile(r' id="([^"]+)"')
@@ -71,11 +73,15 @@ def as_element(svg: str, name: str, told: str) -> str:
     body = _LINK.sub(lambda at: at[0].replace("#", f"#{name}-"), body)
     body = _ATTRIBUTE.sub(r'style="\1: \2"', body)
     body = _HEX.sub(lambda at: f"var(--{NAMES[int(at[0][1:], 16) - _MARK]})", body)
-    body = _NUMBER.sub(lambda at: f"{float(at[0]):.2f}".rstrip("0").rstrip("."), body)
+    body = _PLACE.sub(lambda place: " ".join(_NUMBER.sub(_shortened, place[0]).split()), body)
     body = body.replace("'DejaVu Sans'", FONT)
     body = re.sub(r"\n\s*", "\n", body).strip()
     head = f'<svg viewBox="{box[1]}" role="img" aria-label="{html.escape(told, quote=True)}"'
     return f'{head} xmlns:xlink="http://www.w3.org/1999/xlink">\n{body}\n</svg>'
+
+
+def _shortened(number: re.Match[str]) -> str:
+    return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
 
 def _colours(theme: Theme) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ def draw_throughput(found: Throughput) -> Figure:
     rest = np.maximum(found.idle_rank_seconds - found.harvested_rank_seconds, 0)
     kept = found.harvested_rank_seconds
     _bars(waiting, found.steps, [(kept, colours[Kind.TRAIN], None), (rest, colours[Kind.IDLE], HATCHES[Kind.IDLE])])
-    panel(waiting, "Waiting for the last rank: harvested, and idle", x="step", y="rank-seconds")
+    panel(waiting, "Waiting: harvested, and idle", x="step", y="rank-seconds")
     _rates(rates, found.rates)
     legend_below(figure, [_patch(kind) for kind in found.kinds], 4)
     title(figure, "Where the seconds go", f"{found.run}, {_steps(found.steps)}, {_ranks(found)}")
@@ -247,7 +247,7 @@ def _rates(axes: Axes, rates: dict[str, float]) -> None:
     axes.barh(range(len(names)), list(rates.values()), 0.65, color=faces)
     for place, value in enumerate(rates.values()):
         axes.annotate(f"{value:,.0f}", (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(range(len(names)), [_SHORT.get(name, name) for name in names])
+    axes.set_yticks(range(len(names)), [_short(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, max(rates.values(), default=1.0) * 1.22)
     axes.grid(axis="x")
@@ -263,6 +263,11 @@ _SHORT = {
     str(Kind.DECODE): "plain, a rank",
     str(Kind.SPECULATE): "speculative, a rank",
 }
+
+
+def _short(name: str) -> str:
+    text = _SHORT.get(name, name)
+    return text.partition(",")[0] if layout().is_narrow else text
 
 
 def _kind(name: str) -> Kind | None:

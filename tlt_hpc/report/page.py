@@ -27,8 +27,8 @@ _MOST_ROWS = 60
 """Of the table of steps; of more steps, means of neighbours."""
 _HOW = (
     "In a step every rank generates its share of the responses. A few are very long, so ranks that are done wait for "
-    "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that time is "
-    "harvested. The draft model proposes tokens, of which the policy verifies several at once: that is the gain."
+    "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that is "
+    "harvested time. The draft model proposes tokens, of which the policy verifies several at once: that is the gain."
 )
 
 

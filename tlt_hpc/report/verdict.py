@@ -160,7 +160,7 @@ def _gained(found: Findings, gain: Gain | None) -> Card | None:
     if gain is None:
         return None
     known = "measured" if gain.is_measured else "estimated"
-    words = f"as fast: the same rollouts without speculation ({known}); whole steps {gain.step:.2f}\u00d7"
+    words = f"as fast as without speculation, on the same rollouts ({known}); whole steps: {gain.step:.2f}\u00d7"
     return Card("Gained", f"{gain.rollout:.2f}\u00d7", words, "good" if gain.rollout >= 1.02 else "bad")
 
 
