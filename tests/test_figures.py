@@ -110,6 +110,8 @@ def overlap(a: Bbox, b: Bbox) -> float:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", FIGURES)
 def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, case: str, arranged: Layout) -> None:
+    if arranged is PAGE and case != "few":
+        pytest.skip("differs from the wide one by its title alone")
     if case == "begun" and name == "timeline":
         pytest.skip("there is no step to show")
     analyse, draw = FIGURES[name]

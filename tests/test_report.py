@@ -271,7 +271,7 @@ def test_the_page_is_one_file(tmp_path: Path, run: RunFolder, capsys: pytest.Cap
     for heading in ("What was trained?", "What to change", "Where the seconds go", "Against plain", "Strategies"):
         assert heading in shown
     assert shown.index("2.00\u00d7") < shown.index("One step"), "the verdict comes first"
-    assert not re.search(r"\bnan\b|None|Undefined", shown)
+    assert not re.search(r"\bnan\b|\bNone\b(?! was cut)|Undefined", shown)
 
 
 def test_both_themes_are_one_drawing(run: RunFolder) -> None:
@@ -321,11 +321,13 @@ def test_a_run_of_which_little_is_known(tmp_path: Path, case: str, capsys: pytes
     assert report(folder.path) == 0, capsys.readouterr().err
     page = Page((folder.path / "report.html").read_text())
     shown = " ".join(page.text)
-    assert not re.search(r"\bnan\b|None|Undefined", shown)
+    assert not re.search(r"\bnan\b|\bNone\b(?! was cut)|Undefined", shown)
     if case == "damaged":
         assert "Not everything could be read" in shown and "step-000001/rank-0000.h5" in shown
     if case == "begun":
         assert "no step is committed yet" in shown
+    if case in ("no config", "one rank"):
+        assert "exact sample" not in shown and "the same" not in shown, "nothing is known of the precision"
 
 
 def test_a_long_run_stays_small(tmp_path: Path) -> None:

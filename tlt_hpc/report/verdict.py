@@ -86,6 +86,8 @@ def text_in_words(found: Findings) -> str:
         return f"No: against {other} the tokens differ from step {first} on{why}."
     if found.mode == "plain":
         return "There was no speculation in this run."
+    if not found.mode:
+        return ""
     if found.is_guarded:
         return (
             "By construction, yes: the same noise decides every token, and near-ties were decided alike on all paths. "
@@ -172,7 +174,7 @@ def _text(found: Findings) -> Card | None:
         return Card("Text", "the same", f"token for token, with and without speculation ({steps} compared)", "good")
     if text is Text.DIFFERENT:
         return Card("Text", "differs", "from that of the other run", "bad")
-    if found.mode == "plain":
+    if found.mode in ("plain", ""):
         return None
     if found.is_guarded:
         return Card("Text", "the same", "by construction; not compared here (--against proves it)")
