@@ -28,11 +28,11 @@ FLOORS = (
     ("tail", "update", "evaluate"),
     ("draws", "kept", "finished"),
     ("job", "metrics", "simulate"),
-    ("plan", "memory_plan", "owner"),
+    ("plan", "memory_plan", "owner", "environment"),
     ("rollout", "drafting", "rl", "rewards", "checkpoint", "data", "tracking"),
     ("models", "figures"),
     ("analysis",),
-    ("mpi", "storage", "kernels"),
+    ("mpi", "storage", "kernels", "energy"),
     ("config", "records", "timing", "stopping"),
     ("recipes", "watch", "errors"),
     ("",),  # the package itself: its version
@@ -55,6 +55,8 @@ MAY_KNOW = {
     "memory_plan": {"rollout", "models", "config"},
     "simulate": {"memory_plan", "rollout", "models", "storage", "config", "records"},
     "export": {"checkpoint", "models", "storage", "config"},
+    "energy": set(),
+    "environment": {"rollout", "storage", "mpi"},
     "live": {"owner", "models", "storage", "records", "watch", "errors"},
     "tracking": {"storage", "config"},
     "records": set(),
@@ -81,6 +83,7 @@ HOME_OF = {
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
     "huggingface_hub": {"preflight"},
+    "pynvml": {"energy"},
 }
 WITHOUT_TORCH = {
     "mpi",
@@ -103,6 +106,8 @@ WITHOUT_TORCH = {
     "inspect_data",
     "preflight",
     "live",
+    "energy",
+    "environment",
     "analysis",
     "figures",
 }
