@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from tlt_hpc.energy.counter import NoCounterError
 from tlt_hpc.energy.meter import Counters, Meter, Reach, told_kinds
 from tlt_hpc.energy.nvml import Nvml
 from tlt_hpc.energy.rapl import Rapl
+from tlt_hpc.environment.source import git_commit
+from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.step_lines import read_lines
 
 RANGE = 65_532_610_987  # AMD's
@@ -316,16 +319,20 @@ def test_a_part_that_was_lost_leaves_the_sum_out() -> None:
 
 
 @pytest.mark.mpi
-def test_a_run_logs_joules(tmp_path: Path) -> None:
-    """Two ranks of one node, whose only package counts a million joules between any two readings."""
+def test_a_run_logs_joules_and_each_start_what_it_runs_on(tmp_path: Path) -> None:
+    """Two ranks of one node, one of whose counters goes on by a joule from each reading to the next."""
     run_on_ranks(2, train_beside_a_counter, str(tmp_path), timeout=240)
     lines = read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     assert list(lines) == [0, 1]
     for line in lines.values():
         assert line["energy/cpu_joules"] == 2.0 and line["energy/rollout_cpu_joules"] == 1.0
         assert "energy/gpu_joules" not in line
-    told = json.loads((tmp_path / "runs" / "tiny" / "environment.jsonl").read_text())
-    assert told["energy"] == {"cpu": ""} and told["hosts"][0]["num_ranks"] == 2
+    starts, problems = read_environments(tmp_path / "runs" / "tiny" / "environment.jsonl")
+    assert len(starts) == 2 and not problems
+    for start in starts:
+        assert [host.num_ranks for host in start.hosts] == [2] and start.hosts[0].gpus == {}
+        assert start.hosts[0].num_cores == len(os.sched_getaffinity(0)) and start.mpi and start.threads == "1"
+        assert start.energy == {"cpu": ""} and start.commit == git_commit(ROOT) and start.launcher.startswith("mpiexec")
 
 
 def train_beside_a_counter(folder: str) -> None:
@@ -348,10 +355,11 @@ def train_beside_a_counter(folder: str) -> None:
         return readings[-1]
 
     Rapl.joules = count  # type: ignore[method-assign]
-    changes = ["run.num_steps=2", "rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=48"]
-    config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder}/runs", "run.ranks=2", *changes])
-    with make_reporter(world.rank == 0) as reporter:
-        run(config, world, reporter)
+    changes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=48"]
+    for num_steps in (1, 2):
+        options = [f"run.folder={folder}/runs", "run.ranks=2", f"run.num_steps={num_steps}", *changes]
+        with make_reporter(world.rank == 0) as reporter:
+            run(load_config(ROOT / "jobs" / "tiny.toml", options), world, reporter)
     assert bool(readings) == (world.rank == 0), "one rank of a node reads"
     leave_process_group()
     world.leave()
