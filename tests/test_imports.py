@@ -28,11 +28,11 @@ FLOORS = (
     ("tail", "update", "evaluate"),
     ("draws", "kept", "finished"),
     ("job", "metrics", "simulate"),
-    ("plan", "memory_plan", "owner"),
+    ("plan", "memory_plan", "owner", "environment"),
     ("rollout", "drafting", "rl", "rewards", "checkpoint", "data", "tracking"),
     ("models", "figures"),
     ("analysis",),
-    ("mpi", "storage", "kernels"),
+    ("mpi", "storage", "kernels", "energy"),
     ("config", "records", "timing", "stopping"),
     ("recipes", "watch", "errors"),
     ("",),  # the package itself: its version
@@ -56,6 +56,8 @@ MAY_KNOW = {
     "simulate": {"memory_plan", "rollout", "models", "storage", "config", "records"},
     "export": {"checkpoint", "models", "storage", "config"},
     "report": {"simulate", "figures", "analysis", "storage", "errors"},
+    "energy": set(),
+    "environment": {"rollout", "storage", "mpi"},
     "live": {"owner", "models", "storage", "records", "watch", "errors"},
     "tracking": {"storage", "config"},
     "records": set(),
@@ -82,6 +84,7 @@ HOME_OF = {
     "tensorboard": {"tracking"},
     "wandb": {"tracking"},
     "huggingface_hub": {"preflight"},
+    "pynvml": {"energy"},
 }
 WITHOUT_TORCH = {
     "mpi",
@@ -105,6 +108,8 @@ WITHOUT_TORCH = {
     "preflight",
     "live",
     "report",
+    "energy",
+    "environment",
     "analysis",
     "figures",
 }

@@ -30,6 +30,8 @@ from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
+from tlt_hpc.energy.meter import Counters, Meter, told_kinds
+from tlt_hpc.environment.facts import Gpu, Place, find_environment
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
@@ -54,6 +56,7 @@ from tlt_hpc.rollout.decisions import Agree
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.storage.environment_lines import Environment, add_environment
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.first_rollouts import FirstRollouts
 from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
@@ -115,6 +118,7 @@ class Job:
     bench: Bench
     """What gives responses their rewards; its server outlives the job, for further ones of this process."""
     mismatch: MismatchWatch
+    meter: Meter
 
     def load_policy(self, version: int) -> None:
         """Put the policy's weights into the decoder; the drafter reads its embedding and head there. Collective."""
@@ -132,6 +136,7 @@ class Job:
         finally:
             if self.drafting:
                 self.drafting.cache.abandon_step()  # still open where the run failed: its thread ends here
+            self.meter.close()
             self.pulse.close()
 
 
@@ -153,8 +158,9 @@ def assemble(config: Config, world: World) -> Job:
     drafting = (
         make_drafting(config, world, folder, decoder, assets, warm) if config.speculation.mode == "full" else None
     )
+    meter, environment = look_around(world, device)
     # last of what may find a mistake of the user's: nothing is written before
-    claim_folder(folder, config, world, assets.prompts)
+    claim_folder(folder, config, world, assets.prompts, environment)
     if drafting:
         drafting.cache.recover()
     served = drafting.served if drafting else None
@@ -178,7 +184,24 @@ def assemble(config: Config, world: World) -> Job:
         drafting=drafting,
         bench=bench,
         mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),
+        meter=meter,
     )
+
+
+def look_around(world: World, device: torch.device) -> tuple[Meter, Environment | None]:
+    """The meter of energy, and on rank 0 what the run runs on; collective."""
+    gpu = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = Gpu(properties.name, f"GPU-{properties.uuid}")
+    counters = Counters(world.hostname, gpu.uuid if gpu else "", world.local_rank == 0)
+    ranks = world.allgather((Place.here(world.hostname, gpu), counters.reach))
+    reaches = [reach for _, reach in ranks]
+    meter = Meter(counters, reaches, world.rank)
+    if world.rank:
+        return meter, None
+    places = [place for place, _ in ranks]
+    return meter, find_environment(world, places, torch.version.cuda or "", told_kinds(reaches))
 
 
 def open_bench(config: Config, world: World) -> Bench:
@@ -200,8 +223,16 @@ def open_bench(config: Config, world: World) -> Bench:
     return bench
 
 
-def claim_folder(folder: RunFolder, config: Config, world: World, prompts: PromptSource | None = None) -> None:
+def claim_folder(
+    folder: RunFolder,
+    config: Config,
+    world: World,
+    prompts: PromptSource | None = None,
+    environment: Environment | None = None,
+) -> None:
     """Save configuration and fingerprints of the data with the run, or check them against what is there; collective.
+
+    ``environment``: on rank 0, what is to be noted of this start.
 
     Raises:
         ConfigError: on all ranks, where the folder holds a run of another configuration, or not all of them see it.
@@ -212,6 +243,8 @@ def claim_folder(folder: RunFolder, config: Config, world: World, prompts: Promp
             _claim(folder, config)
             if prompts is not None:
                 claim_data(folder.path, prompts.fingerprints())
+            if environment is not None:
+                add_environment(folder.environment, environment)
             probe.touch()
         except (UserError, OSError) as caught:
             error = str(caught)

@@ -9,6 +9,7 @@ import numpy as np
 
 from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.energy.meter import PREFIX as ENERGY
 from tlt_hpc.mpi.world import World
 from tlt_hpc.records import FinishReason, RolloutTiming
 from tlt_hpc.rl.policy import Update
@@ -105,7 +106,9 @@ def summarise(
     }
     for name in ranks[0].own:
         values = [rank.own[name] for rank in ranks]
-        metrics[name] = max(values) if name in _LONGEST else sum(values)
+        figure = max(values) if name in _LONGEST else sum(values)
+        if not (name.startswith(ENERGY) and np.isnan(figure)):  # a counter was lost: the rest is not the whole
+            metrics[name] = figure
     if merge:
         metrics |= _own_drafts(DraftCounts.from_metrics(metrics))
     for name in ranks[0].strategy_tokens:

@@ -160,8 +160,10 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     BEAT.at_step(step)
     timer = timer or PhaseTimer()
     shows = job.world.rank == 0
+    job.meter.begin_step()
     with timer("gen"):
         tail = roll_out(job, step, reporter)
+    job.meter.end_rollout()
     with timer("drafter"):
         train_serially(job, step, tail)
     with timer("gen"):
@@ -370,6 +372,7 @@ def make_record(
             "rollout/kept": float(len(kept)),
             KEPT_TOKENS: float(sum(len(rollout.response_tokens) for rollout in kept)),
             **tail.scorer.metrics(),
+            **job.meter.end_step(),
             **(drafter_metrics(job, tail, counts, micro_steps, merged) if job.drafting else {}),
         },
     )

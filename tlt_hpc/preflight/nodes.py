@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import tlt_hpc
 from tlt_hpc.config import Config, UserError
+from tlt_hpc.environment.source import source_digest
 from tlt_hpc.models.tokenizer import find_model
 
 if TYPE_CHECKING:
@@ -162,22 +163,13 @@ def gather_facts(config: Config, world: World) -> NodeFacts:
     return NodeFacts(
         python=platform.python_version(),
         packages=", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
-        source=f"tlt_hpc {tlt_hpc.__version__} ({source_digest(Path(tlt_hpc.__file__).parent)})",
+        source=f"tlt_hpc {tlt_hpc.__version__} ({source_digest()})",
         mpi=" ".join(world.library.split("\n")[0].split()),
         gpus=gpus_in_words(os.environ),
         driver=_driver(),
         run_folder=_of(lambda: "is there" if Path(config.run.folder).is_dir() else "is not there"),
         model=_of(lambda: model_digest(find_model(config.model.path))),
     )
-
-
-def source_digest(folder: Path) -> str:
-    """Of the names and contents of a package's Python files."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\0".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def model_digest(folder: Path) -> str:

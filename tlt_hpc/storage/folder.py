@@ -40,6 +40,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def environment(self) -> Path:
+        return self.path / "environment.jsonl"
+
+    @property
     def finished(self) -> Path:
         return self.path / "finished.json"
 

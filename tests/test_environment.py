@@ -1,0 +1,174 @@
+"""Each start of a run says on what it ran, and what it said is read back, torn lines or not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from small_run import small_run
+
+import tlt_hpc
+from tlt_hpc.analysis.environment import analyse_environment, environment_in_words, read_environment
+from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.environment.facts import Gpu, Place, find_environment, hosts_of, launcher_of
+from tlt_hpc.environment.source import git_commit
+from tlt_hpc.storage.environment_lines import Environment, Host, add_environment, read_environments
+from tlt_hpc.storage.folder import WriteError
+
+HOSTS = (
+    Host("gpu-1", 8, "AMD EPYC 9654", 64, 10**12, {"NVIDIA H100": 8}),
+    Host("gpu-2", 8, "AMD EPYC 9654", 64, 10**12, {"NVIDIA H100": 8}),
+    Host("gpu-3", 4, "AMD EPYC 9654", 32, 10**12, {}),
+)
+ENVIRONMENT = Environment(
+    time="2026-11-22T12:00:00+00:00",
+    version="0.1.0",
+    commit="0123456789abcdef" * 2 + "01234567",
+    source="0a1b2c3d4e5f",
+    python="3.11.2",
+    packages={"torch": "2.13.0", "numpy": "2.4.6"},
+    cuda="12.8",
+    mpi="Open MPI v5.0.6\nmore of it",
+    hosts=HOSTS,
+    threads="1",
+    slurm={"job": "4711"},
+    launcher="srun",
+    command=("python", "-m", "tlt_hpc", "train", "jobs/tiny.toml"),
+    energy={"gpu": "", "cpu": "gpu-1: may be read by root alone"},
+)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path, later = tmp_path / "environment.jsonl", replace(ENVIRONMENT, commit="", cuda="")
+    add_environment(path, ENVIRONMENT)
+    add_environment(path, later)
+    assert read_environments(path) == ([ENVIRONMENT, later], [])
+    assert path.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize("torn", ('{"time": "2026', '{"time": "2026"}', "[1]", '{"hosts": 3}', "\0\0\0", "null"))
+def test_a_torn_line_is_named_and_breaks_none(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "environment.jsonl"
+    add_environment(path, ENVIRONMENT)
+    with path.open("a") as file:
+        file.write(torn)
+    found, problems = read_environments(path)
+    assert found == [ENVIRONMENT] and len(problems) == 1 and f"{path}:2 is cut off" in problems[0]
+    add_environment(path, ENVIRONMENT)
+    found, problems = read_environments(path)
+    assert found == [ENVIRONMENT] * 2 and len(problems) == 1, "the next line is whole"
+
+
+def test_a_later_version_may_tell_more(tmp_path: Path) -> None:
+    path = tmp_path / "environment.jsonl"
+    row = asdict(ENVIRONMENT) | {"weather": "fine"}
+    row["hosts"][0]["rack"] = 7
+    path.write_text(json.dumps(row) + "\n")
+    assert read_environments(path) == ([ENVIRONMENT], [])
+
+
+def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(WriteError, match=r"environment\.jsonl: No space left.*make room there"):
+        add_environment(tmp_path / "environment.jsonl", ENVIRONMENT)
+
+
+def test_a_run_without_the_file(tmp_path: Path) -> None:
+    run = RunLog(small_run(tmp_path / "run").path)
+    assert read_environment(run) == () and run.problems == ()
+    assert "does not tell on what it ran" in analyse_environment(run).verdict
+
+
+def test_starts_in_words(tmp_path: Path) -> None:
+    folder = small_run(tmp_path / "run")
+    add_environment(folder.environment, replace(ENVIRONMENT, python="3.12.1"))
+    add_environment(folder.environment, replace(ENVIRONMENT, time="2026-11-21T12:00:00+00:00", slurm={"job": "1"}))
+    add_environment(folder.environment, ENVIRONMENT)
+    with folder.environment.open("a") as file:
+        file.write('{"time"')
+    found = analyse_environment(RunLog(folder.path))
+    assert found.starts[-1] == ENVIRONMENT and len(found.starts) == 3
+    assert "The last of 3 starts; 1 of them on other code, versions or nodes." in found.verdict
+    assert len(found.problems) == 1 and "environment.jsonl:4 is cut off" in found.problems[0]
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_alike_nodes_are_told_of_once() -> None:
+    words = environment_in_words(ENVIRONMENT)
+    assert words == (
+        "tlt_hpc 0.1.0 (commit 0123456789ab) with Python 3.11.2, torch 2.13.0 for CUDA 12.8, numpy 2.4.6 and Open MPI "
+        "v5.0.6. 20 ranks on 2 nodes, gpu-1 to gpu-2 (8 ranks, 64 cores of AMD EPYC 9654, 1,000 GB, 8 x NVIDIA H100) "
+        "and gpu-3 (4 ranks, 32 cores of AMD EPYC 9654, 1,000 GB); 1 thread a rank. Started at "
+        "2026-11-22T12:00:00+00:00 by srun in Slurm job 4711."
+    )
+
+
+def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
+    one, other = Gpu("H100", "GPU-1"), Gpu("H100", "GPU-2")
+    places = [Place(host, "EPYC", cores, 8, gpu) for host, cores, gpu in (
+        ("b", 0b0011, one), ("a", 0b1, None), ("b", 0b0110, one), ("b", 0b0110, other)
+    )]  # fmt: skip
+    assert hosts_of(places) == (Host("b", 3, "EPYC", 3, 8, {"H100": 2}), Host("a", 1, "EPYC", 1, 8, {}))
+
+
+@pytest.mark.parametrize(
+    ("variables", "launcher"),
+    (
+        ((), "none"),
+        (("SLURM_STEP_ID", "PMI_RANK"), "srun"),
+        (("SLURM_STEP_ID", "PMI_RANK", "MPI_LOCALRANKID"), "mpiexec of MPICH or Intel MPI (Hydra)"),
+        (("OMPI_COMM_WORLD_LOCAL_RANK", "TLT_STARTED"), "tlt, by mpiexec of Open MPI"),
+    ),
+)
+def test_who_started_the_ranks(variables: tuple[str, ...], launcher: str) -> None:
+    assert launcher_of(dict.fromkeys(variables, "0")) == launcher
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    place = Place.here("here", None)
+    assert place.cores.bit_count() == len(os.sched_getaffinity(0)) and place.memory_bytes > 2**28 and place.processor
+    found = find_environment(SimpleNamespace(library="MPICH 5\n\0"), [place], "", {"cpu": "none"})
+    assert found.version == tlt_hpc.__version__ and found.mpi == "MPICH 5" and found.slurm["job"] == "12"
+    assert found.packages.keys() >= {"torch", "mpi4py", "deepspeed", "transformers", "h5py", "numpy"}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", found.time)
+    assert list(found.command) == sys.orig_argv and found.energy == {"cpu": "none"}
+
+
+# --- the commit of a clone ---
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "init.defaultBranch=main", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git to hold it against")
+def test_the_commit_is_git_s_own(tmp_path: Path) -> None:
+    """On a branch, packed, in a worktree, detached; none before the first, and none where there is no clone."""
+    clone, tree = tmp_path / "clone", tmp_path / "tree"
+    clone.mkdir()
+    assert git_commit(clone) == ""
+    git(clone, "init")
+    assert git_commit(clone) == ""
+    git(clone, "commit", "--allow-empty", "-m", "one")
+    assert git_commit(clone) == git(clone, "rev-parse", "HEAD") != ""
+    git(clone, "worktree", "add", "-b", "side", str(tree))
+    git(tree, "commit", "--allow-empty", "-m", "two")
+    assert git_commit(tree) == git(tree, "rev-parse", "HEAD") != git_commit(clone)
+    git(clone, "pack-refs", "--all")
+    assert git_commit(tree) == git(tree, "rev-parse", "HEAD") != git_commit(clone) == git(clone, "rev-parse", "main")
+    git(tree, "checkout", "--detach", "main")
+    assert git_commit(tree) == git(clone, "rev-parse", "main")
