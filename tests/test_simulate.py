@@ -24,6 +24,8 @@ from tlt_hpc.simulate.energy import Watts, kilowatt_hours, read_watts
 from tlt_hpc.simulate.lengths import Logged, LogNormal, deal, read_lengths
 from tlt_hpc.simulate.measured import Rounds, curve
 from tlt_hpc.simulate.paper import SOURCES
+from tlt_hpc.simulate.profile import read_costs
+from tlt_hpc.simulate.published import chance_of, expected
 from tlt_hpc.simulate.run_log import read_run
 from tlt_hpc.simulate.search import pays_up_to, search
 from tlt_hpc.simulate.step import Phases, Setting, simulate
@@ -32,7 +34,7 @@ from tlt_hpc.simulate.walk import walk
 from tlt_hpc.simulate.what_if import deal_by, shared_tail, what_ifs
 from tlt_hpc.simulate.workload import Workload
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY, QWEN = str(ROOT / "jobs" / "tiny.toml"), str(ROOT / "jobs" / "qwen7b.toml")
@@ -445,9 +447,11 @@ def test_seconds_a_token_by_powers_of_two_of_the_batch() -> None:
 
 
 def test_the_pace_of_a_round_is_that_of_its_like() -> None:
-    before = rounds_of(("off", 1, 1, 1.0), ("a", 1, 3, 3.0), ("off", 4, 4, 9.0), ("off", 5, 5, 11.0))
-    asked = rounds_of(("off", 1, 1, 0.0), ("a", 1, 1, 0.0), ("a", 6, 1, 0.0), ("a", 64, 1, 0.0))
-    assert paced(before, asked).tolist() == [1.0, 3.0, 10.0, 6.0]
+    few = [("off", 1, 1, 1.0), ("a", 1, 3, 3.0), ("off", 4, 4, 9.0), ("off", 5, 5, 11.0)]
+    before = rounds_of(*4 * few, ("b", 1, 1, 200.0))
+    asked = rounds_of(*[(name, live, 1, 0.0) for name, live in (("off", 1), ("a", 1), ("a", 6), ("a", 64), ("b", 1))])
+    like, every = (4 * 4 + 200) / 9, (4 * 24 + 200) / 17
+    assert paced(before, asked).tolist() == pytest.approx([1.0, 3.0, 10.0, every, like])
 
 
 def test_a_machine_that_slows_down_is_told_from_a_model_that_errs(tmp_path: Path) -> None:
@@ -515,18 +519,75 @@ def test_overrides_of_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert status == 0 and out.startswith("other: 4 x 2 responses a step, 7 steps")
 
 
-def test_from_a_cost_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "profile.json"
+def write_cost_profile(file: Path) -> Path:
+    """Batches of 1 and 64; the widest pass reads 320 tokens in 90 ms."""
     words = dict.fromkeys(("processor", "device", "torch_version", "model", "dtype"), "x")
     key = {**words, "num_cores": 1, "num_threads": 1}
     verify = [[1, [[1, 0.010], [5, 0.012]]], [64, [[1, 0.020], [5, 0.090]]]]
-    drafts = {"drafter": [[1, [[4, 0.002]]], [64, [[4, 0.004]]]]}
+    drafts = {"drafter": [[1, [[4, 0.002]]], [64, [[4, 0.004]]]], "ngram": [[1, [[4, 1e-9]]], [64, [[4, 1e-9]]]]}
     file.write_text(json.dumps({"schema": 1, "key": key, "verify": verify, "drafts": drafts, "measured_seconds": 1.0}))
+    return file
+
+
+def test_from_a_cost_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = write_cost_profile(tmp_path / "profile.json")
     status, out, _ = said(
         capsys, TINY, "--profile", str(file), "--chance", "0.5", "--nodes", "1", "--steps", "2", "--json",
         'speculation.strategies=["drafter-4"]', "rollout.max_live=1",
     )  # fmt: skip
     assert status == 0 and json.loads(out)["rows"][0]["gain"] == pytest.approx(0.010 * 1.9375 / 0.014, rel=1e-3)
+
+
+def test_n_grams_have_a_chance_of_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of one sequence a round with n-grams takes 12 ms, a plain one 10."""
+    file = write_cost_profile(tmp_path / "profile.json")
+    arguments = (TINY, "--profile", str(file), "--nodes", "1", "--steps", "2", "--json", "rollout.max_live=1")
+    gains = []
+    for more in (("--ngram-chance", "0.2"), ("--ngram-chance", "0.45", "--chance", "0.99"), ()):
+        status, out, _ = said(capsys, *arguments, "speculation.mode=ngram", *more)
+        tree = json.loads(out)
+        assert status == 0
+        gains.append(tree["rows"][0]["gain"])
+    assert gains == pytest.approx([0.010 * expected(chance, 4) / 0.012 for chance in (0.2, 0.45, 0.5)], rel=1e-3)
+    assert "chance: ngram 0.50 (assumed)" in " ".join(tree["origin"])
+
+
+def test_chances_of_a_run_with_another_machine_s_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for path in (path for step in range(6) for path in RunFolder(folder).rollout_logs(step)):
+        step = read_step(path)
+        drafted = np.where(step.spans.strategy_index == 0, np.int16(1), step.spans.strategy_index)
+        write_step(path, replace(step, spans=replace(step.spans, strategy_index=drafted)))  # drafts that never stood
+    file = write_cost_profile(tmp_path / "profile.json")
+    arguments = ("--from", str(folder), 'speculation.strategies=["drafter-4"]')
+    arguments += ("--profile", str(file), "--nodes", "1", "--steps", "2", "--json", "rollout.max_live=1")
+    status, out, _ = said(capsys, *arguments)
+    tree = json.loads(out)
+    said_origin = " ".join(tree["origin"])
+    assert status == 0 and tree["rows"][0]["gain"] == 1.0
+    assert "chance: drafter 0.00 (measured)" in said_origin
+    assert "the run's own" in said_origin and tree["rows"][0]["step_seconds"] == tree["rows"][0]["rollout_seconds"]
+    _, out, _ = said(capsys, *arguments, 'speculation.strategies=["ngram-4","hybrid-4x2v8"]')
+    assert "chance: ngram 0.50 (assumed), hybrid 0.00 (measured)" in " ".join(json.loads(out)["origin"])
+    _, out, _ = said(capsys, *arguments, "--chance", "0.5")
+    assert json.loads(out)["rows"][0]["gain"] > 1.2
+
+
+def test_prompts_are_read_at_the_widest_pass_of_a_profile(tmp_path: Path) -> None:
+    file = write_cost_profile(tmp_path / "profile.json")
+    costs = read_costs(file, (), 128, {}, 4096)
+    assert costs.names == ("off",) and costs.prompt_token_seconds == pytest.approx(0.090 / 320)
+    assert read_costs(file, (), 1, {}, 100).prompt_token_seconds == pytest.approx(0.020 / 64)  # a chunk of 100 tokens
+    assert read_costs(file, (), 1, {}, 1).prompt_token_seconds == pytest.approx(0.010)
+    assert costs.token_seconds[0][[0, 63, 127]].tolist() == pytest.approx([0.010, 0.020, 0.020 + 0.010 * 64 / 63])
+    done = [walk(np.array([[5, 5]]), costs, 2, prompt, 0.5).seconds[0] for prompt in (0.0, 100.0)]
+    assert done[1] - done[0] == pytest.approx(2 * 0.5 * 100 * 0.090 / 320)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0, 0.99), st.integers(1, 12))
+def test_the_chance_behind_an_accept_length(chance: float, depth: int) -> None:
+    assert chance_of(expected(chance, depth), depth) == pytest.approx(chance, abs=1e-6)
 
 
 def test_validate_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -567,6 +628,8 @@ def test_the_paper_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch
         ([QWEN, "--steps", "0"], "--steps 0"),
         ([QWEN, "--spread", "-1"], "--spread -1"),
         ([QWEN, "--chance", "1"], "--chance 1"),
+        ([QWEN, "--ngram-chance", "1"], "--ngram-chance 1"),
+        ([QWEN, "--ngram-chance", "-0.1"], "--ngram-chance -0.1"),
         ([QWEN, "--prompt-share", "1.5"], "--prompt-share 1.5"),
         ([QWEN, "--prediction-error", "nan"], "--prediction-error nan"),
         ([QWEN, "--seed", "-1"], "--seed -1"),

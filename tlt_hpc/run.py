@@ -30,6 +30,7 @@ from tlt_hpc.rollout.engine import EngineCounts
 from tlt_hpc.saving import (
     forget_after,
     goes_on,
+    keep_costs,
     reserve_copy,
     resume,
     save_at_end,
@@ -123,6 +124,8 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
         forget_after(job, step)  # logs that are about to be replaced are no committed step's
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
+    if step < config.run.num_steps:
+        together(job.world, lambda: keep_costs(job))
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
     while step < config.run.num_steps and goes_on(job):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.owner import agree_on_owner
 from tlt_hpc.records import Request, Stream
 from tlt_hpc.replay import Replayed, replay
+from tlt_hpc.rollout.cost_profile import to_json
 from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.step_lines import drop_lines
@@ -208,6 +210,17 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step
+
+
+def keep_costs(job: Job) -> None:
+    """Leave in the run's folder what rounds cost here, as measured ahead of the first rollout; on rank 0.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    if job.world.rank == 0 and job.engine.costs is not None:
+        with writing_beside(job.folder.cost_profile) as part:
+            part.write_text(json.dumps(to_json(job.engine.costs), indent=1) + "\n", encoding="utf-8")
 
 
 def _read_once(node: NodeGroup, checkpoint: Checkpoint, part: str, name: str) -> Tensor:

@@ -131,6 +131,8 @@ class RolloutEngine:
         on_device = isinstance(self._cache, DevicePagedCache)
         self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else Rounds(*parts)
         self.chooser = self._make_chooser(None)
+        self.costs: CostProfile | None = None
+        """What ``profile`` found."""
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._finished: list[Rollout] = []
         self._leaving = Leaving(self._cache, decoder.shape.hidden_size)
@@ -381,11 +383,11 @@ class RolloutEngine:
         # rows that the pool holds with the longest draft each: more would be preempted, not measured
         each = max(self._residents.pages_for(s.max_prompt_tokens + max(map(slots_needed, s.strategies))), 1)
         most = max(1, min(s.max_live, self._num_pages // each))
-        costs = load_or_measure(key, s.strategies, most, measures, max_seconds, None, self._agree or own, node)
+        self.costs = load_or_measure(key, s.strategies, most, measures, max_seconds, None, self._agree or own, node)
         measures.close()
-        self.chooser = self._make_chooser(costs)
+        self.chooser = self._make_chooser(self.costs)
         self._forget_counts()
-        return costs
+        return self.costs
 
     def _forget_counts(self) -> None:
         """What was done before the first rollout is none of its figures."""

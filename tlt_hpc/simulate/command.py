@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,12 +14,13 @@ from rich.console import Console
 from tlt_hpc.config import Config, ConfigError, check_replicas, load_config
 from tlt_hpc.memory_plan.shapes import find_shape
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.rollout.strategy import OFF, Source, Strategy, strategies_of
 from tlt_hpc.simulate import measured, paper, report
 from tlt_hpc.simulate.card import Card, card_costs, card_phases
 from tlt_hpc.simulate.costs import Costs
 from tlt_hpc.simulate.energy import read_watts
 from tlt_hpc.simulate.lengths import MEDIAN_SHARE, SPREAD, Lengths, LogNormal, read_lengths
-from tlt_hpc.simulate.profile import DEFAULT_CHANCE, read_costs
+from tlt_hpc.simulate.profile import DEFAULT_CHANCES, read_costs
 from tlt_hpc.simulate.published import Drafting
 from tlt_hpc.simulate.run_log import RunLog, read_run
 from tlt_hpc.simulate.search import pays_up_to, search
@@ -92,25 +94,34 @@ def workload(config: Config, options: argparse.Namespace, log: RunLog | None) ->
         raise ConfigError(f"--seed {options.seed}: give 0 or more")
     setting = setting_from(config)
     lengths, said = _lengths(config, options, log)
-    if log is not None:
-        live = min(setting.max_live, log.config.rollout.max_live)
-        costs, phases = measured.costs_by_strategy(log, live), measured.phases_of(log)
-        setting = replace(setting, prompt_tokens=1.0, read_share=1.0, stop_seconds=float(log.stop_seconds.mean()))
-        origin = [f"rounds, phases: measured in {log.name}, {len(log.steps)} steps on {log.num_ranks} ranks"]
-    elif options.profile is not None:
-        costs = read_costs(options.profile, config.speculation.strategies, setting.max_live, options.chance)
+    mode, most = config.speculation.mode, 2 * setting.max_live  # the search tries as many
+    if options.profile is not None:
+        strategies = strategies_of(mode, config.speculation.strategies)
+        chances, said_chances = _chances(options, log, strategies)
+        costs = read_costs(options.profile, strategies, most, chances, config.rollout.prefill_tokens)
         phases = Phases()
         origin = [
-            f"rounds: {options.profile.name}, drafts stand with chance {options.chance or DEFAULT_CHANCE:g} (assumed)",
+            f"rounds: {options.profile.name}; prompts are read as in its widest pass",
+            said_chances,
             "update and save: nothing is known, left out; the gain is the rollout's",
+        ]
+    elif log is not None:
+        most = max(most, log.config.rollout.max_live)
+        costs, phases = measured.costs_by_strategy(log, most), measured.phases_of(log)
+        setting = replace(setting, prompt_tokens=1.0, read_share=1.0, stop_seconds=float(log.stop_seconds.mean()))
+        known_by = "its cost profile" if log.profile else "a line through them"
+        origin = [
+            f"rounds, phases: measured in {log.name}, {len(log.steps)} steps on {log.num_ranks} ranks",
+            f"batches with few rounds of a strategy: from its rounds at others, by {known_by}",
         ]
     else:
         shape = find_shape(config.model.path, options.shape)
         costs, origin = _card_costs(config, shape)
         phases = card_phases(shape, Card(), config.checkpoint.every_steps)
-    mode = config.speculation.mode
-    if mode == "ngram" and log is None:
-        raise ConfigError("speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run")
+    if mode == "ngram" and log is None and options.profile is None:
+        raise ConfigError(
+            "speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run, or --profile"
+        )
     return Workload(
         prompts=config.rollout.prompts_per_step,
         group=config.rollout.group_size,
@@ -125,6 +136,21 @@ def workload(config: Config, options: argparse.Namespace, log: RunLog | None) ->
         seed=options.seed,
         simulated_steps=steps,
     )
+
+
+def _chances(
+    options: argparse.Namespace, log: RunLog | None, strategies: Sequence[Strategy]
+) -> tuple[dict[Source, float], str]:
+    """That drafts stand: as given, else as measured in the run, else as assumed; and which is which, in words."""
+    seen = measured.chances_of(log) if log is not None else {}
+    chances, said = {}, []
+    for source in dict.fromkeys(strategy.source for strategy in strategies if strategy != OFF):
+        given = options.ngram_chance if source == "ngram" else options.chance
+        known = seen.get(source, seen.get("drafter") if source == "hybrid" else None)
+        chance, origin = (given, "given") if given is not None else (known, "measured")
+        chances[source], origin = (DEFAULT_CHANCES[source], "assumed") if chance is None else (chance, origin)
+        said.append(f"{source} {chances[source]:.2f} ({origin})")
+    return chances, f"a draft stands with chance: {', '.join(said) or 'nothing is drafted'}"
 
 
 def _card_costs(config: Config, shape: ModelShape) -> tuple[Costs, list[str]]:
@@ -143,14 +169,15 @@ def _card_costs(config: Config, shape: ModelShape) -> tuple[Costs, list[str]]:
 
 def _lengths(config: Config, options: argparse.Namespace, log: RunLog | None) -> tuple[Lengths, str]:
     cap = config.rollout.max_new_tokens
-    for name in ("median", "spread", "chance", "prediction_error"):
+    for name in ("median", "spread", "chance", "ngram_chance", "prediction_error"):
         value = vars(options)[name]
         if value is not None and not 0 <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number of 0 or more")
     if not 0 <= options.prompt_share <= 1:
         raise ConfigError(f"--prompt-share {options.prompt_share:g}: give a share from 0 to 1")
-    if options.chance is not None and options.chance >= 1:
-        raise ConfigError(f"--chance {options.chance:g}: give a chance under 1")
+    for name in ("chance", "ngram_chance"):
+        if vars(options)[name] is not None and vars(options)[name] >= 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {vars(options)[name]:g}: give a chance under 1")
     if options.lengths is not None:
         return read_lengths(options.lengths, cap), f"lengths: {options.lengths}"
     if log is not None and options.median is None and options.spread is None:

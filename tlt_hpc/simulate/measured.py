@@ -7,20 +7,27 @@ measured, so that what lies between rounds is counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.records import PREFILL
+from tlt_hpc.rollout.cost_profile import CostProfile
+from tlt_hpc.rollout.strategy import OFF, Source, strategy_named
 from tlt_hpc.simulate.costs import Costs
 from tlt_hpc.simulate.lengths import Logged
+from tlt_hpc.simulate.profile import round_seconds
+from tlt_hpc.simulate.published import chance_of
 from tlt_hpc.simulate.run_log import RunLog
 from tlt_hpc.simulate.step import Phases, Setting
 
 Floats = NDArray[np.float64]
-OFF = "off"
-_LEAST_ROUNDS = 4
+LEAST_ROUNDS = 4
 """Rounds of a strategy in a power of two of batches, from which its seconds there are believed."""
+MANY_ROUNDS = 8
+"""Plain rounds in a power of two, from which they count for more there than all others together: single rounds vary by
+a quarter and more, the median of so many by a tenth."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Rounds:
 
     @property
     def bucket(self) -> NDArray[np.int64]:
-        return np.floor(np.log2(self.live)).astype(np.int64)
+        return bucket_of(self.live)
 
 
 def read_rounds(log: RunLog) -> tuple[Rounds, float]:
@@ -70,19 +77,97 @@ def costs_by_strategy(log: RunLog, most_live: int) -> Costs:
         ValueError: the run never decoded plainly, so there is nothing to hold others against.
     """
     rounds, read_seconds = read_rounds(log)
-    names = [OFF, *sorted(set(rounds.strategy.tolist()) - {OFF})]
-    if OFF not in rounds.strategy:
+    names = [OFF.name, *sorted(set(rounds.strategy.tolist()) - {OFF.name})]
+    token, allowed = [plain_seconds(log, rounds, most_live)], [np.ones(most_live, bool)]
+    for name in names[1:]:
+        chosen = rounds.strategy == name
+        shape = shape_of(rounds, name, most_live, log.profile)
+        seconds, seen = curve(rounds, chosen, most_live, LEAST_ROUNDS, shape)
+        token.append(seconds)
+        allowed.append(seen)
+    return Costs(tuple(names), np.array(token), np.zeros((len(names), most_live)), read_seconds, np.array(allowed))
+
+
+def plain_seconds(log: RunLog, rounds: Rounds, most_live: int) -> Floats:
+    """Seconds of a plain round at batches 1 to ``most_live``, also at those where the run never decoded plainly.
+
+    The shape over batches (``shape_of``), times the median of what the run's plain rounds took against it: in each
+    power of two its own, as far as it has rounds, drawn towards that of all, in which no power of two counts for more
+    than ``MANY_ROUNDS`` rounds.
+
+    Raises:
+        ValueError: the run never decoded plainly.
+    """
+    is_plain = rounds.strategy == OFF.name
+    if not is_plain.any():
         raise ValueError(f"{log.name} has no plain round to hold speculation against; give a longer run")
-    curves = [curve(rounds, rounds.strategy == name, most_live, 1 if name == OFF else _LEAST_ROUNDS) for name in names]
-    token = np.array([seconds for seconds, _ in curves])
-    return Costs(
-        tuple(names), token, np.zeros_like(token), read_seconds, allowed=np.array([seen for _, seen in curves])
-    )
+    shape = shape_of(rounds, OFF.name, most_live, log.profile)
+    ratio, bucket = rounds.seconds[is_plain] / shape[rounds.live[is_plain].astype(int) - 1], rounds.bucket[is_plain]
+    count = np.bincount(bucket)
+    whole = _median(ratio, np.minimum(1.0, MANY_ROUNDS / count[bucket]))
+    factor, of_batch = np.full(most_live, whole), bucket_of(np.arange(1, most_live + 1))
+    for each in np.unique(bucket):
+        own = float(np.median(ratio[bucket == each]))
+        factor[of_batch == each] = (count[each] * own + MANY_ROUNDS * whole) / (count[each] + MANY_ROUNDS)
+    return factor * shape
 
 
-def curve(rounds: Rounds, chosen: NDArray[np.bool_], most_live: int, least: int) -> tuple[Floats, NDArray[np.bool_]]:
-    """Seconds a token at batches 1 to ``most_live``, and where they rest on measurements: sums by powers of two."""
+def has_plain(rounds: Rounds, most_live: int) -> NDArray[np.bool_]:
+    """Batches 1 to ``most_live`` in whose power of two the run decoded plainly often enough to be believed."""
+    count = np.bincount(rounds.bucket[rounds.strategy == OFF.name], minlength=64)
+    often: NDArray[np.bool_] = count[bucket_of(np.arange(1, most_live + 1))] >= MANY_ROUNDS
+    return often
+
+
+def shape_of(rounds: Rounds, name: str, most_live: int, profile: CostProfile | None) -> Floats:
+    """How a strategy's seconds a round go with the batch, but for a factor.
+
+    As the run's cost profile has it, or else a line through the medians of the strategy's own rounds.
+    """
+    strategy, batch = strategy_named(name), np.arange(1, most_live + 1)
+    if profile is not None and profile.covers([strategy], 1):
+        return np.array([round_seconds(profile, strategy, int(one)) for one in batch])
+    at, values, weights = [], [], []
+    of = rounds.strategy == name
+    for bucket in np.unique(rounds.bucket[of]):
+        own = of & (rounds.bucket == bucket)
+        at.append(float(np.median(rounds.live[own])))
+        values.append(float(np.median(rounds.seconds[own])))
+        weights.append(min(MANY_ROUNDS, int(np.count_nonzero(own))) / values[-1] ** 2)
+    fixed, each = fit_line(np.array(at), np.array(values), np.array(weights))
+    seconds: Floats = fixed + each * batch.astype(np.float64)
+    return seconds
+
+
+def fit_line(at: Floats, values: Floats, weights: Floats) -> tuple[float, float]:
+    """Neither negative: what is fixed and what each adds, by weighted least squares; of one point all is fixed."""
+    mean_at, mean = float(np.average(at, weights=weights)), float(np.average(values, weights=weights))
+    spread = float(np.average((at - mean_at) ** 2, weights=weights))
+    if not spread:
+        return mean, 0.0
+    each = max(0.0, float(np.average((at - mean_at) * (values - mean), weights=weights)) / spread)
+    fixed = mean - each * mean_at
+    if fixed < 0:
+        return 0.0, float(np.average(at * values, weights=weights) / np.average(at * at, weights=weights))
+    return fixed, each
+
+
+def _median(values: Floats, weights: Floats) -> float:
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(below, below[-1] / 2)])
+
+
+def curve(
+    rounds: Rounds, chosen: NDArray[np.bool_], most_live: int, least: int, shape: Floats | None = None
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Seconds a token at batches 1 to ``most_live``, and where they rest on measurements: sums by powers of two.
+
+    Between and beyond them they go as ``shape`` [most_live] does, or where there is none, linearly in log2 of the batch
+    and flat.
+    """
     batch = np.arange(1, most_live + 1)
+    shape = np.ones(most_live) if shape is None else shape
     at, values, seen = [], [], np.zeros(most_live, bool)
     for bucket in np.unique(rounds.bucket[chosen]):
         of = chosen & (rounds.bucket == bucket)
@@ -90,12 +175,35 @@ def curve(rounds: Rounds, chosen: NDArray[np.bool_], most_live: int, least: int)
             continue
         steps_forward = rounds.tokens[of] / rounds.live[of]
         at.append(float(np.average(np.log2(rounds.live[of]), weights=steps_forward)))
-        values.append(float(rounds.seconds[of].sum() / steps_forward.sum()))
-        seen |= np.floor(np.log2(batch)) == bucket
+        usual = steps_forward * shape[rounds.live[of].astype(int) - 1]
+        values.append(float(rounds.seconds[of].sum() / usual.sum()))
+        seen |= bucket_of(batch) == bucket
     if not at:
         return np.full(most_live, np.inf), seen
-    between: Floats = np.interp(np.log2(batch), at, values)
+    between: Floats = np.interp(np.log2(batch), at, values) * shape
     return between, seen
+
+
+def bucket_of(live: NDArray[Any]) -> NDArray[np.int64]:
+    """The power of two that a batch is in."""
+    bucket: NDArray[np.int64] = np.floor(np.log2(live)).astype(np.int64)
+    return bucket
+
+
+def chances_of(log: RunLog) -> dict[Source, float]:
+    """Chances that a draft stands, given those before it, as the run's accept lengths have them, by kind of draft.
+
+    Of a tree they are those of a chain that gives as much. A kind of which no round ran is left out.
+    """
+    rounds, _ = read_rounds(log)
+    sums: dict[Source, list[float]] = {}
+    for name in sorted(set(rounds.strategy.tolist()) - {OFF.name}):
+        strategy, of = strategy_named(name), rounds.strategy == name
+        drafts, tokens = float(rounds.live[of].sum()), float(rounds.tokens[of].sum())
+        both = sums.setdefault(strategy.source, [0.0, 0.0])
+        both[0] += drafts * chance_of(tokens / drafts, strategy.reach)
+        both[1] += drafts
+    return {source: chance / drafts for source, (chance, drafts) in sums.items()}
 
 
 def phases_of(log: RunLog) -> Phases:

@@ -18,9 +18,20 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log"
     )
-    command.add_argument("--profile", type=Path, metavar="FILE", help="rounds from a cost profile that TLT_CACHE keeps")
     command.add_argument(
-        "--chance", type=float, metavar="P", help="with --profile: chance that a draft stands (default 0.8)"
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="rounds from a cost profile, TLT_CACHE's or a run's; with --from the run's lengths and chances",
+    )
+    command.add_argument(
+        "--chance",
+        type=float,
+        metavar="P",
+        help="with --profile: chance that the drafter's next draft stands (default: as --from RUN has it, or 0.8)",
+    )
+    command.add_argument(
+        "--ngram-chance", type=float, metavar="P", help="the same of n-grams (default: as --from RUN has it, or 0.5)"
     )
     command.add_argument("--lengths", type=Path, metavar="FILE", help="a response length each; not a log-normal law")
     command.add_argument(

@@ -62,7 +62,7 @@ def derating(reference: ModelShape, shape: ModelShape) -> float:
     """
     known = SPEED_UPS["verify-16"][0]
     accept = known * (1 + DEPTH * draft_share(reference))
-    chance = _chance(accept, DEPTH)
+    chance = chance_of(accept, DEPTH)
     rates = [expected(chance, depth) / (1 + depth * draft_share(shape)) for depth in range(1, 2 * DEPTH + 1)]
     return max(rates) / known
 
@@ -72,7 +72,8 @@ def expected(chance: float, depth: int) -> float:
     return float(sum(chance**i for i in range(depth + 1)))
 
 
-def _chance(accept: float, depth: int) -> float:
+def chance_of(accept: float, depth: int) -> float:
+    """The chance with which a round of this depth gives so many tokens: the inverse of ``expected``."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

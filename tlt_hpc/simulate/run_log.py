@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.config import Config, load_saved_config
 from tlt_hpc.records import EngineSpans
+from tlt_hpc.rollout.cost_profile import CostProfile, read_profile
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import StepSummary, read_spans, read_summary
@@ -48,6 +49,8 @@ class RunLog:
     stop_seconds: Floats
     idle_rank_seconds: Floats
     harvested_rank_seconds: Floats
+    profile: CostProfile | None
+    """What rounds cost where the newest start ran, measured ahead; None where that is not on record."""
 
     def part(self, chosen: slice) -> RunLog:
         """Some of the steps."""
@@ -63,6 +66,7 @@ class RunLog:
             self.stop_seconds[chosen],
             self.idle_rank_seconds[chosen],
             self.harvested_rank_seconds[chosen],
+            self.profile,
         )
 
     @property
@@ -113,6 +117,7 @@ def read_run(path: Path) -> RunLog:
         stop_seconds=column("rollout/stop_latency_seconds"),
         idle_rank_seconds=column("rollout/idle_rank_seconds"),
         harvested_rank_seconds=column("rollout/harvested_rank_seconds"),
+        profile=read_profile(folder.cost_profile) if folder.cost_profile.is_file() else None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.simulate.measured import Rounds, costs_as_chosen, phases_of, read_rounds, setting_of
+from tlt_hpc.simulate.measured import LEAST_ROUNDS, Rounds, costs_as_chosen, phases_of, read_rounds, setting_of
 from tlt_hpc.simulate.run_log import RunLog
 from tlt_hpc.simulate.step import simulate
 
@@ -123,18 +123,21 @@ def retimed(known: RunLog, unknown: RunLog) -> float:
 
 
 def paced(before: Rounds, rounds: Rounds) -> NDArray[np.float64]:
-    """Seconds of each round, were they the mean of those of its strategy and power of two, or else of that power."""
+    """Seconds of each round, were they the mean of those of its strategy and power of two, or else of that power.
+
+    A strategy's mean counts from ``LEAST_ROUNDS`` rounds on: a first round may take several times as long as the next.
+    """
     names, number = np.unique(np.concatenate([before.strategy, rounds.strategy]), return_inverse=True)
     buckets = np.concatenate([before.bucket, rounds.bucket])
     most, count = 1 + int(buckets.max(initial=0)), len(before.seconds)
 
-    def means(keys: NDArray[np.int64], size: int) -> NDArray[np.float64]:
-        """Of each key's rounds before, for the rounds asked of; NaN where there were none."""
+    def means(keys: NDArray[np.int64], size: int, least: int = 1) -> NDArray[np.float64]:
+        """Of each key's rounds before, for the rounds asked of; NaN where there were too few."""
         num = np.bincount(keys[:count], minlength=size)
         sums = np.bincount(keys[:count], before.seconds, size)
-        return np.where(num > 0, sums / np.maximum(num, 1), np.nan)[keys[count:]]
+        return np.where(num >= least, sums / np.maximum(num, 1), np.nan)[keys[count:]]
 
-    same, like = means(number * most + buckets, len(names) * most), means(buckets, most)
+    same, like = means(number * most + buckets, len(names) * most, LEAST_ROUNDS), means(buckets, most)
     whole = float(before.seconds.mean())
     mean: NDArray[np.float64] = np.where(np.isfinite(same), same, np.where(np.isfinite(like), like, whole))
     return mean

@@ -48,6 +48,11 @@ class RunFolder:
         return self.path / "finished.json"
 
     @property
+    def cost_profile(self) -> Path:
+        """What rounds cost where the newest start ran, as it measured or read them ahead of the first rollout."""
+        return self.path / "cost_profile.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
