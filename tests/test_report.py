@@ -107,7 +107,7 @@ def test_slower_and_as_fast_are_said(tmp_path: Path, run: RunFolder) -> None:
     slower = card_texts(run.path, make_plain(tmp_path / "a", seconds=3.25).path)
     assert slower["Gained"][0] == "0.50\u00d7" and slower["Gained"][2] == "bad"
     words = words_of(run.path, tmp_path / "a")["What did speculation gain?"]
-    assert "slower: they take 2.00 times as long" in words
+    assert "they are slower by a factor of 2.00" in words
     assert (
         "as fast as without" in words_of(run.path, make_plain(tmp_path / "b", 6.5).path)["What did speculation gain?"]
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from tlt_hpc.analysis.result import plain
 from tlt_hpc.errors import UserError
 from tlt_hpc.report.findings import Findings, find
-from tlt_hpc.report.gain import Gain, measured_gain
+from tlt_hpc.report.gain import Gain, estimated_gain, measured_gain
 from tlt_hpc.report.page import render
 from tlt_hpc.report.verdict import cards
 from tlt_hpc.storage.folder import WriteError, writing_beside
@@ -60,4 +60,4 @@ def gain_of(found: Findings) -> tuple[Gain | None, str]:
         return gain, ""
     if found.other is not None:
         return None, "Nothing was measured: the two runs have no step in common that both have timed."
-    return None, "Not measured: give a run of the same seed without speculation (tlt report RUN --against PLAIN_RUN)."
+    return estimated_gain(found) if found.is_begun else (None, "")

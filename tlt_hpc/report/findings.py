@@ -11,6 +11,8 @@ import numpy as np
 
 from tlt_hpc.analysis.acceptance import Acceptance, analyse_acceptance
 from tlt_hpc.analysis.comparison import Comparison, analyse_comparison
+from tlt_hpc.analysis.energy import Energy, analyse_energy
+from tlt_hpc.analysis.environment import Environments, analyse_environment
 from tlt_hpc.analysis.learning import Learning, analyse_learning
 from tlt_hpc.analysis.lengths import Lengths, analyse_lengths
 from tlt_hpc.analysis.run_log import RunLog
@@ -28,6 +30,8 @@ class Findings:
     lengths: Lengths
     acceptance: Acceptance
     throughput: Throughput
+    energy: Energy
+    environments: Environments
     timeline: Timeline | None
     """None where no step is logged."""
     other: RunLog | None
@@ -68,6 +72,8 @@ class Findings:
             "lengths": self.lengths,
             "acceptance": self.acceptance,
             "throughput": self.throughput,
+            "energy": self.energy,
+            "environments": self.environments,
             "timeline": self.timeline,
             "comparison": self.comparison,
         }
@@ -91,6 +97,8 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         lengths=analyse_lengths(log),
         acceptance=analyse_acceptance(log),
         throughput=throughput,
+        energy=analyse_energy(log),
+        environments=analyse_environment(log),
         timeline=_timeline(log, throughput, step),
         other=other,
         other_final={} if other is None else read_final(other),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tlt_hpc.analysis.comparison import Comparison, RunSeries
 from tlt_hpc.analysis.result import count, seconds
 from tlt_hpc.report.findings import Findings
+from tlt_hpc.simulate.counterfactual import estimate_plain
 
 
 class Text(Enum):
@@ -46,9 +47,27 @@ def measured_gain(found: Findings) -> Gain | None:
     named = other.name + (" (without speculation)" if mode == "plain" else f" (speculation: {mode})" if mode else "")
     words = (
         f"Measured: the rollouts of {count(len(steps), 'step')} took {seconds(ours)} here and {seconds(theirs)} in "
-        f"{named}, that is {faster(rollout)}; whole steps, with the policy's update, are {faster(step)}."
+        f"{named}: they are {faster(rollout)}, whole steps, with the policy's update, {faster(step)}."
     )
     return Gain(rollout, step, True, f"{words}{_unlike(found)}")
+
+
+def estimated_gain(found: Findings) -> tuple[Gain | None, str]:
+    """From the run's own plain rounds, without another run; or why that cannot be."""
+    path = found.log.folder.path
+    how = "to measure it: tlt report RUN --against a run of the same seed without speculation"
+    try:
+        estimate = estimate_plain(path)
+    except ValueError as error:  # too short, no plain round, replicas: each says which
+        return None, f"Not known: {error} ({how})."
+    own, plain = float(estimate.rollout_seconds.sum()), float(estimate.plain_rollout_seconds.sum())
+    doubt = "" if estimate.is_trusted else " Less than half of it was seen, so it may be off by a fifth."
+    words = (
+        f"Estimated: the rollouts of {count(len(estimate.steps), 'step')} took {seconds(own)}, and without speculation "
+        f"would have taken about {seconds(plain)}: they are {faster(estimate.rollout_gain)}, whole steps "
+        f"{faster(estimate.step_gain)}. It rests on {estimate.basis}.{doubt} It is an estimate; {how}."
+    )
+    return Gain(estimate.rollout_gain, estimate.step_gain, False, words), ""
 
 
 def text_of(found: Findings) -> Text:
@@ -63,7 +82,7 @@ def faster(ratio: float) -> str:
     """``1.52 times as fast``, or slower, or neither."""
     if abs(ratio - 1) < 0.02:
         return "as fast as without"
-    return f"{ratio:.2f} times as fast" if ratio > 1 else f"slower: they take {1 / ratio:.2f} times as long"
+    return f"{ratio:.2f} times as fast" if ratio > 1 else f"slower by a factor of {1 / ratio:.2f}"
 
 
 def _fair_steps(found: Comparison, other: RunSeries, own: RunSeries) -> NDArray[np.int64]:

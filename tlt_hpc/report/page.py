@@ -20,11 +20,13 @@ from tlt_hpc.report.advice import advise
 from tlt_hpc.report.findings import Findings
 from tlt_hpc.report.gain import Gain
 from tlt_hpc.report.verdict import answers, cards
+from tlt_hpc.storage.environment_lines import Host
 
 Found = TypeVar("Found", bound=Analysis)
 
 _MOST_ROWS = 60
 """Of the table of steps; of more steps, means of neighbours."""
+_MOST_HOSTS, _MOST_STARTS = 64, 20
 _HOW = (
     "In a step every rank generates its share of the responses. A few are very long, so ranks that are done wait for "
     "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that is "
@@ -72,7 +74,8 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float)
         advice=advise(found, gain),
         nothing_to_change="Nothing stands out." if found.is_begun else "Nothing can be said before the first step.",
         sections=list(filter(None, _sections(found))),
-        environment=[],
+        environment_words=found.environments.verdict,
+        environment=_starts(found),
         config=_config(found),
         commands=_commands(found),
         footer=_footer(found, made_at),
@@ -87,6 +90,7 @@ def _sections(found: Findings) -> list[Section | None]:
         _drawn("lengths", "How long the responses are", found.lengths, draw_lengths),
         _drawn("speculation", "What speculation gives", found.acceptance, draw_acceptance, _strategies(found)),
         _drawn("learning", "How the policy learns", found.learning, draw_learning),
+        Section("What energy it took", found.energy.verdict) if found.is_begun else None,
     ]
 
 
@@ -166,6 +170,36 @@ def _ranks_table(found: Timeline) -> Table:
         half = _MOST_ROWS // 2
         rows = [*rows[:half], ("...", *[""] * (len(heads) - 1)), *rows[-half:]]
     return Table("Ranks of this step, as they finished", heads, tuple(rows))
+
+
+def _starts(found: Findings) -> list[Table]:
+    """A table for each start of the run, the last one first."""
+    tables = []
+    for number, start in reversed(list(enumerate(found.environments.starts, 1))):
+        rows = [
+            ("started", start.time),
+            ("command", shlex.join(start.command)),
+            ("tlt_hpc", " ".join(filter(None, [start.version, start.commit and f"commit {start.commit}"]))),
+            ("Python", start.python),
+            *((name, version) for name, version in start.packages.items()),
+            ("CUDA", start.cuda or "none: torch is a build for CPUs"),
+            ("MPI", " ".join(start.mpi.split())),
+            *((host.name, _host(host)) for host in start.hosts[:_MOST_HOSTS]),
+            ("threads a rank", start.threads or "not set"),
+            ("started by", start.launcher),
+            *((f"Slurm {name}", value) for name, value in start.slurm.items()),
+        ]
+        if len(start.hosts) > _MOST_HOSTS:
+            rows.append(("", f"and {len(start.hosts) - _MOST_HOSTS} more nodes"))
+        heading = f"Start {number} of {len(found.environments.starts)}"
+        tables.append(Table(heading, (), tuple(rows)))
+    return tables[:_MOST_STARTS]
+
+
+def _host(host: Host) -> str:
+    gpus = [f"{number} x {name}" for name, number in sorted(host.gpus.items())]
+    parts = [count(host.num_ranks, "rank"), f"{count(host.num_cores, 'core')} of {host.processor}"]
+    return ", ".join([*parts, f"{host.memory_bytes / 1e9:,.0f} GB", *gpus])
 
 
 def _strategies(found: Findings) -> tuple[Table, ...]:
