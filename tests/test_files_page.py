@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.watch.record import Record, decode
 
 ROOT = Path(__file__).resolve().parent.parent
+CAPTURED = {"capture_output": True, "text": True}
 PAGE = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
 
 
@@ -120,7 +122,7 @@ def test_the_example_reads_responses_with_h5py_alone(tmp_path: Path) -> None:
     assert example
     assert set(re.findall(r"^(?:import|from) (\w+)", example[1], re.MULTILINE)) == {"sys", "h5py", "numpy"}
     path = full_log(tmp_path / "log.h5")
-    done = subprocess.run([sys.executable, "-c", example[1], path], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", example[1], path], check=False, cwd=tmp_path, **CAPTURED)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert said == ["2 responses, mean reward 1.000", "longest: 4 tokens, reward 1, ids [100, 101, 102, 103] ..."]
@@ -130,7 +132,7 @@ def test_the_example_reads_responses_with_h5py_alone(tmp_path: Path) -> None:
 
 
 def test_a_ranks_record_and_a_drafters_facts_are_named_whole() -> None:
-    rest = section("The rest").partition("`status/owner`")[0]
+    rest = section("The rest").partition("`status/rank-0003`")[2].partition("`status/owner`")[0]
     assert [name for cells in rows(rest) for name in code(cells[0])] == [field.name for field in fields(Record)]
     facts = section("Checkpoints").partition("`drafter/facts.json`")[2]
     names = [field.name for kind in (DrafterFacts, CurvePoint) for field in fields(kind)]
@@ -148,7 +150,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small += ["rollout.max_new_tokens=64", "speculation.profile_seconds=0", "reward.default=math"]
     small += ["evaluation.every_steps=1", "evaluation.limit=2", "evaluation.samples=2", f"run.folder={folder}"]
     command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, check=False, cwd=ROOT, timeout=240, **CAPTURED)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "tiny"
 
@@ -169,16 +171,18 @@ def test_every_figure_of_a_step_is_on_the_page_and_every_figure_on_the_page_is_i
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     patterns = {name: pattern(name) for name in figures()}
     assert not [key for key in line if not any(p.fullmatch(key) for p in patterns.values())]
-    assert not [name for name, p in patterns.items() if not any(p.fullmatch(key) for key in line)]
+    due = [patterns[name] for name, cells in figures().items() if "optional" not in cells[1]]
+    assert not [p.pattern for p in due if not any(p.fullmatch(key) for key in line)]
 
 
 @pytest.mark.mpi
 def test_a_ranks_own_figures_are_those_that_the_page_says(run: Path) -> None:
     with h5py.File(run / "rollouts" / "step-000000" / "rank-0000.h5") as file:
         own = list(file["metrics"].attrs)
-    said = [pattern(name) for name, cells in figures().items() if "in the log" in cells[1]]
-    assert not [key for key in own if not any(p.fullmatch(key) for p in said)]
-    assert not [p.pattern for p in said if not any(p.fullmatch(key) for key in own)]
+    said = {name: cells[1] for name, cells in figures().items() if "in the log" in cells[1]}
+    assert not [key for key in own if not any(pattern(name).fullmatch(key) for name in said)]
+    due = [pattern(name) for name, how in said.items() if "optional" not in how]
+    assert not [p.pattern for p in due if not any(p.fullmatch(key) for key in own)]
 
 
 @pytest.mark.mpi
@@ -197,11 +201,15 @@ def test_what_is_json_in_a_run_has_the_keys_of_the_page(run: Path) -> None:
     manifest = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())
     page = section("Checkpoints")
     assert set(manifest) == {name for cells in rows(page) for name in code(cells[0])}
-    assert set(manifest["files"][0]) | set(manifest["files"][0]["tensors"][0]) | set(manifest["state"]) <= set(code(page))
+    assert set(manifest["files"][0]) | set(manifest["files"][0]["tensors"][0]) | set(manifest["state"]) <= set(
+        code(page)
+    )
     tensors = {each["name"] for file in manifest["files"] for each in file["tensors"]}
     endings = {name.rpartition(".")[2] for name in tensors}
     assert endings == {"master", "exp_avg", "exp_avg_sq", "weight", "trained", "num_steps", "num_averaged"}
-    assert {f".{ending}" for ending in endings if "num" not in ending} | {"num_steps", "num_averaged"} <= set(code(page))
+    assert {f".{ending}" for ending in endings if "num" not in ending} | {"num_steps", "num_averaged"} <= set(
+        code(page)
+    )
 
     owner = json.loads((run / "status" / "owner").read_text())
     assert set(owner) <= set(code(section("The rest").partition("`status/owner`")[2]))
@@ -211,6 +219,15 @@ def test_what_is_json_in_a_run_has_the_keys_of_the_page(run: Path) -> None:
     assert set(results) - set(facts) <= set(code(section("Evaluations")))
     line = json.loads((run / "evaluations.jsonl").read_text().splitlines()[0])
     assert {key for key in line if not key.startswith("val-")} <= set(code(section("Evaluations")))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(find_spec("tlt_hpc.storage.environment_lines") is None, reason="runs do not write it yet")
+def test_what_a_start_says_of_its_machine_has_the_keys_of_the_page(run: Path) -> None:
+    line = json.loads((run / "environment.jsonl").read_text().splitlines()[0])
+    table = section("The rest").partition("`status/rank-0003`")[0]
+    assert set(line) == {name for cells in rows(table) for name in code(cells[0])}
+    assert set(line["hosts"][0]) <= set(code(table))
 
 
 @pytest.mark.mpi
