@@ -1,0 +1,327 @@
+"""The pages: links lead somewhere, commands parse, keys exist, and docs/files.md names what files really hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tlt_hpc.cli import make_parser, parse
+from tlt_hpc.config import FREE_ON_RESUME, Config, load_config
+from tlt_hpc.config.reading import _REPLACED
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BEING_BUILT = {"report"} - set(make_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr,arg-type]
+"""Commands that a page names before they are there."""
+CAPTURED = {"capture_output": True, "text": True}
+SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
+KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}  # type: ignore[union-attr]
+ENDINGS = ("json", "jsonl", "toml", "py", "md", "sh", "h5", "parquet", "safetensors")
+"""Of files whose names look like keys."""
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+# -- what a page holds ----------------------------------------------------------------------------------------------
+
+
+@cache
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@cache
+def prose_of(page: Path) -> str:
+    """A page without its blocks of code."""
+    return _FENCE.sub("", text_of(page))
+
+
+def inline_code(page: Path) -> list[str]:
+    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose_of(page))]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    anchors: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", prose_of(page), re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        number, name = 1, slug
+        while name in anchors:
+            name, number = f"{slug}-{number}", number + 1
+        anchors.add(name)
+    return anchors
+
+
+def links_of(page: Path) -> list[str]:
+    """Targets of links and pictures that are no addresses."""
+    bare = re.sub(r"`[^`]*`", "", prose_of(page))
+    found = re.findall(r"\]\(([^)\s]+)\)", bare) + re.findall(r'(?:src|srcset|href)="([^"]+)"', bare)
+    return [target for target in found if not re.match(r"[a-z]+:", target)]
+
+
+class Command(NamedTuple):
+    page: Path
+    words: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.page.name}: {shlex.join(self.words)}"
+
+
+def commands_of(page: Path) -> Iterator[Command]:
+    """The simple commands in a page's blocks for a shell, placeholders filled in."""
+    for language, block in _FENCE.findall(text_of(page)):
+        if language != "bash":
+            continue
+        filled = re.sub(r"\$\{?\w+\}?", "0", re.sub(r"<[^<>\n]+>", "x", block.replace("\\\n", " ")))
+        for line in filled.splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split = True
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if word.strip(";&|"):
+                    words.append(word)
+                elif words:
+                    yield Command(page, without_assignments(words))
+                    words = []
+
+
+def without_assignments(words: list[str]) -> list[str]:
+    """What is run, without the variables and the loop's word before it."""
+    while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] == "do"):
+        words = words[1:]
+    return words
+
+
+COMMANDS = [command for page in PAGES for command in commands_of(page)]
+
+
+def after(words: list[str], pattern: str) -> list[str] | None:
+    """The words from the first that is ``pattern`` on; None where there is none."""
+    at = next((i for i, word in enumerate(words) if re.fullmatch(pattern, word)), None)
+    return None if at is None else words[at:]
+
+
+def commands_with(pattern: str) -> list[Command]:
+    found = ((command.page, after(command.words, pattern)) for command in COMMANDS)
+    return [Command(page, words) for page, words in found if words]
+
+
+# -- links ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links_of(page):
+        place, _, anchor = target.partition("#")
+        path = (page.parent / place).resolve() if place else page
+        assert path.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors_of(path), f"{page.name}: {target}; {path.name} has {sorted(anchors_of(path))}"
+
+
+def test_pages_are_linked_from_the_readme() -> None:
+    linked = {(ROOT / target.partition("#")[0]).resolve() for target in links_of(ROOT / "README.md")}
+    assert set(PAGES[1:]) <= linked
+
+
+def places_with_words() -> list[Path]:
+    patterns = ("tlt_hpc/**/*.py", "tools/*.py", "tests/*.py", "jobs/*", "sbatch/*.sh")
+    return [*PAGES, *(path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file())]
+
+
+def test_titles_that_are_quoted_exist() -> None:
+    """``README, "Ablation"`` and ``docs/cluster.md, "Containers"``, wherever they stand."""
+    seen = 0
+    for path in places_with_words():
+        if path == Path(__file__).resolve():
+            continue
+        text = path.read_text(encoding="utf-8").replace('\\"', '"')
+        for name, title in re.findall(r'\b(README|docs/\w+\.md), "([^"]+)"', " ".join(text.split())):
+            page = text_of(ROOT / (name if name.endswith(".md") else "README.md"))
+            assert re.search(rf"^(#+ {re.escape(title)}\b|(- )?\*\*{re.escape(title)}\.\*\*)", page, re.MULTILINE), (
+                f'{path.name}: {name} has no "{title}"'
+            )
+            seen += 1
+    assert seen > 5
+
+
+def test_files_that_are_named_exist() -> None:
+    """In inline code: what lies in the clone, not in a run."""
+    for page in PAGES:
+        for code in inline_code(page):
+            for name in re.findall(r"(?<![\w/.-])((?:tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))", code):
+                assert (ROOT / name).exists(), f"{page.name}: {code}"
+
+
+# -- commands -------------------------------------------------------------------------------------------------------
+
+
+def check_keys(config: str | None, overrides: list[str], where: object) -> None:
+    """Overrides of a job that is here make a configuration; of another, or a template, their keys exist."""
+    overrides = [override for override in overrides if not override.startswith("section.key=")]
+    job = None if config is None else re.sub(r"^0/", "", config)  # "$PROJECT/jobs/qwen7b.toml"
+    if job is not None and (ROOT / job).is_file():
+        load_config(ROOT / job, overrides)
+    for override in overrides:
+        assert override.partition("=")[0] in KEYS, f"{where}: {override}"
+
+
+def check_tlt(words: list[str], where: object) -> None:
+    """The words behind ``tlt``, by its own parser."""
+    if words[0] in BEING_BUILT:
+        return
+    try:
+        options = parse(words)
+    except SystemExit as error:
+        pytest.fail(f"{where}: status {error.code}")
+    check_keys(getattr(options, "config", None), getattr(options, "overrides", []), where)
+
+
+@pytest.mark.parametrize("command", commands_with(r"(.*/)?tlt"), ids=str)
+def test_commands_of_tlt_parse(command: Command) -> None:
+    check_tlt(command.words[1:], command)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands_with(r"(.*/)?tlt")) > 40
+    assert len(commands_with(r"tools/\w+\.py")) > 20
+    assert len(commands_with("sbatch")) > 8
+
+
+@pytest.mark.parametrize("command", commands_with("sbatch"), ids=str)
+def test_batch_scripts_take_what_they_are_given(command: Command) -> None:
+    given = after(command.words, r"sbatch/\w+\.sh")
+    assert given, f"{command}: names no script in sbatch/"
+    script = text_of(ROOT / given[0])
+    what, job = re.search(r"-m tlt_hpc (\w+)", script), re.search(r"jobs/\w+\.toml", script)
+    assert what
+    arguments = given[1:]
+    if what[1] == "train":
+        assert job
+        arguments = [job[0], *arguments]
+    elif what[1] == "warmup" and not arguments:
+        assert job
+        arguments = [job[0]]
+    check_tlt([what[1], *arguments], command)
+
+
+@pytest.mark.parametrize("command", commands_with("make"), ids=str)
+def test_targets_of_make_exist(command: Command) -> None:
+    targets = set(re.findall(r"^(\w[\w-]*):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    assert {word for word in command.words[1:] if "=" not in word} <= targets
+
+
+def test_targets_of_make_in_the_text_exist() -> None:
+    targets = set(re.findall(r"^(\w[\w-]*):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    for page in PAGES:
+        named = {code.split()[1] for code in inline_code(page) if re.match(r"make [\w-]+", code)}
+        assert named <= targets, page.name
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """All its options, and those of its commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {name for each in action.choices.values() for name in options_of(each)}
+    return found
+
+
+def test_commands_in_the_text_are_known() -> None:
+    """``tlt plan --shape X`` within a sentence may leave the rest away, but names no option that is not there."""
+    commands = make_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    assert isinstance(commands, dict)
+    seen = 0
+    for page in PAGES:
+        for code in inline_code(page):
+            match = re.match(r"(?:\.venv/bin/)?tlt ([a-z][a-z-]*)(.*)", code)
+            if match is None or match[1] in BEING_BUILT:
+                continue
+            assert match[1] in commands, f"{page.name}: {code}"
+            named = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", match[2]))
+            assert named <= options_of(commands[match[1]]), f"{page.name}: {code}"
+            seen += 1
+    assert seen > 30
+
+
+PARSING = """
+import argparse, json, runpy, sys
+class Parsed(BaseException): pass
+def parsing(name):
+    original = getattr(argparse.ArgumentParser, name)
+    def parse(parser, *given, **named):
+        original(parser, *given, **named)
+        raise Parsed
+    return parse
+for name in ("parse_args", "parse_intermixed_args"):
+    setattr(argparse.ArgumentParser, name, parsing(name))
+for words in json.load(sys.stdin):
+    sys.argv = words
+    sys.path[:0] = [words[0].rpartition("/")[0], "."]
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+        verdict = "it parses nothing"
+    except Parsed:
+        verdict = "parsed"
+    except SystemExit as end:
+        verdict = f"status {end.code}"
+    print(json.dumps([words, verdict]), flush=True)
+"""
+"""Starts each tool as its user would, up to where its command line has been parsed."""
+
+
+def test_tools_take_what_they_are_given() -> None:
+    commands = [c for c in commands_with(r"(tools|jobs)/\w+\.py") if "arse" in text_of(ROOT / c.words[0])]
+    lines = json.dumps([command.words for command in commands])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PARSING], check=False, input=lines, cwd=ROOT, env=environment, **CAPTURED
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [words for words, _ in told] == [command.words for command in commands], done.stderr
+    assert not [f"{shlex.join(words)}: {verdict}" for words, verdict in told if verdict != "parsed"], done.stderr
+
+
+def test_tools_in_the_text_are_there() -> None:
+    """A tool's file names every option that a page gives it, or ``look.py`` does, which tools share."""
+    for page in PAGES:
+        for code in inline_code(page):
+            match = re.match(r"(?:\S*python )?((?:tools|jobs)/\w+\.py)(.*)", code)
+            if match is None:
+                continue
+            source = text_of(ROOT / match[1]) + text_of(ROOT / "tools" / "look.py")
+            for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", match[2]):
+                assert f'"{option}"' in source, f"{page.name}: {code}"
+
+
+# -- keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_keys_in_the_text_exist(page: Path) -> None:
+    for code in inline_code(page):
+        for word in code.split():
+            key = re.match(r"([a-z_]+\.[a-z_0-9]+)(?![\w.(/*<])", word)
+            if key and key[1].partition(".")[0] in SECTIONS and key[1].rpartition(".")[2] not in ENDINGS:
+                assert key[1] in KEYS or key[1] in _REPLACED, f"{page.name}: {code}"
+
+
+def test_the_keys_that_may_change_are_those_of_the_table() -> None:
+    table = text_of(ROOT / "docs" / "cluster.md").partition("## Going on with other settings")[2].partition("\n## ")[0]
+    named = {
+        f"{section}.{key}"
+        for section, keys in re.findall(r"^\| `\[(\w+)\]` \| (.+) \|$", table, re.MULTILINE)
+        for key in re.findall(r"`(\w+)`", keys)
+    }
+    assert named == FREE_ON_RESUME

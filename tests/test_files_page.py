@@ -1,0 +1,238 @@
+"""docs/files.md against files that the program writes: every array, attribute, key and figure, both ways."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from small_run import small_record
+
+from tlt_hpc.records import FinishReason, RolloutTiming, SampleKey
+from tlt_hpc.storage.drafter_facts import CurvePoint, DrafterFacts
+from tlt_hpc.storage.evaluation_log import JudgedResponse, write_responses
+from tlt_hpc.storage.feature_writer import FeatureCacheWriter
+from tlt_hpc.storage.kept_responses import KeptFile, write_kept
+from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.watch.record import Record, decode
+
+ROOT = Path(__file__).resolve().parent.parent
+CAPTURED = {"capture_output": True, "text": True}
+PAGE = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    assert found, title
+    return found[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables' rows that begin with code."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def documented(title: str) -> dict[str, str]:
+    """Name -> type of what a section's tables say of an HDF5 file; one type for all names of a row, or one each."""
+    types: dict[str, str] = {}
+    for cells in rows(section(title)):
+        names, kinds = code(cells[0]), code(cells[1])
+        types |= dict(zip(names, kinds * len(names) if len(kinds) == 1 else kinds, strict=len(kinds) > 1))
+    return {name: plain(kind) for name, kind in types.items()}
+
+
+def plain(kind: str) -> str:
+    """``int32 [D, 2]`` as ``int32, 2 dimensions``."""
+    dtype, _, shape = kind.partition(" [")
+    return f"{dtype}, {shape.count(',') + 1 if shape else 0} dimensions"
+
+
+def found_in(path: Path) -> dict[str, str]:
+    """The same of a file: arrays as ``group/name``, attributes as ``group@name``, a step's figures together."""
+    types: dict[str, str] = {}
+
+    def told(dtype: np.dtype[Any], num_dimensions: int) -> str:
+        return f"{'bytes' if dtype.kind == 'S' else dtype.name}, {num_dimensions} dimensions"
+
+    def look(name: str, node: Any) -> None:
+        if isinstance(node, h5py.Dataset):
+            types[name] = told(node.dtype, node.ndim)
+        for key, value in node.attrs.items():
+            types[f"{name}@{'*' if name == 'metrics' else key}"] = told(np.asarray(value).dtype, np.ndim(value))
+
+    with h5py.File(path) as file:
+        look("", file)
+        file.visititems(look)
+    return types
+
+
+def full_log(path: Path) -> Path:
+    """A log with something in every group."""
+    times = RolloutTiming(1.0, 2.0, 3.0)
+    write_step(path, small_record(1, 0, refills=(times,), metrics={"rollout/kept": 0.0}))
+    return path
+
+
+# -- HDF5 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_rollout_log_is_as_the_page_says(tmp_path: Path) -> None:
+    assert found_in(full_log(tmp_path / "log.h5")) == documented("The rollout log")
+
+
+def test_kept_responses_are_as_the_page_says(tmp_path: Path) -> None:
+    write_kept(tmp_path / "kept.h5", KeptFile("a" * 32, small_record(1, 0).rollouts), durable=False)
+    log = {name: kind for name, kind in documented("The rollout log").items() if name.startswith("rollouts/")}
+    own = documented("Kept responses")
+    assert "but for `rewards` and `advantages`" in section("Kept responses")
+    assert found_in(tmp_path / "kept.h5") == own | {
+        name: kind for name, kind in log.items() if name not in ("rollouts/rewards", "rollouts/advantages")
+    }
+
+
+def test_the_feature_cache_is_as_the_page_says(tmp_path: Path) -> None:
+    writer = FeatureCacheWriter(tmp_path / "rank-0000.h5", 2, 8, step=4, weight_version=9)
+    tokens, features = np.arange(12, dtype=np.int32), np.zeros((11, 2, 8), np.uint16)
+    writer.append(tokens, 5, features)
+    writer.close()
+    assert found_in(tmp_path / "rank-0000.h5") == documented("The feature cache")
+
+
+def test_an_evaluations_file_is_as_the_page_says(tmp_path: Path) -> None:
+    judged = JudgedResponse(SampleKey(0, 1, 0, 0, 0), np.arange(3, dtype=np.int32), FinishReason.EOS, 2, 0.0, "cpu")
+    write_responses(tmp_path / "000000.h5", [judged])
+    assert found_in(tmp_path / "000000.h5") == documented("Evaluations")
+
+
+def test_the_example_reads_responses_with_h5py_alone(tmp_path: Path) -> None:
+    example = re.search(r"^```python\n(.*?)^```$", section("Read responses with h5py alone"), re.DOTALL | re.MULTILINE)
+    assert example
+    assert set(re.findall(r"^(?:import|from) (\w+)", example[1], re.MULTILINE)) == {"sys", "h5py", "numpy"}
+    path = full_log(tmp_path / "log.h5")
+    done = subprocess.run([sys.executable, "-c", example[1], path], check=False, cwd=tmp_path, **CAPTURED)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said == ["2 responses, mean reward 1.000", "longest: 4 tokens, reward 1, ids [100, 101, 102, 103] ..."]
+
+
+# -- records --------------------------------------------------------------------------------------------------------
+
+
+def test_a_ranks_record_and_a_drafters_facts_are_named_whole() -> None:
+    rest = section("The rest").partition("`status/rank-0003`")[2].partition("`status/owner`")[0]
+    assert [name for cells in rows(rest) for name in code(cells[0])] == [field.name for field in fields(Record)]
+    facts = section("Checkpoints").partition("`drafter/facts.json`")[2]
+    names = [field.name for kind in (DrafterFacts, CurvePoint) for field in fields(kind)]
+    assert code(facts) == names
+
+
+# -- a run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One step of everything that leaves a figure or a file: evaluation, rewards by workers, a drafter."""
+    folder = tmp_path_factory.mktemp("page")
+    small = ["run.num_steps=1", "run.ranks=1", "rollout.prompts_per_step=2", "rollout.group_size=4"]
+    small += ["rollout.max_new_tokens=64", "speculation.profile_seconds=0", "reward.default=math"]
+    small += ["evaluation.every_steps=1", "evaluation.limit=2", "evaluation.samples=2", f"run.folder={folder}"]
+    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", *small]
+    done = subprocess.run(command, check=False, cwd=ROOT, timeout=240, **CAPTURED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "tiny"
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """A key with its placeholders: words in capitals, and N for a number."""
+    parts = re.split(r"(@N|\b[A-Z]{2,}\b)", name)
+    return re.compile("".join({"@N": r"@\d+"}.get(p, "[^/]+" if p.isupper() else re.escape(p)) for p in parts))
+
+
+def figures() -> dict[str, list[str]]:
+    """Every key that the page names -> the cells of its row."""
+    return {name: cells for cells in rows(section("metrics.jsonl")) for name in code(cells[0])}
+
+
+@pytest.mark.mpi
+def test_every_figure_of_a_step_is_on_the_page_and_every_figure_on_the_page_is_in_a_step(run: Path) -> None:
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    patterns = {name: pattern(name) for name in figures()}
+    assert not [key for key in line if not any(p.fullmatch(key) for p in patterns.values())]
+    due = [patterns[name] for name, cells in figures().items() if "optional" not in cells[1]]
+    assert not [p.pattern for p in due if not any(p.fullmatch(key) for key in line)]
+
+
+@pytest.mark.mpi
+def test_a_ranks_own_figures_are_those_that_the_page_says(run: Path) -> None:
+    with h5py.File(run / "rollouts" / "step-000000" / "rank-0000.h5") as file:
+        own = list(file["metrics"].attrs)
+    said = {name: cells[1] for name, cells in figures().items() if "in the log" in cells[1]}
+    assert not [key for key in own if not any(pattern(name).fullmatch(key) for name in said)]
+    due = [pattern(name) for name, how in said.items() if "optional" not in how]
+    assert not [p.pattern for p in due if not any(p.fullmatch(key) for key in own)]
+
+
+@pytest.mark.mpi
+def test_every_file_of_a_run_is_on_the_page(run: Path) -> None:
+    named = {name.partition("/")[0] for cells in rows(section("The folder")) for name in code(cells[0])}
+    assert not {path.name for path in run.iterdir()} - named
+    log = run / "rollouts" / "step-000000" / "rank-0000.h5"
+    assert found_in(log) == documented("The rollout log")
+    assert found_in(run / "cache" / "step-000000" / "rank-0000.h5") == documented("The feature cache")
+    evaluation = run / "evaluation" / "step-000001"
+    assert found_in(evaluation / "responses" / "000000.h5") == documented("Evaluations")
+
+
+@pytest.mark.mpi
+def test_what_is_json_in_a_run_has_the_keys_of_the_page(run: Path) -> None:
+    manifest = json.loads((run / "checkpoints" / "step-000001" / "state.json").read_text())
+    page = section("Checkpoints")
+    assert set(manifest) == {name for cells in rows(page) for name in code(cells[0])}
+    assert set(manifest["files"][0]) | set(manifest["files"][0]["tensors"][0]) | set(manifest["state"]) <= set(
+        code(page)
+    )
+    tensors = {each["name"] for file in manifest["files"] for each in file["tensors"]}
+    endings = {name.rpartition(".")[2] for name in tensors}
+    assert endings == {"master", "exp_avg", "exp_avg_sq", "weight", "trained", "num_steps", "num_averaged"}
+    assert {f".{ending}" for ending in endings if "num" not in ending} | {"num_steps", "num_averaged"} <= set(
+        code(page)
+    )
+
+    owner = json.loads((run / "status" / "owner").read_text())
+    assert set(owner) <= set(code(section("The rest").partition("`status/owner`")[2]))
+    assert set(json.loads((run / "finished.json").read_text())) <= set(code(section("The folder")))
+    results = json.loads((run / "evaluation" / "step-000001" / "results.json").read_text())
+    facts = json.loads((run / "evaluation" / "step-000001" / "evaluation.json").read_text())
+    assert set(results) - set(facts) <= set(code(section("Evaluations")))
+    line = json.loads((run / "evaluations.jsonl").read_text().splitlines()[0])
+    assert {key for key in line if not key.startswith("val-")} <= set(code(section("Evaluations")))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(find_spec("tlt_hpc.storage.environment_lines") is None, reason="runs do not write it yet")
+def test_what_a_start_says_of_its_machine_has_the_keys_of_the_page(run: Path) -> None:
+    line = json.loads((run / "environment.jsonl").read_text().splitlines()[0])
+    table = section("The rest").partition("`status/rank-0003`")[0]
+    assert set(line) == {name for cells in rows(table) for name in code(cells[0])}
+    assert set(line["hosts"][0]) <= set(code(table))
+
+
+@pytest.mark.mpi
+def test_a_status_file_is_laid_out_as_the_page_says(run: Path) -> None:
+    data = (run / "status" / "rank-0000").read_bytes()
+    assert len(data) == 2048 and decode(data).ending == "finished"
+    checksum, _, text = data.decode().rstrip().partition(" ")
+    assert len(checksum) == 8 and json.loads(text)["rank"] == 0
