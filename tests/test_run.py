@@ -21,6 +21,8 @@ from launch_ranks import run_on_ranks
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.errors import UserError
 from tlt_hpc.mpi.world import World
+from tlt_hpc.rollout.cost_profile import read_profile
+from tlt_hpc.rollout.strategy import OFF, strategy_named
 from tlt_hpc.run import together
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.rollout_log import read_step
@@ -68,6 +70,11 @@ def straight(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("straight")
     run_tlt(folder, "run.num_steps=4")
     return folder / "tiny"
+
+
+def test_a_run_keeps_what_rounds_cost_on_its_machine(straight):
+    profile = read_profile(RunFolder(straight).cost_profile)
+    assert profile.covers([OFF, strategy_named("drafter-4")], 64) and profile.key.device == "cpu"
 
 
 def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight):

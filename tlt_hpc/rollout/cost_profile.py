@@ -334,7 +334,7 @@ def read_profile(path: Path) -> CostProfile:
     """
     try:
         return from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} holds no cost profile ({error!r}); delete it, it is measured anew") from error
 
 
