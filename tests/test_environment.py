@@ -108,9 +108,9 @@ def test_starts_in_words(tmp_path: Path) -> None:
 def test_alike_nodes_are_told_of_once() -> None:
     words = environment_in_words(ENVIRONMENT)
     assert words == (
-        "tlt_hpc 0.1.0 (commit 0123456789ab) with Python 3.11.2, torch 2.13.0 for CUDA 12.8, numpy 2.4.6 and Open MPI "
-        "v5.0.6. 20 ranks on 2 nodes, gpu-1 to gpu-2 (8 ranks, 64 cores of AMD EPYC 9654, 1,000 GB, 8 x NVIDIA H100) "
-        "and gpu-3 (4 ranks, 32 cores of AMD EPYC 9654, 1,000 GB); 1 thread a rank. Started at "
+        "tlt_hpc 0.1.0 (commit 0123456789ab, files 0a1b2c3d4e5f) with Python 3.11.2, torch 2.13.0 for CUDA 12.8, numpy "
+        "2.4.6 and Open MPI v5.0.6. 20 ranks on 2 nodes, gpu-1 to gpu-2 (8 ranks, 64 cores of AMD EPYC 9654, 1,000 GB, "
+        "8 x NVIDIA H100) and gpu-3 (4 ranks, 32 cores of AMD EPYC 9654, 1,000 GB); 1 thread a rank. Started at "
         "2026-11-22T12:00:00+00:00 by srun in Slurm job 4711."
     )
 
@@ -118,7 +118,7 @@ def test_alike_nodes_are_told_of_once() -> None:
 def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
     one, other = Gpu("H100", "GPU-1"), Gpu("H100", "GPU-2")
     places = [Place(host, "EPYC", cores, 8, gpu) for host, cores, gpu in (
-        ("b", 0b0011, one), ("a", 0b1, None), ("b", 0b0110, one), ("b", 0b0110, other)
+        ("b", 0b001, one), ("a", 0b1, None), ("b", 0b011, one), ("b", 0b110, other)
     )]  # fmt: skip
     assert hosts_of(places) == (Host("b", 3, "EPYC", 3, 8, {"H100": 2}), Host("a", 1, "EPYC", 1, 8, {}))
 
