@@ -59,7 +59,7 @@ class Powercap:
         self.set("intel-rapl:1", package_1)
         self.set("intel-rapl:0:1", dram)
         for other in ("intel-rapl:0:0", "intel-rapl:2", "intel-rapl-mmio:0"):
-            self.set(other, 10**9)
+            self.set(other, 3 * package_0)
 
 
 @pytest.fixture

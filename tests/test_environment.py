@@ -12,17 +12,21 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from launch_ranks import ROOT
 from small_run import small_run
 
 import tlt_hpc
 from tlt_hpc.analysis.environment import analyse_environment, environment_in_words, read_environment
 from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.environment.facts import Gpu, Place, find_environment, hosts_of, launcher_of
 from tlt_hpc.environment.source import git_commit
+from tlt_hpc.job import claim_folder
 from tlt_hpc.storage.environment_lines import Environment, Host, add_environment, read_environments
-from tlt_hpc.storage.folder import WriteError
+from tlt_hpc.storage.folder import RunFolder, WriteError
 
 HOSTS = (
     Host("gpu-1", 8, "AMD EPYC 9654", 64, 10**12, {"NVIDIA H100": 8}),
@@ -108,9 +112,9 @@ def test_starts_in_words(tmp_path: Path) -> None:
 def test_alike_nodes_are_told_of_once() -> None:
     words = environment_in_words(ENVIRONMENT)
     assert words == (
-        "tlt_hpc 0.1.0 (commit 0123456789ab) with Python 3.11.2, torch 2.13.0 for CUDA 12.8, numpy 2.4.6 and Open MPI "
-        "v5.0.6. 20 ranks on 2 nodes, gpu-1 to gpu-2 (8 ranks, 64 cores of AMD EPYC 9654, 1,000 GB, 8 x NVIDIA H100) "
-        "and gpu-3 (4 ranks, 32 cores of AMD EPYC 9654, 1,000 GB); 1 thread a rank. Started at "
+        "tlt_hpc 0.1.0 (commit 0123456789ab, files 0a1b2c3d4e5f) with Python 3.11.2, torch 2.13.0 for CUDA 12.8, numpy "
+        "2.4.6 and Open MPI v5.0.6. 20 ranks on 2 nodes, gpu-1 to gpu-2 (8 ranks, 64 cores of AMD EPYC 9654, 1,000 GB, "
+        "8 x NVIDIA H100) and gpu-3 (4 ranks, 32 cores of AMD EPYC 9654, 1,000 GB); 1 thread a rank. Started at "
         "2026-11-22T12:00:00+00:00 by srun in Slurm job 4711."
     )
 
@@ -118,7 +122,7 @@ def test_alike_nodes_are_told_of_once() -> None:
 def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
     one, other = Gpu("H100", "GPU-1"), Gpu("H100", "GPU-2")
     places = [Place(host, "EPYC", cores, 8, gpu) for host, cores, gpu in (
-        ("b", 0b0011, one), ("a", 0b1, None), ("b", 0b0110, one), ("b", 0b0110, other)
+        ("b", 0b001, one), ("a", 0b1, None), ("b", 0b011, one), ("b", 0b110, other)
     )]  # fmt: skip
     assert hosts_of(places) == (Host("b", 3, "EPYC", 3, 8, {"H100": 2}), Host("a", 1, "EPYC", 1, 8, {}))
 
@@ -172,3 +176,34 @@ def test_the_commit_is_git_s_own(tmp_path: Path) -> None:
     assert git_commit(tree) == git(tree, "rev-parse", "HEAD") != git_commit(clone) == git(clone, "rev-parse", "main")
     git(tree, "checkout", "--detach", "main")
     assert git_commit(tree) == git(clone, "rev-parse", "main")
+
+
+# --- the claim of a folder ---
+
+
+class Alone:
+    """The world of one rank."""
+
+    rank, size, hostname = 0, 1, "here"
+
+    def broadcast(self, item: Any) -> Any:
+        return item
+
+    def allgather(self, item: Any) -> list[Any]:
+        return [item]
+
+
+def test_a_start_that_is_refused_leaves_no_line(tmp_path: Path) -> None:
+    def start(*changes: str) -> RunFolder:
+        config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={tmp_path}", *changes])
+        claim_folder(RunFolder(config.folder), config, Alone(), environment=ENVIRONMENT)
+        return RunFolder(config.folder)
+
+    folder = start()
+    with pytest.raises(ConfigError, match=r"run\.seed"):
+        start("run.seed=5")
+    assert read_environments(folder.environment) == ([ENVIRONMENT], [])
+    folder.environment.unlink()
+    folder.environment.mkdir()
+    with pytest.raises(ConfigError, match=r"cannot write .*environment\.jsonl"):
+        start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -96,6 +97,17 @@ def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | N
         return take_steps(job, told, reporter)
 
 
+def settle_heap() -> None:
+    """Take all that stands before the first step out of the garbage collector's rounds.
+
+    A full round over libraries, model and engine stops a rank for a third of a second and more, wherever it happens to
+    be; in the middle of a rollout all ranks wait for that.
+    """
+    gc.unfreeze()  # what an earlier run of this process left
+    gc.collect()
+    gc.freeze()
+
+
 def open_tracking(config: Config, world: World) -> AbstractContextManager[Tracking | None]:
     """The trackers of a run, on rank 0 alone.
 
@@ -128,6 +140,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         together(job.world, lambda: keep_costs(job))
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
+    settle_heap()
     while step < config.run.num_steps and goes_on(job):
         if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
             break

@@ -194,7 +194,7 @@ def _against(first: RunSeries, other: RunSeries, name: str, steps: list[int], fo
 def _energy(first: RunSeries, other: RunSeries, steps: list[int]) -> list[str]:
     """What steps took, of each kind of counter that both runs tell of; of the steps that they do."""
     steps, told = _whole_steps(first, other, steps), []
-    for name, what in (("gpu_joules", "of GPUs"), ("cpu_joules", "of processors and memory")):
+    for name, what in (("gpu_joules", "of GPUs"), ("cpu_joules", "of processors")):
         finite = [run.steps[np.isfinite(run.series[name])] for run in (first, other)]
         both = [step for step in steps if all(step in own for own in finite)]
         if both:

@@ -11,7 +11,7 @@ from tlt_hpc.analysis.environment import read_environment
 from tlt_hpc.analysis.result import Analysis, count, listed, share, span_of
 from tlt_hpc.analysis.run_log import RunLog
 
-KINDS = {"gpu": "GPUs", "cpu": "processors and memory"}
+KINDS = {"gpu": "GPUs", "cpu": "processors"}
 """Kind of counter, as metrics name it -> in words."""
 _TOKENS, _KEPT = "perf/total_num_tokens", "rollout/kept_tokens"
 _SECONDS = "timing_s/step"
@@ -21,7 +21,7 @@ _SECONDS = "timing_s/step"
 class Energy(Analysis):
     """By step, [S], without what lies between two steps; ``joules`` and ``rollout_joules`` by kind of counter.
 
-    Of all ranks, or of all nodes: GPUs that ranks use, processors and memory of whole nodes, whoever else is there.
+    Of all ranks, or of all nodes: GPUs that ranks use; processors, and memory where it is counted, of whole nodes.
     NaN where a line does not tell.
     """
 
@@ -93,7 +93,7 @@ def _verdict(found: Energy) -> str:
         told = [f"{rate:,.0f} W of {KINDS[kind]}" for kind, rate in found.watts.items()]
         parts.append(f"On average {listed(told)}.")
     if "cpu" in found.told:
-        parts.append("Processors and memory are those of whole nodes, other jobs on them included.")
+        parts.append("Processors are those of whole nodes, with what other jobs had there.")
     return " ".join(parts)
 
 

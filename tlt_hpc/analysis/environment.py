@@ -37,17 +37,17 @@ def analyse_environment(run: RunLog) -> Environments:
 
 def environment_in_words(environment: Environment) -> str:
     """One paragraph: code, libraries, nodes, who started it."""
-    commit = f" (commit {environment.commit[:12]})" if environment.commit else f" (files {environment.source})"
+    commit = f"commit {environment.commit[:12]}, " if environment.commit else ""
     torch = environment.packages.get("torch", "unknown")
     others = [f"{name} {version}" for name, version in environment.packages.items() if name != "torch"]
     built = f" for CUDA {environment.cuda}" if environment.cuda else " for CPUs"
     mpi = " ".join(environment.mpi.partition("\n")[0].split())
     job = f" in Slurm job {environment.slurm['job']}" if "job" in environment.slurm else ""
+    threads = f"{environment.threads or 'unset'} {'thread' if environment.threads == '1' else 'threads'} a rank"
     return (
-        f"tlt_hpc {environment.version}{commit} with Python {environment.python}, torch {torch}{built}, "
-        f"{listed([*others, mpi])}. {_hosts_in_words(environment.hosts)}; {environment.threads or 'unset'} "
-        f"{'thread' if environment.threads == '1' else 'threads'} a rank. Started at {environment.time} by "
-        f"{environment.launcher}{job}."
+        f"tlt_hpc {environment.version} ({commit}files {environment.source}) with Python {environment.python}, "
+        f"torch {torch}{built}, {listed([*others, mpi])}. {_hosts_in_words(environment.hosts)}; "
+        f"{threads}. Started at {environment.time} by {environment.launcher}{job}."
     )
 
 
