@@ -22,7 +22,7 @@ from tlt_hpc.config.reading import _REPLACED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-BEING_BUILT = {"report"} - set(make_parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr,arg-type]
+
 """Commands that a page names before they are there."""
 CAPTURED = {"capture_output": True, "text": True}
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
@@ -179,8 +179,6 @@ def check_keys(config: str | None, overrides: list[str], where: object) -> None:
 
 def check_tlt(words: list[str], where: object) -> None:
     """The words behind ``tlt``, by its own parser."""
-    if words[0] in BEING_BUILT:
-        return
     try:
         options = parse(words)
     except SystemExit as error:
@@ -246,7 +244,7 @@ def test_commands_in_the_text_are_known() -> None:
     for page in PAGES:
         for code in inline_code(page):
             match = re.match(r"(?:\.venv/bin/)?tlt ([a-z][a-z-]*)(.*)", code)
-            if match is None or match[1] in BEING_BUILT:
+            if match is None:
                 continue
             assert match[1] in commands, f"{page.name}: {code}"
             named = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", match[2]))

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +221,6 @@ def test_what_is_json_in_a_run_has_the_keys_of_the_page(run: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(find_spec("tlt_hpc.storage.environment_lines") is None, reason="runs do not write it yet")
 def test_what_a_start_says_of_its_machine_has_the_keys_of_the_page(run: Path) -> None:
     line = json.loads((run / "environment.jsonl").read_text().splitlines()[0])
     table = section("The rest").partition("`status/rank-0003`")[0]
