@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from dataclasses import dataclass
 from typing import TypeVar
 
 import jinja2
+import markupsafe
 import numpy as np
 
 from tlt_hpc import __version__
@@ -27,6 +29,7 @@ Found = TypeVar("Found", bound=Analysis)
 _MOST_ROWS = 60
 """Of the table of steps; of more steps, means of neighbours."""
 _MOST_HOSTS, _MOST_STARTS = 64, 20
+_OPTION = re.compile(r"(--[a-z][a-z-]*)")
 _HOW = (
     "In a step every rank generates its share of the responses. A few are very long, so ranks that are done wait for "
     "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that is "
@@ -62,6 +65,7 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False, lstrip_blocks=True
     )
+    environment.filters["options"] = _with_options
     return environment.get_template("page.html.jinja").render(
         name=found.log.name,
         subtitle=_subtitle(found),
@@ -80,6 +84,11 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float)
         commands=_commands(found),
         footer=_footer(found, made_at),
     )
+
+
+def _with_options(words: str) -> markupsafe.Markup:
+    """Words in which a line does not end within ``--an-option``."""
+    return markupsafe.Markup(_OPTION.sub(r'<span class="option">\1</span>', str(markupsafe.escape(words))))
 
 
 def _sections(found: Findings) -> list[Section | None]:
