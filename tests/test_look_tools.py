@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 from small_run import small_record, small_run
 
 from tlt_hpc.storage.folder import RunFolder
@@ -161,3 +162,22 @@ def test_help_needs_no_library_for_pictures() -> None:
     command = [sys.executable, "-c", f"import sys; sys.path[0] = {str(TOOLS)!r}\n{program}", TOOLS / "timeline.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == 0 and "--theme" in done.stdout, done.stderr
+
+
+def test_parquet_has_what_csv_has(tmp_path: Path, folder: RunFolder) -> None:
+    """In this environment, which has pyarrow; the one above, which has not, is told so."""
+    for form in ("csv", "parquet"):
+        command = [sys.executable, TOOLS / "export_run.py", folder.path, "--out", tmp_path / form, "--format", form]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+        assert done.returncode == 0, done.stderr
+    names = sorted(path.stem for path in (tmp_path / "parquet").glob("*.parquet"))
+    assert names == sorted(path.stem for path in (tmp_path / "csv").glob("*.csv")) and "responses" in names
+    for name in names:
+        columns = parquet.read_table(tmp_path / "parquet" / f"{name}.parquet").to_pydict()
+        with (tmp_path / "csv" / f"{name}.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert list(columns) == list(rows[0]) and len(rows) == len(next(iter(columns.values()))), name
+        for key, values in columns.items():
+            for value, row in zip(values, rows, strict=True):
+                same = str(value) == row[key] or (value is None and row[key] == "")
+                assert same or float(value) == pytest.approx(float(row[key])), (name, key)
