@@ -47,6 +47,13 @@ place = "tail"
 """
 
 
+START_LINE: dict[str, Any] = {
+    "time": "2026-11-22T10:00:00+00:00", "version": "0.1.0", "commit": "", "source": "ab", "python": "3.11",
+    "packages": {"torch": "2.13.0"}, "cuda": "", "mpi": "MPICH 5", "threads": "1", "slurm": {"job": "17"},
+    "launcher": "mpiexec", "command": ["tlt", "train", "jobs/a b.toml"], "energy": {},
+}  # fmt: skip
+
+
 def make(path: Path, **lines: float) -> RunFolder:
     folder = small_run(path)
     folder.config.write_text(CONFIG)
@@ -125,6 +132,22 @@ def test_other_tokens_are_no_equal_work(tmp_path: Path, run: RunFolder) -> None:
     words = words_of(run.path, plain.path)
     assert "differ from step 1 on" in words["Is the text the same as without it?"]
     assert "the work was not the same" in words["What did speculation gain?"]
+
+
+def test_what_is_not_alike_is_said(tmp_path: Path, run: RunFolder) -> None:
+    """Settings of speculation and places may differ; another batch, machine or number of ranks makes it unfair."""
+    question = "What did speculation gain?"
+    plain = make_plain(tmp_path / "plain")
+    text = plain.config.read_text()
+    plain.config.write_text(text.replace("num_steps = 3", 'num_steps = 9\nname = "other"') + "[checkpoint]\nkeep = 9\n")
+    assert "Not like for like" not in words_of(run.path, plain.path)[question]
+    plain.config.write_text(text.replace("max_new_tokens = 100", "max_new_tokens = 99"))
+    assert "settings besides speculation differ (rollout.max_new_tokens)" in words_of(run.path, plain.path)[question]
+    plain.config.write_text(text)
+    for folder, processor in ((run, "Fast"), (plain, "Slow")):
+        host = {"name": "a", "num_ranks": 2, "processor": processor, "num_cores": 2, "memory_bytes": 1, "gpus": {}}
+        folder.environment.write_text(json.dumps({**START_LINE, "hosts": [host]}) + "\n")
+    assert "it ran on Slow, this on Fast" in words_of(run.path, plain.path)[question]
 
 
 def test_equal_weights_are_told_where_both_have_ended_together(tmp_path: Path, run: RunFolder) -> None:
@@ -293,6 +316,23 @@ def test_figures_in_text_keep_their_digits() -> None:
     element = as_element(svg, "a", "b")
     assert 'd="M 1.23 7"' in element and 'x="2.35"' in element and ">0.04567<" in element
     assert "var(--ink)" in element
+
+
+def test_the_environment_of_every_start_is_on_the_page(run: RunFolder) -> None:
+    host = {
+        "name": "node-7",
+        "num_ranks": 2,
+        "processor": "EPYC",
+        "num_cores": 64,
+        "memory_bytes": 5e11,
+        "gpus": {"H200": 2},
+    }
+    lines = [{**START_LINE, "hosts": [host]}, {**START_LINE, "hosts": [host], "slurm": {"job": "18"}}]
+    run.environment.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report(run.path) == 0
+    shown = " ".join(" ".join(Page((run.path / "report.html").read_text()).text).split())
+    assert "Start 2 of 2" in shown and "Start 1 of 2" in shown and shown.index("Start 2") < shown.index("Start 1")
+    assert "2 ranks, 64 cores of EPYC, 500 GB, 2 x H200" in shown and "tlt train 'jobs/a b.toml'" in shown
 
 
 def test_names_from_files_are_only_text(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def train(run: Path, num_steps: int, num_watchers: int) -> tuple[float, float]:
-    """Median seconds of a step after the first few, while watchers start, and a watcher's share of a core from then on."""
+    """Median seconds of a step after the first few, while watchers start; a watcher's share of a core from then on."""
     command = [
         "train",
         "jobs/tiny.toml",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.analysis.comparison import Comparison, RunSeries
-from tlt_hpc.analysis.result import count, seconds
+from tlt_hpc.analysis.environment import read_environment
+from tlt_hpc.analysis.result import count, listed, seconds
+from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.report.findings import Findings
 from tlt_hpc.simulate.counterfactual import estimate_plain
 
@@ -20,6 +23,13 @@ class Text(Enum):
     SAME = "same"
     DIFFERENT = "different"
     UNKNOWN = "unknown"
+
+
+_NO_MATTER = {"speculation", "drafter", "checkpoint", "tracking", "evaluation", "warmup"} | {
+    f"run.{key}" for key in ("name", "folder", "num_steps", "stall_factor")
+}
+"""Sections and keys that may differ between a run and the one that it is held against."""
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,23 @@ def _sum(run: RunSeries, name: str, steps: NDArray[np.int64]) -> float:
     return float(run.series[name][np.isin(run.steps, steps)].sum())
 
 
+def other_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Keys that two configurations have otherwise and that are no part of speculation, nor of where a run lies."""
+    flat = [
+        {f"{section}.{key}": value for section, table in config.items() if isinstance(table, dict)
+         for key, value in table.items() if section not in _NO_MATTER}
+        for config in (theirs, ours)
+    ]  # fmt: skip
+    names = sorted(set(flat[0]) & set(flat[1]))  # a key that one of them lacks is of another version's
+    return [name for name in names if flat[0][name] != flat[1][name] and name not in _NO_MATTER]
+
+
+def _machines(run: RunLog) -> set[str]:
+    """Kinds of processors and GPUs that a run was on."""
+    hosts = [host for start in read_environment(run) for host in start.hosts]
+    return {name for host in hosts for name in (host.gpus or {host.processor: 1})}
+
+
 def _unlike(found: Findings) -> str:
     """What makes the comparison unfair, in words."""
     assert found.other is not None
@@ -102,6 +129,11 @@ def _unlike(found: Findings) -> str:
     parts = []
     if other and other != {found.num_ranks}:
         parts.append(f"it ran on {count(max(other), 'rank')}, this on {found.num_ranks}")
+    if changed := other_settings(found.other.config, found.log.config):
+        parts.append(f"settings besides speculation differ ({listed(changed[:_MOST_NAMED])})")
+    theirs, ours = (_machines(run) for run in (found.other, found.log))
+    if theirs and ours and theirs != ours:
+        parts.append(f"it ran on {listed(sorted(theirs))}, this on {listed(sorted(ours))}")
     if text_of(found) is Text.DIFFERENT:
         parts.append("the responses differ, so the work was not the same")
     return f" Not like for like: {'; '.join(parts)}." if parts else ""
