@@ -89,6 +89,8 @@ def line_of(step: int, **more: float) -> dict[str, float]:
         "drafter/spec_decode/mean_acceptance_length": 21 / 11,
         "drafter/own_accept_length": 2.0 + 0.1 * step,
         "drafter/version": 2.0 * (step + 1),
+        "perf/total_num_tokens": 21.0,
+        "drafter/steps": 2.0,
         "rollout/seconds": 6.5,
         "timing_s/step": 9.6,
         "rollout/idle_rank_seconds": 5.0,

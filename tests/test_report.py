@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from small_run import LAST_TOKENS, line_of, small_record, small_run
@@ -18,7 +20,8 @@ from tlt_hpc.figures.page import NAMES, as_element, variables
 from tlt_hpc.records import Rollout, SampleKey
 from tlt_hpc.report.advice import advise
 from tlt_hpc.report.command import gain_of
-from tlt_hpc.report.findings import find, typical_step
+from tlt_hpc.report.findings import find, typical_steps
+from tlt_hpc.report.gain import interval
 from tlt_hpc.report.verdict import answers, cards
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
@@ -88,12 +91,12 @@ def words_of(path: Path, against: Path | None = None) -> dict[str, str]:
 def test_cards_are_what_the_files_say(tmp_path: Path, run: RunFolder) -> None:
     """Of 2 x 6.5 rank-seconds 5.0 are idle (4.5 and 0.5), of which 1.8 trained; 13 s without are 2 times as many."""
     told = card_texts(run.path, make_plain(tmp_path / "plain").path)
-    assert told["Idle"][0] == "38 %" and "15.0 s together" in told["Idle"][1]
+    assert told["Idle"][0] == "38 %" and "15.0 s together, 26 % of whole steps" in told["Idle"][1]
     assert told["Harvested"][0] == "36 %" and "6 updates" in told["Harvested"][1]
-    assert told["Gained"][0] == "2.00\u00d7" and "(measured)" in told["Gained"][1]
+    assert told["Gained"][0] == "2.00\u00d7" and "(measured in 3 steps)" in told["Gained"][1]
     assert told["Gained"][1].endswith(f"whole steps: {16.1 / 9.6:.2f}\u00d7") and told["Gained"][2] == "good"
     assert told["Text"] == ("the same", "token for token, with and without speculation (3 steps compared)", "good")
-    assert told["Score"][0] == "0.50 \u2192 0.52"
+    assert told["Score"] == ("0.50 \u2192 0.52", "mean score, first and last step; too few steps to tell", "plain")
 
 
 def test_a_gain_is_of_the_steps_that_both_have(tmp_path: Path, run: RunFolder) -> None:
@@ -110,14 +113,133 @@ def test_a_step_that_an_earlier_start_had_begun_is_not_timed(tmp_path: Path, run
     assert card_texts(run.path, plain.path)["Gained"][0] == "2.00\u00d7"
 
 
+def test_only_a_plain_run_of_the_same_job_measures_speculation(tmp_path: Path, run: RunFolder) -> None:
+    """Full against full, or plain against plain, compares machines or settings; no text is with and without."""
+    full = make(tmp_path / "full", **{"rollout/seconds": 13.0})
+    told = card_texts(run.path, full.path)
+    assert "Gained" not in told and told["Against full"][:1] == ("2.00\u00d7",) and told["Against full"][2] == "plain"
+    assert told["Text"][1] == "token for token, as in full (3 steps compared)"
+    assert not any("pay" in seen for seen, _ in advice_of(run.path, full.path))
+    told = card_texts(make_plain(tmp_path / "a").path, make_plain(tmp_path / "b").path)
+    assert "Gained" not in told and "with and without" not in told["Text"][1]
+
+
+def test_another_job_is_no_fault_of_speculation(tmp_path: Path, run: RunFolder) -> None:
+    plain = make_plain(tmp_path / "plain")
+    plain.config.write_text(plain.config.read_text().replace("questions", "others"))
+    record = small_record(0, 0)
+    changed = Rollout(**{**vars(record.rollouts[0]), "response_tokens": record.rollouts[0].response_tokens + 1})
+    write_step(plain.rollout_log(0, 0), small_record(0, 0, rollouts=(changed, *record.rollouts[1:])))
+    told, words = card_texts(run.path, plain.path), words_of(run.path, plain.path)
+    assert "Text" not in told and "another job (data.source differ)" in words["Is the text that of plain?"]
+
+
+def test_a_machine_that_others_used_is_told(tmp_path: Path, run: RunFolder) -> None:
+    """The updates are the same work: where they took twice as long, a whole step's gain is no speculation's."""
+    make(run.path, **{"timing_s/update_actor": 2.0})
+    plain = make_plain(tmp_path / "plain")
+    lines = [
+        line_of(s, **{"rollout/seconds": 13.0, "timing_s/step": 19.2, "timing_s/update_actor": 4.0}) for s in range(3)
+    ]
+    plain.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = words_of(run.path, plain.path)["What did speculation gain?"]
+    assert "Mind the machine" in words and "took 2.00 times as long there" in words
+    assert f"whole steps: {16.1 / 9.6:.2f}" in card_texts(run.path, plain.path)["Gained"][1], "at this run's own pace"
+    lines = [{**line, "timing_s/update_actor": 2.1} for line in lines]
+    plain.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "Mind the machine" not in words_of(run.path, plain.path)["What did speculation gain?"]
+    assert f"whole steps: {19.2 / 9.6:.2f}" in card_texts(run.path, plain.path)["Gained"][1]
+
+
+def test_an_interval_is_as_wide_as_steps_differ() -> None:
+    ours = np.full(8, 1.0)
+    assert interval(ours * 2, ours) == (2.0, 2.0)
+    low, high = interval(np.array([1.0, 3.0] * 4), ours)
+    assert 1.0 < low < 1.7 and 2.3 < high < 3.0
+    assert interval(ours[:2], ours[:2]) == (0.0, float("inf"))
+
+
+def test_what_cannot_be_told_from_the_steps_is_no_good_news(tmp_path: Path, run: RunFolder) -> None:
+    plain = make_plain(tmp_path / "plain")
+    lines = [line_of(s, **{"rollout/seconds": took, "timing_s/step": 20.0}) for s, took in enumerate((3.0, 6.5, 14.0))]
+    plain.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = card_texts(run.path, plain.path)["Gained"]
+    assert told[0] == "1.21\u00d7" and told[2] == "plain"
+    assert "(0.46 to 2.15, by how much steps differ)" in words_of(run.path, plain.path)["What did speculation gain?"]
+
+
+def test_a_step_without_seconds_is_left_out(tmp_path: Path, run: RunFolder) -> None:
+    plain = make_plain(tmp_path / "plain")
+    lines = [
+        line_of(s, **{"rollout/seconds": took, "timing_s/step": 20.0})
+        for s, took in enumerate((13.0, float("nan"), 13.0))
+    ]
+    plain.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "2 steps took" in words_of(run.path, plain.path)["What did speculation gain?"]
+
+
+def test_steps_of_other_numbers_of_ranks_are_not_compared(tmp_path: Path, run: RunFolder) -> None:
+    plain = make_plain(tmp_path / "plain")
+    for rank in range(4):
+        write_step(plain.rollout_log(2, rank), small_record(2, rank, 4))
+    assert "2 steps took" in words_of(run.path, plain.path)["How fast is it against plain?"]
+    for step in (0, 1):
+        for rank in range(4):
+            write_step(plain.rollout_log(step, rank), small_record(step, rank, 4))
+    assert "it ran on 4 ranks, this on 2" in words_of(run.path, plain.path)["How fast is it against plain?"]
+
+
+def test_the_last_steps_say_that_they_are_not_all(run: RunFolder) -> None:
+    found = find(run.path, last=2)
+    words = answers(found, *gain_of(found))[0].words
+    assert "the last 2 steps of 3 are looked at here" in words and "42 response tokens" in words
+
+
+def test_logs_that_are_not_here_are_missed(run: RunFolder) -> None:
+    for step in (1, 2):
+        shutil.rmtree(run.rollout_log(step, 0).parent)
+    words = words_of(run.path)["What was trained?"]
+    assert "63 response tokens, in 28.8 s of steps" in words and "Of 3 steps only 1 have their logs here" in words
+
+
+def test_idle_and_harvested_are_of_the_same_steps(run: RunFolder) -> None:
+    run.rollout_log(1, 1).unlink()
+    told = card_texts(run.path)
+    assert told["Harvested"][0] == "36 %" and any("36 %" in seen for seen, _ in advice_of(run.path))
+
+
+def test_what_the_training_brought_is_said(run: RunFolder) -> None:
+    def words(values: list[float]) -> str:
+        lines = [line_of(step, **{"drafter/own_accept_length": value}) for step, value in enumerate(values)]
+        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for step in range(3, len(values)):
+            for rank in range(2):
+                write_step(run.rollout_log(step, rank), small_record(step, rank))
+        return words_of(run.path)["What did the harvested training bring?"]
+
+    assert "2.00 tokens a pass in the first 2 steps and 3.00 in the last: 50 % more" in words(
+        [2, 2, 2.1, 2.2, 2.5, 2.8, 3, 3]
+    )
+    assert "hardly anything in this run" in words([2, 2.02, 2, 2.01, 2, 2.01, 2.02, 2.02])
+
+
+def test_a_page_that_was_held_against_a_run_is_so_again(
+    tmp_path: Path, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_plain(tmp_path / "plain & more")
+    assert report(run.path, "--against", plain.path) == 0 and report(run.path) == 0
+    out = capsys.readouterr().out
+    assert out.count("2.00\u00d7") == 2 and f"against    {plain.path}, as the page that stood there" in out
+    shutil.rmtree(plain.path)
+    assert report(run.path) == 0 and "against" not in capsys.readouterr().out.replace("--against", "")
+
+
 def test_slower_and_as_fast_are_said(tmp_path: Path, run: RunFolder) -> None:
     slower = card_texts(run.path, make_plain(tmp_path / "a", seconds=3.25).path)
     assert slower["Gained"][0] == "0.50\u00d7" and slower["Gained"][2] == "bad"
     words = words_of(run.path, tmp_path / "a")["What did speculation gain?"]
     assert "they are slower by a factor of 2.00" in words
-    assert (
-        "as fast as without" in words_of(run.path, make_plain(tmp_path / "b", 6.5).path)["What did speculation gain?"]
-    )
+    assert "they are as fast" in words_of(run.path, make_plain(tmp_path / "b", 6.5).path)["What did speculation gain?"]
 
 
 def test_other_tokens_are_no_equal_work(tmp_path: Path, run: RunFolder) -> None:
@@ -129,18 +251,19 @@ def test_other_tokens_are_no_equal_work(tmp_path: Path, run: RunFolder) -> None:
     write_step(plain.rollout_log(1, 0), small_record(1, 0, rollouts=(changed, *record.rollouts[1:])))
     told = card_texts(run.path, plain.path)
     assert told["Text"][0] == "differs" and told["Text"][2] == "bad"
+    assert "Gained" not in told and told["Against plain"][2] == "plain", "no gain of speculation"
     words = words_of(run.path, plain.path)
-    assert "differ from step 1 on" in words["Is the text the same as without it?"]
-    assert "the work was not the same" in words["What did speculation gain?"]
+    assert "differ from step 1 on" in words["Is the text that of plain?"]
+    assert "the work was not the same" in words["How fast is it against plain?"]
 
 
 def test_what_is_not_alike_is_said(tmp_path: Path, run: RunFolder) -> None:
     """Settings of speculation and places may differ; another batch, machine or number of ranks makes it unfair."""
-    question = "What did speculation gain?"
+    gained, question = "What did speculation gain?", "How fast is it against plain?"
     plain = make_plain(tmp_path / "plain")
     text = plain.config.read_text()
     plain.config.write_text(text.replace("num_steps = 3", 'num_steps = 9\nname = "other"') + "[checkpoint]\nkeep = 9\n")
-    assert "Not like for like" not in words_of(run.path, plain.path)[question]
+    assert "Not like for like" not in words_of(run.path, plain.path)[gained]
     plain.config.write_text(text.replace("max_new_tokens = 100", "max_new_tokens = 99"))
     assert "settings besides speculation differ (rollout.max_new_tokens)" in words_of(run.path, plain.path)[question]
     plain.config.write_text(text)
@@ -152,7 +275,7 @@ def test_what_is_not_alike_is_said(tmp_path: Path, run: RunFolder) -> None:
 
 def test_equal_weights_are_told_where_both_have_ended_together(tmp_path: Path, run: RunFolder) -> None:
     plain = make_plain(tmp_path / "plain")
-    question = "Is the text the same as without it?"
+    question = "Is the text that of plain?"
     assert "weights" not in words_of(run.path, plain.path)[question]
     for folder, steps in ((run, 3), (plain, 2)):
         folder.finished.write_text(json.dumps({"num_steps": steps, "policy_sha256": "ab" * 32}))
@@ -174,10 +297,15 @@ def test_text_is_not_promised_where_near_ties_may_fall_either_way(run: RunFolder
 
 def test_trained_says_what_and_whether_it_has_ended(run: RunFolder) -> None:
     words = words_of(run.path)["What was trained?"]
+    assert "0.03 rank-hours" in words
     assert words.startswith(
         "models/small on questions.parquet with dapo: 3 steps, 2 prompts with 2 responses each, on 2"
     )
-    assert "63 tokens" in words and "has not finished" in words
+    assert (
+        "63 response tokens, in 28.8 s of steps" in words
+        and "By the clock 49.5 s" in words
+        and "has not finished" in words
+    )
     run.finished.write_text(json.dumps({"num_steps": 3, "policy_sha256": "ab" * 32}))
     assert "has finished; the policy's digest is abababababab" in words_of(run.path)["What was trained?"]
 
@@ -218,7 +346,9 @@ def test_advice_from_logs_and_settings(tmp_path: Path, run: RunFolder) -> None:
     assert any("Speculation was off" in seen for seen, _ in advice_of(run.path))
     run.config.write_text(CONFIG)
     slow = make_plain(tmp_path / "plain", seconds=5.0)
-    assert any("does not pay" in seen for seen, _ in advice_of(run.path, slow.path))
+    assert any("does not pay: rollouts take 1.30 times" in seen for seen, _ in advice_of(run.path, slow.path))
+    slow.config.write_text(slow.config.read_text().replace("dapo", "rloo"))
+    assert not any("pay" in seen for seen, _ in advice_of(run.path, slow.path)), "another job says nothing of it"
 
 
 def test_the_typical_step_is_drawn(run: RunFolder) -> None:
@@ -233,7 +363,7 @@ def test_the_typical_step_is_drawn(run: RunFolder) -> None:
             write_step(run.rollout_log(step, rank), record)
     assert LAST_TOKENS == (2.0, 6.0)
     found = find(run.path)
-    assert typical_step(found.throughput) == 2 and found.timeline is not None and found.timeline.step == 2
+    assert typical_steps(found.throughput) == [2, 0, 1] and found.timeline is not None and found.timeline.step == 2
     chosen = find(run.path, step=0).timeline
     assert chosen is not None and chosen.step == 0
 
@@ -335,15 +465,31 @@ def test_the_environment_of_every_start_is_on_the_page(run: RunFolder) -> None:
     assert "2 ranks, 64 cores of EPYC, 500 GB, 2 x H200" in shown and "tlt train 'jobs/a b.toml'" in shown
 
 
-def test_names_from_files_are_only_text(tmp_path: Path) -> None:
-    run = make(tmp_path / "a<b>&amp;c")
+@pytest.mark.parametrize("name", ("a<b>&amp;c", "$x_$ $y", "#f1e0ff", os.fsdecode(b"caf\xe9")))
+def test_names_from_files_are_only_text(tmp_path: Path, name: str) -> None:
+    run = make(tmp_path / name)
     run.config.write_text(CONFIG.replace("models/small", "<script>alert(1)</script>"))
-    assert report(run.path) == 0
+    assert report(run.path, "--against", make_plain(tmp_path / (name + "-plain")).path) == 0
     text = (run.path / "report.html").read_text()
     assert "<script" not in text and "&lt;script&gt;" in text and Page(text).open == []
 
 
-@pytest.mark.parametrize("case", ("begun", "no config", "damaged", "one rank", "lines only"))
+ODD = {"latin": b'[run]\nname = "caf\xe9"\n', "mode": b'[speculation]\nmode = "eagle"\n'}
+CASES = (
+    "begun",
+    "no config",
+    "damaged",
+    "lacking",
+    "one rank",
+    "lines only",
+    "logs only",
+    "empty folder",
+    "start",
+    *ODD,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_of_which_little_is_known(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder(tmp_path / "run")
     if case == "begun":
@@ -356,6 +502,20 @@ def test_a_run_of_which_little_is_known(tmp_path: Path, case: str, capsys: pytes
         folder.config.unlink()
     if case == "damaged":
         folder.rollout_log(1, 0).write_bytes(b"no HDF5")
+    if case == "lacking":  # whole but for what only the timeline reads
+        with h5py.File(folder.rollout_log(2, 0), "r+") as file:
+            del file["micro_steps"]
+    if case == "logs only":
+        folder.metrics.unlink()
+    if case == "empty folder":
+        for path in folder.rollout_log(1, 0).parent.iterdir():
+            path.unlink()
+    if case == "start":
+        host = {"name": "a", "num_ranks": "2", "processor": None, "num_cores": 2, "memory_bytes": None, "gpus": {}}
+        lines = [{**START_LINE, "hosts": [host]}, {**START_LINE, "hosts": [], "mpi": None, "commit": 3}]
+        folder.environment.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if case in ODD:
+        folder.config.write_bytes(ODD[case])
     if case == "lines only":
         shutil.rmtree(folder.rollouts)
     assert report(folder.path) == 0, capsys.readouterr().err
@@ -366,6 +526,8 @@ def test_a_run_of_which_little_is_known(tmp_path: Path, case: str, capsys: pytes
         assert "Not everything could be read" in shown and "step-000001/rank-0000.h5" in shown
     if case == "begun":
         assert "no step is committed yet" in shown
+    if case in ("lacking", "start"):
+        assert "Not everything could be read" in shown
     if case in ("no config", "one rank"):
         assert "exact sample" not in shown and "the same" not in shown, "nothing is known of the precision"
 
@@ -390,9 +552,14 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 def test_mistakes_are_one_line(tmp_path: Path, run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     for arguments, told in (
-        ([tmp_path / "no"], "holds no rollouts/"),
+        ([tmp_path / "no"], "does not exist"),
+        ([tmp_path / "file"], "is a file"),
+        ([tmp_path], "it holds some; give one of them: run"),
+        ([run.path / "rollouts"], "holds no rollouts/"),
+        ([run.path, "--out", run.path / "metrics.jsonl"], "give a file that ends in .html"),
+        ([run.path, "--json", run.path / "config.toml"], "give a file that ends in .json"),
         ([run.path, "--against", run.path], "that is the run itself"),
-        ([run.path, "--against", tmp_path / "no"], "holds no rollouts/"),
+        ([run.path, "--against", tmp_path / "no"], "does not exist"),
         ([run.path, "--step", 9], "no step 9"),
         ([run.path, "--last", 0], "--last 0: give 1 or more"),
         ([run.path, "--out", tmp_path / "none" / "a.html"], "its folder does not exist"),
@@ -403,6 +570,7 @@ def test_mistakes_are_one_line(tmp_path: Path, run: RunFolder, capsys: pytest.Ca
         captured = capsys.readouterr()
         assert captured.err.count("\n") == 1 and told in captured.err and captured.out == ""
     assert not (run.path / "report.html").exists()
+    assert run.metrics.read_text().startswith("{")
 
 
 def test_json_has_what_the_page_says(tmp_path: Path, run: RunFolder) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,11 @@ class RunSeries:
     steps: NDArray[np.int64]
     series: dict[str, NDArray[np.float64]]
 
+    def on(self, steps: NDArray[np.int64]) -> RunSeries:
+        """Of these steps alone."""
+        told = np.isin(self.steps, steps)
+        return RunSeries(self.name, self.steps[told], {name: values[told] for name, values in self.series.items()})
+
     def mean(self, name: str, steps: Sequence[int]) -> float:
         """Over the given steps, as far as they are told."""
         values = self.series[name][np.isin(self.steps, steps)]
@@ -71,6 +76,10 @@ class Comparison(Analysis):
     @property
     def has_data(self) -> bool:
         return any(len(run.steps) for run in self.runs)
+
+    def on_common_steps(self) -> Comparison:
+        """The series over the steps that all runs have, for curves that can lie on each other."""
+        return replace(self, runs=tuple(run.on(self.common_steps) for run in self.runs))
 
 
 def analyse_comparison(runs: Sequence[RunLog], most_tokens: int = MOST_TOKENS) -> Comparison:

@@ -101,6 +101,34 @@ def _verdict(found: Learning) -> str:
     return " ".join(filter(None, parts))
 
 
+@dataclass(frozen=True)
+class Change:
+    """Means of the first and last quarter of the steps; ``error``: standard error of their difference, None of too few.
+
+    The error is taken from what neighbouring steps differ by, so a slow drift is not in it.
+    """
+
+    first: float
+    last: float
+    quarter: int
+    error: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it stands out of what goes up and down from step to step."""
+        return self.error is not None and self.first != self.last and abs(self.last - self.first) >= 2 * self.error
+
+
+def change_of(values: NDArray[np.float64]) -> Change | None:
+    """Of the steps that tell; None of fewer than two."""
+    told = values[np.isfinite(values)]
+    if len(told) < 2:
+        return None
+    quarter = max(1, len(told) // 4)
+    error = float(np.std(np.diff(told), ddof=1) / np.sqrt(2) * np.sqrt(2 / quarter)) if quarter > 1 else None
+    return Change(float(told[:quarter].mean()), float(told[-quarter:].mean()), quarter, error)
+
+
 def _change(what: str, values: NDArray[np.float64], form: str, unit: str = "") -> str:
     """From the mean of the first quarter of the steps to that of the last."""
     told = values[np.isfinite(values)]
@@ -114,16 +142,15 @@ def _change(what: str, values: NDArray[np.float64], form: str, unit: str = "") -
 
 def _noise(score: NDArray[np.float64]) -> str:
     """Whether a change stands out of what goes up and down from step to step."""
-    told = score[np.isfinite(score)]
-    quarter = len(told) // 4
-    if quarter < 2:
+    change = change_of(score)
+    if change is None or change.error is None:
         return "That is too few steps to tell a trend from chance."
-    spread = np.std(np.diff(told)) / np.sqrt(2)
-    error = spread * np.sqrt(2 / quarter)
-    change = told[-quarter:].mean() - told[:quarter].mean()
-    if abs(change) < 2 * error:
-        return f"That is within what steps vary by (standard error {error:.3f})."
-    return f"That is {abs(change) / error:.1f} standard errors {'up' if change > 0 else 'down'}." if error else ""
+    if not change.is_clear:
+        return f"That is within what steps vary by (standard error {change.error:.3f})."
+    up = "up" if change.last > change.first else "down"
+    if change.error < 1e-3 * abs(change.last - change.first):
+        return f"It went {up} evenly."
+    return f"That is {abs(change.last - change.first) / change.error:.1f} standard errors {up}."
 
 
 def _is_main(name: str) -> bool:

@@ -43,11 +43,11 @@ class RunLog:
         self.torn_tail = b""
         """What stands in metrics.jsonl after its last whole line."""
         if not self.folder.rollouts.is_dir() and not self.folder.metrics.is_file():
-            raise UserError(f"{path} holds no rollouts/ and no metrics.jsonl; give a run's folder such as runs/tiny")
+            raise UserError(_no_run(path))
 
     @property
     def name(self) -> str:
-        return self.folder.path.resolve().name
+        return self.folder.path.resolve().name.encode(errors="replace").decode()  # a name of a file may be no text
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -189,6 +189,20 @@ class RunLog:
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             self.note(f"step {step}: no log of rank {shown} ({len(missing)} of {num_ranks} ranks)")
+
+
+def _no_run(path: Path) -> str:
+    """Why a path is no run's folder, and what may be meant."""
+    if not path.exists():
+        return f"{path} does not exist; give a run's folder"
+    if not path.is_dir():
+        return f"{path} is a file; give a run's folder, with its rollouts/ and metrics.jsonl"
+    runs = sorted(each.parent.name for name in ("rollouts", "metrics.jsonl") for each in path.glob(f"*/{name}"))
+    runs = list(dict.fromkeys(runs))
+    if runs:
+        shown = ", ".join(runs[:4]) + (", ..." if len(runs) > 4 else "")
+        return f"{path} is no run's folder, it holds some; give one of them: {shown}"
+    return f"{path} holds no rollouts/ and no metrics.jsonl; give a run's folder"
 
 
 def _number(value: Any) -> float:

@@ -115,7 +115,7 @@ class Meter:
         if kind not in self._counters:
             return 0.0
         joules = values.get(kind, math.nan) - begun
-        return joules if joules >= 0 else math.nan  # a driver that was loaded anew counts from zero
+        return joules if joules > 0 else math.nan  # counted from zero anew by a driver, or a counter that stands still
 
     def _read(self) -> dict[str, float]:
         return {kind: self._joules(kind, counter) for kind, counter in self._counters.items()}

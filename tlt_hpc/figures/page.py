@@ -33,6 +33,7 @@ _PLACE = re.compile(r'(?<= )(?:d|x|y|transform)="[^"]*"')
 """Where numbers are places, which a hundredth of a point is fine enough for; in text they are figures."""
 _HEX = re.compile(r"#f1e0[0-9a-f]{2}")
 _ATTRIBUTE = re.compile(r'(fill|stroke)="(#f1e0[0-9a-f]{2})"')
+_STYLE = re.compile(r'style="[^"]*"')
 _ID = re.compile(r' id="([^"]+)"')
 _LINK = re.compile(r'xlink:href="#([^"]+)"|url\(#([^)]+)\)')
 
@@ -72,12 +73,17 @@ def as_element(svg: str, name: str, told: str) -> str:
     body = _ID.sub(lambda at: f' id="{name}-{at[1]}"' if at[1] in linked else "", body)
     body = _LINK.sub(lambda at: at[0].replace("#", f"#{name}-"), body)
     body = _ATTRIBUTE.sub(r'style="\1: \2"', body)
-    body = _HEX.sub(lambda at: f"var(--{NAMES[int(at[0][1:], 16) - _MARK]})", body)
+    body = _STYLE.sub(lambda style: _HEX.sub(_variable, style[0]), body)
     body = _PLACE.sub(lambda place: " ".join(_NUMBER.sub(_shortened, place[0]).split()), body)
     body = body.replace("'DejaVu Sans'", FONT)
     body = re.sub(r"\n\s*", "\n", body).strip()
     head = f'<svg viewBox="{box[1]}" role="img" aria-label="{html.escape(told, quote=True)}"'
     return f'{head} xmlns:xlink="http://www.w3.org/1999/xlink">\n{body}\n</svg>'
+
+
+def _variable(colour: re.Match[str]) -> str:
+    place = int(colour[0][1:], 16) - _MARK
+    return f"var(--{NAMES[place]})" if place < len(NAMES) else colour[0]
 
 
 def _shortened(number: re.Match[str]) -> str:

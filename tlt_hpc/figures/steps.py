@@ -23,6 +23,7 @@ from tlt_hpc.figures.style import (
     HATCHES,
     below_each_other,
     colour,
+    label_of,
     layout,
     legend_above,
     legend_below,
@@ -80,9 +81,11 @@ def draw_acceptance(found: Acceptance) -> Figure:
     else:
         figure = new_figure(6.4)
         (by_step, by_live), (step_shares, live_shares) = figure.subplots(2, 2)
-    line(by_step, found.steps, found.accept_length, 0, "all responses")
+    line(
+        by_step, found.steps, found.accept_length, 0, "all responses", color=theme().ink
+    )  # colours are strategies' here
     if np.isfinite(found.own_accept_length).any():
-        line(by_step, found.steps, found.own_accept_length, 1, "drafter's own drafts, chain of 4")
+        line(by_step, found.steps, found.own_accept_length, 1, "drafter's own drafts, chain of 4", color=theme().faint)
     _from_one(by_step, found.accept_length, found.own_accept_length)
     panel(by_step, "Accept length by step", y="tokens per pass")
     legend_above(by_step, 2, narrow=2)
@@ -166,7 +169,7 @@ def draw_throughput(found: Throughput) -> Figure:
     rest = np.maximum(found.idle_rank_seconds - found.harvested_rank_seconds, 0)
     kept = found.harvested_rank_seconds
     _bars(waiting, found.steps, [(kept, colours[Kind.TRAIN], None), (rest, colours[Kind.IDLE], HATCHES[Kind.IDLE])])
-    panel(waiting, "Waiting: harvested, and idle", x="step", y="rank-seconds")
+    panel(waiting, "Waiting: harvested, and not", x="step", y="rank-seconds")
     _rates(rates, found.rates)
     legend_below(figure, [_patch(kind) for kind in found.kinds], 4)
     title(figure, "Where the seconds go", f"{found.run}, {_steps(found.steps)}, {_ranks(found)}")
@@ -181,12 +184,13 @@ def draw_comparison(found: Comparison) -> Figure:
     num_rows = -(-num_panels // num_columns)
     figure = new_figure(1.2 + 2.3 * num_rows)
     places = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    window = min((window_of(len(run.steps)) for run in found.runs), default=1)  # alike, so that like curves look alike
     for axes, name in zip(places, shown, strict=False):
         for index, run in enumerate(found.runs):
-            window = window_of(len(run.steps))
             if window > 1:
-                axes.plot(run.steps, run.series[name], color=colour(index), linewidth=0.7, alpha=0.3)
-            line(axes, run.steps, moving_mean(run.series[name], window), index, run.name)
+                axes.plot(run.steps, run.series[name], color=colour(index), linewidth=0.8, alpha=0.35)
+            bare = {"marker": ""} if window > 1 else {}
+            line(axes, run.steps, moving_mean(run.series[name], window), index, run.name, **bare)
             if name == IDLE:
                 harvested = moving_mean(run.series[HARVESTED], window)
                 axes.fill_between(run.steps, harvested, color=colour(index), alpha=0.25, linewidth=0)
@@ -237,7 +241,7 @@ def _stacked_shares(axes: Axes, places: NDArray[np.int64], rows: NDArray[np.floa
 def _smoothed(axes: Axes, steps: NDArray[np.int64], values: NDArray[np.float64], window: int) -> None:
     if window > 1:
         axes.plot(steps, values, color=colour(0), linewidth=0.8, alpha=0.35)
-    line(axes, steps, moving_mean(values, window), 0)
+    line(axes, steps, moving_mean(values, window), 0, **({"marker": ""} if window > 1 else {}))
     whole_steps(axes)
 
 
@@ -293,7 +297,9 @@ def _alike(found: Learning, a: str, b: str) -> bool:
 
 def _patch(kind: Kind) -> Patch:
     edge = theme().faint if kind in HATCHES else theme().kinds[kind]
-    return Patch(facecolor=theme().kinds[kind], hatch=HATCHES.get(kind), edgecolor=edge, linewidth=0.5, label=str(kind))
+    return Patch(
+        facecolor=theme().kinds[kind], hatch=HATCHES.get(kind), edgecolor=edge, linewidth=0.5, label=label_of(kind)
+    )
 
 
 def _steps(steps: NDArray[np.int64]) -> str:

@@ -200,6 +200,11 @@ def line(axes: Axes, x: Any, y: Any, index: int, label: str = "", **more: Any) -
     axes.plot(x, y, label=label or None, **(settings | more))
 
 
+def label_of(kind: Kind) -> str:
+    """How a legend names it: beside what was harvested, idle is the rest."""
+    return "idle, not harvested" if kind is Kind.IDLE else str(kind)
+
+
 def colour(index: int) -> str:
     """The colour of the ``index``-th series."""
     series = theme().series
@@ -284,6 +289,7 @@ def _settings(chosen: Theme) -> dict[str, Any]:
         "hatch.linewidth": 0.6,
         "font.family": ["DejaVu Sans"],
         "font.size": 9,
+        "text.parse_math": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "tlt_hpc",
         "figure.constrained_layout.h_pad": 0.06,

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from tlt_hpc.analysis.kinds import KINDS, Kind
 from tlt_hpc.analysis.result import count, seconds, share
 from tlt_hpc.analysis.timeline import Lane, Timeline
-from tlt_hpc.figures.style import HATCHES, layout, legend_below, new_figure, panel, rectangles, theme, title
+from tlt_hpc.figures.style import HATCHES, label_of, layout, legend_below, new_figure, panel, rectangles, theme, title
 
 _MOST_TOLD = 24
 """Ranks that have room for their own figures beside their lane."""
@@ -157,4 +157,6 @@ def _right_edge(found: Timeline) -> float:
 
 def _patch(kind: Kind) -> Patch:
     edge = theme().faint if kind in HATCHES else theme().kinds[kind]
-    return Patch(facecolor=theme().kinds[kind], hatch=HATCHES.get(kind), edgecolor=edge, linewidth=0.5, label=str(kind))
+    return Patch(
+        facecolor=theme().kinds[kind], hatch=HATCHES.get(kind), edgecolor=edge, linewidth=0.5, label=label_of(kind)
+    )

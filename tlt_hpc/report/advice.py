@@ -16,7 +16,6 @@ _LONG_WAIT, _MUCH_CUT, _LITTLE_USED = 0.25, 0.05, 0.5
 _LITTLE_TAUGHT, _MUCH_UPDATE, _MUCH_SAVE = 0.5, 0.6, 0.05
 _APART = 0.01
 """Mean distance of the rollout's probabilities from the trainer's, from which corrections are worth while."""
-_PAYS = 1.02
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,12 @@ def _speculation(found: Findings, gain: Gain | None) -> Advice | None:
     if found.mode == "plain":
         return Advice(
             "Speculation was off.",
-            'Set speculation.mode = "full" (or "ngram", which needs no drafter): the text stays the same.',
+            'Set speculation.mode = "full" (or "ngram", which needs no drafter)'
+            + (": the text stays the same." if found.is_guarded else ": its samples are as exact."),
         )
-    if gain is not None and gain.rollout < _PAYS:
+    if gain is not None and gain.is_of_speculation and gain.pays is False:
         return Advice(
-            f"Speculation does not pay: rollouts are {gain.rollout:.2f} times as fast.",
+            f"Speculation does not pay: rollouts take {1 / gain.rollout:.2f} times as long.",
             "Warm the drafter up first (tlt warmup), or lower rollout.max_live: speculation pays where few sequences "
             "are live. The chooser leaves it off where it costs; what is left is its trials.",
         )
@@ -66,12 +66,15 @@ def _not_finite(found: Findings) -> Advice | None:
 
 def _teaching(found: Findings) -> Advice | None:
     teaching = found.mean("rollout/teaching_share")
-    if not teaching < _LITTLE_TAUGHT:
+    group = found.log.setting("rollout", "group_size")
+    if not teaching < _LITTLE_TAUGHT or (isinstance(group, int) and group < 2):
         return None
+    nearer = "choose prompts nearer to what the policy can just do."
+    has_refills = bool(found.log.setting("algorithm", "max_refills"))
+    change = f"Set algorithm.max_refills (groups that teach nothing are drawn anew), or {nearer}"
     return Advice(
         f"Only {share(teaching, 1)} of the groups taught anything: in the others all responses had the same reward.",
-        "Set algorithm.max_refills (groups that teach nothing are drawn anew), or choose prompts nearer to what the "
-        "policy can just do.",
+        nearer.capitalize() if has_refills else change,
     )
 
 
@@ -81,12 +84,12 @@ def _cut(found: Findings) -> Advice | None:
         return None
     return Advice(
         f"{share(cut, total)} of the responses were cut at the longest length.",
-        "Raise rollout.max_new_tokens, or punish length (README, Algorithms).",
+        "Raise rollout.max_new_tokens, or punish length (algorithm.overlong_buffer).",
     )
 
 
 def _waiting(found: Findings) -> Advice | None:
-    idle, whole = _idle_of(found)
+    idle, whole = found.idle
     if found.num_ranks < 2 or not idle > _LONG_WAIT * whole:
         return None
     if found.log.setting("rollout", "shard") == "group" and (found.log.setting("rollout", "group_size") or 1) > 1:
@@ -100,8 +103,7 @@ def _waiting(found: Findings) -> Advice | None:
 
 
 def _harvest(found: Findings) -> Advice | None:
-    idle, whole = _idle_of(found)
-    harvested = float(found.throughput.harvested_rank_seconds.sum())
+    (idle, whole), harvested = found.idle, found.harvested
     is_on = found.mode == "full" and found.log.setting("drafter", "train") is not False
     if not is_on or found.log.setting("drafter", "place") == "serial" or idle < 0.05 * whole:
         return None
@@ -175,13 +177,6 @@ _RULES: tuple[Callable[[Findings], Advice | None], ...] = (
     _mismatch,
     _faults,
 )
-
-
-def _idle_of(found: Findings) -> tuple[float, float]:
-    """Idle rank-seconds and all rank-seconds of the rollouts whose logs are whole."""
-    told = found.throughput.is_whole
-    whole = (found.throughput.rollout_seconds * found.throughput.num_ranks)[told].sum()
-    return float(found.throughput.idle_rank_seconds[told].sum()), float(whole)
 
 
 def _seconds(found: Findings, kind: Kind) -> float:

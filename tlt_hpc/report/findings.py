@@ -15,10 +15,14 @@ from tlt_hpc.analysis.energy import Energy, analyse_energy
 from tlt_hpc.analysis.environment import Environments, analyse_environment
 from tlt_hpc.analysis.learning import Learning, analyse_learning
 from tlt_hpc.analysis.lengths import Lengths, analyse_lengths
+from tlt_hpc.analysis.result import count
 from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.analysis.throughput import Throughput, analyse_throughput
 from tlt_hpc.analysis.timeline import Timeline, analyse_timeline
 from tlt_hpc.errors import UserError
+
+_MOST_TRIED = 5
+"""Steps of which a timeline is tried."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class Findings:
     other: RunLog | None
     other_final: dict[str, Any]
     comparison: Comparison | None
+    num_lines_before: int
+    """Committed steps that are not looked at."""
+    clock_seconds: float | None
+    """From the first step's start to the last's end; None where either is not logged."""
     final: dict[str, Any]
     """What ``finished.json`` says; empty while a run has not finished."""
 
@@ -47,7 +55,26 @@ class Findings:
 
     @property
     def num_ranks(self) -> int:
+        """The most that a step had."""
         return int(self.throughput.num_ranks.max(initial=0))
+
+    @property
+    def ranks_in_words(self) -> str:
+        """``2 ranks``; of a run that went on with another number, ``2 to 4 ranks``."""
+        fewest = int(self.throughput.num_ranks.min(initial=self.num_ranks))
+        return count(self.num_ranks, "rank") if fewest == self.num_ranks else f"{fewest} to {self.num_ranks} ranks"
+
+    @property
+    def idle(self) -> tuple[float, float]:
+        """Idle rank-seconds, and all rank-seconds of the rollouts, of the steps with the logs of all ranks."""
+        told = self.throughput.is_whole
+        whole = (self.throughput.rollout_seconds * self.throughput.num_ranks)[told].sum()
+        return float(self.throughput.idle_rank_seconds[told].sum()), float(whole)
+
+    @property
+    def harvested(self) -> float:
+        """Rank-seconds of the same steps."""
+        return float(self.throughput.harvested_rank_seconds[self.throughput.is_whole].sum())
 
     @property
     def mode(self) -> str:
@@ -100,6 +127,8 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         energy=analyse_energy(log),
         environments=analyse_environment(log),
         timeline=_timeline(log, throughput, step),
+        num_lines_before=0 if last is None else len(RunLog(path).lines) - len(log.lines),
+        clock_seconds=_clock_seconds(log),
         other=other,
         other_final={} if other is None else read_final(other),
         comparison=None if other is None else analyse_comparison([other, log]),
@@ -108,20 +137,37 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
 
 
 def _timeline(log: RunLog, throughput: Throughput, step: int | None) -> Timeline | None:
-    if step is None and not len(throughput.steps):
+    if step is not None:
+        return analyse_timeline(log, step)
+    for each in typical_steps(throughput)[:_MOST_TRIED]:
+        try:
+            return analyse_timeline(log, each)
+        except UserError as error:  # damaged logs: another step's will do
+            log.note(str(error))
+    return None
+
+
+def _clock_seconds(log: RunLog) -> float | None:
+    steps = list(log.lines)
+    if not steps or not {steps[0], steps[-1]} <= set(log.logged_steps):
         return None
-    return analyse_timeline(log, typical_step(throughput) if step is None else step)
+    first, last = log.ranks(steps[0]), log.ranks(steps[-1])
+    ends = [phase.end_seconds for rank in last for phase in rank.phases]
+    starts = [rank.timing.start_seconds for rank in first]
+    return max(ends) - min(starts) if starts and ends else None
 
 
-def typical_step(found: Throughput) -> int:
-    """The step whose share of waiting is nearest to the run's, of those with the logs of all ranks; of like ones the
-    last."""
+def typical_steps(found: Throughput) -> list[int]:
+    """Steps by how near their share of waiting is to the run's; those with the logs of all ranks first, like ones last
+    to first."""
+    if not len(found.steps):
+        return []
     whole = np.maximum(found.rollout_seconds * found.num_ranks, 1e-9)
     shares = found.idle_rank_seconds / whole
     told = found.is_whole if found.is_whole.any() else np.ones(len(shares), bool)
     mean = found.idle_rank_seconds[told].sum() / whole[told].sum()
     distance = np.where(told, np.abs(shares - mean), np.inf)
-    return int(found.steps[len(distance) - 1 - int(np.argmin(distance[::-1]))])
+    return [int(found.steps[i]) for i in np.lexsort((-found.steps, distance.round(9)))]
 
 
 def read_final(log: RunLog) -> dict[str, Any]:

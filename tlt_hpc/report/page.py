@@ -11,9 +11,12 @@ from typing import TypeVar
 import jinja2
 import markupsafe
 import numpy as np
+from numpy.typing import NDArray
 
 from tlt_hpc import __version__
-from tlt_hpc.analysis.result import Analysis, count, seconds, share, span_of
+from tlt_hpc.analysis.learning import window_of
+from tlt_hpc.analysis.result import Analysis, count, share, span_of
+from tlt_hpc.analysis.throughput import KEPT_TOKENS
 from tlt_hpc.analysis.timeline import Timeline, thinned
 from tlt_hpc.figures.page import Draw, PageFigure, draw_for_page, variables
 from tlt_hpc.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
@@ -33,7 +36,8 @@ _OPTION = re.compile(r"(--[a-z][a-z-]*)")
 _HOW = (
     "In a step every rank generates its share of the responses. A few are very long, so ranks that are done wait for "
     "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that is "
-    "harvested time. The draft model proposes tokens, of which the policy verifies several at once: that is the gain."
+    "harvested time. The draft model, as it began and as it was trained, proposes tokens, of which the policy verifies "
+    "several at once: that is the gain."
 )
 
 
@@ -44,8 +48,6 @@ class Table:
     heading: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    is_open: bool = False
-    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class Section:
     tables: tuple[Table, ...] = ()
 
 
-def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float) -> str:
-    """The whole page; ``made_at`` in seconds since the epoch."""
+def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float, is_typical: bool = True) -> str:
+    """The whole page; ``made_at`` in seconds since the epoch, ``is_typical``: nobody chose the step that is drawn."""
     loader = jinja2.PackageLoader("tlt_hpc.report", ".")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False, lstrip_blocks=True
@@ -72,16 +74,17 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float)
         light=variables("light"),
         dark=variables("dark"),
         cards=cards(found, gain),
-        how=_HOW if found.mode == "full" and found.num_ranks > 1 else "",
+        how=_HOW if found.harvested > 0 else "",
         problems=found.log.problems,
         answers=answers(found, gain, why_no_gain),
         advice=advise(found, gain),
         nothing_to_change="Nothing stands out." if found.is_begun else "Nothing can be said before the first step.",
-        sections=list(filter(None, _sections(found))),
+        sections=list(filter(None, _sections(found, is_typical))),
         environment_words=found.environments.verdict,
         environment=_starts(found),
         config=_config(found),
         commands=_commands(found),
+        against="" if found.other is None else str(found.other.folder.path.resolve()),
         footer=_footer(found, made_at),
     )
 
@@ -91,30 +94,54 @@ def _with_options(words: str) -> markupsafe.Markup:
     return markupsafe.Markup(_OPTION.sub(r'<span class="option">\1</span>', str(markupsafe.escape(words))))
 
 
-def _sections(found: Findings) -> list[Section | None]:
+def _sections(found: Findings, is_typical: bool) -> list[Section | None]:
     return [
-        _step(found),
-        _drawn("seconds", "Where the seconds go", found.throughput, draw_throughput, (_steps_table(found),)),
+        _step(found, is_typical),
+        _drawn("seconds", "Where the seconds go", found.throughput, draw_throughput, (_steps_table(found),), words=""),
         _comparison(found),
         _drawn("lengths", "How long the responses are", found.lengths, draw_lengths),
         _drawn("speculation", "What speculation gives", found.acceptance, draw_acceptance, _strategies(found)),
-        _drawn("learning", "How the policy learns", found.learning, draw_learning),
+        _drawn(
+            "learning",
+            "How the policy learns",
+            found.learning,
+            draw_learning,
+            caption=_smoothing(found.learning.steps),
+            words="",
+        ),
         Section("What energy it took", found.energy.verdict) if found.is_begun else None,
     ]
 
 
-def _drawn(name: str, heading: str, part: Found, draw: Draw[Found], tables: tuple[Table, ...] = ()) -> Section | None:
+def _drawn(
+    name: str,
+    heading: str,
+    part: Found,
+    draw: Draw[Found],
+    tables: tuple[Table, ...] = (),
+    caption: str = "",
+    words: str | None = None,
+) -> Section | None:
+    """With the verdict above the picture, or other ``words``: nothing where the verdict stands at the page's top."""
     if not part.has_data:
         return None
-    return Section(heading, part.verdict, draw_for_page(name, part.verdict, draw, part), "", tables)
+    above = part.verdict if words is None else words
+    return Section(heading, above, draw_for_page(name, part.verdict, draw, part), caption, tables)
 
 
-def _step(found: Findings) -> Section | None:
+def _smoothing(steps: NDArray[np.int64]) -> str:
+    window = window_of(len(steps))
+    return f"Bold: mean of {window} neighbouring steps; faint: single steps." if window > 1 else ""
+
+
+def _step(found: Findings, is_typical: bool) -> Section | None:
     if found.timeline is None:
         return None
     shown = thinned(found.timeline)
     figure = draw_for_page("timeline", found.timeline.verdict, draw_timeline, shown)
     caption = "Shaded: the tail, from the first rank's last token to the release of all."
+    if is_typical:
+        caption += " This step is a typical one: its share of waiting is the nearest to the run's."
     if len(shown.lanes) < len(found.timeline.lanes):
         order = "evenly through the order in which they finished"
         caption += f" {len(shown.lanes)} of {len(found.timeline.lanes)} ranks are drawn, {order}."
@@ -126,7 +153,8 @@ def _comparison(found: Findings) -> Section | None:
     if found.comparison is None or found.other is None:
         return None
     heading = f"Against {found.comparison.runs[0].name}"
-    return _drawn("comparison", heading, found.comparison, draw_comparison)
+    both = found.comparison.on_common_steps()
+    return _drawn("comparison", heading, both, draw_comparison, caption=_smoothing(both.common_steps))
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
@@ -138,12 +166,13 @@ def _steps_table(found: Findings) -> Table:
     heads = ("step", "score", "tokens, mean", "longest", "accept length", "rollout s", "step s", "idle rank-s",
              "harvested rank-s", "drafter updates")  # fmt: skip
     none = np.full(len(throughput.steps), np.nan)
+    partial = ~throughput.is_whole
     told = (
         found.acceptance.accept_length,
         throughput.rollout_seconds,
         throughput.step_seconds,
-        throughput.idle_rank_seconds,
-        throughput.harvested_rank_seconds,
+        np.where(partial, np.nan, throughput.idle_rank_seconds),
+        np.where(partial, np.nan, throughput.harvested_rank_seconds),
         found.acceptance.drafter_version,
     )
     logged = [each if len(each) == len(none) else none for each in told]
@@ -155,14 +184,19 @@ def _steps_table(found: Findings) -> Table:
         rows.append([*own, *(each[at] if at is not None else np.nan for each in logged)])
     values = np.array(rows, np.float64).reshape(-1, len(heads) - 1)
     size = max(1, -(-len(steps) // _MOST_ROWS))
+    cut = found.log.metric(KEPT_TOKENS) > 0
     forms = (".3f", ",.0f", ",.0f", ".2f", ".2f", ".2f", ".2f", ".2f", ",.0f")
     lines = []
     for start in range(0, len(steps), size):
         some = values[start : start + size]
         means = [_mean(some[:, column]) for column in range(some.shape[1])]
+        is_cut = cut[start : start + size].any()
         name = str(steps[start]) if len(some) == 1 else f"{steps[start]}\u2013{steps[start + len(some) - 1]}"
-        lines.append((name, *(_cell(mean, form) for mean, form in zip(means, forms, strict=True))))
+        lines.append(
+            (name + ("*" if is_cut else ""), *(_cell(mean, form) for mean, form in zip(means, forms, strict=True)))
+        )
     heading = "By step" if size == 1 else f"By step, means of {size} neighbours"
+    heading += " (*: an earlier start had generated a part of it)" if cut.any() else ""
     return Table(heading, heads, tuple(lines))
 
 
@@ -240,11 +274,12 @@ def _cell(value: float, form: str) -> str:
 def _subtitle(found: Findings) -> str:
     if not found.is_begun:
         return "no step is committed yet"
-    parts = [span_of(found.learning.steps)]
+    parts = [f"{span_of(found.learning.steps)} (counted from 0)"]
     if found.num_ranks:
-        parts.append(count(found.num_ranks, "rank"))
+        parts.append(found.ranks_in_words)
     if found.mode:
-        parts.append({"plain": "no speculation", "ngram": "n-gram speculation", "full": "full speculation"}[found.mode])
+        named = {"plain": "no speculation", "ngram": "n-gram speculation", "full": "full speculation"}
+        parts.append(named.get(found.mode, found.mode))
     if found.timeline is not None:
         parts.append(time.strftime("%Y-%m-%d", time.gmtime(found.timeline.start_seconds)))
     return ", ".join(parts)
@@ -252,22 +287,26 @@ def _subtitle(found: Findings) -> str:
 
 def _config(found: Findings) -> str:
     try:
-        return found.log.folder.config.read_text(encoding="utf-8")
+        return found.log.folder.config.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         return f"not here: {error.strerror or error}"
 
 
 def _commands(found: Findings) -> list[str]:
     run = shlex.quote(str(found.log.folder.path))
-    told = [f"python tools/{name}.py {run}" for name in ("timeline", "throughput", "acceptance", "lengths", "learning")]
-    told.append(f"python tools/export_run.py {run}    # tables, and a trace for ui.perfetto.dev")
-    told.append(f"tlt watch {run} --sample 3    # responses, with the tokens that came as accepted drafts")
+    told = [
+        f".venv/bin/python tools/{name}.py {run}"
+        for name in ("timeline", "throughput", "acceptance", "lengths", "learning")
+    ]
+    told.append(f".venv/bin/python tools/export_run.py {run}    # tables, and a trace for ui.perfetto.dev")
+    told.append(f".venv/bin/tlt watch {run} --sample 3    # responses, with the tokens that came as accepted drafts")
     if found.mode != "plain":
-        told.append(f"tlt simulate --from {run} --nodes 1,2,4,8    # what more ranks or other settings would bring")
+        told.append(
+            f".venv/bin/tlt simulate --from {run} --nodes 1,2,4,8    # what more ranks or other settings would bring"
+        )
     return told
 
 
 def _footer(found: Findings, made_at: float) -> str:
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_at))
-    tokens = seconds(float(np.nansum(found.throughput.step_seconds)))
-    return f"Made {when} by tlt_hpc {__version__} from the run's own files ({tokens} of steps); loads nothing."
+    return f"Made {when} by tlt_hpc {__version__} from the run's own files. The page loads nothing."

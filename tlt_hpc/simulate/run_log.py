@@ -5,6 +5,7 @@ Shapes: ``T`` steps, ``R`` ranks, ``N`` responses of the largest shard.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,16 @@ from tlt_hpc.storage.step_lines import read_lines
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+_COLUMNS = {
+    "rollout_seconds": "rollout/seconds",
+    "step_seconds": "timing_s/step",
+    "stop_seconds": "rollout/stop_latency_seconds",
+    "idle_rank_seconds": "rollout/idle_rank_seconds",
+    "harvested_rank_seconds": "rollout/harvested_rank_seconds",
+}
+"""What is read of a step's line; a step whose line lacks one is left out."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def read_run(path: Path) -> RunLog:
     try:
         for step in folder.rollout_steps():
             ranks = tuple(RankStep(read_summary(log), read_spans(log)) for log in folder.rollout_logs(step))
-            if step in lines and _tells(ranks):
+            if step in lines and _tells(ranks) and all(_is_told(lines[step].get(name)) for name in _COLUMNS.values()):
                 found[step] = ranks
     except DamagedFile as error:
         raise ValueError(str(error)) from None
@@ -102,9 +113,7 @@ def read_run(path: Path) -> RunLog:
             "and have no refills; give a run of two such steps or more that this version wrote"
         )
 
-    def column(name: str) -> Floats:
-        return np.array([lines[step][name] for step in found], np.float64)
-
+    columns = {key: np.array([lines[step][name] for step in found], np.float64) for key, name in _COLUMNS.items()}
     return RunLog(
         name=path.name,
         config=config,
@@ -112,16 +121,18 @@ def read_run(path: Path) -> RunLog:
         steps=tuple(found),
         ranks=tuple(found.values()),
         lengths=_lengths(tuple(found.values())),
-        rollout_seconds=column("rollout/seconds"),
-        step_seconds=column("timing_s/step"),
-        stop_seconds=column("rollout/stop_latency_seconds"),
-        idle_rank_seconds=column("rollout/idle_rank_seconds"),
-        harvested_rank_seconds=column("rollout/harvested_rank_seconds"),
+        **columns,
         profile=read_profile(folder.cost_profile) if folder.cost_profile.is_file() else None,
     )
 
 
+def _is_told(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def _tells(ranks: tuple[RankStep, ...]) -> bool:
+    if not ranks:  # the folder is here, its logs are not
+        return False
     return len(ranks) == ranks[0].summary.num_ranks and all(
         len(rank.spans) and not rank.summary.refills and not rank.summary.metrics.get("rollout/kept_tokens", 0.0)
         for rank in ranks

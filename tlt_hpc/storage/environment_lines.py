@@ -59,6 +59,10 @@ class Environment:
     """Kind of energy counter -> empty where all nodes let theirs be read, else why not."""
 
 
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int, float)}
+"""As annotations are written -> what JSON must have there."""
+
+
 def add_environment(path: Path, environment: Environment) -> None:
     """Add a line in one write, durably; a last line that was cut off is left as it is, on a line of its own.
 
@@ -109,4 +113,16 @@ def _environment(row: dict[str, Any]) -> Environment:
 
 
 def _known(kind: type[Environment | Host], row: dict[str, Any]) -> dict[str, Any]:
-    return {field.name: row[field.name] for field in fields(kind)}
+    """The fields that are known, of the types that they must have.
+
+    Raises:
+        KeyError, TypeError: one is missing, or of another type.
+    """
+    known = {field.name: row[field.name] for field in fields(kind)}
+    for field in fields(kind):
+        wanted = _TYPES.get(str(field.type))
+        if wanted is not None and not (
+            isinstance(known[field.name], wanted) and not isinstance(known[field.name], bool)
+        ):
+            raise TypeError(field.name)
+    return known
