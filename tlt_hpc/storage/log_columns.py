@@ -67,13 +67,13 @@ def check_whole(path: Path) -> int:
     """
     num_bytes = 0
     with CommittedFile(path, KIND) as file, file.naming_damage():
-        for name in file.root:
-            for each in file.root[name]:
-                array = file.array(f"{name}/{each}")
+        for place in file.names():
+            for each in file.names(place):
+                array = file.array(f"{place}/{each}")
                 num_bytes += array.nbytes
-                _check_count(file, f"{name}/{each}", array)
-            dict(file.root[name].attrs)
-        ends, num_tokens = file.root["rollouts/response_ends"], len(file.root["rollouts/response_tokens"])
+                _check_count(file, f"{place}/{each}", array)
+            file.check_numbers(place)
+        ends, num_tokens = file.array("rollouts/response_ends"), file.size("rollouts/response_tokens")
         if num_tokens != (int(ends[-1]) if file.committed else 0):
             raise ValueError(f"{num_tokens} response tokens, but {int(ends[-1])} were committed")
     return num_bytes
