@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from tlt_hpc.analysis.acceptance import Acceptance, analyse_acceptance
+from tlt_hpc.analysis.acceptance import ACCEPTANCE, Acceptance
 from tlt_hpc.analysis.comparison import Comparison, analyse_comparison
 from tlt_hpc.analysis.energy import Energy, analyse_energy
 from tlt_hpc.analysis.environment import Environments, analyse_environment
 from tlt_hpc.analysis.learning import Learning, analyse_learning
-from tlt_hpc.analysis.lengths import Lengths, analyse_lengths
+from tlt_hpc.analysis.lengths import LENGTHS, Lengths
 from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.analysis.throughput import Throughput, analyse_throughput
+from tlt_hpc.analysis.survey import take_all
+from tlt_hpc.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.analysis.timeline import Timeline, analyse_timeline
 from tlt_hpc.errors import UserError
 
@@ -90,12 +91,12 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
     other = None if against is None else RunLog(against)
     if other is not None and other.folder.path.resolve() == log.folder.path.resolve():
         raise UserError(f"--against {against}: that is the run itself; give another, such as one without speculation")
-    throughput = analyse_throughput(log)
+    lengths, acceptance, throughput = take_all(log, (LENGTHS, ACCEPTANCE, THROUGHPUT))
     return Findings(
         log=log,
         learning=analyse_learning(log),
-        lengths=analyse_lengths(log),
-        acceptance=analyse_acceptance(log),
+        lengths=lengths,
+        acceptance=acceptance,
         throughput=throughput,
         energy=analyse_energy(log),
         environments=analyse_environment(log),
