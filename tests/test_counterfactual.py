@@ -160,7 +160,7 @@ def test_single_slow_rounds_count_for_little(tmp_path: Path) -> None:
     log = read_run(slow)
     for step, (own,) in zip(log.steps, log.ranks, strict=True):
         own.spans.seconds[0] *= 10
-        lengths, took = own.summary.response_lengths.tolist(), float(own.spans.seconds.sum())
+        lengths, took = own.response_lengths.tolist(), float(own.spans.seconds.sum())
         write_step(RunFolder(slow).rollout_log(step, 0), _record(step, 0, 1, lengths, own.spans, took))
     found = estimate_plain(slow)
     truth = sum(plain_seconds_of(log.lengths, line)) + 8 * STOP_SECONDS

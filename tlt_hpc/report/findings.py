@@ -16,10 +16,11 @@ from tlt_hpc.analysis.environment import Environments, analyse_environment
 from tlt_hpc.analysis.learning import Learning, analyse_learning
 from tlt_hpc.analysis.lengths import LENGTHS, Lengths
 from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.analysis.survey import take_all
+from tlt_hpc.analysis.survey import StepLogs, Survey, take_all
 from tlt_hpc.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.analysis.timeline import Timeline, analyse_timeline
 from tlt_hpc.errors import UserError
+from tlt_hpc.simulate.run_log import ATTRIBUTES, COLUMNS, RankStep, rank_step
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Findings:
     other: RunLog | None
     other_final: dict[str, Any]
     comparison: Comparison | None
+    rounds: dict[int, tuple[RankStep, ...]]
+    """By step, of a run that speculates and is not held against another: what its gain is estimated from."""
     final: dict[str, Any]
     """What ``finished.json`` says; empty while a run has not finished."""
 
@@ -91,7 +94,9 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
     other = None if against is None else RunLog(against)
     if other is not None and other.folder.path.resolve() == log.folder.path.resolve():
         raise UserError(f"--against {against}: that is the run itself; give another, such as one without speculation")
-    lengths, acceptance, throughput = take_all(log, (LENGTHS, ACCEPTANCE, THROUGHPUT))
+    surveys = (LENGTHS, ACCEPTANCE, THROUGHPUT)
+    is_estimated = other is None and log.setting("speculation", "mode") not in (None, "plain")
+    lengths, acceptance, throughput, *more = take_all(log, (*surveys, ROUNDS) if is_estimated else surveys)
     return Findings(
         log=log,
         learning=analyse_learning(log),
@@ -104,8 +109,20 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         other=other,
         other_final={} if other is None else read_final(other),
         comparison=None if other is None else analyse_comparison([other, log]),
+        rounds=more[0] if more else {},
         final=read_final(log),
     )
+
+
+def _rank_steps(logs: StepLogs) -> tuple[RankStep, ...]:
+    return tuple(map(rank_step, logs.ranks))
+
+
+def _by_step(run: RunLog, steps: list[int], rows: list[tuple[RankStep, ...]]) -> dict[int, tuple[RankStep, ...]]:
+    return dict(zip(steps, rows, strict=True))
+
+
+ROUNDS = Survey(COLUMNS, ATTRIBUTES, _rank_steps, _by_step)
 
 
 def _timeline(log: RunLog, throughput: Throughput, step: int | None) -> Timeline | None:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from tlt_hpc.analysis.comparison import Comparison, RunSeries
 from tlt_hpc.analysis.result import count, seconds
 from tlt_hpc.report.findings import Findings
-from tlt_hpc.simulate.counterfactual import estimate_plain
+from tlt_hpc.simulate.counterfactual import estimate_of
+from tlt_hpc.simulate.run_log import run_of
 
 
 class Text(Enum):
@@ -57,7 +58,7 @@ def estimated_gain(found: Findings) -> tuple[Gain | None, str]:
     path = found.log.folder.path
     how = "to measure it: tlt report RUN --against a run of the same seed without speculation"
     try:
-        estimate = estimate_plain(path)
+        estimate = estimate_of(run_of(path, found.rounds), path)
     except ValueError as error:  # too short, no plain round, replicas: each says which
         return None, f"Not known: {error} ({how})."
     own, plain = float(estimate.rollout_seconds.sum()), float(estimate.plain_rollout_seconds.sum())

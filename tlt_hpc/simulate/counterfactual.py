@@ -61,7 +61,15 @@ def estimate_plain(path: Path) -> PlainEstimate:
     Raises:
         ValueError: no run, a run that decoded plainly anyway, one of replicas, or one without a plain round.
     """
-    log = read_run(path)
+    return estimate_of(read_run(path), path)
+
+
+def estimate_of(log: RunLog, path: Path) -> PlainEstimate:
+    """The same of a run's log that has been read from ``path``.
+
+    Raises:
+        ValueError: as ``estimate_plain``.
+    """
     if log.config.speculation.mode == "plain":
         raise ValueError(f"{path} has decoded plainly itself (speculation.mode); give a run that speculates")
     return estimate(log)

@@ -50,14 +50,14 @@ def read_rounds(log: RunLog) -> tuple[Rounds, float]:
     names: list[NDArray[np.str_]] = []
     read_seconds, num_responses = 0.0, 0
     for rank in (rank for ranks in log.ranks for rank in ranks):
-        spans, timing = rank.spans, rank.summary.timing
+        spans, timing = rank.spans, rank.timing
         stretch = (timing.last_token_seconds - timing.start_seconds) / max(float(spans.seconds.sum()), 1e-12)
         is_read = spans.strategy_index == PREFILL
         seconds = spans.seconds.astype(np.float64) * max(stretch, 1.0)
         read_seconds += float(seconds[is_read].sum())
-        num_responses += len(rank.summary.response_lengths)
+        num_responses += len(rank.response_lengths)
         kept = ~is_read & (spans.num_live > 0)
-        names.append(np.array(rank.summary.strategy_names)[spans.strategy_index[kept]])
+        names.append(np.array(rank.strategy_names)[spans.strategy_index[kept]])
         parts.append((spans.num_live[kept].astype(float), spans.num_tokens[kept].astype(float), seconds[kept]))
     live, tokens, seconds = (np.concatenate(column) for column in zip(*parts, strict=True))
     return Rounds(np.concatenate(names), live, tokens, seconds), read_seconds / max(num_responses, 1)
