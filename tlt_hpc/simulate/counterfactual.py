@@ -87,7 +87,7 @@ def estimate(log: RunLog) -> PlainEstimate:
     token = plain_seconds(log, rounds, most)
     plain = simulate(log.lengths, _plain(token, read_seconds), setting, Phases()).rollout_seconds + log.stop_seconds
     share = _share(log, token, has_plain(rounds, most))
-    num_plain = int(np.count_nonzero(rounds.strategy == OFF.name))
+    num_plain = int(np.count_nonzero(rounds.are(OFF.name)))
     return PlainEstimate(
         steps=log.steps,
         rollout_seconds=log.rollout_seconds,
