@@ -22,7 +22,7 @@ from tlt_hpc.simulate.counterfactual import estimate, estimate_plain
 from tlt_hpc.simulate.measured import chances_of, costs_by_strategy, fit_line
 from tlt_hpc.simulate.run_log import read_run
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.storage.rollout_log import StepRecord, read_spans, write_step
 
 TINY = str(Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml")
 NAMES = ("off", "drafter-4")
@@ -159,9 +159,11 @@ def test_single_slow_rounds_count_for_little(tmp_path: Path) -> None:
     slow = write_run(tmp_path / "slow", plainly, line, num_ranks=1)
     log = read_run(slow)
     for step, (own,) in zip(log.steps, log.ranks, strict=True):
-        own.spans.seconds[0] *= 10
-        lengths, took = own.response_lengths.tolist(), float(own.spans.seconds.sum())
-        write_step(RunFolder(slow).rollout_log(step, 0), _record(step, 0, 1, lengths, own.spans, took))
+        path = RunFolder(slow).rollout_log(step, 0)
+        spans = read_spans(path)
+        spans.seconds[0] *= 10
+        lengths, took = own.response_lengths.tolist(), float(spans.seconds.sum())
+        write_step(path, _record(step, 0, 1, lengths, spans, took))
     found = estimate_plain(slow)
     truth = sum(plain_seconds_of(log.lengths, line)) + 8 * STOP_SECONDS
     assert found.plain_rollout_seconds.sum() == pytest.approx(truth, rel=0.02)

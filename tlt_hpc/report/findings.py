@@ -16,11 +16,12 @@ from tlt_hpc.analysis.environment import Environments, analyse_environment
 from tlt_hpc.analysis.learning import Learning, analyse_learning
 from tlt_hpc.analysis.lengths import LENGTHS, Lengths
 from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.analysis.survey import StepLogs, Survey, take_all
+from tlt_hpc.analysis.survey import take_all
 from tlt_hpc.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.analysis.timeline import Timeline, analyse_timeline
 from tlt_hpc.errors import UserError
-from tlt_hpc.simulate.run_log import ATTRIBUTES, COLUMNS, RankStep, rank_step
+from tlt_hpc.report.rounds import ROUNDS
+from tlt_hpc.simulate.rank_step import RankStep
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,6 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         rounds=more[0] if more else {},
         final=read_final(log),
     )
-
-
-def _rank_steps(logs: StepLogs) -> tuple[RankStep, ...]:
-    return tuple(map(rank_step, logs.ranks))
-
-
-def _by_step(run: RunLog, steps: list[int], rows: list[tuple[RankStep, ...]]) -> dict[int, tuple[RankStep, ...]]:
-    return dict(zip(steps, rows, strict=True))
-
-
-ROUNDS = Survey(COLUMNS, ATTRIBUTES, _rank_steps, _by_step)
 
 
 def _timeline(log: RunLog, throughput: Throughput, step: int | None) -> Timeline | None:

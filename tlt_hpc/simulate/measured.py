@@ -44,7 +44,9 @@ class Rounds:
     @cached_property
     def bucket(self) -> NDArray[np.int8]:
         """The power of two that each one's batch is in."""
-        return bucket_of(self.live).astype(np.int8)
+        most = int(self.live.max(initial=1))
+        found: NDArray[np.int8] = bucket_of(np.arange(1, most + 1)).astype(np.int8)[self.live - 1]
+        return found
 
     @property
     def ran(self) -> list[str]:

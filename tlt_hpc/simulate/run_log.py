@@ -13,34 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.config import Config, load_saved_config
-from tlt_hpc.records import NO_SPANS, EngineSpans, RolloutTiming
 from tlt_hpc.rollout.cost_profile import CostProfile, read_profile
+from tlt_hpc.simulate.rank_step import ATTRIBUTES, COLUMNS, RankStep, rank_step
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.log_columns import Columns, read_columns
+from tlt_hpc.storage.log_columns import read_columns
 from tlt_hpc.storage.step_lines import read_lines
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-_ENDS, _NAMES, _REFILLS = "rollouts/response_ends", "strategy/names", "timing/refills"
-_SPANS = tuple(f"spans/{name}" for name in ("strategy_index", "num_live", "num_tokens", "start_seconds", "seconds"))
-COLUMNS = (_ENDS, _NAMES, _REFILLS, *_SPANS)
-ATTRIBUTES = (
-    "timing/start_seconds", "timing/last_token_seconds", "timing/release_seconds", "metrics/rollout/kept_tokens"
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """One rank's part of a step, as far as the simulator asks for it; arrays as in the log."""
-
-    num_ranks: int
-    is_whole: bool
-    """Whether it is told of rounds, of one rollout, of which no earlier start generated a part."""
-    response_lengths: Ints
-    timing: RolloutTiming
-    strategy_names: tuple[str, ...]
-    spans: EngineSpans
 
 
 @dataclass(frozen=True)
@@ -102,19 +83,6 @@ def read_run(path: Path) -> RunLog:
     except DamagedFile as error:
         raise ValueError(str(error)) from None
     return run_of(path, logs)
-
-
-def rank_step(columns: Columns) -> RankStep:
-    """From a log's ``COLUMNS`` and ``ATTRIBUTES``."""
-    start, last, release, kept_tokens = (columns.attributes[name] for name in ATTRIBUTES)
-    return RankStep(
-        num_ranks=columns.num_ranks,
-        is_whole=len(columns[_SPANS[0]]) > 0 and not len(columns[_REFILLS]) and not kept_tokens > 0,
-        response_lengths=np.diff(columns[_ENDS], prepend=0),
-        timing=RolloutTiming(start, last, release),
-        strategy_names=columns.texts(_NAMES),
-        spans=EngineSpans(*(columns[name] for name in _SPANS)) if len(columns[_SPANS[0]]) else NO_SPANS,
-    )
 
 
 def run_of(path: Path, logs: Mapping[int, Sequence[RankStep]]) -> RunLog:
