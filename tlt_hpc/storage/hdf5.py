@@ -152,15 +152,22 @@ class CommittedFile:
         dataset = self._open(name)
         if not isinstance(dataset, h5d.DatasetID):
             raise ValueError(f"{name} is no array")
+        _check_array(dataset, name)
         array = np.empty(dataset.shape, dataset.dtype)
         if array.size:
-            _check_array(dataset, name)
             dataset.read(h5s.ALL, h5s.ALL, array)
         return array
 
     def names(self, place: str = "") -> list[str]:
-        """What a group holds, the file itself without one."""
-        return [name.decode() for name in self._place(place)]
+        """What a group holds, the file itself without one.
+
+        Raises:
+            KeyError, OSError, ValueError: it is missing, damaged, or no group.
+        """
+        group = self._place(place)
+        if place and not isinstance(group, h5g.GroupID):
+            raise ValueError(f"{place} is no group")
+        return [name.decode() for name in group]
 
     def size(self, name: str) -> int:
         """Of an array's first axis."""

@@ -69,7 +69,7 @@ def check_whole(path: Path) -> int:
         DamagedFile, FileNotFoundError: as ``read_columns``.
     """
     num_bytes = 0
-    with CommittedFile(path, KIND) as file, file.naming_damage():
+    with CommittedFile(path, KIND, in_parts=True) as file, file.naming_damage():
         for place in file.names():
             for each in file.names(place):
                 array = file.array(f"{place}/{each}")
