@@ -513,3 +513,25 @@ def test_words() -> None:
     assert listed([]) == "" and listed(["a"]) == "a" and listed(["a", "b", "c"]) == "a, b and c"
     assert count(1, "step") == "1 step" and count(2000, "step") == "2,000 steps"
     assert plain({"a": np.array([1.0, np.nan]), "b": Kind.IDLE}) == {"a": [1.0, None], "b": "idle"}
+
+
+@pytest.mark.parametrize("kind", ("external link", "soft link", "virtual", "no checksum", "own member", "no group"))
+def test_a_whole_check_refuses_what_this_project_does_not_write(folder: RunFolder, tmp_path: Path, kind: str) -> None:
+    path = folder.rollout_log(0, 0)
+    assert check_whole(path) > 0
+    with h5py.File(path, "r+") as struck:
+        group = struck["rollouts"]
+        if kind == "external link":
+            group["more"] = h5py.ExternalLink(str(tmp_path / "secret"), "/a")
+        elif kind == "soft link":
+            group["more"] = h5py.SoftLink("/rollouts/seed")
+        elif kind == "virtual":
+            group.create_virtual_dataset("more", h5py.VirtualLayout((0,), "i4"))
+        elif kind == "no checksum":
+            group["more"] = np.arange(2)
+        elif kind == "own member":
+            group["more"] = group
+        else:
+            struck["more"] = np.empty(0)
+    with pytest.raises(DamagedFile, match=r"damaged rollout log: .*more.*(a link to|not stored as|no array|no group)"):
+        check_whole(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from tlt_hpc.simulate.counterfactual import estimate, estimate_plain
 from tlt_hpc.simulate.measured import chances_of, costs_by_strategy, fit_line
 from tlt_hpc.simulate.run_log import read_run
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.storage.rollout_log import StepRecord, read_spans, read_step, write_step
 
 TINY = str(Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml")
 NAMES = ("off", "drafter-4")
@@ -159,9 +160,11 @@ def test_single_slow_rounds_count_for_little(tmp_path: Path) -> None:
     slow = write_run(tmp_path / "slow", plainly, line, num_ranks=1)
     log = read_run(slow)
     for step, (own,) in zip(log.steps, log.ranks, strict=True):
-        own.spans.seconds[0] *= 10
-        lengths, took = own.summary.response_lengths.tolist(), float(own.spans.seconds.sum())
-        write_step(RunFolder(slow).rollout_log(step, 0), _record(step, 0, 1, lengths, own.spans, took))
+        path = RunFolder(slow).rollout_log(step, 0)
+        spans = read_spans(path)
+        spans.seconds[0] *= 10
+        lengths, took = own.response_lengths.tolist(), float(spans.seconds.sum())
+        write_step(path, _record(step, 0, 1, lengths, spans, took))
     found = estimate_plain(slow)
     truth = sum(plain_seconds_of(log.lengths, line)) + 8 * STOP_SECONDS
     assert found.plain_rollout_seconds.sum() == pytest.approx(truth, rel=0.02)
@@ -246,3 +249,21 @@ def test_a_run_keeps_its_cost_profile(tmp_path: Path, rank: int) -> None:
         job.engine.costs = None
         keep_costs(job)
         assert not file.exists()
+
+
+@pytest.mark.parametrize("change", ("kept", "refill", "a rank short"))
+def test_a_step_of_which_rounds_are_missing_is_left_out(tmp_path: Path, change: str) -> None:
+    run = RunFolder(write_run(tmp_path / "run", seldom, line))
+    record = read_step(run.rollout_log(3, 1))
+    changes: dict[str, dict[str, Any]] = {
+        "kept": {"metrics": {"rollout/kept_tokens": 3.0}},
+        "refill": {"refills": (record.timing,)},
+        "a rank short": {"num_ranks": 3},
+    }
+    write_step(run.rollout_log(3, 1), replace(record, **changes[change]))
+    other = read_step(run.rollout_log(3, 0))
+    write_step(run.rollout_log(3, 0), replace(other, num_ranks=3 if change == "a rank short" else 2))
+    assert read_run(run.path).steps == (0, 1, 2, 4, 5, 6, 7)
+    write_step(run.rollout_log(3, 1), replace(record, metrics={"rollout/kept_tokens": 0.0}))
+    write_step(run.rollout_log(3, 0), other)
+    assert read_run(run.path).steps == tuple(range(8))

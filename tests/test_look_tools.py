@@ -181,3 +181,20 @@ def test_parquet_has_what_csv_has(tmp_path: Path, folder: RunFolder) -> None:
             for value, row in zip(values, rows, strict=True):
                 same = str(value) == row[key] or (value is None and row[key] == "")
                 assert same or float(value) == pytest.approx(float(row[key])), (name, key)
+
+
+def test_a_log_that_was_made_up_is_one_for_every_tool(tmp_path: Path) -> None:
+    def make(*arguments: str | Path) -> subprocess.CompletedProcess[str]:  # it writes a configuration: with pydantic
+        command = [sys.executable, TOOLS / "make_log.py", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+
+    made = make(tmp_path / "run", "--steps", "2", "--ranks", "2", "--responses", "8")
+    assert made.returncode == 0 and "4 files" in made.stdout, made.stderr
+    done = start("inspect_run", tmp_path / "run", "--check")
+    assert done.returncode == 0 and "4 logs" in done.stdout and "All is sound." in done.stdout
+    told = json.loads(start("acceptance", tmp_path / "run", "--json", "-").stdout)
+    assert told["steps"] == [0, 1] and sum(map(sum, told["step_tokens"])) > 4 * 8 * 100 and told["problems"] == []
+    again = make(tmp_path / "run")
+    assert again.returncode == 2 and again.stderr.count("\n") == 1 and "is there already" in again.stderr
+    odd = make(tmp_path / "odd", "--responses", "9")
+    assert odd.returncode == 2 and odd.stderr.count("\n") == 1 and not (tmp_path / "odd").exists()

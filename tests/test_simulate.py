@@ -432,18 +432,19 @@ def test_a_run_that_follows_the_model_is_predicted_exactly(tmp_path: Path, num_r
 
 
 def rounds_of(*each: tuple[str, float, float, float]) -> Rounds:
-    names, *columns = zip(*each, strict=True)
-    live, tokens, seconds = (np.array(column, float) for column in columns)
-    return Rounds(np.array(names), live, tokens, seconds)
+    each_name, live, tokens, seconds = zip(*each, strict=True)
+    names = tuple(dict.fromkeys(each_name))
+    index = np.array([names.index(name) for name in each_name], np.int16)
+    return Rounds(names, index, np.array(live, np.int32), np.array(tokens, np.int32), np.array(seconds, float))
 
 
 def test_seconds_a_token_by_powers_of_two_of_the_batch() -> None:
     """Of one sequence 4 seconds for 3 tokens in two rounds, of four 6 for 2: between them by the logarithm."""
     rounds = rounds_of(("off", 1, 1, 1.0), ("off", 1, 2, 3.0), ("off", 4, 8, 6.0), ("a", 4, 8, 9.0))
-    seconds, seen = curve(rounds, rounds.strategy == "off", 16, 1)
+    seconds, seen = curve(rounds, rounds.are("off"), 16, 1)
     assert seconds[[0, 1, 3, 15]].tolist() == pytest.approx([4 / 3, (4 / 3 + 3) / 2, 3.0, 3.0])
     assert np.flatnonzero(seen).tolist() == [0, 3, 4, 5, 6]
-    assert not curve(rounds, rounds.strategy == "off", 16, 3)[1].any()  # too few rounds to believe
+    assert not curve(rounds, rounds.are("off"), 16, 3)[1].any()  # too few rounds to believe
 
 
 def test_the_pace_of_a_round_is_that_of_its_like() -> None:

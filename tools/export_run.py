@@ -14,7 +14,7 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"wrote {path} ({num_rows:,} rows)")
     traced = chosen if options.steps else [step for step in [run.last_whole_step()] if step is not None]
     path = folder / "trace.json"
-    path.write_text(json.dumps({"traceEvents": list(trace_events(run, traced)), "displayTimeUnit": "ms"}))
+    put_trace(path, trace_events(run, traced))
     print(f"wrote {path} (step {', '.join(map(str, traced)) or 'none'}; open it at https://ui.perfetto.dev)")
     for problem in run.problems:
         print(f"left out: {problem}")
@@ -118,6 +118,15 @@ def _named(table: str, rank: Columns, part: Part) -> Part:
     if table == "phases":
         part["name"] = [bytes(name).decode() for name in part.pop("names")]
     return part
+
+
+def put_trace(path: Path, events: Iterable[dict[str, Any]]) -> None:
+    """Write Chrome's trace format event by event: a few steps of many ranks have millions."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for number, event in enumerate(events):
+            file.write((",\n" if number else "\n") + json.dumps(event))
+        file.write("\n]}\n")
 
 
 def put_csv(path: Path, parts: Iterator[Part]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 from tlt_hpc.analysis.kinds import OFF
 from tlt_hpc.analysis.result import Analysis, listed, share, span_of
 from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.analysis.survey import StepLogs, Survey, take
 from tlt_hpc.storage.log_columns import Columns
 
 _SPANS = ("spans/strategy_index", "spans/num_live", "spans/num_tokens", "spans/seconds")
@@ -68,75 +71,74 @@ class Acceptance(Analysis):
         return [str(b) if a == b else f"{a}\u2013{b}" for a, b in zip(lows, self.bucket_tops, strict=True)]
 
 
-@dataclass
-class _Sums:
-    """Grows file by file."""
+@dataclass(frozen=True)
+class _Row:
+    """What is kept of a step."""
 
-    names: dict[str, int] = field(default_factory=dict)
-    """Every strategy's place, in the order in which they came."""
-    cells: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    by_name: dict[str, NDArray[np.int64]]
+    """By strategy, in the order in which they came: rounds, tokens, row passes, [3]."""
+    cells: dict[str, NDArray[np.float64]]
     """By strategy: rounds, tokens, row passes and seconds, [4, buckets]."""
-    steps: list[dict[int, NDArray[np.int64]]] = field(default_factory=list)
-    """By step and strategy: rounds, tokens, row passes, [3]."""
-
-    def add(self, rank: Columns, speaks: bool) -> None:
-        places = [self.names.setdefault(name, len(self.names)) for name in rank.texts("strategy/names")]
-        sums = np.zeros((len(places), 3), np.int64)
-        sums[:, 0], sums[:, 1] = rank["strategy/rounds"], rank["strategy/tokens"]
-        if len(rank[_SPANS[0]]) and speaks:
-            sums[:, 2] = self._add_spans(rank, places)
-        for place, row in zip(places, sums, strict=True):
-            self.steps[-1][place] = self.steps[-1].get(place, np.zeros(3, np.int64)) + row
-
-    def _add_spans(self, rank: Columns, places: list[int]) -> NDArray[np.int64]:
-        """Of a rank's rounds; returns each of its strategies' row passes."""
-        index, live, tokens, taken = (rank[name] for name in _SPANS)
-        rounds = index >= 0
-        buckets = np.ceil(np.log2(np.maximum(live[rounds], 1))).astype(np.int64)
-        cell = index[rounds].astype(np.int64) * _NUM_BUCKETS + np.minimum(buckets, _NUM_BUCKETS - 1)
-        size = len(places) * _NUM_BUCKETS
-        weights = (None, tokens[rounds], live[rounds], taken[rounds])
-        tables = np.stack([np.bincount(cell, w, size).reshape(-1, _NUM_BUCKETS) for w in weights], 1)
-        for place, table in zip(places, tables, strict=True):
-            self.cells[place] = self.cells.get(place, 0) + table
-        return np.asarray(tables[:, 2].sum(1), np.int64)
+    accept_length: float
 
 
 def analyse_acceptance(run: RunLog) -> Acceptance:
     """Of all steps that have a readable log."""
-    sums, steps, accept = _Sums(), list[int](), list[float]()
-    for step, ranks in run.columns(COLUMNS):
-        sums.steps.append({})
-        for rank in ranks:
-            sums.add(rank, run.speaks_for(rank.rank))
-        tokens = sum(int(rank["rollouts/response_ends"][-1]) for rank in ranks if rank.num_rollouts)
-        passes = sum(int(rank["rollouts/num_target_passes"].sum()) for rank in ranks)
-        steps.append(step)
-        accept.append(tokens / passes if passes else float("nan"))
-    found = _found(run, sums, steps, accept)
-    return Acceptance(**{**vars(found), "verdict": _verdict(found)})
+    return take(run, ACCEPTANCE)
 
 
-def _found(run: RunLog, sums: _Sums, steps: list[int], accept: list[float]) -> Acceptance:
-    num_strategies = len(sums.names)
-    by_step = np.zeros((len(steps), num_strategies, 3), np.int64)
-    for row, cells in enumerate(sums.steps):
-        for place, values in cells.items():
-            by_step[row, place] = values
-    table = np.zeros((num_strategies, 4, _NUM_BUCKETS))
-    for place, own in sums.cells.items():
-        table[place] = own
+def _row(logs: StepLogs) -> _Row:
+    by_name, cells = dict[str, NDArray[np.int64]](), dict[str, NDArray[np.float64]]()
+    for rank, speaks in zip(logs.ranks, logs.speaks, strict=True):
+        names = rank.texts("strategy/names")
+        sums = np.zeros((len(names), 3), np.int64)
+        sums[:, 0], sums[:, 1] = rank["strategy/rounds"], rank["strategy/tokens"]
+        if len(rank[_SPANS[0]]) and speaks:
+            tables = _tables(rank, len(names))
+            sums[:, 2] = tables[:, 2].sum(1)
+            _add(cells, names, tables)
+        _add(by_name, names, sums)
+    tokens = sum(int(rank["rollouts/response_ends"][-1]) for rank in logs.ranks if rank.num_rollouts)
+    passes = sum(int(rank["rollouts/num_target_passes"].sum()) for rank in logs.ranks)
+    return _Row(by_name, cells, tokens / passes if passes else float("nan"))
+
+
+def _add(sums: dict[str, NDArray[Any]], names: Iterable[str], values: Iterable[NDArray[Any]]) -> None:
+    for name, value in zip(names, values, strict=True):
+        sums[name] = sums[name] + value if name in sums else value
+
+
+def _tables(rank: Columns, num_strategies: int) -> NDArray[np.float64]:
+    """Of a rank's rounds [G, 4, buckets]: their number, tokens, row passes and seconds."""
+    index, live, tokens, taken = (rank[name] for name in _SPANS)
+    rounds = index >= 0
+    buckets = np.ceil(np.log2(np.maximum(live[rounds], 1))).astype(np.int64)
+    cell = index[rounds].astype(np.int64) * _NUM_BUCKETS + np.minimum(buckets, _NUM_BUCKETS - 1)
+    weights = (None, tokens[rounds], live[rounds], taken[rounds])
+    size = num_strategies * _NUM_BUCKETS
+    return np.stack([np.bincount(cell, w, size).reshape(-1, _NUM_BUCKETS) for w in weights], 1)
+
+
+def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Acceptance:
+    names = tuple(dict.fromkeys(name for row in rows for name in row.by_name))
+    none = np.zeros(3, np.int64)
+    by_step = np.array([[row.by_name.get(name, none) for name in names] for row in rows], np.int64)
+    by_step = by_step.reshape(len(rows), len(names), 3)
+    cells = {name: np.zeros((4, _NUM_BUCKETS)) for name in names}
+    for row in rows:
+        _add(cells, row.cells, row.cells.values())
+    table = np.array([cells[name] for name in names]).reshape(-1, 4, _NUM_BUCKETS)
     used = np.flatnonzero(table[:, 0].sum(0))
     table = table[:, :, : used[-1] + 1 if len(used) else 0]
-    return Acceptance(
+    found = Acceptance(
         run=run.name,
         verdict="",
         problems=run.problems,
         steps=np.array(steps, np.int64),
-        accept_length=np.array(accept),
+        accept_length=np.array([row.accept_length for row in rows], np.float64),
         own_accept_length=np.where(run.metric(JUDGED, steps) == 0, np.nan, run.metric(OWN, steps)),
         drafter_version=run.metric(VERSION, steps),
-        strategies=tuple(sums.names),
+        strategies=names,
         step_rounds=by_step[:, :, 0],
         step_tokens=by_step[:, :, 1],
         step_row_passes=by_step[:, :, 2],
@@ -146,6 +148,10 @@ def _found(run: RunLog, sums: _Sums, steps: list[int], accept: list[float]) -> A
         row_passes=table[:, 2].astype(np.int64),
         seconds=table[:, 3],
     )
+    return Acceptance(**{**vars(found), "verdict": _verdict(found)})
+
+
+ACCEPTANCE = Survey(COLUMNS, (), _row, _found)
 
 
 def _ratio(above: NDArray[np.int64], below: NDArray[np.int64]) -> NDArray[np.float64]:

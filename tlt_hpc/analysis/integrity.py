@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlt_hpc.analysis.processes import map_tasks
 from tlt_hpc.analysis.result import Analysis, count, listed
 from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.errors import UserError
@@ -51,22 +52,17 @@ class Integrity(Analysis):
 
 def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
     """Look at every file; ``read_whole`` reads all of it."""
-    look = _looks_whole if read_whole else _looks_committed
     num_files = num_bytes = 0
     damaged, missing = list[str](), list[str]()
     lines = run.lines
-    for step in run.logged_steps:
-        ranks, num_ranks = set[int](), 0
-        for rank, path in run.files(step).items():
-            num_files += 1
-            num_bytes += path.stat().st_size
-            fault, told_ranks = look(path, step, rank)
-            ranks.add(rank)
-            num_ranks = max(num_ranks, told_ranks)
-            damaged += [fault] if fault else []
-        absent = sorted(set(range(num_ranks)) - ranks)
-        if absent and (step in lines or step != run.logged_steps[-1]):
-            missing.append(f"step {step}: no log of rank {', '.join(map(str, absent))}")
+    tasks = [_Task(step, run.files(step), read_whole) for step in run.logged_steps]
+    for task, seen in zip(tasks, map_tasks(_look, tasks, sum(len(task.files) for task in tasks)), strict=True):
+        num_files += len(task.files)
+        num_bytes += seen.num_bytes
+        damaged += seen.faults
+        absent = sorted(set(range(seen.num_ranks)) - set(task.files))
+        if absent and (task.step in lines or task.step != run.logged_steps[-1]):
+            missing.append(f"step {task.step}: no log of rank {', '.join(map(str, absent))}")
     found = Integrity(
         run=run.name,
         verdict="",
@@ -117,6 +113,36 @@ def repair(run: RunLog, say: Callable[[str], None]) -> bool:
     with writing_beside(path) as part:
         part.write_bytes(data[: len(data) - len(torn)])
     return True
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A step's files by rank."""
+
+    step: int
+    files: dict[int, Path]
+    read_whole: bool
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What its files were found to be."""
+
+    num_bytes: int
+    num_ranks: int
+    faults: list[str]
+
+
+def _look(task: _Task) -> _Seen:
+    num_bytes = num_ranks = 0
+    faults = list[str]()
+    look = _looks_whole if task.read_whole else _looks_committed
+    for rank, path in task.files.items():
+        num_bytes += path.stat().st_size
+        fault, told_ranks = look(path, task.step, rank)
+        num_ranks = max(num_ranks, told_ranks)
+        faults += [fault] if fault else []
+    return _Seen(num_bytes, num_ranks, faults)
 
 
 def _looks_whole(path: Path, step: int, rank: int) -> tuple[str, int]:

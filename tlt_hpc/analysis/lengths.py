@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.analysis.result import Analysis, count, share, span_of
 from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.analysis.survey import StepLogs, Survey, take
 from tlt_hpc.records import FinishReason
 
 COLUMNS = ("rollouts/response_ends", "rollouts/finish_reason")
@@ -44,15 +45,29 @@ class Lengths(Analysis):
         return len(self.steps) > 0
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What is kept of a step: each response's length, and how many of them were cut."""
+
+    lengths: NDArray[np.int32]
+    num_cut: int
+
+
 def analyse_lengths(run: RunLog) -> Lengths:
     """Of all steps that have a readable log with a response in it."""
-    steps, all_lengths, num_cut = list[int](), list[NDArray[np.int64]](), list[int]()
-    for step, ranks in run.columns(COLUMNS):
-        lengths = np.concatenate([np.diff(rank[COLUMNS[0]], prepend=0) for rank in ranks])
-        if len(lengths):
-            steps.append(step)
-            all_lengths.append(lengths)
-            num_cut.append(sum(int((rank[COLUMNS[1]] == FinishReason.LENGTH).sum()) for rank in ranks))
+    return take(run, LENGTHS)
+
+
+def _row(logs: StepLogs) -> _Row:
+    lengths = np.concatenate([np.diff(rank[COLUMNS[0]], prepend=0) for rank in logs.ranks])
+    num_cut = sum(int((rank[COLUMNS[1]] == FinishReason.LENGTH).sum()) for rank in logs.ranks)
+    return _Row(lengths.astype(np.int32), num_cut)
+
+
+def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> Lengths:
+    steps = [step for step, row in zip(all_steps, rows, strict=True) if len(row.lengths)]
+    rows = [row for row in rows if len(row.lengths)]
+    all_lengths = [row.lengths.astype(np.int64) for row in rows]
     quantiles = np.array([np.percentile(lengths, _QUANTILES) for lengths in all_lengths]).reshape(-1, len(_QUANTILES))
     cap = run.setting("rollout", "max_new_tokens")
     edges, histogram = _histogram(np.concatenate([np.empty(0, np.int64), *all_lengths]))
@@ -67,12 +82,15 @@ def analyse_lengths(run: RunLog) -> Lengths:
         longest=np.array([lengths.max() for lengths in all_lengths], np.int64),
         mean=np.array([lengths.mean() for lengths in all_lengths], np.float64),
         num_responses=np.array([len(lengths) for lengths in all_lengths], np.int64),
-        num_cut=np.array(num_cut, np.int64),
+        num_cut=np.array([row.num_cut for row in rows], np.int64),
         cap=cap if isinstance(cap, int) else None,
         edges=edges,
         histogram=histogram,
     )
     return Lengths(**{**vars(found), "verdict": _verdict(found)})
+
+
+LENGTHS = Survey(COLUMNS, (), _row, _found)
 
 
 def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

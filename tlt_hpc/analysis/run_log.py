@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,15 @@ class RunLog:
             self.note(f"not committed, and left out: the logs of step {shown}")
         return tuple(step for step in self.logged_steps if step in self.lines)
 
+    @property
+    def replica_size(self) -> int:
+        """Ranks that go through the same rounds together, of which the first tells."""
+        parallel = self.setting("rollout", "tensor_parallel")
+        return parallel if isinstance(parallel, int) and parallel > 0 else 1
+
     def speaks_for(self, rank: int) -> bool:
         """Whether a rank tells of its replica's rounds, which the others of it went through with it."""
-        parallel = self.setting("rollout", "tensor_parallel")
-        return rank % (parallel if isinstance(parallel, int) and parallel > 0 else 1) == 0
+        return rank % self.replica_size == 0
 
     def files(self, step: int) -> dict[int, Path]:
         """A step's closed logs by rank."""
@@ -147,7 +152,9 @@ class RunLog:
                 summaries.append(read_summary(path))
             except (DamagedFile, FileNotFoundError) as error:
                 self.note(str(error))
-        self._note_missing(step, [s.rank for s in summaries], max((s.num_ranks for s in summaries), default=0))
+        missing = _missing(step, [s.rank for s in summaries], max((s.num_ranks for s in summaries), default=0))
+        if missing:
+            self.note(missing)
         return summaries
 
     def spans(self, step: int, rank: int) -> EngineSpans:
@@ -163,13 +170,9 @@ class RunLog:
     ) -> Iterator[tuple[int, list[Columns]]]:
         """Columns of all ranks, step by step; a step of which nothing can be read is left out."""
         for step in self.steps if steps is None else steps:
-            ranks = []
-            for path in self.files(step).values():
-                try:
-                    ranks.append(read_columns(path, arrays, attributes))
-                except (DamagedFile, FileNotFoundError) as error:
-                    self.note(str(error))
-            self._note_missing(step, [r.rank for r in ranks], max((r.num_ranks for r in ranks), default=0))
+            ranks, problems = read_ranks(step, self.files(step).values(), arrays, attributes)
+            for problem in problems:
+                self.note(problem)
             if ranks:
                 yield step, ranks
 
@@ -184,11 +187,28 @@ class RunLog:
                 continue
         return self.steps[-1] if self.steps else None
 
-    def _note_missing(self, step: int, found: list[int], num_ranks: int) -> None:
-        missing = sorted(set(range(num_ranks)) - set(found))
-        if missing:
-            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            self.note(f"step {step}: no log of rank {shown} ({len(missing)} of {num_ranks} ranks)")
+
+def read_ranks(
+    step: int, paths: Iterable[Path], arrays: Sequence[str], attributes: Sequence[str]
+) -> tuple[list[Columns], list[str]]:
+    """A step's columns by rank, of the files that can be read, and a line for each thing that cannot."""
+    ranks, problems = list[Columns](), list[str]()
+    for path in paths:
+        try:
+            ranks.append(read_columns(path, arrays, attributes))
+        except (DamagedFile, FileNotFoundError) as error:
+            problems.append(str(error))
+    missing = _missing(step, [r.rank for r in ranks], max((r.num_ranks for r in ranks), default=0))
+    return ranks, [*problems, missing] if missing else problems
+
+
+def _missing(step: int, found: list[int], num_ranks: int) -> str:
+    """Which ranks' logs are not there, in words; nothing where all are."""
+    missing = sorted(set(range(num_ranks)) - set(found))
+    if not missing:
+        return ""
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return f"step {step}: no log of rank {shown} ({len(missing)} of {num_ranks} ranks)"
 
 
 def _no_run(path: Path) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tlt_hpc.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.analysis.result import Analysis, listed, seconds, share, span_of
 from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.analysis.survey import StepLogs, Survey, take
 from tlt_hpc.storage.log_columns import Columns
 
 _SPANS = ("spans/strategy_index", "spans/num_tokens", "spans/seconds")
@@ -79,13 +80,26 @@ class _Rank:
     """[R, 3]: start, last token, release."""
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What is kept of a step."""
+
+    ranks: list[_Rank]
+    num_ranks: int
+
+
 def analyse_throughput(run: RunLog) -> Throughput:
     """Of all steps that have a readable log."""
-    steps, ranks, sizes = list[int](), list[list[_Rank]](), list[int]()
-    for step, columns in run.columns(COLUMNS, ATTRIBUTES):
-        steps.append(step)
-        ranks.append([_rank(each, run.speaks_for(each.rank)) for each in columns])
-        sizes.append(max(each.num_ranks for each in columns))
+    return take(run, THROUGHPUT)
+
+
+def _row(logs: StepLogs) -> _Row:
+    ranks = [_rank(columns, speaks) for columns, speaks in zip(logs.ranks, logs.speaks, strict=True)]
+    return _Row(ranks, max(columns.num_ranks for columns in logs.ranks))
+
+
+def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
+    ranks, sizes = [row.ranks for row in rows], [row.num_ranks for row in rows]
     table = np.array([np.mean([rank.by_kind for rank in of], 0) for of in ranks]).reshape(-1, len(KINDS))
     used = np.flatnonzero(table.sum(0) > 1e-3 * table.sum() / 10)
     found = Throughput(
@@ -107,6 +121,9 @@ def analyse_throughput(run: RunLog) -> Throughput:
         step_seconds=run.metric("timing_s/step", steps),
     )
     return Throughput(**{**vars(found), "verdict": _verdict(found)})
+
+
+THROUGHPUT = Survey(COLUMNS, ATTRIBUTES, _row, _found)
 
 
 def _rank(columns: Columns, speaks: bool) -> _Rank:

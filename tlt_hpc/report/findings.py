@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from tlt_hpc.analysis.acceptance import Acceptance, analyse_acceptance
+from tlt_hpc.analysis.acceptance import ACCEPTANCE, Acceptance
 from tlt_hpc.analysis.comparison import Comparison, analyse_comparison
 from tlt_hpc.analysis.energy import Energy, analyse_energy
 from tlt_hpc.analysis.environment import Environments, analyse_environment
 from tlt_hpc.analysis.learning import Learning, analyse_learning
-from tlt_hpc.analysis.lengths import Lengths, analyse_lengths
+from tlt_hpc.analysis.lengths import LENGTHS, Lengths
 from tlt_hpc.analysis.result import count
 from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.analysis.throughput import Throughput, analyse_throughput
+from tlt_hpc.analysis.survey import take_all
+from tlt_hpc.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.analysis.timeline import Timeline, analyse_timeline
 from tlt_hpc.errors import UserError
+from tlt_hpc.report.rounds import ROUNDS
+from tlt_hpc.simulate.rank_step import RankStep
 
 _MOST_TRIED = 5
 """Steps of which a timeline is tried."""
@@ -45,6 +48,8 @@ class Findings:
     """Committed steps that are not looked at."""
     clock_seconds: float | None
     """From the first step's start to the last's end; None where either is not logged."""
+    rounds: dict[int, tuple[RankStep, ...]]
+    """By step, of a run that speculates and is not held against another: what its gain is estimated from."""
     final: dict[str, Any]
     """What ``finished.json`` says; empty while a run has not finished."""
 
@@ -117,12 +122,14 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
     other = None if against is None else RunLog(against)
     if other is not None and other.folder.path.resolve() == log.folder.path.resolve():
         raise UserError(f"--against {against}: that is the run itself; give another, such as one without speculation")
-    throughput = analyse_throughput(log)
+    surveys = (LENGTHS, ACCEPTANCE, THROUGHPUT)
+    is_estimated = other is None and log.setting("speculation", "mode") not in (None, "plain")
+    lengths, acceptance, throughput, *more = take_all(log, (*surveys, ROUNDS) if is_estimated else surveys)
     return Findings(
         log=log,
         learning=analyse_learning(log),
-        lengths=analyse_lengths(log),
-        acceptance=analyse_acceptance(log),
+        lengths=lengths,
+        acceptance=acceptance,
         throughput=throughput,
         energy=analyse_energy(log),
         environments=analyse_environment(log),
@@ -132,6 +139,7 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         other=other,
         other_final={} if other is None else read_final(other),
         comparison=None if other is None else analyse_comparison([other, log]),
+        rounds=more[0] if more else {},
         final=read_final(log),
     )
 

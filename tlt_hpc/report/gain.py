@@ -13,7 +13,8 @@ from tlt_hpc.analysis.environment import read_environment
 from tlt_hpc.analysis.result import count, listed, seconds, share
 from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.report.findings import Findings
-from tlt_hpc.simulate.counterfactual import estimate_plain
+from tlt_hpc.simulate.counterfactual import estimate_of, estimate_plain
+from tlt_hpc.simulate.run_log import run_of
 
 _NO_MATTER = {"speculation", "drafter", "checkpoint", "tracking", "evaluation", "warmup"} | {
     f"run.{key}" for key in ("name", "folder", "num_steps", "stall_factor")
@@ -92,7 +93,8 @@ def estimated_gain(found: Findings) -> tuple[Gain | None, str]:
     """From the run's own plain rounds, without another run; or why that cannot be."""
     how = "To measure it, give a run of the same seed without speculation: tlt report RUN --against PLAIN_RUN."
     try:
-        estimate = estimate_plain(found.log.folder.path)
+        path = found.log.folder.path
+        estimate = estimate_plain(path) if found.other is not None else estimate_of(run_of(path, found.rounds), path)
     except ValueError as error:  # too short, no plain round, replicas: each says which
         return None, f"Not known: {error}. {how}"
     told = np.isin(estimate.steps, found.learning.steps)

@@ -61,7 +61,15 @@ def estimate_plain(path: Path) -> PlainEstimate:
     Raises:
         ValueError: no run, a run that decoded plainly anyway, one of replicas, or one without a plain round.
     """
-    log = read_run(path)
+    return estimate_of(read_run(path), path)
+
+
+def estimate_of(log: RunLog, path: Path) -> PlainEstimate:
+    """The same of a run's log that has been read from ``path``.
+
+    Raises:
+        ValueError: as ``estimate_plain``.
+    """
     if log.config.speculation.mode == "plain":
         raise ValueError(f"{path} has decoded plainly itself (speculation.mode); give a run that speculates")
     return estimate(log)
@@ -79,7 +87,7 @@ def estimate(log: RunLog) -> PlainEstimate:
     token = plain_seconds(log, rounds, most)
     plain = simulate(log.lengths, _plain(token, read_seconds), setting, Phases()).rollout_seconds + log.stop_seconds
     share = _share(log, token, has_plain(rounds, most))
-    num_plain = int(np.count_nonzero(rounds.strategy == OFF.name))
+    num_plain = int(np.count_nonzero(rounds.are(OFF.name)))
     return PlainEstimate(
         steps=log.steps,
         rollout_seconds=log.rollout_seconds,

@@ -7,6 +7,7 @@ measured, so that what lies between rounds is counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,35 +33,56 @@ a quarter and more, the median of so many by a tenth."""
 
 @dataclass(frozen=True)
 class Rounds:
-    """All decoding rounds of a log, [K] each."""
+    """All decoding rounds of a log, [K] each; ``strategy`` counts in ``names``. There are millions in a long run."""
 
-    strategy: NDArray[np.str_]
-    live: Floats
-    tokens: Floats
+    names: tuple[str, ...]
+    strategy: NDArray[np.int16]
+    live: NDArray[np.int32]
+    tokens: NDArray[np.int32]
     seconds: Floats
 
+    @cached_property
+    def bucket(self) -> NDArray[np.int8]:
+        """The power of two that each one's batch is in."""
+        most = int(self.live.max(initial=1))
+        found: NDArray[np.int8] = bucket_of(np.arange(1, most + 1)).astype(np.int8)[self.live - 1]
+        return found
+
     @property
-    def bucket(self) -> NDArray[np.int64]:
-        return bucket_of(self.live)
+    def ran(self) -> list[str]:
+        """Names of the strategies that ran."""
+        return [self.names[i] for i in np.flatnonzero(np.bincount(self.strategy, minlength=len(self.names)))]
+
+    def are(self, name: str) -> NDArray[np.bool_]:
+        """Which of them are of a strategy."""
+        place = self.names.index(name) if name in self.names else -1
+        chosen: NDArray[np.bool_] = self.strategy == place
+        return chosen
 
 
 def read_rounds(log: RunLog) -> tuple[Rounds, float]:
     """The rounds, and the seconds of reading one response's prompt."""
-    parts: list[tuple[Floats, ...]] = []
-    names: list[NDArray[np.str_]] = []
-    read_seconds, num_responses = 0.0, 0
+    read_seconds, num_responses, at = 0.0, 0, 0
+    names = tuple(dict.fromkeys(name for ranks in log.ranks for rank in ranks for name in rank.strategy_names))
+    most = sum(len(rank.spans) for ranks in log.ranks for rank in ranks)
+    rounds = Rounds(
+        names, np.empty(most, np.int16), np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float64)
+    )
     for rank in (rank for ranks in log.ranks for rank in ranks):
-        spans, timing = rank.spans, rank.summary.timing
+        spans, timing = rank.spans, rank.timing
         stretch = (timing.last_token_seconds - timing.start_seconds) / max(float(spans.seconds.sum()), 1e-12)
         is_read = spans.strategy_index == PREFILL
         seconds = spans.seconds.astype(np.float64) * max(stretch, 1.0)
         read_seconds += float(seconds[is_read].sum())
-        num_responses += len(rank.summary.response_lengths)
+        num_responses += len(rank.response_lengths)
         kept = ~is_read & (spans.num_live > 0)
-        names.append(np.array(rank.summary.strategy_names)[spans.strategy_index[kept]])
-        parts.append((spans.num_live[kept].astype(float), spans.num_tokens[kept].astype(float), seconds[kept]))
-    live, tokens, seconds = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Rounds(np.concatenate(names), live, tokens, seconds), read_seconds / max(num_responses, 1)
+        place = slice(at, at := at + int(np.count_nonzero(kept)))
+        own = np.array([names.index(name) for name in rank.strategy_names], np.int16)
+        rounds.strategy[place] = own[spans.strategy_index[kept]]
+        rounds.live[place], rounds.tokens[place] = spans.num_live[kept], spans.num_tokens[kept]
+        rounds.seconds[place] = seconds[kept]
+    found = Rounds(names, rounds.strategy[:at], rounds.live[:at], rounds.tokens[:at], rounds.seconds[:at])
+    return found, read_seconds / max(num_responses, 1)
 
 
 def costs_as_chosen(log: RunLog, most_live: int) -> Costs:
@@ -77,10 +99,10 @@ def costs_by_strategy(log: RunLog, most_live: int) -> Costs:
         ValueError: the run never decoded plainly, so there is nothing to hold others against.
     """
     rounds, read_seconds = read_rounds(log)
-    names = [OFF.name, *sorted(set(rounds.strategy.tolist()) - {OFF.name})]
+    names = [OFF.name, *sorted(set(rounds.ran) - {OFF.name})]
     token, allowed = [plain_seconds(log, rounds, most_live)], [np.ones(most_live, bool)]
     for name in names[1:]:
-        chosen = rounds.strategy == name
+        chosen = rounds.are(name)
         shape = shape_of(rounds, name, most_live, log.profile)
         seconds, seen = curve(rounds, chosen, most_live, LEAST_ROUNDS, shape)
         token.append(seconds)
@@ -98,7 +120,7 @@ def plain_seconds(log: RunLog, rounds: Rounds, most_live: int) -> Floats:
     Raises:
         ValueError: the run never decoded plainly.
     """
-    is_plain = rounds.strategy == OFF.name
+    is_plain = rounds.are(OFF.name)
     if not is_plain.any():
         raise ValueError(f"{log.name} has no plain round to hold speculation against; give a longer run")
     shape = shape_of(rounds, OFF.name, most_live, log.profile)
@@ -114,7 +136,7 @@ def plain_seconds(log: RunLog, rounds: Rounds, most_live: int) -> Floats:
 
 def has_plain(rounds: Rounds, most_live: int) -> NDArray[np.bool_]:
     """Batches 1 to ``most_live`` in whose power of two the run decoded plainly often enough to be believed."""
-    count = np.bincount(rounds.bucket[rounds.strategy == OFF.name], minlength=64)
+    count = np.bincount(rounds.bucket[rounds.are(OFF.name)], minlength=64)
     often: NDArray[np.bool_] = count[bucket_of(np.arange(1, most_live + 1))] >= MANY_ROUNDS
     return often
 
@@ -128,7 +150,7 @@ def shape_of(rounds: Rounds, name: str, most_live: int, profile: CostProfile | N
     if profile is not None and profile.covers([strategy], 1):
         return np.array([round_seconds(profile, strategy, int(one)) for one in batch])
     at, values, weights = [], [], []
-    of = rounds.strategy == name
+    of = rounds.are(name)
     for bucket in np.unique(rounds.bucket[of]):
         own = of & (rounds.bucket == bucket)
         at.append(float(np.median(rounds.live[own])))
@@ -197,8 +219,8 @@ def chances_of(log: RunLog) -> dict[Source, float]:
     """
     rounds, _ = read_rounds(log)
     sums: dict[Source, list[float]] = {}
-    for name in sorted(set(rounds.strategy.tolist()) - {OFF.name}):
-        strategy, of = strategy_named(name), rounds.strategy == name
+    for name in sorted(set(rounds.ran) - {OFF.name}):
+        strategy, of = strategy_named(name), rounds.are(name)
         drafts, tokens = float(rounds.live[of].sum()), float(rounds.tokens[of].sum())
         both = sums.setdefault(strategy.source, [0.0, 0.0])
         both[0] += drafts * chance_of(tokens / drafts, strategy.reach)

@@ -6,6 +6,7 @@ Shapes: ``T`` steps, ``R`` ranks, ``N`` responses of the largest shard.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.config import Config, load_saved_config
-from tlt_hpc.records import EngineSpans
 from tlt_hpc.rollout.cost_profile import CostProfile, read_profile
+from tlt_hpc.simulate.rank_step import ATTRIBUTES, COLUMNS, RankStep, rank_step
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import StepSummary, read_spans, read_summary
+from tlt_hpc.storage.log_columns import read_columns
 from tlt_hpc.storage.step_lines import read_lines
 
 Ints = NDArray[np.int64]
@@ -32,14 +33,6 @@ _COLUMNS = {
     "harvested_rank_seconds": "rollout/harvested_rank_seconds",
 }
 """What is read of a step's line; a step whose line lacks one is left out."""
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """One rank's part of a step."""
-
-    summary: StepSummary
-    spans: EngineSpans
 
 
 @dataclass(frozen=True)
@@ -93,19 +86,34 @@ def read_run(path: Path) -> RunLog:
         ValueError: no run, a run of replicas, or no step that can be learned from.
     """
     folder = RunFolder(path)
+    try:
+        logs = {
+            step: tuple(rank_step(read_columns(log, COLUMNS, ATTRIBUTES)) for log in folder.rollout_logs(step))
+            for step in folder.rollout_steps()
+        }
+    except DamagedFile as error:
+        raise ValueError(str(error)) from None
+    return run_of(path, logs)
+
+
+def run_of(path: Path, logs: Mapping[int, Sequence[RankStep]]) -> RunLog:
+    """A run of which the logs have been read, by step.
+
+    Raises:
+        ValueError: as ``read_run``.
+    """
+    folder = RunFolder(path)
     if not folder.config.is_file() or not folder.rollouts.is_dir():
         raise ValueError(f"{path} is no run's folder with a rollout log; give one that tlt train has written")
     config = load_saved_config(folder.config)
     if config.rollout.tensor_parallel > 1:
         raise ValueError(f"{path} is a run of replicas, whose rounds are not read yet; give one of whole models")
-    lines, found = read_lines(folder.metrics), {}
-    try:
-        for step in folder.rollout_steps():
-            ranks = tuple(RankStep(read_summary(log), read_spans(log)) for log in folder.rollout_logs(step))
-            if step in lines and _tells(ranks) and all(_is_told(lines[step].get(name)) for name in _COLUMNS.values()):
-                found[step] = ranks
-    except DamagedFile as error:
-        raise ValueError(str(error)) from None
+    lines = read_lines(folder.metrics)
+    found = {
+        step: tuple(ranks)
+        for step, ranks in logs.items()
+        if step in lines and _tells(ranks) and all(_is_told(lines[step].get(name)) for name in _COLUMNS.values())
+    }
     counts = {len(ranks) for ranks in found.values()}
     if len(found) < 2 or len(counts) > 1:
         raise ValueError(
@@ -130,20 +138,15 @@ def _is_told(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _tells(ranks: tuple[RankStep, ...]) -> bool:
-    if not ranks:  # the folder is here, its logs are not
-        return False
-    return len(ranks) == ranks[0].summary.num_ranks and all(
-        len(rank.spans) and not rank.summary.refills and not rank.summary.metrics.get("rollout/kept_tokens", 0.0)
-        for rank in ranks
-    )
+def _tells(ranks: Sequence[RankStep]) -> bool:
+    return 0 < len(ranks) == ranks[0].num_ranks and all(rank.is_whole for rank in ranks)
 
 
 def _lengths(steps: tuple[tuple[RankStep, ...], ...]) -> Ints:
-    number = max(len(rank.summary.response_lengths) for ranks in steps for rank in ranks)
+    number = max(len(rank.response_lengths) for ranks in steps for rank in ranks)
     lengths = np.zeros((len(steps), len(steps[0]), number), np.int64)
     for t, ranks in enumerate(steps):
         for r, rank in enumerate(ranks):
-            own = rank.summary.response_lengths
+            own = rank.response_lengths
             lengths[t, r, : len(own)] = own
     return lengths

@@ -127,8 +127,10 @@ def paced(before: Rounds, rounds: Rounds) -> NDArray[np.float64]:
 
     A strategy's mean counts from ``LEAST_ROUNDS`` rounds on: a first round may take several times as long as the next.
     """
-    names, number = np.unique(np.concatenate([before.strategy, rounds.strategy]), return_inverse=True)
-    buckets = np.concatenate([before.bucket, rounds.bucket])
+    names = tuple(dict.fromkeys((*before.names, *rounds.names)))
+    places = [np.array([names.index(name) for name in part.names], np.int64) for part in (before, rounds)]
+    number = np.concatenate([places[0][before.strategy], places[1][rounds.strategy]])
+    buckets = np.concatenate([before.bucket, rounds.bucket]).astype(np.int64)
     most, count = 1 + int(buckets.max(initial=0)), len(before.seconds)
 
     def means(keys: NDArray[np.int64], size: int, least: int = 1) -> NDArray[np.float64]:

@@ -30,7 +30,7 @@ os.environ["HDF5_USE_FILE_LOCKING"] = "FALSE"
 from h5py import Dataset as Dataset
 from h5py import File as File
 from h5py import Group as Group
-from h5py import HardLink, h5a, h5d, h5l, h5o, h5s, h5z
+from h5py import h5a, h5d, h5g, h5l, h5o, h5s, h5z
 
 CHUNK_BYTES = 2**20
 CHUNK_CACHE_BYTES = 8 * 2**20
@@ -130,7 +130,7 @@ class CommittedFile:
                 self._groups: dict[str, Any] = {"": self.root.id}
                 self.committed = _check_header(self.root, kind)
                 if not in_parts:
-                    _check_own(self.root)
+                    _check_own(self.root.id)
         except DamagedFile:
             self._bytes.close()
             raise
@@ -152,14 +152,26 @@ class CommittedFile:
         dataset = self._open(name)
         if not isinstance(dataset, h5d.DatasetID):
             raise ValueError(f"{name} is no array")
+        _check_array(dataset, name)
         array = np.empty(dataset.shape, dataset.dtype)
         if array.size:
-            made = dataset.get_create_plist()
-            checked = made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None
-            if not checked or made.get_layout() != h5d.CHUNKED:
-                raise ValueError(f"{name} is not stored as this project stores data")
             dataset.read(h5s.ALL, h5s.ALL, array)
         return array
+
+    def names(self, place: str = "") -> list[str]:
+        """What a group holds, the file itself without one.
+
+        Raises:
+            KeyError, OSError, ValueError: it is missing, damaged, or no group.
+        """
+        group = self._place(place)
+        if place and not isinstance(group, h5g.GroupID):
+            raise ValueError(f"{place} is no group")
+        return [name.decode() for name in group]
+
+    def size(self, name: str) -> int:
+        """Of an array's first axis."""
+        return int(self._open(name).shape[0])
 
     def number(self, name: str) -> float:
         """A scalar attribute of a group, by its path; one of the file itself has no group.
@@ -167,8 +179,23 @@ class CommittedFile:
         Raises:
             KeyError, OSError, TypeError: it is missing, damaged, or no number.
         """
-        place, _, own = name.rpartition("/")
+        place, own = _split(name)
         return float(_attribute(self._place(place), own))
+
+    def has_number(self, name: str) -> bool:
+        """Whether there is such an attribute."""
+        place, own = _split(name)
+        return (not place or self.has(place)) and bool(h5a.exists(self._place(place), own.encode()))
+
+    def check_numbers(self, place: str) -> None:
+        """Read all attributes of a group.
+
+        Raises:
+            OSError, TypeError: one is damaged.
+        """
+        group = self._place(place)
+        for index in range(h5a.get_num_attrs(group)):
+            _read_attribute(h5a.open(group, index=index))
 
     def _place(self, name: str) -> Any:
         """A group, opened once."""
@@ -178,10 +205,7 @@ class CommittedFile:
 
     def _open(self, name: str) -> Any:
         place, _, own = name.rpartition("/")
-        group = self._place(place)
-        if group.links.get_info(own.encode()).type != h5l.TYPE_HARD:  # or there is none, which it says
-            raise ValueError(f"{name} is a link, not data")
-        return h5o.open(group, own.encode())
+        return _member(self._place(place), own.encode())
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
@@ -340,19 +364,39 @@ def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _check_own(group: Group, depth: int = 0) -> None:
+def _check_own(group: Any, depth: int = 0) -> None:
     """Refuse what leads out of the file, or is in it without a checksum: neither is of this project's writing."""
     if depth > _MOST_DEPTH:  # a group that is its own member, as likely as not
         raise ValueError("it has groups within groups beyond what this project writes")
     for name in group:
-        link = group.get(name, getlink=True)
-        if not isinstance(link, HardLink):
-            raise ValueError(f"{name} is a link to {link.path}, not data")
-        node = group[name]
-        if isinstance(node, Group):
+        node = _member(group, name)
+        if isinstance(node, h5g.GroupID):
             _check_own(node, depth + 1)
-        elif not isinstance(node, Dataset) or node.external or node.is_virtual or (node.size and not node.fletcher32):
-            raise ValueError(f"{name} is not stored as this project stores data")
+        else:
+            _check_array(node, name.decode())
+
+
+def _member(group: Any, name: bytes) -> Any:
+    """What a group has under a name, opened; a link is not followed."""
+    kind = group.links.get_info(name).type  # or there is none, which it says
+    if kind != h5l.TYPE_HARD:
+        where = group.links.get_val(name)
+        text = b" ".join(where) if isinstance(where, tuple) else where
+        raise ValueError(f"{name.decode()} is a link to {text.decode(errors='replace')}, not data")
+    return h5o.open(group, name)
+
+
+def _check_array(node: Any, name: str) -> None:
+    """Refuse an array that lies outside of the file, or that has no checksum though there is something in it."""
+    if isinstance(node, h5d.DatasetID):
+        made = node.get_create_plist()
+        if made.get_layout() == h5d.CHUNKED:  # which no external or virtual one has
+            is_own = made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None or 0 in node.shape
+        else:
+            is_own = 0 in node.shape and made.get_layout() != h5d.VIRTUAL and not made.get_external_count()
+        if is_own:
+            return
+    raise ValueError(f"{name} is not stored as this project stores data")
 
 
 def _check_header(root: File, kind: FileKind) -> int:
@@ -366,9 +410,18 @@ def _check_header(root: File, kind: FileKind) -> int:
     return int(_attribute(root.id, "committed"))
 
 
+def _split(name: str) -> tuple[str, str]:
+    """An attribute's group and its own name, in which there may be more strokes."""
+    place, stroke, own = name.partition("/")
+    return (place, own) if stroke else ("", name)
+
+
 def _attribute(place: Any, name: str) -> Any:
     """A scalar one, by HDF5's own calls."""
-    attribute = h5a.open(place, name.encode())
+    return _read_attribute(h5a.open(place, name.encode()))
+
+
+def _read_attribute(attribute: Any) -> Any:
     value = np.empty((), attribute.dtype)
     attribute.read(value)
     return value[()]

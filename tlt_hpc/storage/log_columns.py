@@ -18,6 +18,7 @@ from tlt_hpc.storage.rollout_log import KIND
 
 _LATER = ("spans", "phases", "timing/refills", "rollouts/pass_lengths", "rollouts/pass_ends")
 """What files of earlier versions have not: they tell of none."""
+_METRICS = "metrics/"
 _FLAT = {f"rollouts/{name}" for name in ("prompt_tokens", "response_tokens", "log_probs", "pass_lengths")}
 
 
@@ -43,6 +44,8 @@ class Columns:
 def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[str] = ()) -> Columns:
     """Read ``GROUP/NAME`` arrays and attributes; an attribute of the file itself has no group.
 
+    A metric that the rank did not tell (``metrics/NAME``) is NaN.
+
     Raises:
         DamagedFile: as ``rollout_log.read_step``, as far as it was read.
         FileNotFoundError: no such file.
@@ -55,7 +58,7 @@ def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[st
             num_ranks=int(file.number("num_ranks")),
             num_rollouts=file.committed,
             arrays={name: _array(file, name, missing) for name in arrays},
-            attributes={name: file.number(name) for name in attributes},
+            attributes={name: _number(file, name) for name in attributes},
         )
 
 
@@ -66,14 +69,14 @@ def check_whole(path: Path) -> int:
         DamagedFile, FileNotFoundError: as ``read_columns``.
     """
     num_bytes = 0
-    with CommittedFile(path, KIND) as file, file.naming_damage():
-        for name in file.root:
-            for each in file.root[name]:
-                array = file.array(f"{name}/{each}")
+    with CommittedFile(path, KIND, in_parts=True) as file, file.naming_damage():
+        for place in file.names():
+            for each in file.names(place):
+                array = file.array(f"{place}/{each}")
                 num_bytes += array.nbytes
-                _check_count(file, f"{name}/{each}", array)
-            dict(file.root[name].attrs)
-        ends, num_tokens = file.root["rollouts/response_ends"], len(file.root["rollouts/response_tokens"])
+                _check_count(file, f"{place}/{each}", array)
+            file.check_numbers(place)
+        ends, num_tokens = file.array("rollouts/response_ends"), file.size("rollouts/response_tokens")
         if num_tokens != (int(ends[-1]) if file.committed else 0):
             raise ValueError(f"{num_tokens} response tokens, but {int(ends[-1])} were committed")
     return num_bytes
@@ -85,6 +88,10 @@ def _array(file: CommittedFile, name: str, missing: set[str]) -> NDArray[Any]:
     array = file.array(name)
     _check_count(file, name, array)
     return array
+
+
+def _number(file: CommittedFile, name: str) -> float:
+    return file.number(name) if not name.startswith(_METRICS) or file.has_number(name) else float("nan")
 
 
 def _check_count(file: CommittedFile, name: str, array: NDArray[Any]) -> None:
