@@ -197,7 +197,7 @@ _TOLD = (
 
 
 def _against(first: RunSeries, other: RunSeries, name: str, steps: list[int], form: str) -> str:
-    return f"{other.mean(name, steps):{form}} to {first.mean(name, steps):{form}}"
+    return f"{other.mean(name, steps):{form}} and {first.mean(name, steps):{form}}"
 
 
 def _energy(first: RunSeries, other: RunSeries, steps: list[int]) -> list[str]:

@@ -20,6 +20,8 @@ COLUMNS = (*_SPANS, *_PHASES, "strategy/names", "timing/refills", "rollouts/resp
 ATTRIBUTES = ("timing/start_seconds", "timing/last_token_seconds", "timing/release_seconds", "harvested_seconds")
 KEPT_TOKENS = "rollout/kept_tokens"
 ENGINE = (Kind.PREFILL, Kind.DECODE, Kind.SPECULATE)
+_FEWEST = 0.02
+"""Of the decoded tokens, from which a kind of decoding has a rate."""
 _NOT_THE_STEPS = {Kind.SAVE, Kind.EVALUATE}
 """Between two steps."""
 
@@ -58,7 +60,12 @@ class Throughput(Analysis):
     def rates(self) -> dict[str, float]:
         """Tokens a second over all steps: of a rank's engine by kind, of all ranks in rollouts and in whole steps."""
         taken, given = self.engine_seconds.sum(0), self.engine_tokens.sum(0)
-        rates = {str(k): float(g / s) for k, g, s in zip(ENGINE, given, taken, strict=True) if s > 0}
+        least = [0.0, *[_FEWEST * given[1:].sum()] * 2]  # of a few rounds, mostly trials, a rate would mislead
+        rates = {
+            str(kind): float(own / s)
+            for kind, own, s, few in zip(ENGINE, given, taken, least, strict=True)
+            if s > 0 and own >= few
+        }
         whole = {"rollout, all ranks": self.rollout_seconds, "step, all ranks": self.step_seconds}
         generated = self.tokens - self.kept_tokens
         told = {name: np.isfinite(each) & self.is_whole for name, each in whole.items()}
@@ -194,8 +201,7 @@ def _shares(found: Throughput) -> str:
     order = sorted((kind for kind in means if kind not in _NOT_THE_STEPS), key=lambda kind: -means[kind])
     told = [f"{kind} {share(means[kind], whole)}" for kind in order[:4]]
     return (
-        f"{span_of(found.steps).capitalize()}: of {seconds(whole)} that a rank's step is told of on average, "
-        f"{listed(told)}."
+        f"{span_of(found.steps).capitalize()}: a rank's step took {seconds(whole)} on average, of which {listed(told)}."
     )
 
 
