@@ -622,6 +622,7 @@ def test_the_paper_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch
     ("arguments", "words"),
     [
         ([], "nothing to simulate"),
+        (["/"], "/ is a folder; for a run give --from /"),
         ([QWEN, "--nodes", "0"], "--nodes 0"),
         ([QWEN, "--nodes", "two"], "--nodes two"),
         ([QWEN, "--gpus", "0"], "--gpus 0"),

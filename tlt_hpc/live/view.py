@@ -152,7 +152,7 @@ def step_cells(line: Line) -> tuple[str, ...]:
 def last_word(state: RunState, is_alive: bool | None) -> Text:
     """Whether it runs, has ended, or stands still, and what to do then."""
     if state.ending == "finished" or (state.is_finished and not is_alive):
-        return Text("finished", "bold green")
+        return Text("finished; tlt report on this folder says what it learned and gained", "bold green")
     if state.ending:
         return Text(f"ended: {state.ending}; the same command goes on from here", "yellow")
     if any(record.stalled for record in state.records):

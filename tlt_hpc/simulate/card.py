@@ -26,7 +26,7 @@ class Card:
     fixed_step_seconds: float = 5.0
     """Of a step: handing weights to the engine, loading optimiser state, rewards."""
     save_seconds: float = 0.1
-    """By which a save holds a step up: 97 ms, selective and asynchronous (method.md, section 3)."""
+    """By which a save holds a step up: 97 ms, selective and asynchronous (TLT paper, arXiv 2511.16665, second-hand)."""
 
 
 UPDATE_PASSES = 5

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -194,6 +195,8 @@ def _config(options: argparse.Namespace, log: RunLog | None) -> Config:
     if log is not None and (options.config is None or "=" in options.config):
         overrides = [*filter(None, [options.config]), *options.overrides]
         return load_config(str(RunFolder(options.source).config), overrides)
+    if options.config is not None and Path(options.config).is_dir():
+        raise ConfigError(f"{options.config} is a folder; for a run give --from {options.config}, else a CONFIG.toml")
     if options.config is not None:
         return load_config(options.config, options.overrides)
     raise ConfigError("nothing to simulate; give a CONFIG.toml, --from RUN, --validate RUN or --paper")

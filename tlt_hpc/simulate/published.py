@@ -1,4 +1,4 @@
-"""Figures of the TLT paper (arXiv 2511.16665), second-hand through method.md section 6, and what is made of them.
+"""Figures of the TLT paper (arXiv 2511.16665), second-hand, and what is made of them.
 
 Knows models' sizes, not how a step is simulated.
 """

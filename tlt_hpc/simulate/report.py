@@ -102,7 +102,7 @@ def show_paper(
     for name, value in vars(assumed).items():
         listing.add_row(name, _value(value), SOURCES[name])
     listing.add_row("speed-ups", "", f"32B by batch {published.SPEED_UP_BATCHES}, the paper's; beyond on their slope")
-    listing.add_row("nodes of 1.83", "4", "method.md has no number of nodes for it; 2.12 is the paper's at 8")
+    listing.add_row("nodes of 1.83", "4", "that figure came without a number of nodes; 2.12 is the paper's at 8")
     console.print(listing)
     console.print(_sensitivity(turned))
     _say(console, "The median is fitted anew in each row; * over 10 % off somewhere.")
