@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -24,6 +25,7 @@ from tlt_hpc.analysis.timeline import analyse_timeline
 from tlt_hpc.analysis.trace import trace_events
 from tlt_hpc.errors import UserError
 from tlt_hpc.records import NO_SPANS, FinishReason, MicroStepRecord, PhaseSpan, RolloutTiming
+from tlt_hpc.storage.environment_lines import Environment, Host, add_environment
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.log_columns import check_whole, read_columns
@@ -198,6 +200,18 @@ def test_speculation_that_was_off_is_called_so(tmp_path: Path) -> None:
     run = RunLog(small_run(tmp_path / "run", num_steps=1, **off).path)
     assert "Speculation was off" in analyse_acceptance(run).verdict
     assert "Speculation was off throughout" in analyse_timeline(run).verdict
+
+
+def test_kinds_of_decoding_that_say_little_have_no_rate(folder: RunFolder) -> None:
+    """A few plain rounds, mostly trials; and passes on a GPU, of which only the launch is timed."""
+    host = Host("a", 2, "CPU", 2, 1, {"H200": 2})
+    start = Environment("t", "0", "", "", "3", {}, "", "", (host,), "1", {}, "mpiexec", (), {})
+    add_environment(folder.environment, start)
+    found = analyse_throughput(RunLog(folder.path))
+    assert set(found.rates) >= {"plain decoding", "speculative decoding"} and "prefill" not in found.rates
+    assert "in prefill" not in found.verdict and "in plain decoding" in found.verdict
+    few = replace(found, engine_tokens=found.engine_tokens * [1, 1, 100])
+    assert "plain decoding" not in few.rates and "speculative decoding" in few.rates
 
 
 def test_throughput(folder: RunFolder) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.analysis.environment import read_environment
 from tlt_hpc.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.analysis.result import Analysis, listed, seconds, share, span_of
 from tlt_hpc.analysis.run_log import RunLog
@@ -51,6 +52,8 @@ class Throughput(Analysis):
     harvested_rank_seconds: NDArray[np.float64]
     rollout_seconds: NDArray[np.float64]
     step_seconds: NDArray[np.float64]
+    is_on_gpu: bool
+    """Then the log has when a prefill pass was handed over, and not when the GPU was done with it: it has no rate."""
 
     @property
     def has_data(self) -> bool:
@@ -60,11 +63,12 @@ class Throughput(Analysis):
     def rates(self) -> dict[str, float]:
         """Tokens a second over all steps: of a rank's engine by kind, of all ranks in rollouts and in whole steps."""
         taken, given = self.engine_seconds.sum(0), self.engine_tokens.sum(0)
-        least = [0.0, *[_FEWEST * given[1:].sum()] * 2]  # of a few rounds, mostly trials, a rate would mislead
+        few = _FEWEST * given[1:].sum()  # of a few rounds, mostly trials, a rate would mislead
+        least = (np.inf if self.is_on_gpu else 0.0, few, few)
         rates = {
             str(kind): float(own / s)
-            for kind, own, s, few in zip(ENGINE, given, taken, least, strict=True)
-            if s > 0 and own >= few
+            for kind, own, s, enough in zip(ENGINE, given, taken, least, strict=True)
+            if s > 0 and own >= enough
         }
         whole = {"rollout, all ranks": self.rollout_seconds, "step, all ranks": self.step_seconds}
         generated = self.tokens - self.kept_tokens
@@ -126,6 +130,7 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
         harvested_rank_seconds=np.array([sum(r.harvested for r in of) for of in ranks]),
         rollout_seconds=np.array([_clock_seconds(of) for of in ranks]),
         step_seconds=run.metric("timing_s/step", steps),
+        is_on_gpu=any(host.gpus for start in read_environment(run) for host in start.hosts),
     )
     return Throughput(**{**vars(found), "verdict": _verdict(found)})
 
