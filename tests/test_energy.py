@@ -405,7 +405,7 @@ def test_a_run_without_counters_says_why(tmp_path: Path) -> None:
 def test_energy_is_compared_where_both_tell_it(tmp_path: Path) -> None:
     one, other = with_energy(tmp_path / "one"), with_energy(tmp_path / "other", 0.5)
     found = analyse_comparison([one, other])
-    assert "joules a step of GPUs 480 to 960" in found.verdict and "processors" not in found.verdict
+    assert "joules a step of GPUs 480 and 960" in found.verdict and "processors" not in found.verdict
     silent = RunLog(small_run(tmp_path / "silent").path)
     assert "joules" not in analyse_comparison([one, silent]).verdict
 

@@ -52,6 +52,9 @@ class Throughput(Analysis):
     harvested_rank_seconds: NDArray[np.float64]
     rollout_seconds: NDArray[np.float64]
     step_seconds: NDArray[np.float64]
+    began: NDArray[np.float64]
+    ended: NDArray[np.float64]
+    """First start of a rollout and last end of a phase, in seconds since the epoch."""
     is_on_gpu: bool
     """Then the log has when a prefill pass was handed over, and not when the GPU was done with it: it has no rate."""
 
@@ -89,6 +92,7 @@ class _Rank:
     harvested: float
     rollouts: NDArray[np.float64]
     """[R, 3]: start, last token, release."""
+    ended: float
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,8 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
         harvested_rank_seconds=np.array([sum(r.harvested for r in of) for of in ranks]),
         rollout_seconds=np.array([_clock_seconds(of) for of in ranks]),
         step_seconds=run.metric("timing_s/step", steps),
+        began=np.array([min(r.rollouts[0, 0] for r in of) for of in ranks]),
+        ended=np.array([max(r.ended for r in of) for of in ranks]),
         is_on_gpu=any(host.gpus for start in read_environment(run) for host in start.hosts),
     )
     return Throughput(**{**vars(found), "verdict": _verdict(found)})
@@ -161,6 +167,7 @@ def _rank(columns: Columns, speaks: bool) -> _Rank:
         idle=idle,
         harvested=harvested,
         rollouts=rollouts,
+        ended=float(max(rollouts[-1, 2], columns[_PHASES[2]].max(initial=0.0))),
     )
 
 

@@ -46,8 +46,6 @@ class Findings:
     comparison: Comparison | None
     num_lines_before: int
     """Committed steps that are not looked at."""
-    clock_seconds: float | None
-    """From the first step's start to the last's end; None where either is not logged."""
     rounds: dict[int, tuple[RankStep, ...]]
     """By step, of a run that speculates and is not held against another: what its gain is estimated from."""
     final: dict[str, Any]
@@ -68,6 +66,14 @@ class Findings:
         """``2 ranks``; of a run that went on with another number, ``2 to 4 ranks``."""
         fewest = int(self.throughput.num_ranks.min(initial=self.num_ranks))
         return count(self.num_ranks, "rank") if fewest == self.num_ranks else f"{fewest} to {self.num_ranks} ranks"
+
+    @property
+    def clock_seconds(self) -> float | None:
+        """From the first step's start to the last's end; None where either is not logged."""
+        steps, logged = self.learning.steps, self.throughput.steps
+        if len(steps) == 0 or len(logged) == 0 or (steps[0], steps[-1]) != (logged[0], logged[-1]):
+            return None
+        return float(self.throughput.ended[-1] - self.throughput.began[0])
 
     @property
     def idle(self) -> tuple[float, float]:
@@ -135,7 +141,6 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         environments=analyse_environment(log),
         timeline=_timeline(log, throughput, step),
         num_lines_before=0 if last is None else len(RunLog(path).lines) - len(log.lines),
-        clock_seconds=_clock_seconds(log),
         other=other,
         other_final={} if other is None else read_final(other),
         comparison=None if other is None else analyse_comparison([other, log]),
@@ -153,16 +158,6 @@ def _timeline(log: RunLog, throughput: Throughput, step: int | None) -> Timeline
         except UserError as error:  # damaged logs: another step's will do
             log.note(str(error))
     return None
-
-
-def _clock_seconds(log: RunLog) -> float | None:
-    steps = list(log.lines)
-    if not steps or not {steps[0], steps[-1]} <= set(log.logged_steps):
-        return None
-    first, last = log.ranks(steps[0]), log.ranks(steps[-1])
-    ends = [phase.end_seconds for rank in last for phase in rank.phases]
-    starts = [rank.timing.start_seconds for rank in first]
-    return max(ends) - min(starts) if starts and ends else None
 
 
 def typical_steps(found: Throughput) -> list[int]:
