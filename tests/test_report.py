@@ -144,7 +144,9 @@ def test_a_machine_that_others_used_is_told(tmp_path: Path, run: RunFolder) -> N
     plain.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = words_of(run.path, plain.path)["What did speculation gain?"]
     assert "Mind the machine" in words and "took 2.00 times as long there" in words
-    assert f"whole steps: {16.1 / 9.6:.2f}" in card_texts(run.path, plain.path)["Gained"][1], "at this run's own pace"
+    card = card_texts(run.path, plain.path)["Gained"][1]
+    assert f"whole steps: {16.1 / 9.6:.2f}" in card, "at this run's own pace"
+    assert "on a machine that others used" in card
     lines = [{**line, "timing_s/update_actor": 2.1} for line in lines]
     plain.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "Mind the machine" not in words_of(run.path, plain.path)["What did speculation gain?"]

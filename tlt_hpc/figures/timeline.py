@@ -56,7 +56,7 @@ def draw_timeline(found: Timeline) -> Figure:
         _shade(last, found)
     last.set_xlabel("seconds since the rollout began")
     title(figure, f"Step {found.step}: what each rank did when", _below(found))
-    blank = Patch(facecolor="none", edgecolor=theme().grid, linewidth=0.5, label="blank: between passes")
+    blank = Patch(facecolor="none", edgecolor=theme().faint, linewidth=0.5, label="blank: between passes")
     legend_below(figure, [*(_patch(kind) for kind in _kinds_shown(found)), blank], 5)
     return figure
 

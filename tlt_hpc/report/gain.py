@@ -44,6 +44,8 @@ class Gain:
     high: float
     is_measured: bool
     is_of_speculation: bool
+    is_even: bool
+    """Whether the machine gave both runs as much, by what the same updates took."""
     num_steps: int
     against: str
     words: str
@@ -86,7 +88,7 @@ def measured_gain(found: Findings) -> tuple[Gain | None, str]:
             "did not have it to themselves alike; whole steps are told with this run's own seconds beside the rollouts."
         )
     words += f" Not like for like: {'; '.join(unlike)}." if unlike else ""
-    return Gain(rollout, step, low, high, True, is_of_speculation, len(steps), other.name, words), ""
+    return Gain(rollout, step, low, high, True, is_of_speculation, is_even, len(steps), other.name, words), ""
 
 
 def estimated_gain(found: Findings) -> tuple[Gain | None, str]:
@@ -109,7 +111,9 @@ def estimated_gain(found: Findings) -> tuple[Gain | None, str]:
         f"would have taken about {seconds(plain)}: they are {faster(rollout)}, whole steps {faster(step)}. It rests on "
         f"{estimate.basis}; estimates like it were up to {share(off, 1)} off. {how}"
     )
-    return Gain(rollout, step, rollout * (1 - off), rollout * (1 + off), False, True, int(told.sum()), "", words), ""
+    return Gain(
+        rollout, step, rollout * (1 - off), rollout * (1 + off), False, True, True, int(told.sum()), "", words
+    ), ""
 
 
 def faster(ratio: float) -> str:

@@ -242,7 +242,9 @@ def _gained(gain: Gain | None) -> Card | None:
         return Card(f"Against {gain.against}", f"{gain.rollout:.2f}\u00d7", words)
     tone = {True: "good", False: "bad", None: "plain"}[gain.pays]
     if gain.is_measured:
-        words = f"as fast as without speculation, on the same rollouts (measured in {gain.num_steps} steps); {steps}"
+        uneven = "" if gain.is_even else ", on a machine that others used"
+        known = f"measured in {count(gain.num_steps, 'step')}{uneven}"
+        words = f"as fast as without speculation, on the same rollouts ({known}); {steps}"
         return Card("Gained", f"{gain.rollout:.2f}\u00d7", words, tone)
     error = f"\u00b1{share(gain.high / gain.rollout - 1, 1)}"
     words = f"as fast as without speculation (estimated, {error}); {steps}"
