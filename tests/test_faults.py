@@ -34,6 +34,7 @@ def test_corrupted_inputs_end_in_one_clear_line_or_do_no_harm():
     assert "60 corrupted inputs in" in done.stdout and ": 0 faults" in done.stdout
 
 
+@pytest.mark.slow  # test_kills and test_slurm_stops strike runs, too
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
 def test_a_run_that_is_struck_ends_as_if_it_had_not_been(tmp_path):

@@ -111,9 +111,8 @@ def estimated_gain(found: Findings) -> tuple[Gain | None, str]:
         f"would have taken about {seconds(plain)}: they are {faster(rollout)}, whole steps {faster(step)}. It rests on "
         f"{estimate.basis}; estimates like it were up to {share(off, 1)} off. {how}"
     )
-    return Gain(
-        rollout, step, rollout * (1 - off), rollout * (1 + off), False, True, True, int(told.sum()), "", words
-    ), ""
+    low, high = rollout * (1 - off), rollout * (1 + off)
+    return Gain(rollout, step, low, high, False, True, True, int(told.sum()), "", words), ""
 
 
 def faster(ratio: float) -> str:
