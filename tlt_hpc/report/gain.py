@@ -23,8 +23,8 @@ _NO_MATTER = {"speculation", "drafter", "checkpoint", "tracking", "evaluation", 
 _MOST_NAMED = 4
 _EVEN_PACE = 0.10
 """Difference of the policy updates' seconds, the same work in both runs, up to which they ran at one pace."""
-_ERROR, _DOUBTED_ERROR = 0.12, 0.20
-"""Of an estimate that is trusted, and of one that is not: the largest of four each (docs/simulator.md)."""
+_ERROR, _DOUBTED_ERROR = 0.12, 0.26
+"""Of an estimate that is trusted, and of one that is not: the largest of six each (docs/simulator.md)."""
 _RESAMPLES = 2000
 _FEWEST_STEPS = 3
 """From which an interval can be told."""

@@ -17,7 +17,7 @@ from tlt_hpc.simulate.walk import walk
 TRUSTED_SHARE = 0.5
 """Of an estimate's seconds, at batches where the run itself decoded plainly: from here on the estimate is trusted.
 
-Four runs with n-grams alone, which are above it, came out within 11 % of a plain run of the same tokens; four with a
+Six runs with n-grams alone, which are above it, came out within 11 % of a plain run of the same tokens; six with a
 drafter, which are below it, within 21 % (docs/simulator.md).
 """
 
