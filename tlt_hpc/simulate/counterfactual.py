@@ -18,7 +18,7 @@ TRUSTED_SHARE = 0.5
 """Of an estimate's seconds, at batches where the run itself decoded plainly: from here on the estimate is trusted.
 
 Six runs with n-grams alone, which are above it, came out within 11 % of a plain run of the same tokens; six with a
-drafter, which are below it, within 21 % (docs/simulator.md).
+drafter, which are below it, within 26 % (docs/simulator.md).
 """
 
 
