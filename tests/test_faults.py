@@ -174,6 +174,9 @@ def test_a_hang_a_slow_end_and_a_silent_beginning_are_wrong(tools):
     cancel = tools("fault_plan").Fault("cancel", "0", 1, 0.0)
     assert find(cancel, True, 9, 10.1, BEGUN + "stopped early (SIGTERM) after 3 of 9 steps\n", (3, 3), False) == []
     assert find(cancel, True, 9, 10.1, BEGUN, (3, 3), False) == ["status 9, not 75"]
+    kill = tools("fault_plan").Fault("kill", "1", 2, 0.5)
+    assert find(kill, True, 9, 1.0, BEGUN, (3, 6), False) == ["the rank that was killed is not named"]
+    assert find(kill, True, 9, 1.0, BEGUN + "finished: 7 steps, policy 4a61\n", (3, 7), False) == []
     assert find(fault, False, 2, 0.0, BEGUN, (3, 7), False) == ["status 2, not 0"]
 
 

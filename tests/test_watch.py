@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import subprocess
 import threading
@@ -28,6 +29,7 @@ from tlt_hpc.watch.record import (
     write_record,
 )
 from tlt_hpc.watch.scribe import Scribe
+from tlt_hpc.watch.tie import Knot, address_of
 from tlt_hpc.watch.watch import STALLED, Watch
 
 LOOK = 0.01
@@ -106,6 +108,18 @@ def test_who_is_about_to_be_killed_can_say_goodbye_before(tmp_path):
         time.sleep(60 * LOOK)
         assert not job.ends, "it may be waited for"
         assert read_record(tmp_path, 0).ending == "stopped early"
+
+
+def test_only_the_end_of_the_process_breaks_its_tie(tmp_path):
+    """One that has finished may be killed together with another that dies; which of them came first must be seen."""
+    knot = Knot(address_of("start", "node1", os.getpid()))
+    with Job(tmp_path) as job:
+        until(lambda: knot.accept() is not None)
+    (tie,) = knot.ties
+    assert knot.hear(tie) == (os.getpid(), "finished")
+    assert select.select([tie], [], [], 0) == ([], [], [])
+    os.close(job.watch._tie.descriptor)
+    assert knot.hear(tie) == (os.getpid(), None)
 
 
 def test_a_failure_is_the_last_word(tmp_path):

@@ -32,6 +32,7 @@ from tlt_hpc.mpi.pulse import RECORD_FIELDS, Pulse
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.watch.beat import BEAT, Phase
+from tlt_hpc.watch.record import DamagedRecordError, read_record
 from tlt_hpc.watch.watch import Watch
 
 folder, trouble, factor, look = Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), float(sys.argv[5])
@@ -50,6 +51,7 @@ TROUBLES = {
     "stopped": lambda world: stop_for(100),
     "paused": lambda world: stop_for(0.6),
     "none": lambda world: None,
+    "killed at the end": lambda world: None,
 }
 
 def decode(world, step, left):
@@ -67,6 +69,12 @@ def roll_out(world, pulse, step):
         else:
             pulse.back_off()
 
+def has_ended(rank):
+    try:
+        return bool(read_record(folder, rank).ending)
+    except (FileNotFoundError, DamagedRecordError):
+        return False
+
 def main(watch):
     world = World.connect()
     BEAT.folder = folder
@@ -77,7 +85,11 @@ def main(watch):
             roll_out(world, pulse, step)
         world.allgather(step)
     pulse.close()
-    world.barrier()
+    world.leave()
+    if trouble == "killed at the end" and world.rank == 1:
+        while not (has_ended(0) and has_ended(2)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
     return watch.ended(0)
 
 with Watch(factor, launched_rank(os.environ), look_seconds=look) as watch:
@@ -128,6 +140,14 @@ def test_a_rank_that_dies_is_named(tmp_path, trouble):
     cause = r"(was killed by signal 9 \(SIGKILL\)|ended with status 3 and no word|has died \(the launcher may .*\))"
     assert len(lines) == 1 and re.match(rf"tlt: rank 1 on \S+ {cause}, last seen in \w+.* of step [01]", lines[0]), err
     assert read_verdict(tmp_path / "status")[1] in lines[0]
+
+
+def test_a_rank_that_is_killed_after_the_others_have_finished_is_named(tmp_path):
+    code, lines, err = work(tmp_path, "killed at the end")
+    assert code == 9, err
+    cause = r"(was killed by signal 9 \(SIGKILL\)|has died \(the launcher may .*\))"
+    assert len(lines) == 1 and re.match(rf"tlt: rank 1 on \S+ {cause}, last seen in \w+ of step 2", lines[0]), err
+    assert {read_record(tmp_path / "status", rank).ending for rank in (0, 2)} == {"finished"}
 
 
 def test_a_rank_that_is_stopped_for_less_than_the_limit_rides_through(tmp_path):

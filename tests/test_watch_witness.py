@@ -88,18 +88,19 @@ def test_of_several_that_ended_while_it_had_no_core_the_first_is_told(ranks, tmp
     assert capfd.readouterr().err.count("\n") == 1
 
 
-# A rank that ties itself, and breaks the tie when told to, half a second before it is gone.
+# A rank that ties itself, breaks the tie when told what to say, and is gone half a second after its input has ended.
 TIED = """
 import os, sys, time
 from tlt_hpc.watch.tie import Tie
 tie = Tie()
 tie.fasten(bytes.fromhex(sys.argv[1]))
-print("tied" if tie._socket else "not tied", flush=True)
-word = sys.stdin.readline()
+print("tied" if tie.descriptor else "not tied", flush=True)
+word = sys.stdin.readline().strip()
 tie.say(word)
-tie.loosen()
+os.close(tie.descriptor)
+sys.stdin.read()
 time.sleep(0.5)
-os._exit(3)
+os._exit(0 if word == "finished" else 3)
 """
 
 
@@ -236,16 +237,44 @@ def test_an_earlier_starts_verdict_ends_nobody(ranks, tmp_path):
         keep(vigil, 0.5)
 
 
-@pytest.mark.parametrize("ending", ["finished", "stopped early"])
-def test_orderly_ends_are_silent_and_wait_for_the_rest(ranks, tmp_path, capfd, ending):
+def test_a_rank_that_was_stopped_early_may_be_killed_and_the_rest_is_waited_for(ranks, tmp_path, capfd):
     vigil = watch(ranks, tmp_path)
-    write_record(tmp_path, record(0, ending=ending))
+    write_record(tmp_path, record(0, ending="stopped early"))
     ranks[0].kill()
     with pytest.raises(AssertionError, match="ranks are left"):
         keep(vigil, 0.5)
     ranks[1].kill()  # by the launcher, before it could say the same
     keep(vigil)
     assert capfd.readouterr().err == "" and read_verdict(tmp_path) is None
+
+
+@pytest.mark.parametrize("has_finished", [True, False])
+def test_a_rank_that_is_killed_when_another_has_finished_is_told(three, tmp_path, capfd, has_finished):
+    """No launcher kills a rank because another has finished."""
+    vigil, processes = three
+    write_record(tmp_path, record(2, pid=processes[2].pid))
+    for rank in (1, 2)[: 1 + has_finished]:
+        processes[rank].stdin.write(b"finished\n"), processes[rank].stdin.flush()
+        while rank not in vigil._order:
+            vigil.look()
+    processes[2].kill()
+    while 2 in vigil.descriptors.values():
+        vigil.look()
+    processes[1].stdin.close(), processes[0].kill()
+    keep(vigil)
+    where = "after it had finished" if has_finished else "last seen in rollout of step 12"
+    assert f"rank 2 on node1 was killed by signal 9 (SIGKILL), {where}" in capfd.readouterr().err
+
+
+def test_a_rank_that_finished_and_whose_status_only_the_launcher_knows_is_no_news(ranks, tmp_path, capfd):
+    vigil = watch(ranks, tmp_path)
+    write_record(tmp_path, record(0, ending="finished"))
+    ranks[0].kill(), ranks[0].wait()
+    vigil.look()
+    assert capfd.readouterr().err == "" and read_verdict(tmp_path) is None
+    ranks[1].kill()
+    keep(vigil)
+    assert "rank 1 on node1 was killed by signal 9" in capfd.readouterr().err, "the end of the job was not told before"
 
 
 def test_after_a_failure_that_was_told_what_is_left_is_ended(ranks, tmp_path, capfd):

@@ -61,7 +61,10 @@ def find_wrong(
         wrong.append(f"status {status}, not {' or '.join(map(str, sorted(wanted)))}")
     wrong += wrong_tracebacks(log, by_loss=struck and fault.rank is not None)
     if struck and fault.rank is not None:
-        wrong += wrong_names(fault.rank, log, must=fault.kind == "place" or fault.after_steps > 0)
+        # of a rank that is killed after the run's last word only the launcher may know it
+        has_finished = re.search(r"^finished: \d+ steps", log, re.MULTILINE) is not None
+        must = fault.kind == "place" or (fault.after_steps > 0 and not has_finished)
+        wrong += wrong_names(fault.rank, log, must)
     if fault.kind == "disk" and struck and not re.search(r"^tlt: .*No space left on device", log, re.MULTILINE):
         wrong.append("the full disk is not named")
     return wrong + wrong_beginnings(log, *steps)

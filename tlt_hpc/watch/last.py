@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tlt_hpc.watch.record import DamagedRecordError, Record, decode, read_verdict, verdict_file
+from tlt_hpc.watch.record import FINISHED, DamagedRecordError, Record, decode, read_verdict, verdict_file
 
 logger = logging.getLogger(__name__)
 
-_ORDERLY = ("finished", "stopped early")
+_ORDERLY = (FINISHED, "stopped early")
 
 
 def clear_last(folder: Path, start: str) -> str:

@@ -17,6 +17,8 @@ HEARTBEAT_SECONDS = 5.0
 """A rank that is at one and the same place for longer writes its record anew as often."""
 _LONGEST_TEXT = 120
 VERDICT = "verdict.txt"
+FINISHED = "finished"
+"""The ending of a rank whose work is all done."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import resource
 import socket
 import struct
@@ -35,33 +36,30 @@ def address_of(start: str, host: str, witnessed_by: int) -> bytes:
 
 
 class Tie:
-    """A rank's end of it; there is none until ``fasten`` has found the witness listening."""
+    """A rank's end of it; there is none until ``fasten`` has found the witness listening.
+
+    Nothing but the end of the process closes it: a rank that has finished may still be killed.
+    """
 
     def __init__(self) -> None:
-        self._socket: socket.socket | None = None
+        self.descriptor: int | None = None
 
     def fasten(self, address: bytes) -> None:
         """Connect, or leave it for the next time; never waits."""
-        if self._socket is not None:
+        if self.descriptor is not None:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end, suppress(OSError):
             end.setblocking(False)
             end.connect(address)
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             number = _HIGHEST if most == resource.RLIM_INFINITY else min(_HIGHEST, most - 1)
-            self._socket = socket.socket(fileno=fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, number))
+            self.descriptor = fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, number)
 
     def say(self, ending: str) -> None:
         """How this rank is about to end, of which it has told the user itself."""
-        if self._socket is not None:
+        if self.descriptor is not None:
             with suppress(OSError):  # the witness is gone, or hears nothing
-                self._socket.send(ending.encode()[:_LONGEST])
-
-    def loosen(self) -> None:
-        """Break it."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
+                os.write(self.descriptor, ending.encode()[:_LONGEST])
 
 
 class Knot:

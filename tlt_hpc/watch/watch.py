@@ -20,7 +20,7 @@ from types import TracebackType
 from tlt_hpc.watch.beat import BEAT, Beat, Member, Phase
 from tlt_hpc.watch.gauge import Gauge
 from tlt_hpc.watch.inquiry import Inquiry, is_due
-from tlt_hpc.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
+from tlt_hpc.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
 from tlt_hpc.watch.scribe import Scribe
 from tlt_hpc.watch.tie import Tie, address_of
 from tlt_hpc.watch.verdict import judge_alone
@@ -37,7 +37,7 @@ LAST_WORD_SECONDS = 10.0
 """How long it may take at the very end, when nothing but the record of that is left to write."""
 ABORT_SECONDS = 5.0
 """How long MPI may take to end the job."""
-STATUS_ENDINGS = {0: "finished", 75: "stopped early"}
+STATUS_ENDINGS = {0: FINISHED, 75: "stopped early"}
 
 
 class Watch:
@@ -87,7 +87,6 @@ class Watch:
         self._say_goodbye()
         self._scribe.close()
         self._beat.member = self._beat.folder = self._beat.abort = self._beat.on_leaving = None
-        self._tie.loosen()
         if self._witness is not None:
             self._witness.close()
 
@@ -126,7 +125,7 @@ class Watch:
         if before is not None and before != folder:
             if not self._scribe.is_idle:
                 return  # at the next look
-            self._scribe.give(partial(self._write, before, self._gauge.record(member, "finished")))
+            self._scribe.give(partial(self._write, before, self._gauge.record(member, FINISHED)))
         self._told = (member, folder)
         if self._witness is not None and member.neighbours:
             where = None if folder is None else str(folder.absolute())
@@ -217,7 +216,7 @@ class Watch:
 
     def _say_goodbye(self) -> None:
         """Leave the last record; returns once it is on the disk, or the folder does not answer."""
-        folder, ending = self._beat.folder, self._beat.ending or "finished"
+        folder, ending = self._beat.folder, self._beat.ending or FINISHED
         self._tie.say(ending)
         if folder is not None:
             record = self._gauge.record(self._beat.member or self._nobody, ending)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tlt_hpc.watch.process import cause_of, count_memory_kills, look_at, open_end
-from tlt_hpc.watch.record import DamagedRecordError, Record, claim_verdict, read_record, read_verdict
+from tlt_hpc.watch.record import FINISHED, DamagedRecordError, Record, claim_verdict, read_record, read_verdict
 from tlt_hpc.watch.tie import Knot, address_of
 
 _LOCAL_RANK_VARIABLES = ("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -120,12 +120,10 @@ class Vigil:
         self._knot: Knot | None = None
         self._order: list[int] = []
         """Ranks that have ended or begun to, in that order, of which nothing has been made yet."""
-        self._said: list[str] = []
-        """How ranks of this host have said that they end."""
-        self._said_before: dict[int, list[str]] = {}
+        self._said: dict[int, str] = {}
+        """Rank -> how it has said that it ends, of this host's."""
+        self._said_before: dict[int, dict[int, str]] = {}
         """The same of all hosts, by the time that each has begun to end: who fails for want of it says so later."""
-        self._has_said: set[int] = set()
-        """Process ids of those that have said how they end."""
         self._codes: dict[int, int | None] = {}
         """Of those of them that have ended, how; None where nobody knows."""
         self._is_told = False
@@ -190,22 +188,21 @@ class Vigil:
         return descriptor is not None
 
     def _hear_tie(self, knot: Knot, descriptor: int) -> None:
-        """A rank says how it will end, or has begun to end, or has closed its watch."""
+        """A rank says how it will end, or has begun to end."""
         pid, said = knot.hear(descriptor)
         rank = next((rank for rank, own in self.ranks.pids.items() if own == pid), None) if self.ranks else None
         if self.ranks is None or rank is None:
             return
         if said is not None:
-            self._said.append(said)
-            self._has_said.add(pid)
+            self._said[rank] = said
             return
         if rank in self.descriptors.values():
             self._order.append(rank)  # closed, which epoll knows
-        elsewhere = list[str]()
-        if not self._said_before and pid not in self._has_said and self.ranks.folder is not None:
-            records = _records(self.ranks, Path(self.ranks.folder)).items()
-            elsewhere = [record.ending for other, record in records if other not in self.ranks.pids and record.ending]
-        self._said_before[rank] = [*self._said, *elsewhere]
+        elsewhere = dict[int, str]()
+        if not self._said_before and rank not in self._said and self.ranks.folder is not None:
+            endings = _endings(_records(self.ranks, Path(self.ranks.folder)))
+            elsewhere = {other: ending for other, ending in endings.items() if other not in self.ranks.pids}
+        self._said_before[rank] = elsewhere | self._said
 
     def slept(self) -> None:
         """``timeout`` has passed: end what is left where it is time, or ask whether another host has ended the job."""
@@ -253,20 +250,24 @@ class Vigil:
                 self._explain(self.ranks, rank, code)
 
     def _explain(self, ranks: Ranks, rank: int, code: int | None) -> None:
-        self._is_told = True
         if ranks.folder is None:  # a mistake of the user's is told by the rank itself
+            self._is_told = True
             if code is not None and code & 0x7F:
                 self._end(f"rank {rank} on {ranks.host} {cause_of(code)} before the run began{self._memory()}")
             return
         records = _records(ranks, Path(ranks.folder))
-        endings = self._said_before.get(rank)
-        if endings is None:  # it was not tied
-            endings = [*self._said, *(record.ending for record in records.values() if record.ending)]
-        if endings:
+        said = self._said_before.get(rank, self._said | _endings(records))  # without an entry it was not tied
+        has_finished = said.get(rank) == FINISHED
+        if has_finished and code is None:
+            return  # the launcher knows the status, which is 0 unless it says otherwise
+        self._is_told = True
+        # launchers end the other ranks for any end but this one
+        if endings := [ending for ending in said.values() if ending != FINISHED]:
             if any(ending.startswith(("failed", "stalled")) for ending in endings):
                 self._ends_in = GRACE_SECONDS
             return
         place = f", last seen in {records[rank].place}" if rank in records else ""
+        place = ", after it had finished" if has_finished else place
         line = f"rank {rank} on {ranks.host} {cause_of(code)}{place}{self._memory()}"
         try:
             is_first = claim_verdict(Path(ranks.folder), ranks.start, line)
@@ -303,6 +304,11 @@ def _records(ranks: Ranks, folder: Path) -> dict[int, Record]:
         if record.start == ranks.start:
             found[rank] = record
     return found
+
+
+def _endings(records: Mapping[int, Record]) -> dict[int, str]:
+    """How those have ended that have said so in their records."""
+    return {rank: record.ending for rank, record in records.items() if record.ending}
 
 
 def _is_ended(ranks: Ranks) -> bool:
