@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.test_engine import full_engine, untrained_drafter
 from tests.tiny import (
@@ -478,6 +479,46 @@ def test_no_wait_and_no_shape_from_data(monkeypatch):
                 assert log_probs.shape == (count, strategy.reach + 1)
                 assert on_path.shape == (count, strategy.widest_pass)
             assert graphs._verify(rows.last_tokens(count).unsqueeze(1))[0].device == meta
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses what waits for a CUDA device: reading a value, and copying one number from the host's memory.
+
+    ``tensor[i] = 3`` makes a number on the host and copies it, ``fill_`` passes it with the kernel.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._numbers = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        if func is torch.ops.aten.copy_.default:
+            assert not any(args[1] is number for number in self._numbers), "a number is copied to the device"
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default and out.dim() == 0:
+            self._numbers.append(out)
+        return out
+
+
+def test_sequences_come_and_go_without_a_wait(plain, monkeypatch):
+    engine = device_engine([CHAIN, TREE, OFF], max_live=5, page_size=4)
+    counts = {"_give_row": 0, "remove": 0, "reserve": 0}
+
+    def watch(name):
+        act = getattr(engine._residents, name)
+
+        def watched(*arguments):
+            counts[name] += 1
+            with NoWait():
+                return act(*arguments)
+
+        monkeypatch.setattr(engine._residents, name, watched)
+
+    for name in counts:
+        watch(name)
+    assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+    assert counts["_give_row"] == counts["remove"] == len(REQUESTS) < counts["reserve"]
 
 
 def test_ranks_of_a_replica_decide_as_the_first(plain):
