@@ -7,14 +7,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from local_slurm import LocalSlurm
 
 from tlt_hpc import job
-from tlt_hpc.config import UserError
+from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.launch import device
 from tlt_hpc.launch.caches import FOLDER, make_node_cache
+from tlt_hpc.rl import distributed
 
 STEP = {"SLURM_STEP_ID": "0"}
 
@@ -61,6 +64,33 @@ def test_more_ranks_than_gpus_is_one_line_with_the_remedy() -> None:
         device.take_device({"CUDA_VISIBLE_DEVICES": "0,1", **STEP, "SLURM_LOCALID": "2"}, 0)
     assert "has 2 GPUs (CUDA_VISIBLE_DEVICES=0,1) and more than 2 ranks" in str(caught.value)
     assert "--ntasks-per-node=2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backend"),
+    [
+        ([("n1", None), ("n1", None)], "gloo"),
+        ([("n1", "GPU-a"), ("n1", "GPU-b"), ("n2", "GPU-c")], "nccl"),
+        ([("n1", "GPU-a"), ("n1", "GPU-b"), ("n2", "GPU-c"), ("n2", "GPU-c")], "gloo"),
+        ([("n1", "GPU-0"), ("n2", "GPU-0")], "nccl"),  # ids that are no node's own
+    ],
+)
+def test_ranks_that_share_a_gpu_sum_by_gloo_as_nccl_refuses_them(
+    gpus: list[tuple[str, str | None]], backend: str
+) -> None:
+    assert distributed.choose_backend(gpus) == backend
+
+
+def test_ranks_that_share_a_gpu_cannot_decode_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "join_process_group", lambda world, device_type: None)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: "gloo")
+    replica, world = SimpleNamespace(size=2, index=0), SimpleNamespace(size=2, rank=0)
+    with pytest.raises(ConfigError) as caught:
+        job.make_sharding(replica, world, torch.device("cuda"))  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "rollout.tensor_parallel = 2 with ranks that share a GPU (TLT_SHARE_GPUS=1): CUDA graphs cannot hold sums by "
+        "gloo, and NCCL refuses two ranks on one GPU; use rollout.tensor_parallel = 1, or a GPU for each rank"
+    )
 
 
 TAKE = "import os; from tlt_hpc.launch.device import take_device as t; print(t(os.environ, 0))"

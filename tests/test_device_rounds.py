@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.test_engine import full_engine, untrained_drafter
 from tests.tiny import (
+    CPU,
     EOS,
     NUM_TOKENS,
     KeptFeatures,
@@ -24,16 +26,20 @@ from tests.tiny import (
     texts,
 )
 from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import embedded, folder_weights
-from tlt_hpc.records import FinishReason
+from tlt_hpc.models.sharding import Sharding
+from tlt_hpc.records import FinishReason, SamplingParams
 from tlt_hpc.rollout import device_cache, graph_round
 from tlt_hpc.rollout.decisions import Recorder, ReplayChooser
 from tlt_hpc.rollout.device_rounds import DeviceRounds
+from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
 from tlt_hpc.rollout.guard import TieGuard, doubt
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.noise import gumbel_number, gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
 
@@ -299,6 +305,8 @@ def addresses(holder, seen):
         return {"": holder.data_ptr()}
     if isinstance(holder, (list, tuple)):
         parts = list(enumerate(holder))
+    elif isinstance(holder, dict):
+        parts = list(holder.items())
     elif type(holder).__module__.startswith("tlt_hpc"):
         slots = [name for name in getattr(type(holder), "__slots__", ()) if hasattr(holder, name)]
         parts = [*getattr(holder, "__dict__", {}).items(), *((name, getattr(holder, name)) for name in slots)]
@@ -309,24 +317,54 @@ def addresses(holder, seen):
     return found
 
 
-def test_nothing_that_graphs_read_moves():
+def engine_of_a_replica(size, form):
+    """What the first of ``size`` ranks that decode together has; without the others its text means nothing."""
+    sharding = Sharding(0, size)
+    token_ids = None if form == "eagle" else torch.arange(3, 15)
+    decoder = Decoder(embedded_decoder().shape, torch.float32, CPU, sharding)
+    drafter = make_drafter(decoder.shape, 0, torch.float32, CPU, token_ids)
+    if size > 1:
+        drafter.split(sharding)
+    settings = EngineSettings(
+        params=SamplingParams(60, 1.0),
+        num_tokens=NUM_TOKENS,
+        eos_token_ids=(EOS,),
+        max_live=5,
+        max_prompt_tokens=16,
+        tie_guard=False,
+        strategies=(CHAIN, TREE, OFF),
+        chooser="random",
+        page_size=8,
+        attention="paged-kernel",
+        draft_token_ids=tuple(range(3, 15)) if form == "eagle" else None,
+    )
+    engine = RolloutEngine(decoder, settings, drafter)
+    engine.load_policy(folder_weights(embedded_folder()), 0)
+    engine.drafter_ready = True
+    return engine
+
+
+@pytest.mark.parametrize("form", ["eagle", "eagle3"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_that_graphs_read_moves(size, form):
     """Weights, drafters, draft vocabularies, rows and pages come and go; graphs have recorded where they stood."""
-    engine = device_engine([CHAIN, TREE, OFF], draft_token_ids=tuple(range(3, 15)), max_live=5, page_size=8)
+    engine = engine_of_a_replica(size, form)
 
     def places():
         parts = (engine._rows, engine._noise, engine._cache, engine._learned, engine._rounds._graphs._target.decoder)
         graphs = engine._rounds._graphs
         held = addresses((*parts, graphs.tolerance), set())
         # what is derived for CPUs is made anew at each load; on a GPU nothing is
-        derived = ("_blocked", "_packed", "_scaled", "_floor")
+        derived = ("_blocked", "_scaled", "_floor")
         return {path: at for path, at in held.items() if not any(name in path for name in derived)}
 
     before = places()
-    assert len(before) > 40
+    assert len(before) > 40 and any("_packed.layer.down." in path for path in before)
     generate(engine, REQUESTS)
     for seed in range(2):
         engine.load_policy(folder_weights(embedded_folder()), seed + 1)
-        engine.load_drafter(untrained_drafter(seed).state_dict())
+        other = make_drafter(engine.decoder.shape, seed + 1, torch.float32, CPU, engine.drafter.token_ids)
+        engine.load_drafter(other.state_dict())
         generate(engine, REQUESTS)
         after = places()
         assert {path for path in before if after.get(path) != before[path]} == set()
@@ -427,7 +465,8 @@ def test_no_wait_and_no_shape_from_data(monkeypatch):
                 setattr(holder, name, value.to(meta))
     decoder = Decoder(embedded_decoder().shape, torch.float32, meta)
     learned._decoder, graphs._target = decoder, TargetPass(decoder, rows, host._cache)
-    learned.drafter.to(meta).pack()
+    learned.drafter.to(meta)._packed = None
+    learned.drafter.pack()
     learned.drafter.rotary = decoder.rotary
     with torch.inference_mode():
         for count in (1, 8):
@@ -440,6 +479,46 @@ def test_no_wait_and_no_shape_from_data(monkeypatch):
                 assert log_probs.shape == (count, strategy.reach + 1)
                 assert on_path.shape == (count, strategy.widest_pass)
             assert graphs._verify(rows.last_tokens(count).unsqueeze(1))[0].device == meta
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses what waits for a CUDA device: reading a value, and copying one number from the host's memory.
+
+    ``tensor[i] = 3`` makes a number on the host and copies it, ``fill_`` passes it with the kernel.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._numbers = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        if func is torch.ops.aten.copy_.default:
+            assert not any(args[1] is number for number in self._numbers), "a number is copied to the device"
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default and out.dim() == 0:
+            self._numbers.append(out)
+        return out
+
+
+def test_sequences_come_and_go_without_a_wait(plain, monkeypatch):
+    engine = device_engine([CHAIN, TREE, OFF], max_live=5, page_size=4)
+    counts = {"_give_row": 0, "remove": 0, "reserve": 0}
+
+    def watch(name):
+        act = getattr(engine._residents, name)
+
+        def watched(*arguments):
+            counts[name] += 1
+            with NoWait():
+                return act(*arguments)
+
+        monkeypatch.setattr(engine._residents, name, watched)
+
+    for name in counts:
+        watch(name)
+    assert texts(generate(engine, REQUESTS)) == texts(plain.values())
+    assert counts["_give_row"] == counts["remove"] == len(REQUESTS) < counts["reserve"]
 
 
 def test_ranks_of_a_replica_decide_as_the_first(plain):

@@ -16,6 +16,7 @@ import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, launch, run_on_ranks
 
 from tlt_hpc.mpi import world as world_module
+from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
 from tlt_hpc.stopping import Stop
 
@@ -196,6 +197,44 @@ def test_sums_are_right_and_the_same_bits_on_all_ranks(num_ranks: int, dtype: st
     assert len({result["digest"] for result in results}) == 1
 
 
+class CountedComm:
+    """A communicator that notes the bytes of each sum."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.num_bytes = comm, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Iallreduce(self, sent: np.ndarray, received: np.ndarray, op: Any) -> Any:  # noqa: N802 (mpi4py's name)
+        assert sent.nbytes == received.nbytes
+        self.num_bytes.append(sent.nbytes)
+        return self._comm.Iallreduce(sent, received, op)
+
+
+def sum_in_blocks(most_bytes: int) -> dict[str, Any]:
+    world = World.connect()
+    own = contribution(world.rank, "float32", 5_000)
+    whole = digest(world.sum(own))
+    world_module.MOST_BYTES = most_bytes
+    world._comm = counted = CountedComm(world._comm)  # type: ignore[assignment]
+    time.sleep(0.2 * world.rank)  # the later rank finds the earlier one's blocks under way
+    pending = world.start_sum(own)
+    world.start_sum(np.ones(100_000, np.float32))  # nobody waits, so nobody but the world holds the buffers
+    total = pending.wait()
+    done = all(request == MPI.REQUEST_NULL for request in pending._requests)
+    return {"num_bytes": counted.num_bytes[:11], "equal": digest(total) == whole, "done": done}
+
+
+@pytest.mark.mpi
+def test_a_large_sum_goes_in_blocks_of_the_same_bits() -> None:
+    """Libraries older than MPI 4 count elements in a C int."""
+    assert (
+        run_on_ranks(2, sum_in_blocks, 4096)
+        == [{"num_bytes": [4096] * 9 + [3136, 4096], "equal": True, "done": True}] * 2
+    )
+
+
 def digest_of_late_sum(late_rank: int) -> str:
     world = World.connect()
     time.sleep(0.2 if world.rank == late_rank else 0.0)
@@ -208,7 +247,8 @@ def test_a_sum_does_not_depend_on_who_comes_late() -> None:
     assert len(digests) == 1
 
 
-def forget_sums() -> bool:
+def forget_sums(most_bytes: int) -> bool:
+    world_module.MOST_BYTES = most_bytes
     world = World.connect()
     time.sleep(0.3 * world.rank)  # the later rank finds the earlier one's sums under way
     for _ in range(20):
@@ -220,8 +260,9 @@ def forget_sums() -> bool:
 
 
 @pytest.mark.mpi
-def test_a_forgotten_sum_keeps_its_buffers() -> None:
-    assert run_on_ranks(2, forget_sums) == [True, True]
+@pytest.mark.parametrize("most_bytes", [2**30, 100_000])
+def test_a_forgotten_sum_keeps_its_buffers(most_bytes: int) -> None:
+    assert run_on_ranks(2, forget_sums, most_bytes) == [True, True]
 
 
 def vote(voter: int | None) -> list[Any]:

@@ -345,10 +345,20 @@ def make_decoder(config: Config, assets: ModelAssets, world: World, replica: Rep
 
 
 def make_sharding(replica: Replica, world: World, device: torch.device) -> Sharding:
-    """Which part of the decoder this rank holds, and how its replica sums; collective."""
+    """Which part of the decoder this rank holds, and how its replica sums; collective.
+
+    Raises:
+        ConfigError: on all ranks, where the ranks of a replica share a GPU.
+    """
     if replica.size == 1:
         return WHOLE
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+    if device.type == "cuda" and torch.distributed.get_backend() == "gloo":
+        raise ConfigError(
+            f"rollout.tensor_parallel = {replica.size} with ranks that share a GPU (TLT_SHARE_GPUS=1): CUDA graphs "
+            "cannot hold sums by gloo, and NCCL refuses two ranks on one GPU; use rollout.tensor_parallel = 1, or a "
+            "GPU for each rank"
+        )
     return Sharding(replica.index, replica.size, replica_sum(world, replica.size))
 
 

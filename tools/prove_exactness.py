@@ -36,6 +36,7 @@ from tlt_hpc.bench.subject import make_engine as make_subjects_engine
 from tlt_hpc.bench.workload import Workload, built_in_prompts
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
@@ -296,6 +297,7 @@ def main() -> int:
         parser.error("--tokens and --responses are 1 or more")
     try:
         device = choose_device(arguments.device)
+        GraphPool.checks_inputs = True
         if arguments.errors is not None:
             measure_errors(arguments.errors, arguments.responses)
             return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,12 @@ class GraphPool:
     that it touches (weights, caches) keep their addresses for as long as the pool lives. Capture the largest key
     first: the smaller ones then fit into its memory. Outputs are kept per key, so return tokens and counts rather than
     logits. All runs in inference mode.
+    """
+
+    checks_inputs: ClassVar[bool] = False
+    """Whether a replay raises where a tensor that the graph reads has been freed since (torch 2.13 or newer).
+
+    For checks: a replay then walks over all of these tensors in Python, which takes up to milliseconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +137,8 @@ class GraphPool:
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that drives MPI may call CUDA meanwhile
-        capture = torch.cuda.graph(graph, pool=self._memory, stream=side, capture_error_mode="thread_local")
+        checked = {"check_input_liveness": True} if self.checks_inputs else {}
+        capture = torch.cuda.graph(graph, pool=self._memory, stream=side, capture_error_mode="thread_local", **checked)
         with torch.inference_mode(), capture:
             outputs = tuple(function(*static))
         return graph, outputs

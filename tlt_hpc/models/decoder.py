@@ -6,7 +6,7 @@ Shapes: ``T`` tokens flat over sequences, ``H`` hidden, ``V`` vocabulary (paddin
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
-from tlt_hpc.models.linear import Linear, Norm
+from tlt_hpc.models.linear import Linear, Norm, refill
 from tlt_hpc.models.piece import TAKE_CONFIG, Cut
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
@@ -167,7 +167,7 @@ class Decoder:
         assert self.dtype != torch.float64, "a cast would be no copy"
         wide = self.layers[0].to(torch.float64)
         for layer in self.layers:
-            _refill(wide, layer)
+            refill(wide.parts(), layer.parts())
             yield wide
 
     @torch.inference_mode()
@@ -264,18 +264,6 @@ class Decoder:
             sizes = s.intermediate_size, s.hidden_size
             yield f"mlp.{name}_proj.weight", _Slot(sizes, rows, tuple(rows.shape), (inner,))
         yield "mlp.down_proj.weight", _columns(layer.down.weight, s.intermediate_size, inner)
-
-
-def _refill(target: LayerWeights, source: LayerWeights) -> None:
-    """Copy a layer's weights into another one's memory and precision."""
-    for field in fields(LayerWeights):
-        part, given = vars(target)[field.name], vars(source)[field.name]
-        if part is None:
-            continue
-        part.weight.copy_(given.weight)
-        if isinstance(part, Linear) and part.bias is not None:
-            part.bias.copy_(given.bias)
-        part.pack()
 
 
 def _whole(tensor: Tensor) -> _Slot:

@@ -8,7 +8,7 @@ Shapes: ``T`` tokens, ``H`` hidden, ``F`` kept features of a position, ``W`` dra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_hpc.models.layers import Attend, LayerWeights, run_draft_layer
-from tlt_hpc.models.linear import Linear, Norm
+from tlt_hpc.models.linear import Linear, Norm, refill
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, pairs_order, rotary_table
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
@@ -33,14 +33,13 @@ class Parts:
     norms: Mapping[str, Norm] = field(default_factory=dict)
     head: Linear | None = None
 
-    def pack(self) -> None:
-        """Derive what the fast path reads."""
-        self.fc.pack()
-        self.layer.pack()
-        for norm in self.norms.values():
-            norm.pack()
+    def parts(self) -> Iterator[Linear | Norm]:
+        """All of them, always in the same order."""
+        yield self.fc
+        yield from self.layer.parts()
+        yield from self.norms.values()
         if self.head is not None:
-            self.head.pack()
+            yield self.head
 
     @property
     def packed_bytes(self) -> int:
@@ -110,13 +109,15 @@ class Drafter(nn.Module, ABC):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Serve from a copy laid out for speed, from now on; ``load_state_dict`` renews it.
+        """Serve from a copy laid out for speed, from now on; ``load_state_dict`` renews it in place.
 
-        For a drafter that is loaded, not trained: a weight changed in place does not reach the copy. Where gradients
-        are recorded the parameters themselves are read.
+        Addresses do not change, so that graphs may read the copy. For a drafter that is loaded, not trained: a weight
+        changed in place does not reach it. Where gradients are recorded the parameters themselves are read.
         """
-        self._packed = self._parts()
-        self._packed.pack()
+        now = self._parts()
+        if self._packed is None:
+            self._packed = now
+        refill(self._packed.parts(), now.parts())
 
     @property
     def packed_bytes(self) -> int:

@@ -65,21 +65,21 @@ class LayerWeights:
 
     def pack(self) -> None:
         """Derive what the fast path reads; call after each load."""
-        for part in self._parts():
+        for part in self.parts():
             part.pack()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights themselves."""
-        biases = [part.bias for part in self._parts() if isinstance(part, Linear) and part.bias is not None]
-        return sum(part.weight.nbytes for part in self._parts()) + sum(bias.nbytes for bias in biases)
+        return sum(tensor.nbytes for part in self.parts() for tensor in part.tensors)
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of the packed copies, beside the weights' own."""
-        return sum(part.packed_bytes for part in self._parts() if isinstance(part, Linear))
+        return sum(part.packed_bytes for part in self.parts() if isinstance(part, Linear))
 
-    def _parts(self) -> Iterator[Linear | Norm]:
+    def parts(self) -> Iterator[Linear | Norm]:
+        """Those that are there, in the order of the fields."""
         parts = (vars(self)[field.name] for field in fields(self))
         return (part for part in parts if part is not None)
 

@@ -8,6 +8,7 @@ Shapes: ``T`` tokens, ``N`` outputs, ``K`` inputs, ``H`` hidden.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,11 @@ class Linear:
         if _can_block(self.weight):
             # any hint over 1 gives one and the same layout, which serves every number of rows without a reorder
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _FULL_ROWS)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The weight, and the bias where there is one."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def packed_bytes(self) -> int:
@@ -100,6 +106,11 @@ class Norm:
             self._scaled = self.weight * math.sqrt(size)
             self._floor = self.weight.new_full((), math.sqrt(size * self.epsilon), requires_grad=False)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The weight."""
+        return (self.weight,)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
         if self._scaled is not None and self._floor is not None:
@@ -118,3 +129,11 @@ class Norm:
     def to(self, dtype: torch.dtype) -> Norm:
         """A copy in another precision."""
         return Norm(self.weight.to(dtype), self.epsilon)
+
+
+def refill(target: Iterable[Linear | Norm], source: Iterable[Linear | Norm]) -> None:
+    """Copy the numbers of parts into other parts' memory and precision, and pack these; addresses do not change."""
+    for part, given in zip(target, source, strict=True):
+        for own, other in zip(part.tensors, given.tensors, strict=True):
+            own.copy_(other)
+        part.pack()

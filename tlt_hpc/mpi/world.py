@@ -27,7 +27,7 @@ T = TypeVar("T")
 RANK_COUNT_VARIABLES = ("TLT_RANKS", "SLURM_NTASKS")
 """Where the number of ranks asked for is found, the first that is set: what ``tlt`` asked mpiexec for, then srun."""
 MOST_BYTES = 2**30
-"""Of one collective of bytes: counts and displacements must fit a C int in libraries older than MPI 4."""
+"""Of one collective: counts and displacements must fit a C int in libraries older than MPI 4."""
 SUMMABLE = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64))
 
 
@@ -39,9 +39,9 @@ class PendingSum:
     """A sum over ranks that is under way; holds its buffers until it has been waited for."""
 
     def __init__(
-        self, request: MPI.Request, sent: NDArray[Any], received: NDArray[Any], pending: set[PendingSum]
+        self, requests: list[MPI.Request], sent: NDArray[Any], received: NDArray[Any], pending: set[PendingSum]
     ) -> None:
-        self._request = request
+        self._requests = requests
         self._sent = sent
         self._received = received
         self._pending = pending
@@ -49,7 +49,8 @@ class PendingSum:
 
     def wait(self) -> NDArray[Any]:
         """The sum, of the shape and dtype of what was given; sleeps until it is there. May be called again."""
-        wait(self._request, "sum")
+        for request in self._requests:
+            wait(request, "sum")
         self._pending.discard(self)
         return self._received
 
@@ -130,7 +131,12 @@ class World:
         assert array.dtype in SUMMABLE, f"sum of {array.dtype}: give float32, float64 or int64"
         sent = np.array(array, order="C", copy=True)
         received = np.empty_like(sent)
-        return PendingSum(self._comm.Iallreduce(sent, received, MPI.SUM), sent, received, self._pending_sums)
+        block = max(1, MOST_BYTES // sent.itemsize)
+        requests = [
+            self._comm.Iallreduce(sent.ravel()[start : start + block], received.ravel()[start : start + block], MPI.SUM)
+            for start in range(0, sent.size, block)
+        ]
+        return PendingSum(requests, sent, received, self._pending_sums)
 
     def barrier(self) -> None:
         """Wait, asleep, until every rank has come here."""

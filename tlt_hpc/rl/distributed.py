@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +18,8 @@ from tlt_hpc.watch.beat import BEAT, Phase
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
+logger = logging.getLogger(__name__)
+
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 """Longer than any job. Ranks are skewed by the rollout's tail, and a watchdog that takes one for a hang kills a healthy
 run; a dead rank ends the job through MPI, at once."""
@@ -25,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 @BEAT.within(Phase.CONNECTING)
 def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None = None) -> None:
-    """Make the process group of all ranks: gloo on ``cpu``, nccl on ``cuda``; collective.
+    """Make the process group of all ranks, of the backend that ``choose_backend`` gives; collective.
 
     Does nothing where this process has joined already. Without ``device_type``: ``cuda`` where there is a GPU.
     """
@@ -34,8 +37,11 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None 
         return
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     _choose_device(world.local_rank, device_type)
+    backend = choose_backend(world.allgather((world.hostname, _gpu_id() if device_type == "cuda" else None)))
+    if backend == "gloo" and device_type == "cuda" and world.rank == 0:
+        logger.warning("ranks share a GPU: they communicate by gloo, through host memory, as NCCL refuses them")
     torch.distributed.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
+        backend,
         store=_open_store(world),
         rank=world.rank,
         world_size=world.size,
@@ -43,6 +49,20 @@ def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None 
     )
     _connect(device_type)
     _hand_to_deepspeed()
+
+
+def choose_backend(gpus: Sequence[tuple[str, str | None]]) -> Literal["nccl", "gloo"]:
+    """The backend for ranks on these hosts and GPUs: nccl, or gloo on CPUs and where ranks share a GPU.
+
+    gloo takes CUDA tensors in all collectives that are used here: all-reduce, broadcast, all-gather and reduce-scatter
+    into one tensor, all-to-all and barrier (ZeRO's at every stage too; torch 2.13, DeepSpeed 0.19).
+    """
+    is_shared = len(set(gpus)) < len(gpus)
+    return "gloo" if is_shared or any(gpu is None for _, gpu in gpus) else "nccl"
+
+
+def _gpu_id() -> str:
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _connect(device_type: str) -> None:
@@ -70,7 +90,7 @@ def replica_sum(world: World, size: int) -> Callable[[torch.Tensor], torch.Tenso
         torch.distributed.all_reduce(x, group=own)
         return x
 
-    # the first call connects the ranks, which no graph could hold
+    # the first call connects the ranks, which no graph could hold; replicas on GPUs have nccl
     all_reduce(torch.zeros(1, device="cuda" if torch.distributed.get_backend() == "nccl" else "cpu"))
     return all_reduce
 

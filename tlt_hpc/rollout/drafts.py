@@ -23,6 +23,7 @@ from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
 from tlt_hpc.rollout.strategy import MOST_BRANCHES, Strategy
+from tlt_hpc.rollout.transfer import put
 from tlt_hpc.rollout.tree import DraftTree, chain, tree
 
 _CATCH_UP_WIDTH = 256
@@ -91,7 +92,7 @@ class LearnedDrafts:
 
     def set_row(self, row: int, response: Response) -> None:
         """Give a row to a sequence of which nothing is known yet."""
-        self.known[row] = 0
+        put(self.known, row, 0)
         response.num_read = 0
 
     def move_row(self, source: int, target: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.transfer import upload
+from tlt_hpc.rollout.transfer import put, upload
 
 _NUM_ENDS = 4
 """End tokens of a row that there is room for in any case; more need new buffers, and graphs to be captured anew."""
@@ -58,10 +58,10 @@ class LiveRows:
         """Make a row for a sequence; returns it."""
         row, text, device = self.num_live, response.text, self.tokens.device
         self.tokens[row, : len(text)] = upload(text, device)
-        self.lengths[row] = len(text)
-        self.caps[row] = response.prompt_length + response.params.max_tokens
-        self.starts[row] = response.prompt_length
-        self.temperatures[row] = float(response.rule.temperature)
+        put(self.lengths, row, len(text))
+        put(self.caps, row, response.prompt_length + response.params.max_tokens)
+        put(self.starts, row, response.prompt_length)
+        put(self.temperatures, row, response.rule.temperature)
         self._set_ends(row, response.end_token_ids)
         if response.log_probs is not None:
             self.log_probs[row, response.prompt_length : len(text)] = torch.from_numpy(response.log_probs)
@@ -110,5 +110,6 @@ class LiveRows:
             for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.ends, self.tokens):
                 tensor[row] = tensor[last]
             self.log_probs[row, : len(moved.text)] = self.log_probs[last, : len(moved.text)]
-        self.lengths[last] = self.caps[last] = 1
+        put(self.lengths, last, 1)
+        put(self.caps, last, 1)
         return None if row == last else last
