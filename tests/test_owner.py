@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
-import threading
-import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,101 +20,108 @@ from tlt_hpc import owner
 from tlt_hpc.config import UserError
 from tlt_hpc.owner import Owner, check_owner, claim_owner, find_at_work
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.watch.record import write_record
+from tlt_hpc.watch.record import HEARTBEAT_SECONDS, write_record
+
+
+class Clock:
+    """Stands for ``time`` of the module: passes in its sleeps alone, and what is to happen meanwhile does."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.meanwhile: list[Callable[[], None]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for each in self.meanwhile:
+            each()
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch) -> None:
-    monkeypatch.setattr(owner, "QUIET_SECONDS", 0.4)
-    monkeypatch.setattr(owner, "PATIENCE_SECONDS", 1.2)
-    monkeypatch.setattr(owner, "_LOOK_SECONDS", 0.02)
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(owner, "time", clock)
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
+    return clock
 
 
 class Living:
-    """Rank 0 of an earlier start on another node, whose heartbeat moves until it is left."""
+    """Rank 0 of an earlier start on another node, whose heartbeat moves until it ends, or is left."""
 
-    def __init__(self, folder, ending: str = "") -> None:
-        self._folder, self._ending, self._over = folder, ending, threading.Event()
+    def __init__(self, folder, clock: Clock, ending: str = "", ends_at: float = math.inf) -> None:
+        self._folder, self._clock, self._ending, self._ends_at = folder, clock, ending, ends_at
         self._record = record(0, start="first", host="elsewhere", pid=4711, part="7 sequences left")
         write_record(folder, self._record)
-        self._thread = threading.Thread(target=self._beat)
 
     def _beat(self) -> None:
-        count = 0
-        while not self._over.wait(0.1):
-            count += 1
-            write_record(self._folder, replace(self._record, heartbeat=count))
-        write_record(self._folder, replace(self._record, heartbeat=count + 1, ending=self._ending))
+        is_over = self._clock.now >= self._ends_at
+        beats = int(min(self._clock.now, self._ends_at) / HEARTBEAT_SECONDS)
+        ending = self._ending if is_over else ""
+        write_record(self._folder, replace(self._record, heartbeat=beats, ending=ending))
 
     def __enter__(self) -> Living:
-        self._thread.start()
+        self._clock.meanwhile.append(self._beat)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        self._over.set()
-        self._thread.join()
+        self._clock.meanwhile.remove(self._beat)
 
 
-def test_an_empty_folder_is_claimed_at_once_and_kept(tmp_path):
-    started = time.monotonic()
+def test_an_empty_folder_is_claimed_at_once_and_kept(tmp_path, clock):
     claim_owner(tmp_path, "first")
-    assert time.monotonic() - started < 0.3
+    assert clock.now == 0
     check_owner(tmp_path, "first")
 
 
-def test_a_start_that_lives_is_not_run_over(tmp_path, caplog):
+def test_a_start_that_lives_is_not_run_over(tmp_path, caplog, clock):
     claim_owner(tmp_path, "first")
-    with Living(tmp_path), pytest.raises(UserError) as caught:
+    with Living(tmp_path, clock), pytest.raises(UserError) as caught:
         claim_owner(tmp_path, "second")
     said = r"another start of this \(process \d+ on \S+\) is at work in \S+: rank 0 on elsewhere in rollout of step 12"
     assert re.search(said, str(caught.value)) and "\n" not in str(caught.value)
-    assert caplog.text.count("waiting for its end") == 1
+    assert caplog.text.count("waiting for its end") == 1 and clock.now == owner.PATIENCE_SECONDS
     check_owner(tmp_path, "first")
 
 
-def test_a_start_at_work_is_found_and_one_that_stands_still_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "GLANCE_SECONDS", 0.4)
+def test_a_start_at_work_is_found_and_one_that_stands_still_is_not(tmp_path, clock):
     assert find_at_work(tmp_path) == ""
     claim_owner(tmp_path, "first")
-    with Living(tmp_path):
+    with Living(tmp_path, clock):
         assert re.fullmatch(r"process \d+ on \S+", find_at_work(tmp_path))
     assert find_at_work(tmp_path) == ""
 
 
-def test_one_that_is_ending_is_waited_for(tmp_path):
+def test_one_that_is_ending_is_waited_for(tmp_path, clock):
     claim_owner(tmp_path, "first")
-    with Living(tmp_path, "stopped early") as living:
-        threading.Timer(0.5, living.end).start()
+    with Living(tmp_path, clock, "stopped early", ends_at=30.0):
         claim_owner(tmp_path, "second")
+    assert clock.now == 30.0
     check_owner(tmp_path, "second")
 
 
-def test_a_killed_ones_record_stands_still_and_holds_nobody_up_for_long(tmp_path):
+def test_a_killed_ones_record_stands_still_and_holds_nobody_up_for_long(tmp_path, clock):
     claim_owner(tmp_path, "first")
     write_record(tmp_path, record(0, start="first", host="elsewhere"))
-    started = time.monotonic()
     claim_owner(tmp_path, "second")
-    assert 0.4 <= time.monotonic() - started < 1
+    assert clock.now == owner.QUIET_SECONDS
 
 
-def test_on_its_own_host_the_process_itself_is_looked_at(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "QUIET_SECONDS", 60.0)
+def test_on_its_own_host_the_process_itself_is_looked_at(tmp_path, clock):
     dead = subprocess.Popen(["true"])
     dead.wait()
     write_record(tmp_path, record(0, start="first", host=os.uname().nodename, pid=dead.pid))
     claim_owner(tmp_path, "second")
+    assert clock.now == 0
     check_owner(tmp_path, "second")
 
 
-def test_slurm_has_ended_what_the_same_job_began(tmp_path, monkeypatch):
+def test_slurm_has_ended_what_the_same_job_began(tmp_path, monkeypatch, clock):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     claim_owner(tmp_path, "first")
-    with Living(tmp_path):
+    with Living(tmp_path, clock):
         with pytest.raises(UserError, match=r"another start of this \(job 77, process"):
             claim_owner(tmp_path, "beside it, in one allocation")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -129,13 +136,12 @@ def claim_elsewhere(folder, start: str) -> None:
     (folder / "owner").write_text(json.dumps(asdict(Owner(start, "elsewhere", 4711, "", ""))))
 
 
-def test_one_that_has_just_begun_is_given_time_for_its_first_sign_of_life(tmp_path):
+def test_one_that_has_just_begun_is_given_time_for_its_first_sign_of_life(tmp_path, clock):
     claim_elsewhere(tmp_path, "first")
     first = record(0, start="first", host="elsewhere", heartbeat=1)
-    threading.Timer(0.2, write_record, [tmp_path, first]).start()
-    started = time.monotonic()
+    clock.meanwhile.append(lambda: clock.now >= 5 and write_record(tmp_path, first))
     claim_owner(tmp_path, "second")  # for nothing came after that
-    assert time.monotonic() - started >= 0.6
+    assert clock.now == 5 + owner.QUIET_SECONDS
 
 
 def test_one_that_began_and_left_nothing_is_not_waited_for_for_ever(tmp_path):

@@ -333,10 +333,8 @@ def raise_inside_progressing() -> None:
 
 @pytest.mark.mpi
 def test_a_rank_that_raises_in_mid_rollout_ends_the_job() -> None:
-    start = time.perf_counter()
     with pytest.raises(AssertionError, match=r"(?s)ended with status [1-9].*ZeroDivisionError: inside the long call"):
         run_on_ranks(4, raise_inside_progressing)
-    assert time.perf_counter() - start < 10
 
 
 def rollout_where_nothing_is_shared(lack: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tlt_hpc.watch.record import read_record
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
 
-SOON_SECONDS = 30.0
+SOON_SECONDS = 120.0
 
 
 def fails_soon(training: Training, since: float) -> str:
@@ -44,14 +44,14 @@ def test_a_rank_that_is_killed_ends_the_job_with_one_line(slurm, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_job_with_one_line(slurm, tmp_path):
-    """Its decoder never returns from a round of the second step; a round may take 4.5 s here."""
+    """Its decoder never returns from a round of the second step; it may take 4 s."""
     training, program = Training(slurm, tmp_path / "hanging", 3), tmp_path / "hanging.py"
     program.write_text(HANGING)
     text = (ROOT / "sbatch" / "smoke.sh").read_text()
     assert "mpi4py -m tlt_hpc train" in text
     training.script = tmp_path / "hanging.sh"
     training.script.write_text(text.replace("mpi4py -m tlt_hpc train", f"mpi4py {program} train"))
-    training.submit("run.stall_factor=0.015")
+    training.submit()
     training.until(lambda: training.num_done >= 1, "a step")
     line = fails_soon(training, time.monotonic())
     assert re.match(r"tlt: the job stands still: rank 1 on \S+ stands still in rollout of step 1 ", line), line

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,13 +39,17 @@ HERE = {0: os.getpid()}
 
 
 class Job:
-    """A watched main thread: this test's; of a job of ``size`` ranks, of which it is the first."""
+    """A watched main thread: this test's; of a job of ``size`` ranks, of which it is the first.
 
-    def __init__(self, folder: Path | None, size: int = 1, looks: float = NEVER) -> None:
+    It looks by itself, or, where ``by_hand``, when it is told to.
+    """
+
+    def __init__(self, folder: Path | None, size: int = 1, looks: float = NEVER, by_hand: bool = False) -> None:
         self.beat, self.ends = Beat(), list[int]()
         self.is_over = threading.Event()
+        look_seconds = 1e6 if by_hand else LOOK
         # of phase ROLLOUT, so many looks
-        self.watch = Watch(looks * LOOK / 300, None, self.beat, LOOK, self._end)
+        self.watch = Watch(looks * look_seconds / 300, None, self.beat, look_seconds, self._end)
         self._folder, self._size = folder, size
 
     def _end(self, status: int) -> None:
@@ -61,8 +66,17 @@ class Job:
     def __exit__(self, *error: object) -> None:
         self.watch.__exit__(None, None, None)
 
+    def look(self, times: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Look so many times, or until the end, each after what happens ``meanwhile``; files are written and read."""
+        for _ in range(times):
+            if self.is_over.is_set():
+                return
+            meanwhile()
+            self.watch.look()
+            assert self.watch._scribe.wait(60)
 
-def until(condition, seconds: float = 10.0) -> None:
+
+def until(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"
@@ -102,10 +116,10 @@ def test_a_rank_tells_where_it_is_and_how_it_ended(tmp_path):
 
 def test_who_is_about_to_be_killed_can_say_goodbye_before(tmp_path):
     """As a job that has itself queued again, which Slurm answers by killing it."""
-    with Job(tmp_path, looks=20) as job:
+    with Job(tmp_path, looks=20, by_hand=True) as job:
         job.beat.leave("stopped early")
         assert read_record(tmp_path, 0).ending == "stopped early"
-        time.sleep(60 * LOOK)
+        job.look(60)
         assert not job.ends, "it may be waited for"
         assert read_record(tmp_path, 0).ending == "stopped early"
 
@@ -130,7 +144,7 @@ def test_a_failure_is_the_last_word(tmp_path):
 
 def test_a_rank_that_stands_still_tells_why_and_ends(tmp_path, capfd):
     with Job(tmp_path, looks=5) as job:
-        assert job.is_over.wait(10)
+        assert job.is_over.wait(60)
         assert job.ends == [STALLED]
     err = capfd.readouterr().err
     line = read_verdict(tmp_path)[1]
@@ -141,34 +155,30 @@ def test_a_rank_that_stands_still_tells_why_and_ends(tmp_path, capfd):
 
 
 def test_a_rank_that_moves_is_left_alone(tmp_path):
-    with Job(tmp_path, looks=10) as job:
-        for _ in range(60):
+    with Job(tmp_path, looks=10, by_hand=True) as job:
+        for _ in range(8):
             job.beat.tick()
-            time.sleep(LOOK)
+            job.look(9)
         assert not job.ends
+        job.look(12)
+        assert job.ends
 
 
 def test_a_process_that_was_stopped_has_not_stood_still(tmp_path, monkeypatch):
     """A late look is one look, whatever a clock says that has jumped meanwhile."""
-    with Job(tmp_path, looks=5) as job:
+    with Job(tmp_path, looks=5, by_hand=True) as job:
         monkeypatch.setattr(time, "time", lambda: 4e9)
         monkeypatch.setattr(time, "monotonic", lambda: 4e9)
-        job.watch.look()
+        job.look(1)
         assert not job.ends
-        job.beat.tick()
 
 
 def test_the_others_leave_it_to_the_lowest_as_long_as_that_one_lives(tmp_path, capfd):
-    with Job(tmp_path, size=2, looks=5) as job:
+    with Job(tmp_path, size=2, looks=5, by_hand=True) as job:
         job.beat.member, job.beat.step = replace(job.beat.member, rank=1), 1
-        lowest = plain(0, stalled=True)
-        beat = threading.Event()
-        heart = threading.Thread(target=keep_alive, args=(tmp_path, lowest, beat))
-        heart.start()
-        time.sleep(50 * LOOK)
+        job.look(50, heart_of(tmp_path, plain(0, stalled=True)))
         assert not job.ends
-        beat.set(), heart.join()
-        assert job.is_over.wait(10)
+        job.look(20)
     assert job.ends == [STALLED]
     assert "rank 1 on node1 stands still" in capfd.readouterr().err
 
@@ -195,29 +205,26 @@ def plain(rank: int, stalled: bool) -> Record:
     )  # fmt: skip
 
 
-def keep_alive(folder: Path, record: Record, over: threading.Event) -> None:
-    while not over.wait(LOOK):
-        record = replace(record, heartbeat=record.heartbeat + 1)
-        write_record(folder, record)
+def heart_of(folder: Path, record: Record) -> Callable[[], None]:
+    """Each call moves a rank's heartbeat."""
+    beats = itertools.count(1)
+    return lambda: write_record(folder, replace(record, heartbeat=next(beats)))
 
 
 def test_nobody_is_ended_while_another_is_at_work_and_it_is_once_that_one_is_silent(tmp_path, capfd):
-    with Job(tmp_path, size=2, looks=3) as job:
+    with Job(tmp_path, size=2, looks=3, by_hand=True) as job:
         job.beat.wait_in("allgather", "world")
-        over = threading.Event()
-        heart = threading.Thread(target=keep_alive, args=(tmp_path, plain(1, stalled=False), over))
-        heart.start()
-        time.sleep(50 * LOOK)
+        job.look(50, heart_of(tmp_path, plain(1, stalled=False)))
         assert not job.ends, "rank 1 may still come"
-        over.set(), heart.join()
-        assert job.is_over.wait(10)
+        job.look(20)
+        assert job.ends == [STALLED]
     assert "rank 1 on node1 shows no sign of life" in capfd.readouterr().err
 
 
 def test_a_damaged_file_is_told_and_stops_nothing(tmp_path, capfd):
     (tmp_path / "rank-0001").write_bytes(b"half of a rec")
     with Job(tmp_path, size=2, looks=3) as job:
-        assert job.is_over.wait(10)
+        assert job.is_over.wait(60)
     err = capfd.readouterr().err
     assert "rank 0 on node1 stands still" in err and "the status of rank 1 cannot be read: 13 bytes" in err
 
@@ -227,13 +234,14 @@ def test_a_damaged_file_is_told_and_stops_nothing(tmp_path, capfd):
 
 def test_a_full_disk(small_disk, capfd):
     """The record is written in place: what was told before the disk was full can be told on it."""
-    with Job(small_disk, looks=30) as job:
-        until(lambda: is_told(small_disk))
-        fill(small_disk)
+    with Job(small_disk, looks=30, by_hand=True) as job:
+        job.look(1)
         before = read_record(small_disk, 0).heartbeat
+        fill(small_disk)
         job.beat.tick()
-        until(lambda: read_record(small_disk, 0).heartbeat > before)
-        assert job.is_over.wait(10)
+        job.look(10)
+        assert read_record(small_disk, 0).heartbeat > before
+        job.look(30)
         assert job.ends == [STALLED]
     err = capfd.readouterr().err
     assert "the job stands still: rank 0 on node1" in err and err.count("stands still: ") == 1
@@ -241,14 +249,14 @@ def test_a_full_disk(small_disk, capfd):
 
 def test_a_disk_that_was_full_from_the_start(small_disk, capfd):
     fill(small_disk)
-    with Job(small_disk) as job:
-        time.sleep(20 * LOOK)
+    with Job(small_disk, by_hand=True) as job:
+        job.look(20)
         told = capfd.readouterr().err
         assert "rank 0 on node1 cannot write its status" in told and "No space left" in told
         assert told.count("\n") == 1, "once"
         (small_disk / "filling").unlink()
-        until(lambda: is_told(small_disk))
-        assert not job.ends
+        job.look(10)
+        assert is_told(small_disk) and not job.ends
 
 
 def fill(folder: Path) -> None:
@@ -258,25 +266,28 @@ def fill(folder: Path) -> None:
 
 
 def test_a_folder_that_has_become_read_only(small_disk, capfd):
-    with Job(small_disk, looks=40) as job:
-        until(lambda: is_told(small_disk))
+    with Job(small_disk, looks=40, by_hand=True) as job:
+        job.look(1)
         subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
         job.beat.tick()
-        until(lambda: "Read-only file system" in capfd.readouterr().err)
-        assert not job.ends
-        assert job.is_over.wait(10), "and still it watches"
+        job.look(20)
+        assert "Read-only file system" in capfd.readouterr().err and not job.ends
+        job.look(30)
+        assert job.ends, "and still it watches"
     assert "the job stands still: rank 0 on node1" in capfd.readouterr().err
 
 
 def test_a_folder_that_was_deleted(tmp_path, capfd):
     folder = tmp_path / "status"
     folder.mkdir()
-    with Job(folder, looks=40) as job:
-        until(lambda: is_told(folder))
+    with Job(folder, looks=40, by_hand=True) as job:
+        job.look(1)
         shutil.rmtree(folder)
         job.beat.tick()
-        until(lambda: "cannot write its status" in capfd.readouterr().err)
-        assert job.is_over.wait(10) and job.ends == [STALLED]
+        job.look(20)
+        assert "cannot write its status" in capfd.readouterr().err
+        job.look(30)
+        assert job.ends == [STALLED]
     assert "the job stands still: rank 0 cannot be seen" not in capfd.readouterr().err
     assert not folder.exists(), "what was deleted is not made again"
 
@@ -286,7 +297,7 @@ def test_a_folder_that_hangs(tmp_path, capfd, monkeypatch):
     os.mkfifo(status_file(tmp_path, 0))
     monkeypatch.setattr(watch_module, "LAST_WORD_SECONDS", 0.1)
     with Job(tmp_path, looks=5) as job:
-        assert job.is_over.wait(10)
+        assert job.is_over.wait(60)
         assert job.ends == [STALLED]
     err = capfd.readouterr().err
     assert f"what the other ranks do cannot be seen: {tmp_path} does not answer" in err
@@ -296,7 +307,7 @@ def test_a_folder_that_hangs(tmp_path, capfd, monkeypatch):
 
 def test_before_the_folder_is_claimed(capfd):
     with Job(None, looks=5) as job:
-        assert job.is_over.wait(10)
+        assert job.is_over.wait(60)
     assert "the run's folder is not claimed yet" in capfd.readouterr().err
 
 
@@ -315,7 +326,7 @@ def test_an_abort_that_hangs(tmp_path, monkeypatch):
     with Job(tmp_path, looks=3) as job:
         gate = threading.Event()
         job.beat.abort = lambda status: gate.wait(30)
-        assert job.is_over.wait(10) and job.ends == [STALLED]
+        assert job.is_over.wait(60) and job.ends == [STALLED]
         gate.set()
 
 

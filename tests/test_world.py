@@ -64,6 +64,7 @@ def start_python(program: str, **environment: str) -> subprocess.Popen[str]:
         [sys.executable, "-m", "mpi4py", "-c", program],
         cwd=ROOT,
         env={**surroundings, **environment},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -93,16 +94,18 @@ def test_importing_the_world_starts_no_mpi() -> None:
 
 
 WAIT_FOR_STOP = """
-import time
+import sys, time
+from tlt_hpc import stopping
 from tlt_hpc.mpi.world import World
 world = World.connect()
 world.answer_signals()
+stopping.SAME_KEYSTROKE_SECONDS = {together}
 print("ready", flush=True)
 try:
     while not world.stop_requested:
         time.sleep(0.01)
     print(world.stop_reason, flush=True)
-    time.sleep(3)
+    sys.stdin.readline()
     print("kept running", flush=True)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
@@ -112,23 +115,23 @@ except KeyboardInterrupt:
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
 def test_a_signal_sets_the_stop_flag_and_nothing_else(number: signal.Signals) -> None:
-    process = start_python(WAIT_FOR_STOP.replace("sleep(3)", "sleep(0.1)"))
+    process = start_python(WAIT_FOR_STOP.format(together=1.0))
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate("\n", timeout=60)
     assert (process.returncode, stdout) == (0, f"{number.name}\nkept running\n"), stderr
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("apart_seconds", "last_line"), [(0.1, "kept running"), (1.3, "interrupted")])
-def test_a_second_ctrl_c_interrupts_but_its_echo_does_not(apart_seconds: float, last_line: str) -> None:
-    process = start_python(WAIT_FOR_STOP)
+@pytest.mark.parametrize(("together", "last_line"), [(1000.0, "kept running"), (0.0, "interrupted")])
+def test_a_second_ctrl_c_interrupts_but_its_echo_does_not(together: float, last_line: str) -> None:
+    process = start_python(WAIT_FOR_STOP.format(together=together))
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(apart_seconds)
+    assert process.stdout.readline() == "SIGINT\n", "the first one was seen"
     process.send_signal(signal.SIGINT)
-    stdout, _ = process.communicate(timeout=60)
-    assert stdout.split("\n")[1] == last_line
+    stdout, _ = process.communicate("\n", timeout=60)
+    assert stdout == f"{last_line}\n"
 
 
 # --- several ranks ---
@@ -314,18 +317,16 @@ def raise_on(rank: int) -> None:
 
 @pytest.mark.mpi
 def test_a_rank_that_raises_ends_the_job_with_its_traceback() -> None:
-    start = time.perf_counter()
     with pytest.raises(
         AssertionError, match=r"(?s)ended with status [1-9].*in raise_on.*ZeroDivisionError: the rank that fails"
     ):
         run_on_ranks(4, raise_on, 2)
-    assert time.perf_counter() - start < 10
 
 
 def note_and_sleep(folder: str) -> None:
     rank = World.connect().rank
     (Path(folder) / f"{rank}.pid").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def is_running(pid: int) -> bool:
@@ -338,10 +339,14 @@ def is_running(pid: int) -> bool:
     not Path("/proc/self/stat").exists(), reason="reads /proc; run on Linux: pytest tests/test_world.py"
 )
 def test_a_job_past_its_time_is_killed_whole(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="ran past 3 s"):
-        run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=3)
-    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
-    deadline = time.monotonic() + 10
+    pids = list[int]()
+    for seconds in (3, 10, 30, 100):  # until both are at work when their time is over
+        with pytest.raises(AssertionError, match=f"ran past {seconds} s"):
+            run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=seconds)
+        pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+        if len(pids) == 2:
+            break
+    deadline = time.monotonic() + 60
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pids) == 2 and not any(map(is_running, pids))
