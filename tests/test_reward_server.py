@@ -317,10 +317,7 @@ def test_the_server_gets_the_variables_that_python_needs_and_no_other() -> None:
     assert kept == {**passed, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 
-SECRETS = {
-    name: "swordfish"
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy", "MY_KEY")
-}
+SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy", "MY_KEY"), "swordfish")
 CURIOUS = """
 import os
 from pathlib import Path
