@@ -17,11 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from preflight_place import ROOT, SCRIPT, Place, make_place
+from preflight_place import FIND_PYTHON, ROOT, SCRIPT, Place, make_place
 
 from tlt_hpc.cli import main, parse
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.preflight import assets, disk, fix, machine, mpi, request, verdict, versions
+from tlt_hpc.preflight import assets, disk, fix, job_python, machine, mpi, request, verdict
 from tlt_hpc.preflight.ask import NoAnswer, ask
 from tlt_hpc.preflight.cluster import gpus_of
 from tlt_hpc.preflight.command import CHECKS, SLURM_CHECKS
@@ -119,7 +119,7 @@ def odd_ranks(place: Place) -> None:
 
 def small_gpus(place: Place) -> None:
     place.set("model.device=cuda", "--gpu-memory", "0.1")
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.torch_for("12.8")
 
 
 def small_disk(place: Place) -> None:
@@ -176,7 +176,7 @@ def old_package(place: Place) -> None:
 
 def torch_for_cpus(place: Place) -> None:
     place.set("model.device=cuda")
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "")
+    place.torch_for("")
 
 
 def old_driver(place: Place) -> None:
@@ -184,7 +184,7 @@ def old_driver(place: Place) -> None:
     csv = "NVIDIA A100-SXM4-80GB, 81920, 470.1"
     place.command("nvidia-smi", f'case "$1" in --query*) echo "{csv}";; *) echo "{text}";; esac')
     place.set("model.device=cuda")
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.torch_for("12.8")
 
 
 def hanging_driver(place: Place) -> None:
@@ -194,7 +194,7 @@ def hanging_driver(place: Place) -> None:
 
 def no_compiler(place: Place) -> None:
     place.set("model.device=cuda", "optimizer.offload=true")
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.torch_for("12.8")
     place.monkeypatch.setenv("CXX", "no-such-compiler")
 
 
@@ -297,6 +297,70 @@ def assert_found(
     assert others <= also, {other: verdicts[other]["found"] for other in others}
     assert status == (1 if level == "failure" or others else 0)
     assert all("\n" not in text for verdict in verdicts.values() for text in verdict.values())
+
+
+def fake_environment(place: Place, name: str, torch: str) -> Path:
+    """A virtual environment whose Python answers what sbatch/env.sh and preflight ask of one."""
+    folder = place.path / name
+    answer = json.dumps([f"{folder}/bin/python", str(folder), "3.11.9", torch])
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "activate").write_text(f'PATH="{folder}/bin:$PATH"\necho activated\n')
+    program = folder / "bin" / "python"
+    program.write_text(f"#!/bin/sh\ncase $2 in *mpi4py*) echo Open MPI v5.0.8;; *) cat <<'END'\n{answer}\nEND\nesac\n")
+    program.chmod(0o755)
+    return folder
+
+
+def test_the_jobs_python_is_named_and_its_torch_has_to_fit(place: Place) -> None:
+    """Found by the real sbatch/env.sh, as the job will."""
+    place.slurm(script=SCRIPT.replace("-N2", "-N2 --gpus-per-node=1"))
+    place.set("model.device=cuda")
+    place.monkeypatch.setattr(job_python, "find_python", FIND_PYTHON)
+    gpu = fake_environment(place, "gpu", "__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\nhip = None\n")
+    place.monkeypatch.setenv("TLT_ENVIRONMENT", str(gpu))
+    verdicts = place.check()[1]
+    assert verdicts["python"]["level"] == "warning"
+    assert verdicts["python"]["found"].startswith(f"3.11.9, {gpu}/bin/python, by sbatch/env.sh; preflight runs in ")
+    assert verdicts["torch"]["found"].startswith("torch 2.13.0+cu128 for CUDA 12.8; ")
+    cpu = fake_environment(place, "cpu", "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    place.monkeypatch.setenv("TLT_ENVIRONMENT", str(cpu))
+    verdicts = place.check()[1]
+    assert verdicts["torch"]["level"] == "failure"
+    assert verdicts["torch"]["found"] == f"torch 2.13.0+cpu in {cpu} is a build for CPUs, and the job runs on GPUs"
+    place.monkeypatch.setenv("TLT_ENVIRONMENT", "/none")
+    verdicts = place.check()[1]
+    assert verdicts["python"]["level"] == "failure"
+    assert "the job would find no Python: sbatch/env.sh: TLT_ENVIRONMENT=/none is" in verdicts["python"]["found"]
+    assert verdicts["torch"]["found"] == "the job's Python is not known"
+
+
+def test_the_jobs_python_may_be_this_one(place: Place) -> None:
+    assert FIND_PYTHON(False).is_this
+    place.monkeypatch.setenv("SINGULARITY_CONTAINER", "/shared/tlt_hpc.sif")  # which has no image in it
+    place.monkeypatch.setenv("TLT_CONTAINER", "apptainer exec /shared/tlt_hpc.sif")
+    assert FIND_PYTHON(True).is_this
+    assert place.check()[1]["python"]["found"].endswith(sys.executable)
+
+
+def test_offload_needs_no_compiler_of_cuda(place: Place) -> None:
+    """The pinned DeepSpeed's optimiser of the CPU is C++ alone, on CUDA too."""
+    place.monkeypatch.setattr("shutil.which", lambda name, **_: None if name == "nvcc" else f"/usr/bin/{name}")
+    place.monkeypatch.setattr("sysconfig.get_path", lambda name: str(place.write("Python.h", "").parent))
+    place.monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    place.set("model.device=cuda", "optimizer.offload=true")
+    place.torch_for("12.8")
+    one = place.check()[1]["offload"]
+    assert one["level"] == "ok", one
+
+
+def test_deepspeeds_optimiser_of_the_cpu_is_built_without_cuda() -> None:
+    """What the check above relies on: were it built as CUDA's operators are, nvcc would be asked for its version."""
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    builder = CUDA_Accelerator().create_op_builder("CPUAdamBuilder")
+    assert not isinstance(builder, CUDAOpBuilder)
+    assert all(source.endswith(".cpp") for source in builder.sources())
 
 
 def test_what_could_not_be_checked_says_why(place: Place) -> None:
@@ -610,7 +674,7 @@ def test_a_shared_home_is_warned_of(place: Place) -> None:
 def test_the_gpus_of_this_machine_bound_a_job_that_runs_here(place: Place) -> None:
     rows = "NVIDIA A100, 81920, 550.54\nNVIDIA A30, 24576, 550.54\nNVIDIA GB200, [N/A], 550.54"
     place.prints("nvidia-smi", rows)
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.torch_for("12.8")
     place.set("model.device=cuda")
     assert "22.0 GB (85%) of each GPU left" in place.check()[1]["memory"]["found"]
     assert [gpu.num_bytes for gpu in machine.read_gpus()] == [81920 * 2**20, 24576 * 2**20, None]
