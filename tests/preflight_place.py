@@ -29,7 +29,7 @@ PARTITION = {
     "State": "UP",
 }
 SETTINGS = {"JobRequeue": "1", "KillWait": "30 sec", "PreemptType": "preempt/partition_prio"}
-NODES = "4|idle|32|256000|gpu:a100:4(S:0-1)"
+NODES = "4|idle|32|256000|gpu:a100:4(S:0-1)|a100,rack1"
 SCRIPT = """#!/usr/bin/env bash
 #SBATCH --account=science
 #SBATCH --partition=main  # a comment

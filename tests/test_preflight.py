@@ -376,6 +376,19 @@ def test_what_could_not_be_checked_says_why(place: Place) -> None:
 
 # --- Slurm's limits ---
 
+
+def gpu_job(asked: str, nodes: str = "") -> Plant:
+    """A job on GPUs, of a Slurm with nodes of two kinds."""
+
+    def plant(place: Place) -> None:
+        place.slurm(nodes=nodes or MIXED, script=SCRIPT.replace("-N2", asked))
+        place.torch_for("12.8")
+
+    return plant
+
+
+BARE = "32|256000|(null)|(null)"
+MIXED = "4|idle|32|256000|gpu:a100:4(S:0-1)|a100,rack1\n3|idle|32|256000|gpu:h100:4|h100,rack1"
 SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no such partition", lambda p: p.slurm(PartitionName="gpu"), "partition", "failure", r"'main' does.*gpu, other"),
     ("partition down", lambda p: p.slurm(State="DRAIN"), "partition", "failure", r"'main' is DRAIN.*wait"),
@@ -391,7 +404,7 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      "partition", "failure", r"'nowhere' does not exist.*one of main, other"),
     ("no partition of a list is well", lambda p: p.slurm(MaxTime="04:00:00", others={"short": {"MaxTime": "01:00:00"}},
      script=SCRIPT.replace("=main", "=short,main")), "time", "failure", r"10 h .*'short' gives at most 1 h"),
-    ("GPUs for each rank", lambda p: (p.slurm(nodes="4|idle|32|256000|(null)", script=SCRIPT.replace(
+    ("GPUs for each rank", lambda p: (p.slurm(nodes=f"4|idle|{BARE}", script=SCRIPT.replace(
         "--mem=16G", "--gpus-per-task=2")), p.set("model.device=cpu")), "gpus", "failure",
      r"2 GPUs a node are asked for, partition 'main' has none"),
     ("memory for each core", lambda p: p.slurm(script=SCRIPT.replace("--mem=16G", "-c 8 --mem-per-cpu=40G")), "cores",
@@ -401,9 +414,9 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("more nodes than there are", lambda p: (p.slurm(), p.set("--nodes", "8")), "nodes", "failure",
      r"8 nodes.*has 4.*--nodes=4"),
     ("more nodes than MaxNodes", lambda p: p.slurm(MaxNodes="1"), "nodes", "failure", r"has 4, 1 to a job.*--nodes=1"),
-    ("nodes down", lambda p: p.slurm(nodes="1|idle|32|256000|(null)\n3|down*|32|256000|(null)"), "nodes", "warning",
+    ("nodes down", lambda p: p.slurm(nodes=f"1|idle|{BARE}\n3|down*|{BARE}"), "nodes", "warning",
      r"1 of 4 are up \(3 down\*\)"),
-    ("GPUs where there are none", lambda p: (p.slurm(nodes="4|idle|32|256000|(null)"), p.set("--gpus-per-node", "1")),
+    ("GPUs where there are none", lambda p: (p.slurm(nodes=f"4|idle|{BARE}"), p.set("--gpus-per-node", "1")),
      "gpus", "failure", r"'main' has none \(Gres\).*partition with GPUs"),
     ("more GPUs than a node has", lambda p: (p.slurm(), p.set("--gpus-per-node", "8")), "gpus", "failure",
      r"at most 4.*--gpus-per-node=4"),
@@ -420,6 +433,16 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      r"--mpi=pmix does not start MPICH.*TLT_SRUN_MPI=pmi2"),
     ("sbatch refuses", lambda p: (p.slurm(), p.prints("sbatch", "sbatch: error: Batch job submission failed", 1)),
      "sbatch", "failure", r"would refuse the job: sbatch: error: Batch job"),
+    ("GPUs of two kinds", gpu_job("-N2 --gres=gpu:4"), "gpus", "failure",
+     r"nodes with a100 or h100, and all its nodes must have the same GPUs.*KIND:COUNT"),
+    ("GPUs that have no name", gpu_job("-N2 --gpus-per-node=4", MIXED.replace("gpu:h100:4", "gpu:4")), "gpus",
+     "failure", r"nodes with GPUs without a name or a100,"),
+    ("a kind that too few nodes have", gpu_job("-N4 --gpus-per-node=h100:4"), "gpus", "failure",
+     r"4 GPUs of the kind h100 are asked for, .* has 3.*--nodes=3"),
+    ("a feature that no node has", gpu_job("-N2 --gpus-per-node=4 -C nvme&ib"), "gpus", "failure",
+     r"the features nvme&ib are.* has 0.*sinfo -o"),
+    ("features that may be GPUs", gpu_job("-N2 --gres=gpu:a100:4", MIXED.replace("h100:4|h100", "a100:4|hbm80")),
+     "gpus", "warning", r"may differ in a100, hbm80.*--constraint=FEATURE"),
     ("requeue off", lambda p: p.slurm(script=SCRIPT.replace("#SBATCH --requeue\n", ""), settings={"JobRequeue": "0"}),
      "requeue", "warning", r"requeue is off \(JobRequeue = 0.*add #SBATCH --requeue"),
     ("no requeue", lambda p: p.slurm(script=SCRIPT.replace("--requeue", "--no-requeue")), "requeue", "warning",
@@ -451,6 +474,11 @@ SOUND: list[tuple[str, Plant, str, str]] = [
         "=main", "=main,long")), "partition", "long, which suits best of main,long, is up"),
     ("the first partition of a list", lambda p: p.slurm(others={"long": {"MaxTime": "1:00"}}, script=SCRIPT.replace(
         "=main", "=main,long")), "time", "10 h of at most 24 h"),
+    ("one kind of two", gpu_job("-N2 --gres=gpu:h100:4"), "gpus", "4 a node, which 3 nodes have (gpu:h100:4)"),
+    ("one feature of two", gpu_job("-N2 -C h100&rack1 -G 8"), "gpus", "4 a node, which 3 nodes have (gpu:h100:4)"),
+    ("alternatives that Slurm does not mix", gpu_job("-N2 --constraint=[a100|h100] --gpus-per-node=4"), "gpus",
+     "4 a node, which 7 nodes have"),
+    ("two kinds for one node", gpu_job("-N1 --gpus-per-node=4"), "gpus", "4 a node, which 7 nodes have"),
     ("a QOS of one of two associations", lambda p: (p.slurm(script=SCRIPT.replace("-N2", "-N2 -q Long")), p.prints(
         "sacctmgr", "science|long\nscience|normal\n")), "account", "science"),
 ]  # fmt: skip
@@ -583,6 +611,37 @@ def test_gpus_and_memory_are_reckoned_for_a_node(
     names = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank", "partition", "account", "time")
     found = request.make_request(Namespace(**dict.fromkeys(names), script=script), {})
     assert (found.gpus_per_node, found.memory_mb, found.ranks_per_node) == (gpus, megabytes, ranks)
+
+
+def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
+    """So that nothing that it asks for is left out, with the options that the user will give sbatch, and no other."""
+    place.slurm(script=SCRIPT.replace("-N2", "-N2 --exclusive --constraint=a100 --reservation=mine --gres=gpu:a100:2"))
+    place.command("sbatch", f'printf "%s\\n" "$@" >{place.path}/asked; echo sbatch: Job 1 to start at once')
+    place.set("--account", "other", "--time", "5:00", "--nodes", "1")
+    assert place.check()[1]["sbatch"]["level"] == "ok"
+    expected = ["--test-only", "--nodes=1", "--account=other", "--time=5:00", str(place.path / "job.sh")]
+    assert (place.path / "asked").read_text().splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "variables", "kind", "constraint"),
+    [
+        ("--gpus-per-node=a100:4 -C nvme", {}, "a100", "nvme"),
+        ("--gres=gpu:a100:4", {}, "a100", ""),
+        ("--gres=lscratch:5,gpu:4", {}, "", ""),
+        ("-G h100:16", {}, "h100", ""),
+        ("--gpus-per-task=h100:1", {"SBATCH_CONSTRAINT": "ib"}, "h100", "ib"),
+        ("--gpus-per-node=a100:4 --gres=gpu:h100:4", {"SBATCH_GPUS_PER_NODE": "8"}, "", ""),
+        ("", {}, "", ""),
+    ],
+)
+def test_the_kind_of_gpus_and_the_features_are_read(
+    place: Place, asked: str, variables: dict[str, str], kind: str, constraint: str
+) -> None:
+    script = place.write("asks.sh", f"#!/bin/sh\n#SBATCH {asked}\n")
+    names = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank", "partition", "account", "time")
+    found = request.make_request(Namespace(**dict.fromkeys(names), script=script), variables)
+    assert (found.gpu_kind, found.constraint) == (kind, constraint)
 
 
 def test_the_recipe_of_the_first_run_asks_for_what_its_script_leaves_open() -> None:
