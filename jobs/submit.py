@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # the clone's own package, installed or not: that
 
 from tlt_hpc.cli import INTERRUPTED, USER_ERROR
 from tlt_hpc.config import Config, ConfigError, load_config
-from tlt_hpc.launch.batch import Batch, Folders
+from tlt_hpc.launch.batch import Batch, Folders, sbatch_options
 from tlt_hpc.launch.collect import collect, results_table, write_results
 from tlt_hpc.launch.queue import read_queue
 from tlt_hpc.launch.status import FINISHED, TaskStatus, last_words, read_status, status_table, unfinished
@@ -282,19 +282,11 @@ def limits_overstepped(batch: Batch) -> list[str]:
     Only said, for a site's QOS may allow what its partition does not.
     """
     from tlt_hpc.preflight import limits
-    from tlt_hpc.preflight.request import Request, megabytes, seconds_of
+    from tlt_hpc.preflight.request import request_of
     from tlt_hpc.preflight.subject import Subject
     from tlt_hpc.preflight.verdict import Level, judge
 
-    request = Request(
-        nodes=batch.nodes,
-        ranks_per_node=batch.ranks_per_node,
-        gpus_per_node=batch.gpus_per_node,
-        cpus_per_rank=batch.cpus_per_rank,
-        memory_mb=megabytes(batch.memory),
-        partition=batch.partition,
-        seconds=seconds_of(batch.time),
-    )
+    request = request_of([word for option in sbatch_options(batch) for word in shlex.split(option)])
     subject = Subject(None, request, asks_slurm=True)
     checks = (limits.check_time, limits.check_node_count, limits.check_cpus, limits.check_gpus)
     verdicts = [judge(check.__name__, partial(check, subject)) for check in checks]

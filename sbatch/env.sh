@@ -4,8 +4,8 @@
 # --- your site, in this one place ---
 # Modules that the ranks need, separated by spaces, such as "cuda/12.8 openmpi/5.0"; empty: none.
 TLT_MODULES="${TLT_MODULES:-}"
-# Folder of a virtual environment or name of a conda one. Empty: the first that there is of .venv in the clone, the
-# conda environment tlt_hpc, and whatever python the path has, as where one was active when sbatch was called.
+# Folder of a virtual environment or name of a conda one. Empty: the first that there is of the one that is active where
+# sbatch is called (but conda's base), the conda environment tlt_hpc, .venv in the clone, and the path's own python.
 TLT_ENVIRONMENT="${TLT_ENVIRONMENT:-}"
 # How srun starts ranks of your MPI (srun --mpi=list). Empty: pmix for Open MPI, pmi2 for MPICH and Intel MPI.
 TLT_SRUN_MPI="${TLT_SRUN_MPI:-}"
@@ -46,6 +46,16 @@ activate_conda() { # fails where there is no conda or no such environment
     esac
 }
 
+# The environment whose python the path has first. Conda's base is active after every login, so nobody has chosen it.
+find_active() {
+    local folder
+    for folder in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}"; do
+        [[ -n $folder && $(type -P python) == "$folder/bin/python" ]] || continue
+        [[ $folder != "${VIRTUAL_ENV:-}" && ${CONDA_DEFAULT_ENV:-} == base ]] || echo "$folder"
+        return
+    done
+}
+
 find_modules() { # a shell that nobody has logged in to may not have been told of them
     local file
     for file in "${LMOD_PKG:-}/init/bash" "${MODULESHOME:-}/init/bash" /etc/profile.d/{lmod,z00_lmod,modules}.sh; do
@@ -63,13 +73,16 @@ activate() {
     elif [[ -n $TLT_ENVIRONMENT ]]; then
         activate_conda "$TLT_ENVIRONMENT" || die "TLT_ENVIRONMENT=$TLT_ENVIRONMENT is neither a folder with" \
             "bin/activate nor a conda environment that conda (found: $(find_conda)) activates; mend it there"
+    elif [[ -n $active ]]; then
+        PATH="$active/bin:$PATH" # modules may have put theirs before it
+    elif activate_conda tlt_hpc; then
+        return
     elif [[ -f $PROJECT/.venv/bin/activate ]]; then
         source "$PROJECT/.venv/bin/activate"
-    else
-        activate_conda tlt_hpc || true
     fi
 }
 
+active="$(find_active)"
 set +u # activation scripts read variables that are not set
 if [[ -n $TLT_MODULES ]]; then
     find_modules
@@ -104,8 +117,8 @@ ask_mpi='import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; pr
 mpi_library="$($TLT_CONTAINER python -c "$ask_mpi")" || {
     [[ -z $TLT_CONTAINER ]] || die "$TLT_CONTAINER python: mpi4py and its MPI library do not load in it (see above)"
     die "$(type -P python || echo "no python"): mpi4py and its MPI library do not load (see above). Looked for:" \
-        "TLT_ENVIRONMENT=$TLT_ENVIRONMENT, $PROJECT/.venv, the conda environment tlt_hpc (conda: $(find_conda))," \
-        "python on the path. Make one of them (README), or name yours in sbatch/env.sh"
+        "TLT_ENVIRONMENT=$TLT_ENVIRONMENT, an active environment (${active:-none}), the conda environment tlt_hpc" \
+        "(conda: $(find_conda)), $PROJECT/.venv, python on the path. Make one of them (README), or name yours in sbatch/env.sh"
 }
 if [[ -z $TLT_SRUN_MPI ]]; then
     case $mpi_library in

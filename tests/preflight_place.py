@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from tlt_hpc.cli import main
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.preflight import mpi
+from tlt_hpc.preflight import job_python, mpi
 from tlt_hpc.preflight.ask import Answer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,7 @@ PARTITION = {
     "State": "UP",
 }
 SETTINGS = {"JobRequeue": "1", "KillWait": "30 sec", "PreemptType": "preempt/partition_prio"}
-NODES = "4|idle|32|256000|gpu:a100:4(S:0-1)"
+NODES = "4|idle|32|256000|gpu:a100:4(S:0-1)|a100,rack1"
 SCRIPT = """#!/usr/bin/env bash
 #SBATCH --account=science
 #SBATCH --partition=main  # a comment
@@ -40,6 +41,9 @@ SCRIPT = """#!/usr/bin/env bash
 #SBATCH --requeue
 srun --mpi="${TLT_SRUN_MPI:-pmi2}" python -m mpi4py -m tlt_hpc train jobs/tiny.toml
 """
+
+
+FIND_PYTHON = job_python.find_python
 
 
 @dataclass
@@ -105,6 +109,11 @@ class Place:
         self.prints("sacctmgr", "science|normal,long\nother|normal\n")
         self.arguments += ["--script", str(self.write("job.sh", script))]
 
+    def torch_for(self, cuda: str) -> None:
+        """The job's Python is this one, with a torch for that CUDA."""
+        found = dataclasses.replace(FIND_PYTHON(False), torch_cuda=cuda)
+        self.monkeypatch.setattr(job_python, "find_python", lambda asks_slurm: found)
+
     def set(self, *overrides: str) -> None:
         self.arguments += overrides
 
@@ -137,6 +146,7 @@ def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(path))
     monkeypatch.setattr(mpi, "ask", answer_of_mpich)
+    place.torch_for("")
     return place
 
 

@@ -273,20 +273,60 @@ def test_the_environment_is_found_where_it_is_said_to_be_looked_for(tmp_path: Pa
     path = tmp_path / "bin" / "python"
     assert run_script(tmp_path, "smoke").returncode == 0
     assert python_used(tmp_path) == str(path)
+    clone = venv(tmp_path / "clone" / ".venv")
+    assert run_script(tmp_path, "smoke").returncode == 0
+    assert python_used(tmp_path) == str(clone)
     other = conda(tmp_path, "other")
     assert run_script(tmp_path, "smoke").returncode == 0
-    assert python_used(tmp_path) == str(path)  # a conda without the environment
+    assert python_used(tmp_path) == str(clone)  # a conda without the environment
     assert run_script(tmp_path, "smoke", TLT_ENVIRONMENT="other").returncode == 0
     assert python_used(tmp_path) == str(other)
     named = conda(tmp_path, "tlt_hpc")
     assert run_script(tmp_path, "smoke").returncode == 0
     assert python_used(tmp_path) == str(named)
-    clone = venv(tmp_path / "clone" / ".venv")
-    assert run_script(tmp_path, "smoke").returncode == 0
-    assert python_used(tmp_path) == str(clone)
     elsewhere = venv(tmp_path / "elsewhere")
-    assert run_script(tmp_path, "smoke", TLT_ENVIRONMENT=str(tmp_path / "elsewhere")).returncode == 0
+    path_with = f"{elsewhere.parent}:{tmp_path / 'bin'}:/usr/bin:/bin"
+    active = {"VIRTUAL_ENV": str(elsewhere.parent.parent), "PATH": path_with}
+    assert run_script(tmp_path, "smoke", **active).returncode == 0
     assert python_used(tmp_path) == str(elsewhere)
+    assert run_script(tmp_path, "smoke", **active, TLT_ENVIRONMENT=str(clone.parent.parent)).returncode == 0
+    assert python_used(tmp_path) == str(clone)
+
+
+@pytest.mark.parametrize(
+    ("variables", "used"),
+    [
+        ({"CONDA_PREFIX": "{conda}", "CONDA_DEFAULT_ENV": "gpu", "PATH": "{conda}/bin:{path}"}, "conda"),
+        # what conda activates at every login is nobody's choice
+        ({"CONDA_PREFIX": "{conda}", "CONDA_DEFAULT_ENV": "base", "PATH": "{conda}/bin:{path}"}, "clone"),
+        # the one that was activated last, on top of the other
+        ({"CONDA_PREFIX": "{conda}", "VIRTUAL_ENV": "{venv}", "PATH": "{venv}/bin:{conda}/bin:{path}"}, "venv"),
+        ({"CONDA_PREFIX": "{conda}", "VIRTUAL_ENV": "{venv}", "PATH": "{conda}/bin:{venv}/bin:{path}"}, "conda"),
+        ({"CONDA_PREFIX": "{conda}", "CONDA_DEFAULT_ENV": "base", "VIRTUAL_ENV": "{venv}",
+          "PATH": "{venv}/bin:{conda}/bin:{path}"}, "venv"),
+        # left over from a shell that has gone on
+        ({"VIRTUAL_ENV": "{venv}", "PATH": "{path}"}, "clone"),
+        # a module that brings a python of its own
+        ({"CONDA_PREFIX": "{conda}", "PATH": "{conda}/bin:{path}", "TLT_MODULES": "python"}, "conda"),
+    ],
+)  # fmt: skip
+def test_what_is_active_goes_before_the_environment_of_the_demo(
+    variables: dict[str, str], used: str, tmp_path: Path
+) -> None:
+    """`make demo` leaves a .venv without CUDA in the clone."""
+    places = {name: tmp_path / "of" / name for name in ("conda", "venv")}
+    for place in places.values():
+        venv(place)
+    places["clone"] = tmp_path / "clone" / ".venv"
+    venv(places["clone"])
+    program(tmp_path / "module" / "bin", "python", SAYS_MPI)
+    init = tmp_path / "lmod" / "init" / "bash"
+    init.parent.mkdir(parents=True)
+    init.write_text(f'module() {{ PATH="{tmp_path}/module/bin:$PATH"; }}\n')
+    filled = {name: value.format(**places, path=f"{tmp_path}/bin:/usr/bin:/bin") for name, value in variables.items()}
+    done = run_script(tmp_path, "smoke", MODULESHOME=str(tmp_path / "lmod"), **filled)
+    assert done.returncode == 0, done.stderr
+    assert python_used(tmp_path) == f"{places[used]}/bin/python"
 
 
 def test_what_is_not_found_is_said_with_where_it_was_looked_for(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from preflight_place import ROOT, SCRIPT, Place, make_place
+from preflight_place import FIND_PYTHON, ROOT, SCRIPT, Place, make_place
 
 from tlt_hpc.cli import main, parse
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.preflight import assets, disk, fix, machine, mpi, request, verdict, versions
+from tlt_hpc.preflight import assets, disk, fix, job_python, machine, mpi, request, verdict
 from tlt_hpc.preflight.ask import NoAnswer, ask
 from tlt_hpc.preflight.cluster import gpus_of
 from tlt_hpc.preflight.command import CHECKS, SLURM_CHECKS
@@ -119,7 +119,7 @@ def odd_ranks(place: Place) -> None:
 
 def small_gpus(place: Place) -> None:
     place.set("model.device=cuda", "--gpu-memory", "0.1")
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.torch_for("12.8")
 
 
 def small_disk(place: Place) -> None:
@@ -176,7 +176,7 @@ def old_package(place: Place) -> None:
 
 def torch_for_cpus(place: Place) -> None:
     place.set("model.device=cuda")
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "")
+    place.torch_for("")
 
 
 def old_driver(place: Place) -> None:
@@ -184,7 +184,7 @@ def old_driver(place: Place) -> None:
     csv = "NVIDIA A100-SXM4-80GB, 81920, 470.1"
     place.command("nvidia-smi", f'case "$1" in --query*) echo "{csv}";; *) echo "{text}";; esac')
     place.set("model.device=cuda")
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.torch_for("12.8")
 
 
 def hanging_driver(place: Place) -> None:
@@ -194,7 +194,7 @@ def hanging_driver(place: Place) -> None:
 
 def no_compiler(place: Place) -> None:
     place.set("model.device=cuda", "optimizer.offload=true")
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.torch_for("12.8")
     place.monkeypatch.setenv("CXX", "no-such-compiler")
 
 
@@ -299,6 +299,70 @@ def assert_found(
     assert all("\n" not in text for verdict in verdicts.values() for text in verdict.values())
 
 
+def fake_environment(place: Place, name: str, torch: str) -> Path:
+    """A virtual environment whose Python answers what sbatch/env.sh and preflight ask of one."""
+    folder = place.path / name
+    answer = json.dumps([f"{folder}/bin/python", str(folder), "3.11.9", torch])
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "activate").write_text(f'PATH="{folder}/bin:$PATH"\necho activated\n')
+    program = folder / "bin" / "python"
+    program.write_text(f"#!/bin/sh\ncase $2 in *mpi4py*) echo Open MPI v5.0.8;; *) cat <<'END'\n{answer}\nEND\nesac\n")
+    program.chmod(0o755)
+    return folder
+
+
+def test_the_jobs_python_is_named_and_its_torch_has_to_fit(place: Place) -> None:
+    """Found by the real sbatch/env.sh, as the job will."""
+    place.slurm(script=SCRIPT.replace("-N2", "-N2 --gpus-per-node=1"))
+    place.set("model.device=cuda")
+    place.monkeypatch.setattr(job_python, "find_python", FIND_PYTHON)
+    gpu = fake_environment(place, "gpu", "__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\nhip = None\n")
+    place.monkeypatch.setenv("TLT_ENVIRONMENT", str(gpu))
+    verdicts = place.check()[1]
+    assert verdicts["python"]["level"] == "warning"
+    assert verdicts["python"]["found"].startswith(f"3.11.9, {gpu}/bin/python, by sbatch/env.sh; preflight runs in ")
+    assert verdicts["torch"]["found"].startswith("torch 2.13.0+cu128 for CUDA 12.8; ")
+    cpu = fake_environment(place, "cpu", "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    place.monkeypatch.setenv("TLT_ENVIRONMENT", str(cpu))
+    verdicts = place.check()[1]
+    assert verdicts["torch"]["level"] == "failure"
+    assert verdicts["torch"]["found"] == f"torch 2.13.0+cpu in {cpu} is a build for CPUs, and the job runs on GPUs"
+    place.monkeypatch.setenv("TLT_ENVIRONMENT", "/none")
+    verdicts = place.check()[1]
+    assert verdicts["python"]["level"] == "failure"
+    assert "the job would find no Python: sbatch/env.sh: TLT_ENVIRONMENT=/none is" in verdicts["python"]["found"]
+    assert verdicts["torch"]["found"] == "the job's Python is not known"
+
+
+def test_the_jobs_python_may_be_this_one(place: Place) -> None:
+    assert FIND_PYTHON(False).is_this
+    place.monkeypatch.setenv("SINGULARITY_CONTAINER", "/shared/tlt_hpc.sif")  # which has no image in it
+    place.monkeypatch.setenv("TLT_CONTAINER", "apptainer exec /shared/tlt_hpc.sif")
+    assert FIND_PYTHON(True).is_this
+    assert place.check()[1]["python"]["found"].endswith(sys.executable)
+
+
+def test_offload_needs_no_compiler_of_cuda(place: Place) -> None:
+    """The pinned DeepSpeed's optimiser of the CPU is C++ alone, on CUDA too."""
+    place.monkeypatch.setattr("shutil.which", lambda name, **_: None if name == "nvcc" else f"/usr/bin/{name}")
+    place.monkeypatch.setattr("sysconfig.get_path", lambda name: str(place.write("Python.h", "").parent))
+    place.monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    place.set("model.device=cuda", "optimizer.offload=true")
+    place.torch_for("12.8")
+    one = place.check()[1]["offload"]
+    assert one["level"] == "ok", one
+
+
+def test_deepspeeds_optimiser_of_the_cpu_is_built_without_cuda() -> None:
+    """What the check above relies on: were it built as CUDA's operators are, nvcc would be asked for its version."""
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    builder = CUDA_Accelerator().create_op_builder("CPUAdamBuilder")
+    assert not isinstance(builder, CUDAOpBuilder)
+    assert all(source.endswith(".cpp") for source in builder.sources())
+
+
 def test_what_could_not_be_checked_says_why(place: Place) -> None:
     no_model(place)
     verdicts = place.check()[1]
@@ -312,6 +376,19 @@ def test_what_could_not_be_checked_says_why(place: Place) -> None:
 
 # --- Slurm's limits ---
 
+
+def gpu_job(asked: str, nodes: str = "") -> Plant:
+    """A job on GPUs, of a Slurm with nodes of two kinds."""
+
+    def plant(place: Place) -> None:
+        place.slurm(nodes=nodes or MIXED, script=SCRIPT.replace("-N2", asked))
+        place.torch_for("12.8")
+
+    return plant
+
+
+BARE = "32|256000|(null)|(null)"
+MIXED = "4|idle|32|256000|gpu:a100:4(S:0-1)|a100,rack1\n3|idle|32|256000|gpu:h100:4|h100,rack1"
 SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no such partition", lambda p: p.slurm(PartitionName="gpu"), "partition", "failure", r"'main' does.*gpu, other"),
     ("partition down", lambda p: p.slurm(State="DRAIN"), "partition", "failure", r"'main' is DRAIN.*wait"),
@@ -327,7 +404,7 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      "partition", "failure", r"'nowhere' does not exist.*one of main, other"),
     ("no partition of a list is well", lambda p: p.slurm(MaxTime="04:00:00", others={"short": {"MaxTime": "01:00:00"}},
      script=SCRIPT.replace("=main", "=short,main")), "time", "failure", r"10 h .*'short' gives at most 1 h"),
-    ("GPUs for each rank", lambda p: (p.slurm(nodes="4|idle|32|256000|(null)", script=SCRIPT.replace(
+    ("GPUs for each rank", lambda p: (p.slurm(nodes=f"4|idle|{BARE}", script=SCRIPT.replace(
         "--mem=16G", "--gpus-per-task=2")), p.set("model.device=cpu")), "gpus", "failure",
      r"2 GPUs a node are asked for, partition 'main' has none"),
     ("memory for each core", lambda p: p.slurm(script=SCRIPT.replace("--mem=16G", "-c 8 --mem-per-cpu=40G")), "cores",
@@ -337,9 +414,9 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("more nodes than there are", lambda p: (p.slurm(), p.set("--nodes", "8")), "nodes", "failure",
      r"8 nodes.*has 4.*--nodes=4"),
     ("more nodes than MaxNodes", lambda p: p.slurm(MaxNodes="1"), "nodes", "failure", r"has 4, 1 to a job.*--nodes=1"),
-    ("nodes down", lambda p: p.slurm(nodes="1|idle|32|256000|(null)\n3|down*|32|256000|(null)"), "nodes", "warning",
+    ("nodes down", lambda p: p.slurm(nodes=f"1|idle|{BARE}\n3|down*|{BARE}"), "nodes", "warning",
      r"1 of 4 are up \(3 down\*\)"),
-    ("GPUs where there are none", lambda p: (p.slurm(nodes="4|idle|32|256000|(null)"), p.set("--gpus-per-node", "1")),
+    ("GPUs where there are none", lambda p: (p.slurm(nodes=f"4|idle|{BARE}"), p.set("--gpus-per-node", "1")),
      "gpus", "failure", r"'main' has none \(Gres\).*partition with GPUs"),
     ("more GPUs than a node has", lambda p: (p.slurm(), p.set("--gpus-per-node", "8")), "gpus", "failure",
      r"at most 4.*--gpus-per-node=4"),
@@ -356,6 +433,16 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      r"--mpi=pmix does not start MPICH.*TLT_SRUN_MPI=pmi2"),
     ("sbatch refuses", lambda p: (p.slurm(), p.prints("sbatch", "sbatch: error: Batch job submission failed", 1)),
      "sbatch", "failure", r"would refuse the job: sbatch: error: Batch job"),
+    ("GPUs of two kinds", gpu_job("-N2 --gres=gpu:4"), "gpus", "failure",
+     r"nodes with a100 or h100, and all its nodes must have the same GPUs.*KIND:COUNT"),
+    ("GPUs that have no name", gpu_job("-N2 --gpus-per-node=4", MIXED.replace("gpu:h100:4", "gpu:4")), "gpus",
+     "failure", r"nodes with GPUs without a name or a100,"),
+    ("a kind that too few nodes have", gpu_job("-N4 --gpus-per-node=h100:4"), "gpus", "failure",
+     r"4 GPUs of the kind h100 are asked for, .* has 3.*--nodes=3"),
+    ("a feature that no node has", gpu_job("-N2 --gpus-per-node=4 -C nvme&ib"), "gpus", "failure",
+     r"the features nvme&ib are.* has 0.*sinfo -o"),
+    ("features that may be GPUs", gpu_job("-N2 --gres=gpu:a100:4", MIXED.replace("h100:4|h100", "a100:4|hbm80")),
+     "gpus", "warning", r"may differ in a100, hbm80.*--constraint=FEATURE"),
     ("requeue off", lambda p: p.slurm(script=SCRIPT.replace("#SBATCH --requeue\n", ""), settings={"JobRequeue": "0"}),
      "requeue", "warning", r"requeue is off \(JobRequeue = 0.*add #SBATCH --requeue"),
     ("no requeue", lambda p: p.slurm(script=SCRIPT.replace("--requeue", "--no-requeue")), "requeue", "warning",
@@ -387,6 +474,11 @@ SOUND: list[tuple[str, Plant, str, str]] = [
         "=main", "=main,long")), "partition", "long, which suits best of main,long, is up"),
     ("the first partition of a list", lambda p: p.slurm(others={"long": {"MaxTime": "1:00"}}, script=SCRIPT.replace(
         "=main", "=main,long")), "time", "10 h of at most 24 h"),
+    ("one kind of two", gpu_job("-N2 --gres=gpu:h100:4"), "gpus", "4 a node, which 3 nodes have (gpu:h100:4)"),
+    ("one feature of two", gpu_job("-N2 -C h100&rack1 -G 8"), "gpus", "4 a node, which 3 nodes have (gpu:h100:4)"),
+    ("alternatives that Slurm does not mix", gpu_job("-N2 --constraint=[a100|h100] --gpus-per-node=4"), "gpus",
+     "4 a node, which 7 nodes have"),
+    ("two kinds for one node", gpu_job("-N1 --gpus-per-node=4"), "gpus", "4 a node, which 7 nodes have"),
     ("a QOS of one of two associations", lambda p: (p.slurm(script=SCRIPT.replace("-N2", "-N2 -q Long")), p.prints(
         "sacctmgr", "science|long\nscience|normal\n")), "account", "science"),
 ]  # fmt: skip
@@ -521,6 +613,37 @@ def test_gpus_and_memory_are_reckoned_for_a_node(
     assert (found.gpus_per_node, found.memory_mb, found.ranks_per_node) == (gpus, megabytes, ranks)
 
 
+def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
+    """So that nothing that it asks for is left out, with the options that the user will give sbatch, and no other."""
+    place.slurm(script=SCRIPT.replace("-N2", "-N2 --exclusive --constraint=a100 --reservation=mine --gres=gpu:a100:2"))
+    place.command("sbatch", f'printf "%s\\n" "$@" >{place.path}/asked; echo sbatch: Job 1 to start at once')
+    place.set("--account", "other", "--time", "5:00", "--nodes", "1")
+    assert place.check()[1]["sbatch"]["level"] == "ok"
+    expected = ["--test-only", "--nodes=1", "--account=other", "--time=5:00", str(place.path / "job.sh")]
+    assert (place.path / "asked").read_text().splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "variables", "kind", "constraint"),
+    [
+        ("--gpus-per-node=a100:4 -C nvme", {}, "a100", "nvme"),
+        ("--gres=gpu:a100:4", {}, "a100", ""),
+        ("--gres=lscratch:5,gpu:4", {}, "", ""),
+        ("-G h100:16", {}, "h100", ""),
+        ("--gpus-per-task=h100:1", {"SBATCH_CONSTRAINT": "ib"}, "h100", "ib"),
+        ("--gpus-per-node=a100:4 --gres=gpu:h100:4", {"SBATCH_GPUS_PER_NODE": "8"}, "", ""),
+        ("", {}, "", ""),
+    ],
+)
+def test_the_kind_of_gpus_and_the_features_are_read(
+    place: Place, asked: str, variables: dict[str, str], kind: str, constraint: str
+) -> None:
+    script = place.write("asks.sh", f"#!/bin/sh\n#SBATCH {asked}\n")
+    names = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank", "partition", "account", "time")
+    found = request.make_request(Namespace(**dict.fromkeys(names), script=script), variables)
+    assert (found.gpu_kind, found.constraint) == (kind, constraint)
+
+
 def test_the_recipe_of_the_first_run_asks_for_what_its_script_leaves_open() -> None:
     """As printed, with a user's own account and partition in the place of the capitals."""
     recipe = (ROOT / "docs" / "cluster.md").read_text().split("## The first run", 1)[1].split("```")[1]
@@ -610,7 +733,7 @@ def test_a_shared_home_is_warned_of(place: Place) -> None:
 def test_the_gpus_of_this_machine_bound_a_job_that_runs_here(place: Place) -> None:
     rows = "NVIDIA A100, 81920, 550.54\nNVIDIA A30, 24576, 550.54\nNVIDIA GB200, [N/A], 550.54"
     place.prints("nvidia-smi", rows)
-    place.monkeypatch.setattr(versions, "torch_cuda", lambda: "12.8")
+    place.torch_for("12.8")
     place.set("model.device=cuda")
     assert "22.0 GB (85%) of each GPU left" in place.check()[1]["memory"]["found"]
     assert [gpu.num_bytes for gpu in machine.read_gpus()] == [81920 * 2**20, 24576 * 2**20, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -88,3 +89,42 @@ def test_a_partition_that_denies_accounts_and_a_list_of_partitions_are_read(slur
         assert status == 1 and "'Theirs' may not use partition 'long'" in denied["account"]["found"]
     finally:
         slurm.run("scontrol", "delete", "PartitionName=long")
+
+
+ASKS = """#!/usr/bin/env bash
+#SBATCH --partition=main
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --time=5
+#SBATCH {}
+srun --mpi=pmi2 true
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("asked", "level", "gpus", "sbatch"),
+    [
+        ("--nodes=4", "ok", "may differ in a100, h100, and all must have the same GPUs", "on nodes node[1-4] "),
+        ("--nodes=2 --constraint=h100", "ok", "1 a node, which 2 nodes have (gpu:2)", "on nodes node[3-4] "),
+        ("--nodes=3 --constraint=h100", "failure", "3 nodes with 1 GPUs and the features h100 are asked for", "refuse"),
+        ("--nodes=1 --reservation=none", "failure", "1 a node, which 4 nodes have", "reservation is invalid"),
+        ("--nodes=1 --gres=gpu:a100:1", "failure", "1 GPUs of the kind a100", "would refuse the job: "),
+    ],
+)
+def test_a_script_is_held_against_slurm_with_all_that_it_asks_for(
+    slurm: LocalSlurm, tmp_path: Path, asked: str, level: str, gpus: str, sbatch: str
+) -> None:
+    (tmp_path / "job.sh").write_text(ASKS.format(asked).replace("#SBATCH --gpus-per-node=1\n" * ("gres" in asked), ""))
+    for nodes, feature in (("node[1-2]", "a100"), ("node[3-4]", "h100")):
+        slurm.run(
+            "scontrol", "update", f"NodeName={nodes}", f"AvailableFeatures={feature}", f"ActiveFeatures={feature}"
+        )
+    try:
+        _, verdicts = preflight(slurm.environment, tmp_path, "model.device=cpu", "--script", str(tmp_path / "job.sh"))
+    finally:
+        slurm.run("scontrol", "update", "NodeName=node[1-4]", "AvailableFeatures=", "ActiveFeatures=")
+    assert gpus in verdicts["gpus"]["found"]
+    assert (verdicts["sbatch"]["level"], sbatch in verdicts["sbatch"]["found"]) == (level, True), verdicts["sbatch"]
+    python = verdicts["python"]
+    assert (python["level"], python["found"].split(",")[0]) == ("ok", platform.python_version())

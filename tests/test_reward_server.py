@@ -22,6 +22,7 @@ from tlt_hpc.rewards.sandbox.outside import Template
 from tlt_hpc.rewards.sandbox.values import decode, encode
 from tlt_hpc.rewards.standing import settings_of
 
+ROOT = Path(__file__).resolve().parent.parent
 OWN = """
 import os, signal, sys, time
 print("imported")
@@ -308,13 +309,48 @@ def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: s
         assert str(caught.value) == f"reward.function = {spec!r} cannot be loaded: {message}; mend the file"
 
 
-def test_nothing_of_the_launcher_reaches_the_server() -> None:
+def test_the_server_gets_the_variables_that_python_needs_and_no_other() -> None:
     launchers = {"PMI_RANK": "0", "PMI_FD": "5", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0", "SLURM_PROCID": "0",
                  "SLURM_JOB_ID": "7", "MPIR_CVAR_X": "1", "HYDI_CONTROL_FD": "4", "TLT_RANKS": "2"}  # fmt: skip
-    kept = server_environment({**launchers, "PATH": "/bin", "HF_HOME": "/data"})
-    assert kept == {
-        "PATH": "/bin", "HF_HOME": "/data", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+    passed = {"PATH": "/bin", "HF_HOME": "/data", "LC_ALL": "C", "PYTHONPATH": "/clone", "LD_LIBRARY_PATH": "/lib"}
+    kept = server_environment({**launchers, **SECRETS, **passed, "OMP_NUM_THREADS": "12"})
+    assert kept == {**passed, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+
+
+SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy", "MY_KEY"), "swordfish")
+CURIOUS = """
+import os
+from pathlib import Path
+
+def places(*processes):
+    texts = [repr(os.environ), *(Path(f"/proc/{process}/environ").read_text() for process in processes)]
+    return sum("swordfish" in text for text in texts)
+
+at_import = places("self")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 10 * at_import + places("self", os.getpid(), os.getppid())
+"""
+RANK = """
+import sys
+from tlt_hpc.config import RewardSection
+from tlt_hpc.rewards.answer import Answer
+from tlt_hpc.rewards.client import RewardClient
+from tlt_hpc.rewards.standing import settings_of
+
+client = RewardClient(settings_of(RewardSection(default="function", function=sys.argv[1])))
+client.wait_until_ready()
+number = client.submit(Answer("function", "own", "text", "truth"))
+print(client.wait([number])[number].reward)
+"""
+
+
+def test_a_function_finds_no_secret_in_its_environment_nor_in_its_parents(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CURIOUS)
+    command = [sys.executable, "-c", RANK, f"{tmp_path / 'own.py'}:compute_score"]
+    environment = {**os.environ, **SECRETS, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("0.0\n", "")
 
 
 def test_the_server_is_no_part_of_the_rank(client: RewardClient) -> None:

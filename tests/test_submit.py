@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
 import pickle
 import runpy
 import subprocess
@@ -260,12 +261,16 @@ def test_a_submission_is_read_back_as_it_was(tmp_path: Path) -> None:
 # --- what Slurm gets ---
 
 
+def fake_program(folder: Path, name: str, body: str) -> None:
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+
+
 def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str) -> None:
     for name, body in (("srun", "true"), ("sbatch", sbatch)):
-        path = folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        path.chmod(0o755)
+        fake_program(folder, name, body)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin")
 
 
@@ -284,7 +289,7 @@ def test_an_array_is_the_text_of_the_batch_scripts(
     assert [line for line in text.splitlines() if line not in bare] == [
         "export SUBMITIT_EXECUTOR=slurm SUBMITIT_LOG_LEVEL=WARNING",
         f'kept={tmp_path}/sub/jobs/"${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"',
-        'rm -f "$kept"_*_result.pkl "$kept.status"',
+        'rm -f "$kept"_*_status.txt "$kept.status"',
         "trap 'echo $? >\"$kept.status\"' EXIT",
     ]
     for line in ("array=0-2%2", "nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "partition=gpu", "qos=long"):
@@ -311,11 +316,11 @@ def test_what_sbatch_refuses_is_one_line(
 # --- states ---
 
 
-def leave_status(submission: Submission, job: str, *outcomes: tuple[str, Any]) -> None:
-    """What submitit's ranks leave behind."""
+def leave_status(submission: Submission, job: str, *statuses: int) -> None:
+    """What a job's ranks leave behind."""
     submission.jobs_folder.mkdir(parents=True, exist_ok=True)
-    for rank, outcome in enumerate(outcomes):
-        (submission.jobs_folder / f"{job}_{rank}_result.pkl").write_bytes(pickle.dumps(outcome))
+    for rank, value in enumerate(statuses):
+        executor.status_file(submission.jobs_folder, job, rank).write_text(f"{value}\n")
 
 
 def states(submission: Submission, queue: str) -> list[status.TaskStatus]:
@@ -327,9 +332,9 @@ def states(submission: Submission, queue: str) -> list[status.TaskStatus]:
 def test_the_table_tells_how_each_member_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     submission = sent(make(tmp_path, ["run.seed=0,1,2,3,4,5,6"]))[1]
-    leave_status(submission, "100_0", ("success", 0), ("success", 0))
-    leave_status(submission, "100_1", ("success", 0), ("error", "Traceback"))
-    leave_status(submission, "100_4", ("success", 75))
+    leave_status(submission, "100_0", 0, 0)
+    leave_status(submission, "100_1", 0, 1)
+    leave_status(submission, "100_4", 75)
     (submission.jobs_folder / "100_0_0_log.out").write_text("nodes node[1-2]: x\nnodes node[3-4]: x\n")
     (submission.jobs_folder / "100_1_0_log.out").write_text("tlt: no such data\nsrun: error: task 0\n")
     run = tmp_path / submission.tasks[0].run
@@ -372,7 +377,7 @@ def test_of_a_chain_the_job_that_tells_most_counts(
 ) -> None:
     submission = sent(make(tmp_path, [], chain=2))[1]
     for job, value in left.items():
-        leave_status(submission, job, ("success", value))
+        leave_status(submission, job, value)
     (found,) = states(submission, queue)
     assert (found.state, found.is_live) == (state, is_live)
 
@@ -392,10 +397,44 @@ def test_the_ranks_own_status_goes_before_the_scripts(
     ranks: list[int], kept: str, status_left: int | None, tmp_path: Path
 ) -> None:
     submission = sent(make(tmp_path, []))[1]
-    leave_status(submission, "100", *(("success", value) for value in ranks))
+    leave_status(submission, "100", *ranks)
     (submission.jobs_folder / "100.status").write_text(kept)
-    leave_status(submission, "1000", ("success", 9))  # another job
+    leave_status(submission, "1000", 9)  # another job
     assert executor.read_status(submission.jobs_folder, "100") == status_left
+
+
+class Canary:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("command", ["status", "resubmit", "collect"])
+def test_no_pickle_of_a_folder_is_read(
+    command: str, submit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder may be another user's, and whoever unpickles its files runs that user's programs."""
+    fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
+    fake_program(tmp_path, "squeue", "exit 0")
+    submission = sent(make(tmp_path, []))[1]
+    save(submission)
+    executed = tmp_path / "executed"
+    for name in ("100_0_result.pkl", "100_submitted.pkl", "100_0_status.txt", "100.status"):
+        (submission.jobs_folder / name).write_bytes(pickle.dumps(Canary(executed)))
+    assert submit([command, str(submission.folder)]) == (0 if command == "resubmit" else 1)
+    assert not executed.exists()
+
+
+@pytest.mark.parametrize("text", ["", "\n", "x", "0 0", "\x80", "9" * 5000])
+def test_a_status_that_is_no_number_counts_as_a_failure(text: str, tmp_path: Path) -> None:
+    submission = sent(make(tmp_path, []))[1]
+    leave_status(submission, "100", 0)
+    executor.status_file(submission.jobs_folder, "100", 1).write_text(text)
+    assert executor.read_status(submission.jobs_folder, "100") == 1
 
 
 # --- results ---
@@ -403,7 +442,7 @@ def test_the_ranks_own_status_goes_before_the_scripts(
 
 def test_results_are_one_table_and_two_files(tmp_path: Path) -> None:
     submission = sent(make(tmp_path, ["run.seed=0,1", "optimizer.learning_rate=1e-4"]))[1]
-    leave_status(submission, "100_0", ("success", 0))
+    leave_status(submission, "100_0", 0)
     run = tmp_path / submission.tasks[0].run
     run.mkdir(parents=True)
     for step in range(12):

@@ -1,16 +1,21 @@
-"""Hands tasks to submitit, with this project's batch script as the text; and is what a task's ranks run."""
+"""Hands tasks to submitit, with this project's batch script as the text; and is what a task's ranks run.
+
+Only a job unpickles what submitit pickled for it, and whoever submitted the job is its user. Nothing that looks at a
+submission does, since its folder may be another user's and to unpickle a file is to run it: statuses are text.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import runpy
 import shlex
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -23,6 +28,7 @@ from submitit.local.local import LocalExecutor
 from tlt_hpc.config import UserError
 from tlt_hpc.launch.batch import Batch, render
 from tlt_hpc.launch.submission import Task
+from tlt_hpc.storage.folder import writing_beside
 
 _MINUTES = 60 * 24 * 365
 """A local run has no time limit."""
@@ -71,7 +77,7 @@ def script(batch: Batch, folder: Path) -> str:
     before = (
         "export SUBMITIT_EXECUTOR=slurm SUBMITIT_LOG_LEVEL=WARNING",  # its lines say nothing that the log needs
         f'kept={place}/"${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"',
-        'rm -f "$kept"_*_result.pkl "$kept{STATUS}"',
+        'rm -f "$kept"_*_status.txt "$kept{STATUS}"',
         "trap 'echo $? >\"$kept{STATUS}\"' EXIT",
     )
     lines = tuple(line.replace("{STATUS}", STATUS) for line in before)
@@ -87,7 +93,7 @@ def send(folder: Path, batch: Batch, tasks: Sequence[Task]) -> list[str]:
     executor = executor_for(folder, batch)
     try:
         with redirect_stderr(StringIO()), executor.batch():  # the error has it too
-            jobs = [executor.submit(run_rank, task.arguments) for task in tasks]
+            jobs = [executor.submit(leave_status, run_rank, task.arguments) for task in tasks]
     except utils.FailedJobError as error:
         raise UserError(f"sbatch refused {batch.name}: {' '.join(str(error).split())}") from None
     return [job.job_id for job in jobs]
@@ -106,11 +112,11 @@ def executor_for(folder: Path, batch: Batch) -> BatchExecutor:
 
 
 def send_locally(folder: Path, task: Task, gpus: int) -> submitit.Job:
-    """Start a task on this machine, its ranks by mpiexec; returns submitit's job, whose result is its exit status."""
+    """Start a task on this machine, its ranks by mpiexec; returns submitit's job."""
     os.environ.setdefault("SUBMITIT_LOG_LEVEL", "WARNING")  # for the process that it starts
     executor = LocalExecutor(folder=folder)
     executor.update_parameters(timeout_min=_MINUTES, gpus_per_node=gpus, stderr_to_stdout=True)
-    return executor.submit(run_here, task.arguments)
+    return executor.submit(leave_status, run_here, task.arguments)
 
 
 def wait_for(job: submitit.Job) -> int:
@@ -125,18 +131,41 @@ def read_status(folder: Path, job: str) -> int | None:
 
     Its ranks' own go first: Slurm's is that of a killed rank, where a rank's end took the others with it.
     """
-    own = max((rank_status(path) for path in folder.glob(f"{job}_*_result.pkl")), default=None)
+    own = max(map(status_in, folder.glob(status_file(folder, job, "*").name)), default=None)
     kept = folder / f"{job}{STATUS}"
-    words = kept.read_text().split() if kept.is_file() else []
-    return own if own or not words else int(words[0])
+    has_kept = kept.is_file() and kept.stat().st_size
+    return own if own or not has_kept else status_in(kept)
 
 
-def rank_status(path: Path) -> int:
-    outcome, value = utils.pickle_load(path)
-    return int(value) if outcome == "success" else 1
+def status_file(folder: Path, job: str, rank: int | str) -> Path:
+    """Where a rank of a job leaves its exit status."""
+    return folder / f"{job}_{rank}_status.txt"
+
+
+def status_in(path: Path) -> int:
+    """The exit status that a file holds; 1 where it holds none."""
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    return int(text) if re.fullmatch("[0-9]{1,3}", text) else 1
 
 
 # --- in a job ---
+
+
+def leave_status(run: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+    """Leave the exit status of ``run(arguments)`` for ``read_status``, 1 where it raises; returns it."""
+    status = 1
+    try:
+        status = run(arguments)
+    finally:
+        with writing_beside(own_status_file()) as part:
+            part.write_text(f"{status}\n", encoding="utf-8")
+    return status
+
+
+def own_status_file() -> Path:
+    """This rank's."""
+    paths = submitit.JobEnvironment().paths
+    return status_file(paths.folder, paths.job_id, paths.task_id)
 
 
 def run_here(arguments: Sequence[str]) -> int:
@@ -160,10 +189,9 @@ def run_rank(arguments: Sequence[str]) -> int:
 
 
 def main(folder: str) -> int:
-    """Be a rank: do what the pickle says, leave the exit status for ``read_status``, and end with it."""
+    """Be a rank: do what the pickle says, and end with the exit status that it left."""
     process_job(folder)
-    environment = submitit.JobEnvironment()
-    return int(utils.pickle_load(environment.paths.result_pickle)[1])
+    return status_in(own_status_file())
 
 
 if __name__ == "__main__":

@@ -27,11 +27,22 @@ class NodeGroup:
     memory_mb: int
     gpus: int
     gres: str
+    features: frozenset[str] = frozenset()
 
     @property
     def is_usable(self) -> bool:
         """Whether they are up, busy or not."""
         return not self.state.lower().startswith(_UNUSABLE)
+
+    @property
+    def gpu_kinds(self) -> tuple[str, ...]:
+        """What Slurm calls the GPUs of a node, such as ``a100``; empty where they have no name."""
+        return tuple(sorted(set(re.findall(r"(?:^|,)gpu:([^:,()\d][^:,()]*):\d", self.gres))))
+
+    def meets(self, constraint: str) -> bool:
+        """Whether a node has the features of a ``--constraint``, of whose alternatives one is enough."""
+        alternatives = re.sub(r"[\[\]()]|\*\d+", "", constraint).split("|")
+        return any(self.features.issuperset(one.split("&")) for one in alternatives) or not constraint
 
 
 @dataclass(frozen=True)
@@ -173,9 +184,10 @@ def _partitions() -> list[dict[str, str]]:
 
 
 def _groups(partition: str) -> Iterable[NodeGroup]:
-    for line in _said("sinfo", "-h", "-p", partition, "-o", "%D|%T|%c|%m|%G").splitlines():
-        count, state, cpus, memory, gres = line.split("|", 4)
-        yield NodeGroup(int(count), state, _least(cpus), _least(memory), gpus_of(gres), gres)
+    for line in _said("sinfo", "-h", "-p", partition, "-o", "%D|%T|%c|%m|%G|%f").splitlines():
+        count, state, cpus, memory, gres, features = line.split("|", 5)
+        named = frozenset(features.split(",")) - {"(null)"}
+        yield NodeGroup(int(count), state, _least(cpus), _least(memory), gpus_of(gres), gres, named)
 
 
 def gpus_of(gres: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import getpass
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 from tlt_hpc.preflight import cluster
@@ -109,13 +109,47 @@ def check_gpus(subject: Subject, partition: cluster.Partition) -> Finding:
             f"{asked} GPUs a node are asked for, the nodes of {partition.name!r} have at most {most}",
             f"ask for --gpus-per-node={most} and more nodes",
         )
-    having = sum(group.count for group in partition.groups if group.gpus >= asked)
+    groups = [group for group in partition.groups if group.gpus >= asked and _suits(group, subject.request)]
+    having = sum(group.count for group in groups)
     if having < subject.request.nodes:
+        what = f"{subject.request.nodes} nodes with {asked} GPUs{_wanted(subject.request)}"
+        less = f"ask for --nodes={having}, or for fewer GPUs a node"
+        other = "ask for what `sinfo -o '%P %D %G %f'` shows"
+        return failure(f"{what} are asked for, partition {partition.name!r} has {having}", less if having else other)
+    return _judge_mixture(subject.request, groups) or ok(
+        f"{asked} a node, which {having} nodes have ({', '.join(dict.fromkeys(group.gres for group in groups))})"
+    )
+
+
+def _suits(group: cluster.NodeGroup, request: Request) -> bool:
+    """Whether nodes have the kind of GPU and the features that are asked for."""
+    return group.meets(request.constraint) and request.gpu_kind in ("", *group.gpu_kinds)
+
+
+def _wanted(request: Request) -> str:
+    kind = f" of the kind {request.gpu_kind}" if request.gpu_kind else ""
+    return kind + (f" and the features {request.constraint}" if request.constraint else "")
+
+
+def _judge_mixture(request: Request, groups: Sequence[cluster.NodeGroup]) -> Finding | None:
+    """What Slurm may mix in a job of several nodes, which ends where their GPUs differ; None: nothing."""
+    if request.nodes == 1 or request.constraint.startswith("["):  # whose alternatives Slurm does not mix
+        return None
+    kinds = {" and ".join(group.gpu_kinds) or "GPUs without a name": group for group in groups}
+    if not request.gpu_kind and len(kinds) > 1:
+        named = " or ".join(sorted(kinds))
         return failure(
-            f"{subject.request.nodes} nodes with {asked} GPUs are asked for, partition {partition.name!r} has {having}",
-            f"ask for --nodes={having}, or for fewer GPUs a node",
+            f"the job may get nodes with {named}, and all its nodes must have the same GPUs",
+            "ask for one kind in the script, such as #SBATCH --gpus-per-node=KIND:COUNT or --constraint=FEATURE",
         )
-    return ok(f"{asked} a node, which {having} nodes have ({_kinds(partition, asked)})")
+    features = {group.features for group in groups}
+    differing = frozenset[str]().union(*features) - frozenset.intersection(*features)
+    if differing:
+        return warning(
+            f"the job's nodes may differ in {', '.join(sorted(differing))}, and all must have the same GPUs",
+            "where these are different GPUs, ask for one in the script: #SBATCH --constraint=FEATURE",
+        )
+    return None
 
 
 @of_a_partition
@@ -222,7 +256,9 @@ def check_acceptance(subject: Subject) -> Finding:
 
 
 def arguments_of(request: Request, ranks_per_node: int) -> list[str]:
-    """A request as ``sbatch`` takes it."""
+    """What ``sbatch`` is given: the script itself, with what overrides its lines; where there is none, the request."""
+    if request.script is not None:
+        return [*request.overrides, str(request.script)]
     seconds = 0 if math.isinf(request.seconds) else request.seconds
     given = {
         "--nodes": request.nodes,
@@ -236,10 +272,6 @@ def arguments_of(request: Request, ranks_per_node: int) -> list[str]:
         "--time": _as_time(seconds) if seconds else "",
     }
     return [*(f"{name}={value}" for name, value in given.items() if value), "--wrap=true"]
-
-
-def _kinds(partition: cluster.Partition, asked: int) -> str:
-    return ", ".join(dict.fromkeys(group.gres for group in partition.groups if group.gpus >= asked))
 
 
 def _hours(seconds: float) -> str:

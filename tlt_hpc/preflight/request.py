@@ -9,8 +9,8 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,9 +36,37 @@ class Request:
     srun_mpi: str = ""
     """Empty: what fits the MPI library."""
     script: Path | None = None
+    overrides: tuple[str, ...] = ()
+    """Options that sbatch gets before the script's name, as they were given here."""
+    constraint: str = ""
+    gpu_kind: str = ""
+    """Such as ``a100``; empty: any."""
     signal: str = ""
     requeue: bool | None = None
     """None: the cluster's default."""
+
+
+_OPTIONS = {
+    "--nodes": "nodes",
+    "--ntasks-per-node": "ranks_per_node",
+    "--gpus-per-node": "gpus_per_node",
+    "--cpus-per-task": "cpus_per_rank",
+    "--partition": "partition",
+    "--account": "account",
+    "--time": "time",
+}
+"""sbatch's options, and what they are called here."""
+_VARIABLES = {
+    "SBATCH_PARTITION": "--partition",
+    "SBATCH_ACCOUNT": "--account",
+    "SBATCH_QOS": "--qos",
+    "SBATCH_TIMELIMIT": "--time",
+    "SBATCH_CONSTRAINT": "--constraint",
+    "SBATCH_GRES": "--gres",
+    "SBATCH_GPUS": "--gpus",
+    "SBATCH_GPUS_PER_NODE": "--gpus-per-node",
+    "SBATCH_GPUS_PER_TASK": "--gpus-per-task",
+}
 
 
 def make_request(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Request:
@@ -51,24 +79,41 @@ def make_request(options: argparse.Namespace, environment: Mapping[str, str] = o
         value, least = vars(options)[name], 0 if name == "gpus_per_node" else 1
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give {least} or more")
-    asked = vars(_script_options(options.script))
-    nodes = options.nodes or _count(asked["nodes"].partition("-")[0]) or 1
-    ranks = options.ranks_per_node or _count(asked["ntasks_per_node"]) or -(-_count(asked["ntasks"]) // nodes)
-    gpus = _gpus_per_node(asked, nodes, ranks) if options.gpus_per_node is None else options.gpus_per_node
+    given = {option: vars(options)[name] for option, name in _OPTIONS.items()}
+    overrides = tuple(f"{option}={value}" for option, value in given.items() if value is not None)
+    named = [f"{option}={environment[name]}" for name, option in _VARIABLES.items() if environment.get(name)]
+    return replace(
+        request_of([*_sbatch_words(options.script), *named, *overrides]),
+        srun_mpi=environment.get("TLT_SRUN_MPI") or _srun_mpi(options.script),
+        script=options.script,
+        overrides=overrides,
+    )
+
+
+def request_of(words: Sequence[str]) -> Request:
+    """What options of sbatch ask for, of which the last of a name counts.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+    asked = vars(_parsed(words))
+    nodes = _count(asked["nodes"].partition("-")[0]) or 1
+    ranks = _count(asked["ntasks_per_node"]) or -(-_count(asked["ntasks"]) // nodes)
+    gpus = _gpus_per_node(asked, nodes, ranks)
     ranks = ranks or gpus // (_count(asked["gpus_per_task"]) or 1)
-    cpus = options.cpus_per_rank or _count(asked["cpus_per_task"]) or 1
+    cpus = _count(asked["cpus_per_task"]) or 1
     return Request(
         nodes=nodes,
         ranks_per_node=ranks,
         gpus_per_node=gpus,
         cpus_per_rank=cpus,
         memory_mb=_memory_per_node(asked, max(ranks, 1) * cpus, gpus),
-        partition=options.partition or environment.get("SBATCH_PARTITION") or asked["partition"],
-        account=options.account or environment.get("SBATCH_ACCOUNT") or asked["account"],
-        qos=environment.get("SBATCH_QOS") or asked["qos"],
-        seconds=seconds_of(options.time or environment.get("SBATCH_TIMELIMIT") or asked["time"]),
-        srun_mpi=environment.get("TLT_SRUN_MPI") or _srun_mpi(options.script),
-        script=options.script,
+        partition=asked["partition"],
+        account=asked["account"],
+        qos=asked["qos"],
+        seconds=seconds_of(asked["time"]),
+        constraint=asked["constraint"],
+        gpu_kind=_gpu_kind(asked),
         signal=asked["signal"],
         requeue=asked["requeue"],
     )
@@ -103,25 +148,36 @@ class _Quiet(argparse.ArgumentParser):
         raise ConfigError(f"the script's #SBATCH lines: {message}; write them as sbatch takes them")
 
 
-def _script_options(script: Path | None) -> argparse.Namespace:
-    """What the #SBATCH lines ask for; those that do not matter here are left out."""
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """What options of sbatch ask for; those that do not matter here are left out."""
     parser = _Quiet(add_help=False, allow_abbrev=False)
     for names in (
         *(("-N", "--nodes"), ("-n", "--ntasks"), ("--ntasks-per-node",), ("-c", "--cpus-per-task")),
         *(("--mem",), ("--mem-per-cpu",), ("--mem-per-gpu",)),
         *(("--gpus-per-node",), ("--gres",), ("-G", "--gpus"), ("--gpus-per-task",)),
+        *(("-C", "--constraint"),),
         *(("-p", "--partition"), ("-t", "--time"), ("-A", "--account"), ("-q", "--qos"), ("--signal",)),
     ):
         parser.add_argument(*names, default="")
     parser.add_argument("--requeue", dest="requeue", action="store_const", const=True)
     parser.add_argument("--no-requeue", dest="requeue", action="store_const", const=False)
-    return parser.parse_known_args(_sbatch_words(script))[0]
+    return parser.parse_known_args(words)[0]
 
 
 def _gpus_per_node(asked: Mapping[str, str], nodes: int, ranks: int) -> int:
     """However they are asked for: for a node, for the whole job, or for each of a node's ranks."""
     whole = -(-_count(asked["gpus"]) // nodes)
-    return _count(asked["gpus_per_node"] or asked["gres"]) or whole or max(ranks, 1) * _count(asked["gpus_per_task"])
+    if asked["gpus_per_node"]:
+        return _count(asked["gpus_per_node"])
+    return _count(asked["gres"]) or whole or max(ranks, 1) * _count(asked["gpus_per_task"])
+
+
+def _gpu_kind(asked: Mapping[str, str]) -> str:
+    """The kind of GPUs that is asked for, ``a100`` of ``a100:4`` and of ``gpu:a100:4``; empty where any will do."""
+    gres = asked["gres"].partition("gpu:")[2]
+    text = asked["gpus_per_node"] or gres or asked["gpus"] or asked["gpus_per_task"]
+    kind, separator, _ = text.partition(":")
+    return kind if separator else ""
 
 
 def _memory_per_node(asked: Mapping[str, str], cpus: int, gpus: int) -> int:

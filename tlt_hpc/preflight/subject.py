@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.preflight import cluster, machine
+from tlt_hpc.preflight import cluster, job_python, machine
 from tlt_hpc.preflight.request import Request
 from tlt_hpc.preflight.verdict import Skip
 
@@ -55,6 +55,15 @@ class Subject:
         """Whether the job runs on GPUs: it says so, or takes what it finds where some are asked for or are here."""
         found = bool(self.request.gpus_per_node) or (not self.asks_slurm and bool(machine.read_gpus()))
         return self.needs_gpu or (self.config.model.device == "auto" and found)
+
+    @cached_property
+    def python(self) -> job_python.JobPython:
+        """The job's.
+
+        Raises:
+            UserError: it would find none.
+        """
+        return job_python.find_python(self.asks_slurm)
 
     @cached_property
     def model_folder(self) -> Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
-import re
 import shutil
+import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -15,23 +15,26 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import tlt_hpc
+from tlt_hpc.config import UserError
 from tlt_hpc.preflight import machine
-from tlt_hpc.preflight.ask import ask
 from tlt_hpc.preflight.subject import Subject
 from tlt_hpc.preflight.verdict import Finding, Skip, failure, ok, warning
 
 _PROJECT = Path(tlt_hpc.__file__).resolve().parent.parent / "pyproject.toml"
 _SHOWN = ("torch", "mpi4py", "deepspeed", "transformers", "h5py")
 _FLASH_ATTENTION = SpecifierSet(">=2.8")
-_NVCC_SECONDS = 30.0
 
 
 def check_python(subject: Subject) -> Finding:
-    """Python itself."""
-    found, (wanted, _) = platform.python_version(), _asked_for()
-    if not wanted.contains(found):
-        return failure(
-            f"Python {found}, the project asks for {wanted}", "make the environment again with such a Python"
+    """The Python that the job will use, which should be the one that is looked at here."""
+    python, (wanted, _) = subject.python, _asked_for()
+    found = f"{python.version}, {python.program}"
+    if not wanted.contains(python.version):
+        return failure(f"{found}: the project asks for {wanted}", "make the environment again with such a Python")
+    if not python.is_this:
+        return warning(
+            f"{found}, by sbatch/env.sh; preflight runs in {sys.prefix} and looks at the packages there",
+            "activate the job's environment and call preflight in it, or name this one in TLT_ENVIRONMENT",
         )
     return ok(found)
 
@@ -48,11 +51,18 @@ def check_packages(subject: Subject) -> Finding:
 def check_torch(subject: Subject) -> Finding:
     """The build of torch is for what the job runs on, and the driver, where there is one, is new enough for it."""
     machine.check_driver()
-    cuda, version, gpus = torch_cuda(), metadata.version("torch"), machine.read_gpus()
+    try:
+        python, gpus = subject.python, machine.read_gpus()
+    except UserError:  # the check of Python says so
+        raise Skip("the job's Python is not known") from None
+    if not python.torch:
+        return failure(f"torch is not installed in {python.prefix}", "make the environment again (environment.yml)")
+    cuda, version = python.torch_cuda, python.torch
     if subject.uses_gpu and not cuda:
         return failure(
-            f"torch {version} is a build for CPUs, and the job runs on GPUs",
-            "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which)",
+            f"torch {version} in {python.prefix} is a build for CPUs, and the job runs on GPUs",
+            "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which), or name an "
+            "environment that has it in TLT_ENVIRONMENT",
         )
     if not cuda:
         return ok(f"torch {version} for CPUs")
@@ -88,48 +98,25 @@ def check_flash_attention(subject: Subject) -> Finding:
 
 
 def check_offload(subject: Subject) -> Finding:
-    """What DeepSpeed compiles for ZeRO offload can be compiled: it starts a compiler, ninja and nvcc at first use."""
+    """What DeepSpeed compiles for ZeRO offload can be compiled: C++ for the CPU, without CUDA's compiler."""
     if not subject.config.optimizer.offload or not subject.uses_gpu:
         raise Skip("nothing is offloaded")
     lacking = [what for what, is_there in _tools().items() if not is_there]
     if lacking:
         return failure(
             f"optimizer.offload = true has DeepSpeed compile its optimiser, and there is no {', no '.join(lacking)}",
-            "load the modules that the job loads (a compiler, cuda) before preflight, or install cxx-compiler, "
-            "cuda-nvcc and ninja from conda-forge",
+            "load the modules that the job loads (a compiler, python) before preflight, or install cxx-compiler and "
+            "ninja from conda-forge",
         )
-    nvcc, cuda = _nvcc_cuda(), torch_cuda()
-    if nvcc and cuda and nvcc.partition(".")[0] != cuda.partition(".")[0]:
-        return failure(
-            f"nvcc is of CUDA {nvcc} and torch of CUDA {cuda}, between which DeepSpeed refuses to compile",
-            f"load the module of CUDA {cuda.partition('.')[0]}",
-        )
-    return ok(f"compiler, ninja and nvcc {nvcc} are there; the first start compiles for a minute")
-
-
-def torch_cuda() -> str:
-    """The CUDA that torch is built for, such as ``12.8``; empty for a CPU build. Read, not imported."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        raise Skip("torch is not installed")
-    text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
-    built_for = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return built_for[1] if built_for else ""
+    return ok("C++ compiler, ninja and Python.h are there; the first start compiles for a minute")
 
 
 def _tools() -> dict[str, bool]:
-    cuda_home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return {
         "C++ compiler": shutil.which(os.environ.get("CXX", "c++")) is not None,
         "ninja": shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None,
-        "nvcc": shutil.which("nvcc") is not None or Path(cuda_home, "bin", "nvcc").is_file(),
+        "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),
     }
-
-
-def _nvcc_cuda() -> str:
-    nvcc = shutil.which("nvcc") or str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"))
-    found = re.search(r"release (\d+\.\d+)", ask([nvcc, "--version"], _NVCC_SECONDS).out)
-    return found[1] if found else ""
 
 
 def _asked_for() -> tuple[SpecifierSet, list[Requirement]]:

@@ -23,8 +23,13 @@ from tlt_hpc.rewards.answer import MOST_CHARACTERS, Answer, Failure, Settings, V
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.watch.beat import BEAT
 
-_LAUNCHER_PREFIXES = ("PMI", "PMIX", "OMPI_", "OPAL_", "PRTE_", "MPI", "HYDRA_", "HYDI_", "SLURM_", "SRUN_", "SBATCH_",
-                      "PALS_", "PBS_", "I_MPI_", "MV2_", "TLT_")  # fmt: skip
+_PASSED = frozenset({
+    "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD",
+    "PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONUSERBASE", "VIRTUAL_ENV", "CONDA_PREFIX",
+    "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE",
+})  # fmt: skip
+"""What the server gets of a rank's environment, with ``LC_*``: what Python and its packages need to start, and to stay
+offline. Names that hold secrets are not known beforehand, so none is passed on unless it stands here."""
 _AT_ONCE = 64
 """Answers a worker that the server may have: enough to keep it busy through one of the rank's micro-steps."""
 _CHARACTERS_AT_ONCE = 8_000_000
@@ -148,7 +153,7 @@ class RewardClient:
         return self._process.pid
 
     def _start(self) -> None:
-        """Start the server: by exec, in a session of its own, without a variable or a descriptor of the launcher's."""
+        """Start the server: by exec, in a session of its own, without a descriptor of the launcher's."""
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         command = [sys.executable, "-m", "tlt_hpc.rewards.server", str(theirs.fileno())]
@@ -247,9 +252,9 @@ class RewardClient:
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """A rank's environment without what its launcher put there, so that nothing in it takes itself for a rank.
+    """The environment of the server and all that it starts: no variable of the launcher's, no token, no password.
 
     One thread to a process, and one order of sets, so that a verdict is the same everywhere.
     """
-    kept = {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_PREFIXES)}
+    kept = {name: value for name, value in environment.items() if name in _PASSED or name.startswith("LC_")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
