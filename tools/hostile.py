@@ -8,6 +8,7 @@ python tools/hostile.py configurations --seed 1 --count 200
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import os
 import random
@@ -35,8 +36,8 @@ MOST_LINES = 5
 """Of errors and warnings."""
 MOST_LETTERS = 1500
 _STATUSES = (0, 1, 2)
-_NOBODY = 65534
-"""Whom permissions bind, in place of root."""
+_CAPABILITIES = (0x20080522, 0)
+"""Version 3 of the call's structure, and this process."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     start, faults, num_calls = time.monotonic(), list[Fault](), 0
     with tempfile.TemporaryDirectory() as place:
-        Path(place).chmod(0o755)
         base = options.run.absolute() if options.run else make_run(Path(place))
         for fault in strike(options.kind, options.seed, options.count, base, Path(place)):
             num_calls += 1
@@ -147,8 +147,10 @@ def try_one(case: Case, name: str, command: Callable[[Case, Path], int], out: Pa
     out.mkdir()
     child = os.fork()
     if child == 0:
-        become_a_user(out)
-        os._exit(in_child(case, command, out))
+        try:
+            os._exit(in_child(case, command, out))
+        finally:
+            os._exit(1)
     status, is_late = wait_for(child, time.monotonic() + SECONDS)
     shown = (out / "stdout").read_bytes().decode(errors="replace") if (out / "stdout").exists() else ""
     errors = (out / "stderr").read_bytes().decode(errors="replace") if (out / "stderr").exists() else ""
@@ -173,19 +175,20 @@ def fault_of(status: int, shown: str, errors: str, must_fail: bool) -> str:
     return "false success" if must_fail and status == 0 else ""
 
 
-def become_a_user(out: Path) -> None:
-    """Root is not bound by permissions: the child of root is nobody, and works in ``out``."""
+def be_bound_by_permissions() -> None:
+    """As any user: root gives up all capabilities, and stays the owner of its files."""
     if os.getuid() == 0:
-        os.chown(out, _NOBODY, _NOBODY)
-        os.setgid(_NOBODY)
-        os.setuid(_NOBODY)
+        header, none = (ctypes.c_uint32 * 2)(*_CAPABILITIES), (ctypes.c_uint32 * 6)()
+        if ctypes.CDLL(None, use_errno=True).capset(header, none):
+            raise OSError(ctypes.get_errno(), "capset")
 
 
 def in_child(case: Case, command: Callable[[Case, Path], int], out: Path) -> int:
     """The command's status; what it writes goes to files in ``out``."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     limit = pages * os.sysconf("SC_PAGESIZE") + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    be_bound_by_permissions()
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(out / name, os.O_WRONLY | os.O_CREAT, 0o644), number)
     try:
