@@ -168,7 +168,7 @@ def fault_of(status: int, shown: str, errors: str, must_fail: bool) -> str:
         return "traceback"
     if status not in _STATUSES:
         return f"status {status}"
-    if status == 2 and not errors.strip():  # noqa: PLR2004
+    if status == 2 and not errors.strip():
         return "no word"
     if len(errors.splitlines()) > MOST_LINES or len(errors) > MOST_LETTERS:
         return "many words"

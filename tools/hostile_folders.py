@@ -7,9 +7,8 @@ import os
 import random
 import shutil
 import socket
-import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,6 @@ HOSTILE_VALUES = (
     '"text"', '"\\ud800"', '"[bold red]x[/nope]"', '"\\u001b[31m"', "[]", "{}", "[" * 100_000, '{"a":' * 2000, "",
 )  # fmt: skip
 """In place of a value of JSON."""
-HOSTILE_NAMES = ("runs[red]", "a[/b]", "a\x1b[31mred", "a\nb", "a\udcff", "ü" * 60, " ", "-x", "a'b\"c", "$(x)")
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def metric_hostile(run: Path, source: random.Random) -> str:
     """Text, a list or nothing in place of a figure of one step."""
     lines = lines_of(run)
     key = source.choice(sorted(set(lines[0]) - {"drafter/why"}))
-    value = source.choice(("high", [1.0], {}, None, True, "[bold red]x[/nope]"))
+    value: Any = source.choice(["high", [1.0], {}, None, True, "[bold red]x[/nope]"])
     source.choice(lines)[key] = value
     write_lines(run, lines)
     return f"{key} = {value!r}"
@@ -189,6 +187,7 @@ def a_value_hostile(name: str) -> Apply:
 
     def apply(run: Path, source: random.Random) -> str:
         path = run / name
+        make_sure_of(path)
         text = path.read_text()
         text = text[9:].rstrip() if name.startswith("status/rank") else text.rstrip()
         tree = json.loads(text)
@@ -202,9 +201,10 @@ def a_value_hostile(name: str) -> Apply:
 
 def a_key_gone(name: str) -> Apply:
     def apply(run: Path, source: random.Random) -> str:
+        make_sure_of(run / name)
         text = (run / name).read_text()
         tree = json.loads(text[9:] if name.startswith("status/rank") else text)
-        key = source.choice(sorted(tree))
+        key: str = source.choice(sorted(tree))
         del tree[key]
         write_document(run / name, json.dumps(tree))
         return key
@@ -242,7 +242,7 @@ def a_setting_hostile(run: Path, source: random.Random) -> str:
 
 def newer_config(run: Path, source: random.Random) -> None:
     path = run / "config.toml"
-    path.write_text(path.read_text() + '[teleport]\nspeed = 9\n')
+    path.write_text(path.read_text() + "[teleport]\nspeed = 9\n")
 
 
 def newer_log(run: Path, source: random.Random) -> None:
@@ -353,7 +353,7 @@ WHOLE = (
     Damage("a folder of another program", foreign_program, ALL),
     Damage("a model's folder", model_folder, READERS - {"evaluate"}),
     Damage("below a forbidden folder", parent_forbidden, ALL),
-    *(Damage(f"a run folder: {apply.__name__}", apply, ALL if apply is not dangling else READERS) for apply in FOR_A_FOLDER),
+    *(Damage(f"a run folder: {each.__name__}", each, READERS if each is dangling else ALL) for each in FOR_A_FOLDER),
 )  # fmt: skip
 
 
@@ -384,10 +384,7 @@ def damage(number: int, run: Path, source: random.Random) -> tuple[str, frozense
     name = tuple(FILES)[(turn * 3 + rest) % len(FILES)]
     path = run / name
     make_sure_of(path)
-    if path.is_dir():
-        apply = source.choice(FOR_A_FOLDER)
-    else:
-        apply = source.choice((*FOR_A_FILE, *corruptions_of(path.name)))
+    apply = source.choice(FOR_A_FOLDER if path.is_dir() else (*FOR_A_FILE, *corruptions_of(path.name)))
     is_gone = apply is dangling or apply.__name__ == "missing"
     apply(path, source)
     certain = apply in (*FOR_A_FILE, *FOR_A_FOLDER) and not is_gone
@@ -398,12 +395,4 @@ def make_sure_of(path: Path) -> None:
     """What a run has only sometimes."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-
-
-def every_file(run: Path) -> Iterator[Path]:
-    return (path for path in run.rglob("*") if path.is_file())
-
-
-if __name__ == "__main__":
-    sys.exit("run tools/hostile.py folders")
+        path.write_text('{"schema": 1}')
