@@ -86,6 +86,7 @@ def line_of(step: int, **more: float) -> dict[str, float]:
         "actor/entropy": 1.0,
         "actor/grad_norm": 0.25,
         "response_length/mean": 5.25,
+        "response_length/max": 8.0,
         "drafter/spec_decode/mean_acceptance_length": 21 / 11,
         "drafter/own_accept_length": 2.0 + 0.1 * step,
         "drafter/version": 2.0 * (step + 1),

@@ -297,7 +297,7 @@ def test_one_run_alone_is_not_compared(folder: RunFolder) -> None:
 def test_a_sound_run(folder: RunFolder) -> None:
     found = analyse_integrity(RunLog(folder.path))
     assert found.is_sound and found.num_files == 6 and found.num_lines == 3
-    assert "6 logs" in found.verdict and "All is sound." in found.verdict
+    assert "6 logs" in found.verdict and "All of these are sound." in found.verdict
 
 
 def flip_byte_of(path: Path, name: str) -> None:

@@ -35,36 +35,37 @@ FLOORS = (
     ("mpi", "storage", "kernels", "energy"),
     ("config", "records", "timing", "stopping"),
     ("recipes", "watch", "errors"),
+    ("files",),
     ("",),  # the package itself: its version
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
 # Narrower than the floors: what these rooms may know at all.
 MAY_KNOW = {
-    "rollout": {"models", "kernels", "records"},
+    "rollout": {"models", "kernels", "records", "files"},
     "kernels": set(),
     "drafting": {"models", "storage", "config", "records", "watch"},
-    "data": {"config", "records"},
+    "data": {"config", "records", "files"},
     "rewards": {"config", "records", "watch"},
-    "storage": {"records", "config", "errors"},
-    "analysis": {"storage", "records", "errors"},
+    "storage": {"records", "config", "errors", "files"},
+    "analysis": {"storage", "records", "errors", "files"},
     "figures": {"analysis"},
     "mpi": {"config", "stopping", "watch"},
-    "launch": {"config", "storage", "stopping", "watch"},
+    "launch": {"config", "storage", "stopping", "watch", "files"},
     "bench": {"rollout", "models", "data", "config", "records"},
     "memory_plan": {"rollout", "models", "config"},
     "simulate": {"memory_plan", "rollout", "models", "storage", "config", "records"},
     "export": {"checkpoint", "models", "storage", "config"},
-    "report": {"simulate", "figures", "analysis", "storage", "errors"},
+    "report": {"simulate", "figures", "analysis", "storage", "errors", "files"},
     "energy": set(),
     "environment": {"rollout", "storage", "mpi"},
-    "live": {"owner", "models", "storage", "records", "watch", "errors"},
-    "tracking": {"storage", "config"},
+    "live": {"owner", "models", "storage", "records", "watch", "errors", "files"},
+    "tracking": {"storage", "config", "files"},
     "records": set(),
-    "config": {"recipes", "errors"},
+    "config": {"recipes", "errors", "files"},
     "recipes": set(),
     "timing": {"watch"},
-    "watch": set(),
+    "watch": {"files"},
 }
 
 HOME_OF = {

@@ -456,7 +456,7 @@ def test_the_environment_of_every_start_is_on_the_page(run: RunFolder) -> None:
         "num_ranks": 2,
         "processor": "EPYC",
         "num_cores": 64,
-        "memory_bytes": 5e11,
+        "memory_bytes": 500 * 10**9,
         "gpus": {"H200": 2},
     }
     lines = [{**START_LINE, "hosts": [host]}, {**START_LINE, "hosts": [host], "slurm": {"job": "18"}}]

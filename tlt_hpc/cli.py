@@ -25,6 +25,7 @@ from tlt_hpc.bench import options as bench_options
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
 from tlt_hpc.evaluate import options as evaluate_options
 from tlt_hpc.export import options as export_options
+from tlt_hpc.files import told
 from tlt_hpc.finished import told_finished
 from tlt_hpc.launch.caches import make_node_cache
 from tlt_hpc.launch.device import take_device
@@ -45,6 +46,7 @@ from tlt_hpc.report import options as report_options
 from tlt_hpc.simulate import options as simulate_options
 from tlt_hpc.stopping import Stop, StopFlag
 from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.watch import Watch
 
@@ -92,20 +94,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command in ("train", "compare"):
             check_drafter(config)  # the ranks read it for themselves
+        if rank is None and options.command == "train":
+            finished = check_folder(config)
+            if finished and not options.dry_run:
+                print(finished)
+                return 0
         if options.dry_run:
             if not rank:
                 print(plan)
             return 0
-        if rank is None and options.command == "train":
-            check_resumable(RunFolder(config.folder).config, config)
-            if told := told_finished(config):
-                print(told)
-                return 0
         if rank is None:
             print(about_to_start(num_ranks), flush=True)
         if rank is None and config.run.ranks > 1:
             become_ranks(config.run.ranks, given, options.config)
-    except ValueError as error:
+    except (ValueError, OSError) as caught:
+        error = as_error(caught)
         if is_rank and rank is not None:
             return tell_all_ranks(error, rank)
         if not rank:
@@ -118,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank) as watch:
             return watch.ended(RUNS[options.command](config, options, flag))
-    except (UserError, WriteError) as error:
-        return fail_together(error, rank or 0)
+    except (UserError, OSError) as caught:
+        return fail_together(as_error(caught), rank or 0)
     except KeyboardInterrupt:
         interrupted = UserError("interrupted; the same command goes on from what was saved")
         return fail_together(interrupted, rank or 0, INTERRUPTED)
@@ -172,6 +175,20 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     if options.command == "evaluate":
         return plan_evaluation(config, options, num_ranks)
     return plan_run(config, num_ranks)
+
+
+def check_folder(config: Config) -> str:
+    """See whether a run can begin in its folder, or go on; returns the line of one that has finished, else nothing.
+
+    Raises:
+        ValueError, OSError: what is there is of another job, damaged, or cannot be read.
+    """
+    folder = RunFolder(config.folder)
+    check_resumable(folder.config, config)
+    if folder.path.exists() and not folder.path.is_dir():
+        raise UserError(f"run.folder and run.name give {folder.path}, which is a file; move it away or give another")
+    read_lines(folder.metrics)
+    return told_finished(config)
 
 
 def check_drafter(config: Config) -> None:
@@ -267,7 +284,22 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     return describe(config, subject, sets, assets.shape, num_ranks)
 
 
-def fail_together(error: UserError | WriteError, rank: int, status: int = USER_ERROR) -> int:
+def as_error(error: ValueError | OSError) -> ValueError:
+    """A mistake as it is, and what the system refuses as one line with its path, as for a file that may not be read.
+
+    Raises:
+        OSError: it is of no path, so nothing that a user could see to.
+    """
+    if isinstance(error, ValueError):
+        return error
+    if isinstance(error, WriteError):
+        return UserError(str(error))
+    if error.filename is None:
+        raise error
+    return UserError(told(error))
+
+
+def fail_together(error: ValueError, rank: int, status: int = USER_ERROR) -> int:
     """End all ranks with one line: rank 0's, or of another that stands alone with its error."""
     from tlt_hpc.mpi.ending import all_come_here, exit_now, is_alone
 
@@ -515,8 +547,8 @@ def run_alone(command: Callable[[argparse.Namespace], int | None], options: argp
     except BrokenPipeError:  # whoever read the output, such as head, has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ValueError as error:
-        print(f"tlt: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"tlt: {as_error(error)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("tlt: stopped; nothing was written", file=sys.stderr)

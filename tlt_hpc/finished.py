@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
-from tlt_hpc.config import Config, UserError, load_saved_config
-from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.config import Config, load_saved_config
+from tlt_hpc.storage.finished_word import FinishedWord, read_finished, write_finished
+from tlt_hpc.storage.folder import RunFolder
 
 
 def note_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
@@ -14,8 +13,7 @@ def note_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
     Raises:
         WriteError: no room or no permission.
     """
-    with writing_beside(RunFolder(config.folder).finished) as part:
-        part.write_text(json.dumps({"num_steps": num_steps, "policy_sha256": policy_sha256}) + "\n", encoding="utf-8")
+    write_finished(RunFolder(config.folder).finished, FinishedWord(num_steps, policy_sha256))
 
 
 def told_finished(config: Config) -> str:
@@ -27,13 +25,12 @@ def told_finished(config: Config) -> str:
         UserError: what the run has left is damaged.
     """
     folder = RunFolder(config.folder)
-    if not folder.finished.is_file() or not folder.config.is_file():
+    word = read_finished(folder.finished)
+    if word is None or not folder.config.is_file():
         return ""
-    try:
-        told = json.loads(folder.finished.read_text(encoding="utf-8"))
-        num_steps, digest = int(told["num_steps"]), str(told["policy_sha256"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{folder.finished} is damaged ({error}); remove it, and the run looks for itself") from None
-    if num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
+    if word.num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
         return ""
-    return f"already finished: {num_steps} steps in {config.folder}, policy {digest[:12]}; raise run.num_steps to go on"
+    return (
+        f"already finished: {word.num_steps} steps in {config.folder}, policy {word.policy_sha256[:12]}; raise "
+        "run.num_steps to go on"
+    )

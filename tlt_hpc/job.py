@@ -32,6 +32,7 @@ from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.energy.meter import Counters, Meter, told_kinds
 from tlt_hpc.environment.facts import Gpu, Place, find_environment
+from tlt_hpc.files import told
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
@@ -59,7 +60,7 @@ from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.environment_lines import Environment, add_environment
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.first_rollouts import FirstRollouts
-from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
+from tlt_hpc.storage.folder import RunFolder, WriteError, node_folder, writing_beside
 from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.last import warn_of_last
 
@@ -246,8 +247,10 @@ def claim_folder(
             if environment is not None:
                 add_environment(folder.environment, environment)
             probe.touch()
-        except (UserError, OSError) as caught:
+        except (UserError, WriteError) as caught:
             error = str(caught)
+        except OSError as caught:
+            error = told(caught)
     error, name, writer = world.broadcast((error, probe.name, world.hostname))
     if error:
         raise ConfigError(error)

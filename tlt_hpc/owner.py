@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.errors import UserError
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.files import Count, DamagedText, Moment, read_json, told
+from tlt_hpc.storage.folder import WriteError, writing_beside
 from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.process import look_at
 from tlt_hpc.watch.record import HEARTBEAT_SECONDS, DamagedRecordError, Record, read_record
@@ -42,12 +43,12 @@ class Owner:
 
     start: str
     host: str
-    pid: int
+    pid: Count
     job: str
     """Slurm's number of its job; empty without Slurm."""
     restarts: str
     """How often Slurm had queued it again by then; empty for never."""
-    ends_at: float | None = None
+    ends_at: Moment | None = None
     """When its allocation ends, in seconds since the epoch, as far as was known then."""
 
     @property
@@ -111,8 +112,10 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
     if world.rank == 0:
         try:
             check_owner(status, start)
-        except (UserError, OSError) as caught:
+        except (UserError, WriteError) as caught:
             error = str(caught)
+        except OSError as caught:
+            error = told(caught)
     if error := world.broadcast(error):
         raise UserError(error)
 
@@ -171,8 +174,12 @@ def _is_dead(host: str, pid: int) -> bool:
 
 
 def read_owner(status: Path) -> Owner | None:
-    """The folder's owner; None where nobody has claimed it, or what is there is damaged."""
+    """The folder's owner; None where nobody has claimed it, or what is there is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
-        return Owner(**json.loads((status / "owner").read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+        return read_json(status / "owner", Owner)
+    except (FileNotFoundError, DamagedText):
         return None

@@ -16,6 +16,7 @@ from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
+from tlt_hpc.files import told
 from tlt_hpc.finished import note_finished
 from tlt_hpc.job import Job, assemble
 from tlt_hpc.kept import drop_kept
@@ -40,7 +41,7 @@ from tlt_hpc.saving import (
     save_drafter,
 )
 from tlt_hpc.stopping import Stop
-from tlt_hpc.storage.folder import RunFolder, rank_of
+from tlt_hpc.storage.folder import RunFolder, WriteError, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, train_serially
@@ -256,8 +257,10 @@ def together(world: World, write: Callable[[], None]) -> None:
     error = ""
     try:
         write()
-    except (UserError, OSError) as caught:
+    except (UserError, WriteError) as caught:
         error = str(caught)
+    except OSError as caught:
+        error = told(caught)
     if error := next(filter(None, world.allgather(error)), ""):
         raise UserError(error)
 

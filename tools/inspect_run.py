@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import tomllib
 from datetime import datetime
 from pathlib import Path
 
@@ -23,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
-from look import open_run, write_json
+from look import ending, open_run, write_json
 
 from tlt_hpc.analysis.integrity import analyse_integrity, repair
 from tlt_hpc.errors import UserError
+from tlt_hpc.files import read_toml
 from tlt_hpc.records import MicroStepRecord, RolloutTiming
 from tlt_hpc.storage.feature_file import FeatureCacheReader
-from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary
 
@@ -48,13 +48,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repair", action="store_true", help="take a torn last line off metrics.jsonl, nothing else")
     parser.add_argument("--json", metavar="FILE", help="with --check: what it found, as JSON")
     options = parser.parse_args(arguments)
+    status = [0]
+    failed = ending("inspect_run", lambda _: status.append(look(options)))
+    return failed or status[-1]
+
+
+def look(options: argparse.Namespace) -> int:
+    """Print what was asked for; 1 where something is not sound.
+
+    Raises:
+        UserError, OSError: there is no run, or its folder cannot be read.
+    """
     folder = RunFolder(options.folder)
     if not folder.rollouts.is_dir() and not folder.cache.is_dir():
-        print(
-            f"inspect_run: {options.folder} holds no rollouts/ and no cache/; give a run's folder such as runs/tiny",
-            file=sys.stderr,
-        )
-        return 2
+        raise UserError(f"{options.folder} holds no rollouts/ and no cache/; give a run's folder such as runs/tiny")
     if options.check or options.repair:
         return check(options)
     steps = folder.rollout_steps()
@@ -69,18 +76,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Look at every file, after a repair where that is asked for; 1 where something is not sound."""
-    try:
-        if options.repair:
-            repair(open_run(options.folder), print)
-        found = analyse_integrity(open_run(options.folder), read_whole=options.check)
-        if options.json:
-            write_json(found.to_json(), options.json)
-    except (UserError, WriteError) as error:
-        print(f"inspect_run: {error}", file=sys.stderr)
-        return 2
+    if options.repair:
+        repair(open_run(options.folder), print)
+    found = analyse_integrity(open_run(options.folder), read_whole=options.check)
+    if options.json:
+        write_json(found.to_json(), options.json)
     say = functools.partial(print, file=sys.stderr) if options.json == "-" else print
     say(found.verdict)
-    for fault in (*found.damaged, *found.missing):
+    for fault in found.faults:
         say(f"  {fault}")
     for path in found.parts:
         say(f"  half written: {path}")
@@ -90,7 +93,7 @@ def check(options: argparse.Namespace) -> int:
 def micro_step_seconds(folder: RunFolder) -> float | None:
     """The time budget of a micro-step, as the run was configured; None where that cannot be read."""
     try:
-        return float(tomllib.loads(folder.config.read_text(encoding="utf-8"))["drafter"]["micro_step_seconds"])
+        return float(read_toml(folder.config)["drafter"]["micro_step_seconds"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

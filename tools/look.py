@@ -17,6 +17,7 @@ if str(ROOT) not in sys.path[:1]:
 from tlt_hpc.analysis.result import Analysis  # noqa: E402
 from tlt_hpc.analysis.run_log import RunLog  # noqa: E402
 from tlt_hpc.errors import UserError  # noqa: E402
+from tlt_hpc.files import told  # noqa: E402
 from tlt_hpc.storage.folder import WriteError  # noqa: E402
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def ending(name: str, work: Callable[[Sequence[str] | None], None], arguments: S
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
         return 1
     except OSError as error:
-        print_to_errors(f"{name}: {error.filename or 'file'}: {error.strerror or error}")
+        print_to_errors(f"{name}: {told(error)}")
         return 2
     return 0
 

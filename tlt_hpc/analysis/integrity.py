@@ -1,4 +1,5 @@
-"""Whether a run's files are whole: every log read with its checksums, every step with all its ranks, no torn line.
+"""Whether a run's files are whole: every log read with its checksums, every step with all its ranks, every line of
+metrics and every small file what a run writes. Checkpoints and feature caches are left to the starts that load them.
 
 ``repair`` takes a torn last line off metrics.jsonl and touches nothing else: it commits no step.
 """
@@ -6,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,21 @@ from tlt_hpc.analysis.processes import map_tasks
 from tlt_hpc.analysis.result import Analysis, count, listed
 from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.errors import UserError
-from tlt_hpc.storage.folder import PART_SUFFIX, writing_beside
+from tlt_hpc.files import LINES_BYTES, DamagedText, open_regular, parse_object, read_bytes, read_toml, told
+from tlt_hpc.storage.environment_lines import read_environments
+from tlt_hpc.storage.finished_word import read_finished
+from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.log_columns import check_whole, read_columns
 from tlt_hpc.storage.rollout_log import KIND
 
 _SHOWN_BYTES = 60
+ALWAYS = (
+    "critic/score/mean", "response_length/mean", "response_length/max", "drafter/spec_decode/mean_acceptance_length",
+    "rollout/seconds", "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds", "perf/total_num_tokens",
+    "timing_s/step",
+)  # fmt: skip
+"""Figures that every line has."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,20 @@ class Integrity(Analysis):
     """Files half written: a run is at them, or was killed there."""
     torn_tail: str
     """What follows the last whole line of metrics.jsonl."""
+    lines: tuple[str, ...]
+    """What is wrong with metrics.jsonl but for that."""
+    num_documents: int
+    documents: tuple[str, ...]
+    """What is wrong with the run's small files."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Each in a line."""
+        return (*self.damaged, *self.missing, *self.lines, *self.documents)
 
     @property
     def is_sound(self) -> bool:
-        return not (self.damaged or self.missing or self.without_logs or self.torn_tail)
+        return not (self.faults or self.without_logs or self.torn_tail)
 
 
 def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
@@ -63,6 +83,7 @@ def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
         absent = sorted(set(range(seen.num_ranks)) - set(task.files))
         if absent and (task.step in lines or task.step != run.logged_steps[-1]):
             missing.append(f"step {task.step}: no log of rank {', '.join(map(str, absent))}")
+    num_documents, documents = _look_at_documents(run.folder)
     found = Integrity(
         run=run.name,
         verdict="",
@@ -77,7 +98,10 @@ def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
         under_way=tuple(step for step in run.logged_steps if step not in lines),
         without_logs=tuple(step for step in lines if step not in run.logged_steps),
         parts=tuple(str(path) for path in sorted(run.folder.path.rglob(f"*{PART_SUFFIX}"))),
-        torn_tail=run.torn_tail.decode(errors="replace"),
+        torn_tail=_torn_tail(run).decode(errors="replace"),
+        lines=tuple(_faults_of_lines(run)),
+        num_documents=num_documents,
+        documents=tuple(documents),
     )
     return Integrity(**{**vars(found), "verdict": _verdict(found)})
 
@@ -94,7 +118,7 @@ def repair(run: RunLog, say: Callable[[str], None]) -> bool:
     """
     path = run.folder.metrics
     count_lines = len(run.lines)
-    torn = run.torn_tail
+    torn = _torn_tail(run)
     if not torn:
         say("nothing to repair: metrics.jsonl has no torn last line")
         return False
@@ -103,7 +127,7 @@ def repair(run: RunLog, say: Callable[[str], None]) -> bool:
         f"{path}: taking off its last {count(len(torn), 'byte')}, a line that was cut off ({shown!r}); "
         f"{count(count_lines, 'committed step')} before it stay; kept as {path.with_suffix('.torn').name}"
     )
-    data = path.read_bytes()
+    data = read_bytes(path, LINES_BYTES)
     if not data.endswith(b"\n" + torn) and data != torn:
         raise UserError(f"{path} has changed since it was read: a run is at work there; repair it when that has ended")
     with path.with_suffix(".torn").open("ab") as kept:
@@ -113,6 +137,59 @@ def repair(run: RunLog, say: Callable[[str], None]) -> bool:
     with writing_beside(path) as part:
         part.write_bytes(data[: len(data) - len(torn)])
     return True
+
+
+def _torn_tail(run: RunLog) -> bytes:
+    return run.step_lines.torn[1] if run.step_lines.torn else b""
+
+
+def _faults_of_lines(run: RunLog) -> Iterator[str]:
+    """What a run does not write: no line at all, no file, steps out of order or left out, figures that are missing."""
+    path, found = run.folder.metrics, run.step_lines
+    try:
+        with open_regular(path):
+            pass
+    except FileNotFoundError:  # of a copy, or before the first commit
+        return
+    except OSError as error:
+        yield told(error)
+    for number, why in found.faults:
+        yield f"{path}:{number} is no line that a run writes ({why})"
+    before: int | None = None
+    for number, step, line in found.numbered:
+        if before is not None and step != before + 1:
+            yield f"{path}:{number} is of step {step}, and the line before it of step {before}"
+        before = step
+        if missing := [name for name in ALWAYS if name not in line]:
+            yield f"{path}:{number} has no {listed(missing)}"
+
+
+def _read_object(path: Path) -> object:
+    return parse_object(read_bytes(path))
+
+
+def _look_at_documents(folder: RunFolder) -> tuple[int, list[str]]:
+    """How many small files there are, and what is wrong with them."""
+    faults, num_found = list[str](), 0
+    readers: dict[Path, Callable[[Path], object]] = {
+        folder.config: read_toml,
+        folder.finished: read_finished,
+        **dict.fromkeys((folder.cost_profile, folder.data, folder.tracking), _read_object),
+    }
+    for path, read in readers.items():
+        try:
+            read(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            faults.append(told(error))
+        except UserError as error:
+            faults.append(str(error))
+        except DamagedText as error:
+            faults.append(f"{path} is damaged ({error})")
+        num_found += 1
+    starts, problems = read_environments(folder.environment)
+    return num_found + len(starts), faults + problems
 
 
 @dataclass(frozen=True)
@@ -138,8 +215,8 @@ def _look(task: _Task) -> _Seen:
     faults = list[str]()
     look = _looks_whole if task.read_whole else _looks_committed
     for rank, path in task.files.items():
-        num_bytes += path.stat().st_size
         fault, told_ranks = look(path, task.step, rank)
+        num_bytes += 0 if fault else path.stat().st_size
         num_ranks = max(num_ranks, told_ranks)
         faults += [fault] if fault else []
     return _Seen(num_bytes, num_ranks, faults)
@@ -173,11 +250,14 @@ def _verdict(found: Integrity) -> str:
         f"{count(len(found.damaged), 'damaged file')}" if found.damaged else "",
         f"{count(len(found.missing), 'step')} without all ranks" if found.missing else "",
         f"{count(len(found.without_logs), 'committed step')} without logs" if found.without_logs else "",
+        f"{count(len(found.lines), 'fault')} of metrics.jsonl" if found.lines else "",
+        f"{count(len(found.documents), 'fault')} of small files" if found.documents else "",
         "a torn last line of metrics.jsonl (--repair takes it off)" if found.torn_tail else "",
     ]
     faults = [fault for fault in faults if fault]
-    state = f"Not sound: {listed(faults)}." if faults else "All is sound."
-    notes = [f"{looked}, {count(found.num_lines, 'line')} of metrics.", state]
+    state = f"Not sound: {listed(faults)}." if faults else "All of these are sound."
+    others = f"{count(found.num_lines, 'line')} of metrics, {count(found.num_documents, 'document')}"
+    notes = [f"{looked}, {others}; no checkpoint, no feature cache.", state]
     if found.under_way:
         notes.append(f"Not committed yet: step {', '.join(map(str, found.under_way[:4]))}.")
     if found.parts:

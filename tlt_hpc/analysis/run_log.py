@@ -5,8 +5,6 @@ Knows no figure. A folder may be a copy, and part of a run; a run may still be g
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.errors import UserError
+from tlt_hpc.files import LINES_BYTES, DamagedText, read_bytes, read_toml, told
 from tlt_hpc.records import NO_SPANS, EngineSpans
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.log_columns import Columns, read_columns
 from tlt_hpc.storage.rollout_log import StepSummary, read_spans, read_summary
-from tlt_hpc.storage.step_lines import STEP
-
-Line = dict[str, Any]
+from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
 
 
 class RunLog:
@@ -40,8 +37,6 @@ class RunLog:
         self.folder = RunFolder(path)
         self._last = last
         self._problems: dict[str, None] = {}
-        self.torn_tail = b""
-        """What stands in metrics.jsonl after its last whole line."""
         if not self.folder.rollouts.is_dir() and not self.folder.metrics.is_file():
             raise UserError(_no_run(path))
 
@@ -60,7 +55,11 @@ class RunLog:
     @cached_property
     def logged_steps(self) -> tuple[int, ...]:
         """Steps that have a folder with a rank's closed log in it, ascending."""
-        steps = self.folder.rollout_steps()
+        try:
+            steps = self.folder.rollout_steps()
+        except OSError as error:
+            self.note(told(error))
+            return ()
         if self._last and self.lines:
             steps = [step for step in steps if step >= min(self.lines)]
         elif self._last:
@@ -93,46 +92,46 @@ class RunLog:
 
     def files(self, step: int) -> dict[int, Path]:
         """A step's closed logs by rank."""
-        found = {}
-        for path in self.folder.rollout_log(step, 0).parent.glob("rank-*.h5"):
-            number = path.stem.removeprefix("rank-")
-            if number.isdecimal():
-                found[int(number)] = path
-            else:
-                self.note(f"{path}: no rank's log")
-        return dict(sorted(found.items()))
+        try:
+            paths, others = self.folder.rollout_files(step)
+        except OSError as error:
+            self.note(told(error))
+            return {}
+        for other in others:
+            self.note(f"{other}: no rank's log")
+        return {rank_of(path): path for path in paths}
+
+    @cached_property
+    def step_lines(self) -> StepLines:
+        """The lines of metrics.jsonl in their order, and what is no line."""
+        path = self.folder.metrics
+        try:
+            found = parse_lines(read_bytes(path, LINES_BYTES))
+        except OSError as error:
+            self.note(told(error))
+            return StepLines((), (), None)
+        for number, why in found.faults:
+            self.note(f"{path}:{number} is no line that a run writes ({why}), and is left out")
+        if found.torn:
+            self.note(f"{path}:{found.torn[0]} is cut off, and is left out")
+        return found
 
     @cached_property
     def lines(self) -> dict[int, Line]:
         """The lines of metrics.jsonl by step, ascending; of a step that was done again, the last."""
-        try:
-            data = self.folder.metrics.read_bytes()
-        except OSError as error:
-            self.note(f"{self.folder.metrics}: {error.strerror or error}")
-            return {}
-        rows: dict[int, Line] = {}
-        lines = data.split(b"\n")
-        for number, line in enumerate(lines, 1):
-            try:
-                if line.strip():
-                    row = json.loads(line)
-                    rows[int(row[STEP])] = row
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                is_last = number == len(lines)
-                self.torn_tail = line if is_last else self.torn_tail
-                fault = "is cut off" if is_last else "is no line that a run writes"
-                self.note(f"{self.folder.metrics}:{number} {fault}, and is left out")
-        ordered = sorted(rows.items())
+        ordered = sorted(self.step_lines.by_step.items())
         return dict(ordered[-self._last if self._last else 0 :])
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The resolved configuration; empty where it cannot be read."""
         try:
-            return tomllib.loads(self.folder.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            self.note(f"{self.folder.config}: {getattr(error, 'strerror', None) or error}")
-            return {}
+            return read_toml(self.folder.config)
+        except OSError as error:
+            self.note(told(error))
+        except DamagedText as error:
+            self.note(f"{self.folder.config}: {error}")
+        return {}
 
     def setting(self, section: str, name: str) -> Any:
         """A setting, or None where the configuration does not tell it."""

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tlt_hpc.config import UserError
+from tlt_hpc.files import LINES_BYTES, open_regular, read_bytes
 from tlt_hpc.models.piece import Cut
 from tlt_hpc.storage.folder import sync
 
@@ -146,7 +147,7 @@ class Checkpoint:
 
 def write_manifest(path: Path, step: int, files: Sequence[File], state: Mapping[str, JSON]) -> None:
     """Write the list of a checkpoint's files, durably."""
-    _index(files)  # asserts that they are whole
+    _index(files)  # sees that they are whole
     manifest = _Manifest(step=step, files=list(files), state=dict(state))
     sealed = manifest.model_copy(update={"digest": _manifest_digest(manifest)})
     path.write_text(json.dumps(sealed.model_dump(), indent=1), encoding="utf-8")
@@ -176,10 +177,10 @@ def digest_of(path: Path) -> str:
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for offset in _block_offsets(size):
             file.seek(offset)
-            digest.update(file.read(MEBIBYTE))
+            digest.update(file.read(MEBIBYTE) or b"")
     return digest.hexdigest()
 
 
@@ -203,7 +204,8 @@ def _in_order(name: str, pieces: Sequence[tuple[str, Stored]]) -> list[tuple[str
     ordered = sorted(pieces, key=lambda piece: (piece[1].start, piece[1].stop))
     ends = [0, *(stored.stop for _, stored in ordered)]
     starts = [*(stored.start for _, stored in ordered), math.prod(ordered[0][1].shape)]
-    assert starts == ends, f"the ranks together hold other elements of {name} than each once: {starts}, {ends}"
+    if starts != ends:
+        raise CheckpointError(f"the ranks together hold other elements of {name} than each once: {starts}, {ends}")
     return ordered
 
 
@@ -214,7 +216,7 @@ def _manifest_digest(manifest: _Manifest) -> str:
 
 def _read_manifest(path: Path) -> _Manifest:
     try:
-        manifest = _Manifest.model_validate_json(path.read_bytes())
+        manifest = _Manifest.model_validate_json(read_bytes(path, LINES_BYTES))
     except OSError as error:
         raise CheckpointError(f"{path.name}: {error.strerror}") from None
     except ValidationError as error:

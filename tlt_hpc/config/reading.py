@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from tlt_hpc.config.base import ConfigError
 from tlt_hpc.config.whole import Config, check_combinations, find_combinations
+from tlt_hpc.files import DamagedText, parse_toml, read_bytes
 
 _REMEDIES = {
     "too_short": "give a list of one or more",
@@ -70,7 +71,7 @@ def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
 
 def _read_file(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path)
     except OSError as error:
         raise ConfigError(
             f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
@@ -79,8 +80,8 @@ def _read_file(path: Path) -> bytes:
 
 def _read_tree(path: Path, content: bytes, overrides: Sequence[str]) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tree = parse_toml(content)
+    except DamagedText as error:
         raise ConfigError(f"config file {path} is not valid TOML: {error}; mend it") from None
     for override in overrides:
         apply_override(tree, override)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tlt_hpc.config import ConfigError
+from tlt_hpc.files import DamagedText, read_json, told
 
 FILE = "data.json"
 _STRICTER = {("drop", "error"), ("skip", "error")}
@@ -21,10 +22,9 @@ def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
         ConfigError: they differ.
     """
     path = folder / FILE
-    if path.exists():
-        old = _read(path)
-        for key in sorted(set(old) & set(facts)):
-            _check(folder, key, old[key], facts[key])
+    old = _read(path)
+    for key in sorted(set(old) & set(facts)):
+        _check(folder, key, old[key], facts[key])
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(dict(facts), indent=1) + "\n", encoding="utf-8")
     with part.open("rb") as file:
@@ -48,7 +48,10 @@ def _check(folder: Path, key: str, old: str, new: str) -> None:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        return read_json(path, dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except DamagedText:
         raise ConfigError(f"{path} is damaged; remove it to go on with the data as it is now") from None
-    return found
+    except OSError as error:
+        raise ConfigError(told(error)) from None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import ConfigError
+from tlt_hpc.files import LINES_BYTES, DamagedText, read_json, read_text, told
 from tlt_hpc.records import SampleKey
 from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses, write_responses
 from tlt_hpc.storage.folder import writing_beside
@@ -71,13 +72,14 @@ class EvaluationFolder:
         Raises:
             ConfigError: the file is damaged.
         """
-        if not self.facts.exists():
-            return {}
         try:
-            found: dict[str, Any] = json.loads(self.facts.read_text(encoding="utf-8"))
-        except ValueError:
+            return read_json(self.facts, dict[str, Any])
+        except FileNotFoundError:
+            return {}
+        except DamagedText:
             raise ConfigError(f"{self.facts} is damaged; delete {self.path} to evaluate anew") from None
-        return found
+        except OSError as error:
+            raise ConfigError(told(error)) from None
 
     def set_aside(self) -> Path:
         """Give the folder another name, under which nothing looks for it; returns that."""
@@ -134,7 +136,7 @@ def write_json(path: Path, tree: Any) -> None:
 
 def has_json_line(path: Path, tree: Any) -> bool:
     """Whether ``add_json_line`` has added this line."""
-    return path.exists() and json.dumps(tree) in path.read_text(encoding="utf-8").splitlines()
+    return path.exists() and json.dumps(tree) in read_text(path, LINES_BYTES).splitlines()
 
 
 def add_json_line(path: Path, tree: Any) -> None:
@@ -143,6 +145,6 @@ def add_json_line(path: Path, tree: Any) -> None:
     Raises:
         WriteError: no room or no permission.
     """
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    before = read_text(path, LINES_BYTES) if path.exists() else ""
     with writing_beside(path) as part:
         part.write_text(before + json.dumps(tree) + "\n", encoding="utf-8")

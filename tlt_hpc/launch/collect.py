@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from tlt_hpc.config import UserError
+from tlt_hpc.files import LINES_BYTES, DamagedText, parse_json, read_bytes, told
 from tlt_hpc.launch.status import TaskStatus, in_columns, run_lines
 from tlt_hpc.launch.submission import Submission
 from tlt_hpc.storage.folder import writing_beside
@@ -69,12 +70,14 @@ def evaluation(path: Path) -> Row:
     Raises:
         UserError: the file is damaged.
     """
-    if not path.is_file():
-        return {}
     try:
-        newest = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+        newest = parse_json(read_bytes(path, LINES_BYTES).rstrip().rpartition(b"\n")[2], dict[str, Any])
         return {key: value for key, value in newest.items() if key.startswith("val-core/")}
-    except (ValueError, IndexError, AttributeError) as error:
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(told(error)) from None
+    except DamagedText as error:
         raise UserError(f"{path} is damaged ({error}); mend or remove it, and collect again") from None
 
 

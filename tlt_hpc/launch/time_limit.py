@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tlt_hpc.files import LINES_BYTES, DamagedText, parse_json, read_bytes
 from tlt_hpc.launch.slurm import Allocation, SlurmError, allocation, kill_wait
 from tlt_hpc.stopping import MOST_KILL_SECONDS, StopFlag
 from tlt_hpc.watch.beat import BEAT
@@ -186,11 +187,10 @@ def _why_not_requeued(job: Allocation) -> str:
 
 def read_history(path: Path) -> list[dict[str, object]]:
     """The starts of a folder's jobs that ended at their time limit; a file that cannot be read has none."""
-    if not path.is_file():
-        return []
     try:
-        entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [{"job": entry["job"], "progress": entry["progress"]} for entry in entries]
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        return [parse_json(line, dict[str, object]) for line in read_bytes(path, LINES_BYTES).splitlines()]
+    except FileNotFoundError:
+        return []
+    except (DamagedText, OSError) as error:
         logger.warning("%s is damaged and counts for nothing: %s", path, error)
         return []

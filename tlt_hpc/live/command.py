@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import tomllib
 
 from rich.console import Console
 from rich.live import Live
@@ -40,9 +39,8 @@ def sample(console: Console, options: argparse.Namespace) -> int:
     """``--sample``."""
     if options.sample < 1:
         raise UserError(f"--sample {options.sample}: give 1 or more")
-    read_state(options.run)  # a folder that is no run's
-    config = tomllib.loads((options.run / "config.toml").read_text(encoding="utf-8"))
-    for text in show_samples(options.run, str(config["model"]["path"]), options.sample, options.seed):
+    model = read_state(options.run).facts.model
+    for text in show_samples(options.run, model, options.sample, options.seed):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()
     return 0

@@ -40,7 +40,7 @@ def draw_samples(folder: RunFolder, count: int, seed: int | None = None) -> list
     Raises:
         UserError: there is no committed step, or its logs are damaged.
     """
-    committed = read_last_lines(folder.metrics)
+    committed = read_last_lines(folder.metrics, [])
     for step in reversed(folder.rollout_steps()):
         if step in committed and (samples := list(_of_step(folder, step))):
             drawn = random.Random(seed).sample(samples, min(count, len(samples)))

@@ -5,25 +5,70 @@ Nothing is opened for writing, nothing is locked and nobody is asked: any number
 
 from __future__ import annotations
 
+import errno
 import itertools
-import json
+import os
 import time
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from pydantic import TypeAdapter, ValidationError
 
 from tlt_hpc.errors import UserError
+from tlt_hpc.files import Count, DamagedText, open_regular, read_toml, told
 from tlt_hpc.owner import read_owner
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.step_lines import STEP, Line
-from tlt_hpc.watch.record import DamagedRecordError, Record, decode, read_verdict, status_file
+from tlt_hpc.storage.step_lines import Line, parse_lines
+from tlt_hpc.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
 
 TAIL_BYTES = 1 << 18
 """Of the metrics' end that is read: some tens of steps, whatever the run's length."""
 SPEED_STEPS = 10
 """Steps that the time to go is reckoned from."""
+STEP_SECONDS = "timing_s/step"
+_MOST_SECONDS = 1e9
+"""That a step can take: more is no time."""
+_OF_THE_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP)
+
+
+@dataclass(frozen=True)
+class _Run:
+    name: str
+    num_steps: Count
+
+
+@dataclass(frozen=True)
+class _Rollout:
+    prompts_per_step: Count
+    group_size: Count
+    tensor_parallel: Annotated[int, Ge(1)] = 1
+
+
+@dataclass(frozen=True)
+class _Speculation:
+    mode: str
+
+
+@dataclass(frozen=True)
+class _Model:
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What a view needs of a run's configuration, and no more: of another version, too, it can be told."""
+
+    run: _Run
+    rollout: _Rollout
+    speculation: _Speculation
+    model: _Model = _Model()
+
+
+_CONFIG = TypeAdapter(_Config)
 
 
 @dataclass(frozen=True)
@@ -36,6 +81,8 @@ class RunFacts:
     num_responses: int
     """Of a step, before any refills."""
     ranks_per_replica: int
+    model: str = ""
+    """Its path; empty where the configuration does not tell."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +103,8 @@ class RunState:
     is_finished: bool
     verdict: str
     """Why the watch has ended it; empty where it has not."""
+    problems: tuple[str, ...] = ()
+    """What could not be read and is left out, a line each."""
 
     @property
     def num_done(self) -> int:
@@ -84,10 +133,8 @@ class RunState:
     def seconds_to_go(self) -> float | None:
         """Of the steps that are left, at the speed of the last ones; None before there is one."""
         last = list(self.lines.values())[-SPEED_STEPS:]
-        if not last:
-            return None
-        seconds = [float(line["timing_s/step"]) for line in last]
-        return (self.facts.num_steps - self.num_done) * sum(seconds) / len(seconds)
+        seconds = [line[STEP_SECONDS] for line in last if 0 <= line.get(STEP_SECONDS, -1) < _MOST_SECONDS]
+        return (self.facts.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
 
     def moved_since(self, before: RunState) -> bool:
         """Whether any rank has given a sign of life in between."""
@@ -101,86 +148,121 @@ def read_state(path: Path) -> RunState:
     Raises:
         UserError: there is no run.
     """
-    folder = RunFolder(path)
+    folder, problems = RunFolder(path), list[str]()
     facts = _read_facts(folder)
     owner = None
-    with suppress(OSError):  # a file system that hesitates: the next look tells
+    try:
         owner = read_owner(folder.status)
-    records = _read_records(folder.status, owner.start if owner else "")
+    except OSError as error:  # a file system that hesitates: the next look tells
+        problems.append(told(error))
+    records = _read_records(folder.status, owner.start if owner else "", problems)
     start = records[0].start if records else owner.start if owner else ""
     return RunState(
         seconds=time.monotonic(),
         folder=path,
         facts=facts,
-        lines=read_last_lines(folder.metrics),
+        lines=read_last_lines(folder.metrics, problems),
         records=records,
         owner=owner.name if owner else "",
         ends_at=owner.ends_at if owner else None,
         is_finished=folder.finished.is_file(),
-        verdict=_verdict_of(folder.status, start),
+        verdict=_verdict_of(folder.status, start, problems),
+        problems=tuple(problems),
     )
 
 
-def read_last_lines(path: Path) -> dict[int, Line]:
-    """The last committed steps' lines by step, of the file's last ``TAIL_BYTES``; none where there is no file."""
+def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:
+    """The last committed steps' lines by step, of the file's last ``TAIL_BYTES``; none where there is no file.
+
+    ``problems`` grows by a line for what is left out.
+    """
     try:
-        with path.open("rb") as file:
-            start = max(0, path.stat().st_size - TAIL_BYTES)
+        with open_regular(path) as file:
+            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
             file.seek(start)
-            texts = file.read().split(b"\n")
+            data = file.read(TAIL_BYTES)
     except FileNotFoundError:
         return {}
-    rows: dict[int, Line] = {}
-    for text in texts[start > 0 :]:  # the first of a part is likely cut
-        try:
-            row = json.loads(text)
-            rows[int(row[STEP])] = row
-        except (ValueError, KeyError, TypeError):  # the end of the file, or one that is just being replaced
-            continue
-    return dict(sorted(rows.items()))
+    except OSError as error:
+        problems.append(told(error))
+        return {}
+    found = parse_lines(data.partition(b"\n")[2] if start else data)  # the first of a part is likely cut
+    if found.faults:
+        number, why = found.faults[-1]
+        problems.append(f"{path}: {len(found.faults)} lines that no run writes, such as line {number}"
+                        f"{' of its end' if start else ''} ({why})")  # fmt: skip
+    return found.by_step
 
 
 def _read_facts(folder: RunFolder) -> RunFacts:
     try:
-        tree = tomllib.loads(folder.config.read_text(encoding="utf-8"))
-        run, rollout = tree["run"], tree["rollout"]
-        num_responses = int(rollout["prompts_per_step"]) * int(rollout["group_size"])
-        parallel = int(rollout.get("tensor_parallel", 1))
-        mode = str(tree["speculation"]["mode"])
-        return RunFacts(str(run["name"]), mode, int(run["num_steps"]), num_responses, max(1, parallel))
-    except OSError as error:
+        return parse_facts(read_toml(folder.config))
+    except FileNotFoundError as error:
         raise UserError(
             f"{folder.path} holds no run ({error.strerror}: config.toml); give a run's folder such as runs/tiny"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UserError(told(error)) from None
+    except DamagedText as error:
         raise UserError(f"{folder.config} is no run's configuration ({error}); give a run's folder") from None
 
 
-def _read_records(status: Path, start: str) -> tuple[Record, ...]:
+def parse_facts(tree: dict[str, Any]) -> RunFacts:
+    """What a configuration says of a run.
+
+    Raises:
+        DamagedText: it is none.
+    """
+    try:
+        found = _CONFIG.validate_python(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DamagedText(f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from None
+    return RunFacts(
+        found.run.name,
+        found.speculation.mode,
+        found.run.num_steps,
+        found.rollout.prompts_per_step * found.rollout.group_size,
+        found.rollout.tensor_parallel,
+        found.model.path,
+    )
+
+
+def _read_records(status: Path, start: str, problems: list[str]) -> tuple[Record, ...]:
     """By rank; without an owner those of the lowest rank's start. One that cannot be read just now is left out."""
     found: list[Record] = []
     for rank in itertools.count():
-        path = status_file(status, rank)
-        if not path.exists():
+        try:
+            record = _read_record(status_file(status, rank))
+        except FileNotFoundError:
             break
-        record = _read_record(path)
+        except OSError as error:
+            problems.append(told(error))
+            if error.errno not in _OF_THE_FILE:  # of the folder, so of all ranks' files
+                break
+            continue
         if record is not None and record.start == (start := start or record.start):  # an earlier start had more ranks
             found.append(record)
     return tuple(found)
 
 
 def _read_record(path: Path) -> Record | None:
-    """A rank's, read up to three times: one that is just being written over a network may be seen in part."""
+    """A rank's, read up to three times: one that is just being written over a network may be seen in part.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+    """
     for _ in range(3):
-        with suppress(OSError, DamagedRecordError):
-            return decode(path.read_bytes())
+        with suppress(DamagedRecordError):
+            return read_record_at(path)
     return None
 
 
-def _verdict_of(status: Path, start: str) -> str:
+def _verdict_of(status: Path, start: str, problems: list[str]) -> str:
     """Why this start was ended; an earlier one's is none of it."""
     try:
-        told = read_verdict(status)
-    except OSError:
+        word = read_verdict(status)
+    except OSError as error:
+        problems.append(told(error))
         return ""
-    return told[1] if told is not None and told[0] == start else ""
+    return word[1] if word is not None and word[0] == start else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tlt_hpc.live.state import RunState
+from tlt_hpc.live.state import STEP_SECONDS, RunState
 from tlt_hpc.storage.step_lines import Line
 from tlt_hpc.watch.record import Record
 
@@ -22,6 +23,8 @@ _FEWEST_STEPS = 3
 _OTHER_LINES = 11
 """Of the screen: head, bars, time limit, the tables' heads, blank lines, and a last word of two lines."""
 _BAR_WIDTH = 16
+_MOST_PROBLEMS = 2
+_MANY_DIGITS = 1e10
 
 
 def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
@@ -29,6 +32,7 @@ def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
     ranks = rank_rows(state.records, min(_MOST_RANKS, height - _OTHER_LINES - _FEWEST_STEPS))
     num_steps = max(_FEWEST_STEPS, height - _OTHER_LINES - len(ranks))
     parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
+    parts += [Text(f"left out: {problem}", "yellow") for problem in state.problems[:_MOST_PROBLEMS]]
     parts += [rank_table(ranks), Text()] if ranks else []
     if state.lines:
         parts += [steps_table(list(state.lines.values())[-num_steps:]), Text()]
@@ -134,19 +138,29 @@ def steps_table(lines: Sequence[Line]) -> Table:
 
 def step_cells(line: Line) -> tuple[str, ...]:
     """A step's figures in the order of the columns; a step is counted from 1, as in the job's own log."""
-    rollout = line["rollout/seconds"]
+    rollout, tokens = line.get("rollout/seconds", 0.0), line.get("perf/total_num_tokens", math.nan)
     return (
         f"{int(line['training/global_step']) + 1}",
-        f"{line['critic/score/mean']:.3f}",
-        f"{line['response_length/mean']:.0f}",
-        f"{line['response_length/max']:.0f}",
-        f"{line['drafter/spec_decode/mean_acceptance_length']:.2f}",
-        f"{line['rollout/idle_rank_seconds']:.1f}",
-        f"{line['rollout/harvested_rank_seconds']:.1f}",
-        f"{rollout:.1f}",
-        f"{line['timing_s/step']:.1f}",
-        f"{line['perf/total_num_tokens'] / rollout:,.0f}" if rollout else "",
+        _cell(line, "critic/score/mean", ".3f"),
+        _cell(line, "response_length/mean", ".0f"),
+        _cell(line, "response_length/max", ".0f"),
+        _cell(line, "drafter/spec_decode/mean_acceptance_length", ".2f"),
+        _cell(line, "rollout/idle_rank_seconds", ".1f"),
+        _cell(line, "rollout/harvested_rank_seconds", ".1f"),
+        _cell(line, "rollout/seconds", ".1f"),
+        _cell(line, STEP_SECONDS, ".1f"),
+        _figure(tokens / rollout, ",.0f") if rollout else "",
     )
+
+
+def _cell(line: Line, name: str, form: str) -> str:
+    """A figure, or nothing where the line has none."""
+    return _figure(line[name], form) if name in line else ""
+
+
+def _figure(value: float, form: str) -> str:
+    """As it is written; of hundreds of digits the first ones."""
+    return f"{value:{form}}" if abs(value) < _MANY_DIGITS else f"{value:.1g}"
 
 
 def last_word(state: RunState, is_alive: bool | None) -> Text:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import UserError
+from tlt_hpc.files import LINES_BYTES, read_bytes
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: it is no JSON, or no object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_bytes(path, LINES_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(found, dict):

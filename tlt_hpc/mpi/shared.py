@@ -175,6 +175,16 @@ def open_shared(path: str, num_bytes: int) -> tuple[mmap.mmap | None, str]:
         return None, f"{path}: {error}"
 
 
+def forget_names(maps: Path = Path("/proc/self/maps")) -> None:
+    """Remove the names of the MPI library's own memory, once all ranks of the node have it: for one of them.
+
+    MPICH removes them as MPI is finalised, so that each rank that was killed would leave megabytes behind.
+    """
+    lines = maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else []
+    for path in {line.split(maxsplit=5)[5] for line in lines if f" {_FOLDER}/mpich_shm_" in line}:
+        Path(path).unlink(missing_ok=True)
+
+
 def open_bells(memory: mmap.mmap, index: int, num_ranks: int, name: str) -> tuple[Bells | None, str]:
     """``Bells``, or why there are none."""
     try:

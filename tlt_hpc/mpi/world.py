@@ -19,6 +19,7 @@ from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.progress import wait
+from tlt_hpc.mpi.shared import forget_names
 from tlt_hpc.stopping import Stop, StopFlag
 from tlt_hpc.watch.beat import BEAT, Member
 
@@ -71,7 +72,9 @@ class World:
         self.size: int = comm.size
         self.hostname: str = socket.gethostname()
         self.node, self.local_rank = place(self.allgather(self.hostname), self.rank)
-        self.node_group = NodeGroup(self._comm.Split(self.node, self.rank))
+        self.node_group = NodeGroup(self._comm.Split(self.node, self.rank))  # all ranks have joined by now
+        if self.node_group.is_first:
+            forget_names()
 
     @classmethod
     def connect(cls, flag: StopFlag | None = None) -> World:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tlt_hpc.analysis.result import plain
 from tlt_hpc.errors import UserError
+from tlt_hpc.files import LINES_BYTES, read_text
 from tlt_hpc.report.findings import Findings, find
 from tlt_hpc.report.gain import Gain, estimated_gain, measured_gain
 from tlt_hpc.report.page import render
@@ -66,7 +67,7 @@ def held_against(page: Path) -> Path | None:
     asking again."""
     if not page.is_file():
         return None
-    told = _AGAINST.search(page.read_text(encoding="utf-8", errors="replace"))
+    told = _AGAINST.search(read_text(page, LINES_BYTES))
     path = Path(html.unescape(told[1])) if told else None
     return path if path is not None and path.is_dir() else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tlt_hpc.analysis.timeline import Timeline, analyse_timeline
 from tlt_hpc.errors import UserError
 from tlt_hpc.report.rounds import ROUNDS
 from tlt_hpc.simulate.rank_step import RankStep
+from tlt_hpc.storage.finished_word import FinishedWord, read_finished
 
 _MOST_TRIED = 5
 """Steps of which a timeline is tried."""
@@ -42,14 +42,14 @@ class Findings:
     timeline: Timeline | None
     """None where no step is logged."""
     other: RunLog | None
-    other_final: dict[str, Any]
+    other_final: FinishedWord | None
     comparison: Comparison | None
     num_lines_before: int
     """Committed steps that are not looked at."""
     rounds: dict[int, tuple[RankStep, ...]]
     """By step, of a run that speculates and is not held against another: what its gain is estimated from."""
-    final: dict[str, Any]
-    """What ``finished.json`` says; empty while a run has not finished."""
+    final: FinishedWord | None
+    """None while a run has not finished."""
 
     @property
     def is_begun(self) -> bool:
@@ -142,7 +142,7 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         timeline=_timeline(log, throughput, step),
         num_lines_before=0 if last is None else len(RunLog(path).lines) - len(log.lines),
         other=other,
-        other_final={} if other is None else read_final(other),
+        other_final=None if other is None else read_final(other),
         comparison=None if other is None else analyse_comparison([other, log]),
         rounds=more[0] if more else {},
         final=read_final(log),
@@ -173,13 +173,10 @@ def typical_steps(found: Throughput) -> list[int]:
     return [int(found.steps[i]) for i in np.lexsort((-found.steps, distance.round(9)))]
 
 
-def read_final(log: RunLog) -> dict[str, Any]:
-    """What a run's ``finished.json`` says; empty while it has not finished, or where the file is damaged."""
+def read_final(log: RunLog) -> FinishedWord | None:
+    """What a run's ``finished.json`` says; None while it has not finished, or where the file is damaged."""
     try:
-        told = json.loads(log.folder.finished.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        log.note(f"{log.folder.finished}: {error}")
-        return {}
-    return told if isinstance(told, dict) else {}
+        return read_finished(log.folder.finished)
+    except UserError as error:
+        log.note(str(error))
+        return None

@@ -21,6 +21,7 @@ from tlt_hpc.analysis.timeline import Timeline, thinned
 from tlt_hpc.figures.page import Draw, PageFigure, draw_for_page, variables
 from tlt_hpc.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
 from tlt_hpc.figures.timeline import draw_timeline
+from tlt_hpc.files import read_text, told
 from tlt_hpc.report.advice import advise
 from tlt_hpc.report.findings import Findings
 from tlt_hpc.report.gain import Gain
@@ -287,9 +288,9 @@ def _subtitle(found: Findings) -> str:
 
 def _config(found: Findings) -> str:
     try:
-        return found.log.folder.config.read_text(encoding="utf-8", errors="replace")
+        return read_text(found.log.folder.config)
     except OSError as error:
-        return f"not here: {error.strerror or error}"
+        return f"not here: {told(error)}"
 
 
 def _commands(found: Findings) -> list[str]:

@@ -184,7 +184,7 @@ def _logs(found: Findings) -> str:
 
 def _state(found: Findings) -> str:
     if found.final:
-        return f"It has finished; the policy's digest is {str(found.final.get('policy_sha256', ''))[:12]}."
+        return f"It has finished; the policy's digest is {found.final.policy_sha256[:12]}."
     if found.is_begun:
         return "It has not finished; this is how far it has come."
     return "Whether a step is committed is not known: metrics.jsonl has no line."
@@ -193,8 +193,7 @@ def _state(found: Findings) -> str:
 def _same_policy(found: Findings) -> str:
     """Also the weights, where both runs have ended at the same step."""
     own, other = found.final, found.other_final
-    is_same = own and other and own.get("num_steps") == other.get("num_steps")
-    if is_same and own.get("policy_sha256") == other.get("policy_sha256"):
+    if own is not None and own == other:
         return "; the trained weights are equal to the last bit"
     return ""
 

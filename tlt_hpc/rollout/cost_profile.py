@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
+from tlt_hpc.files import read_bytes
 from tlt_hpc.rollout.decisions import Agree, own
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
@@ -333,7 +334,7 @@ def read_profile(path: Path) -> CostProfile:
         ValueError: it holds no cost profile of this schema.
     """
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")))
+        return from_json(json.loads(read_bytes(path)))
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} holds no cost profile ({error!r}); delete it, it is measured anew") from error
 

@@ -6,9 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from tlt_hpc.config import UserError
+from tlt_hpc.files import DamagedText, read_json, told
 from tlt_hpc.storage.folder import writing_beside
 
 FACTS_FILE = "facts.json"
@@ -67,12 +66,11 @@ def read_facts(folder: Path) -> DrafterFacts | None:
         UserError: the file is broken.
     """
     path = folder / FACTS_FILE
-    if not path.is_file():
-        return None
     try:
-        return TypeAdapter(DrafterFacts).validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(
-            f"{path} cannot be read ({'.'.join(map(str, first['loc']))}: {first['msg'].lower()}); remove it"
-        ) from None
+        return read_json(path, DrafterFacts)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(told(error)) from None
+    except DamagedText as error:
+        raise UserError(f"{path} cannot be read ({error}); remove it") from None

@@ -6,10 +6,10 @@ import errno
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from tlt_hpc.files import LINES_BYTES, Count, DamagedText, parse_json, read_bytes, told
 from tlt_hpc.storage.folder import WriteError
 
 
@@ -18,13 +18,13 @@ class Host:
     """A node, as far as the job has it."""
 
     name: str
-    num_ranks: int
+    num_ranks: Count
     processor: str
-    num_cores: int
+    num_cores: Count
     """That the ranks may run on."""
-    memory_bytes: int
+    memory_bytes: Count
     """Of the whole node."""
-    gpus: Mapping[str, int]
+    gpus: Mapping[str, Count]
     """Name -> number, of those that ranks use."""
 
 
@@ -59,10 +59,6 @@ class Environment:
     """Kind of energy counter -> empty where all nodes let theirs be read, else why not."""
 
 
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int, float)}
-"""As annotations are written -> what JSON must have there."""
-
-
 def add_environment(path: Path, environment: Environment) -> None:
     """Add a line in one write, durably; a last line that was cut off is left as it is, on a line of its own.
 
@@ -85,44 +81,16 @@ def add_environment(path: Path, environment: Environment) -> None:
 def read_environments(path: Path) -> tuple[list[Environment], list[str]]:
     """The starts, oldest first, and a line for each thing that cannot be read; both empty where there is no file."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path, LINES_BYTES).split(b"\n")
     except FileNotFoundError:
         return [], []
     except OSError as error:
-        return [], [f"{path}: {error.strerror or error}"]
+        return [], [told(error)]
     found, problems = [], []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                found.append(_environment(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            problems.append(f"{path}:{number} is cut off or no line that a run writes, and is left out")
+                found.append(parse_json(line, Environment))
+        except DamagedText as error:
+            problems.append(f"{path}:{number} is cut off or no line that a run writes ({error}), and is left out")
     return found, problems
-
-
-def _environment(row: dict[str, Any]) -> Environment:
-    """Of a line, which later versions may have written with more in it.
-
-    Raises:
-        KeyError, TypeError, AttributeError, ValueError: it is none.
-    """
-    known = _known(Environment, row)
-    hosts = tuple(Host(**{**host, "gpus": dict(host["gpus"])}) for host in (_known(Host, h) for h in row["hosts"]))
-    maps = {name: dict(row[name].items()) for name in ("packages", "slurm", "energy")}
-    return Environment(**{**known, **maps, "hosts": hosts, "command": tuple(map(str, row["command"]))})
-
-
-def _known(kind: type[Environment | Host], row: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are known, of the types that they must have.
-
-    Raises:
-        KeyError, TypeError: one is missing, or of another type.
-    """
-    known = {field.name: row[field.name] for field in fields(kind)}
-    for field in fields(kind):
-        wanted = _TYPES.get(str(field.type))
-        if wanted is not None and not (
-            isinstance(known[field.name], wanted) and not isinstance(known[field.name], bool)
-        ):
-            raise TypeError(field.name)
-    return known

@@ -5,11 +5,31 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PART_SUFFIX = ".part"
+_STEP_NAME = re.compile(r"step-([0-9]{6,9})")
+_RANK_NAME = re.compile(r"rank-([0-9]{4,9})\.h5")
+
+
+_NO_ROOM, _FORBIDDEN = "make room there", "see to it that you may write there"
+_REMEDIES = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EFBIG: _NO_ROOM,
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
+    errno.EROFS: _FORBIDDEN,
+    errno.ELOOP: "remove the link on the way that leads back to itself",
+    errno.ENOTDIR: "move the file away that is where a folder should be",
+    errno.EEXIST: "move the file away that is where a folder should be",
+    errno.EISDIR: "move the folder away that is where a file should be",
+    errno.ENAMETOOLONG: "use a shorter run.name or run.folder",
+}
+"""By the cause of a refusal."""
 
 
 class WriteError(OSError):
@@ -18,8 +38,7 @@ class WriteError(OSError):
     def __init__(self, path: Path, cause: OSError) -> None:
         self.fact = f"cannot write {path}: {cause.strerror or cause}"
         """The text without the remedy, for files that have another."""
-        forbidden = cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        remedy = "see to it that you may write there" if forbidden else "make room there"
+        remedy = _REMEDIES.get(cause.errno or 0, "see what is wrong with the file system")
         super().__init__(
             f"{self.fact}; what was there is as before: {remedy} (or set run.folder to another place) and start again"
         )
@@ -53,6 +72,16 @@ class RunFolder:
         return self.path / "cost_profile.json"
 
     @property
+    def data(self) -> Path:
+        """Fingerprints of the data that the run draws from."""
+        return self.path / "data.json"
+
+    @property
+    def tracking(self) -> Path:
+        """What each tracker has been told."""
+        return self.path / "tracking.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -78,8 +107,8 @@ class RunFolder:
 
     def next_kept_part(self, step: int, rank: int) -> Path:
         """The next one that is not there."""
-        numbers = [int(path.stem.rpartition("-")[2]) for path in self.kept_parts(step, rank)]
-        return self.kept_part(step, rank, max(numbers, default=-1) + 1)
+        names = [path.stem.rpartition("-")[2] for path in self.kept_parts(step, rank)]
+        return self.kept_part(step, rank, max((int(name) for name in names if name.isdecimal()), default=-1) + 1)
 
     def kept_parts(self, step: int, rank: int | None = None) -> list[Path]:
         """Such files, of all ranks or of one, in order."""
@@ -116,6 +145,12 @@ class RunFolder:
     def rollout_logs(self, step: int) -> list[Path]:
         """Closed files of a step, ordered by rank."""
         return _closed_files(self.rollouts, step)
+
+    def rollout_files(self, step: int) -> tuple[list[Path], list[Path]]:
+        """The same, and what else there is of such a kind."""
+        closed, place = self.rollout_logs(step), _folder_of(self.rollouts, step)
+        names = sorted(name for name in _names(place) if name.startswith("rank-") and name.endswith(".h5"))
+        return closed, [place / name for name in names if place / name not in closed]
 
     def feature_caches(self, step: int) -> list[Path]:
         """Closed files of a step, ordered by rank."""
@@ -239,9 +274,25 @@ def _folder_of(folder: Path, step: int) -> Path:
 
 
 def _steps(folder: Path) -> list[int]:
-    names = (entry.name.removeprefix("step-") for entry in folder.glob("step-*"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted(int(found[1]) for name in _names(folder) if (found := _STEP_NAME.fullmatch(name)))
 
 
 def _closed_files(folder: Path, step: int) -> list[Path]:
-    return sorted(_folder_of(folder, step).glob("rank-*.h5"), key=rank_of)
+    place = _folder_of(folder, step)
+    return [place / name for name in sorted(_names(place), key=_in_order) if _RANK_NAME.fullmatch(name)]
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    return len(name), name
+
+
+def _names(folder: Path) -> list[str]:
+    """What a folder has, nothing where there is none; ``glob`` would say the same of one that may not be read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        return [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
+        return []

@@ -11,6 +11,7 @@ carries one per chunk (fletcher32: about 6 % of the writing speed).
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.files import open_regular, told
 from tlt_hpc.storage.folder import WriteError, writing_beside
 
 # HDF5 reads it once, at import. Where h5py was imported before us this comes too late and does no harm: our files go
@@ -38,6 +40,8 @@ CHUNK_CACHE_BYTES = 8 * 2**20
 FORMAT = ("v110", "v110")
 BFLOAT16 = "bfloat16"
 _MOST_DEPTH = 4
+_SMALL_BYTES, _MOST_RATIO = 2**28, 4096
+"""An array may be larger than the first only where it is stored in more than one of so many of its bytes."""
 
 # What h5py, numpy and our own checks raise on a file that is not what it should be; MemoryError where it claims to have
 # an array that fits no machine.
@@ -123,7 +127,12 @@ class CommittedFile:
 
     def __init__(self, path: Path, kind: FileKind, in_parts: bool = False) -> None:
         self._path, self._kind = path, kind
-        self._bytes = path.open("rb", buffering=0)
+        try:
+            self._bytes = open_regular(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise DamagedFile(told(error)) from None
         try:
             with self.naming_damage():
                 self.root = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
@@ -394,6 +403,9 @@ def _check_array(node: Any, name: str) -> None:
             is_own = made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None or 0 in node.shape
         else:
             is_own = 0 in node.shape and made.get_layout() != h5d.VIRTUAL and not made.get_external_count()
+        num_bytes = math.prod(node.shape) * node.dtype.itemsize
+        if is_own and num_bytes > max(_SMALL_BYTES, _MOST_RATIO * node.get_storage_size()):
+            raise ValueError(f"{name} would have {num_bytes:,} bytes, of which the file holds next to none")
         if is_own:
             return
     raise ValueError(f"{name} is not stored as this project stores data")

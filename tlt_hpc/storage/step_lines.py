@@ -5,42 +5,97 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tlt_hpc.errors import UserError
+from tlt_hpc.files import LINES_BYTES, DamagedText, parse_object, read_bytes, told
 from tlt_hpc.storage.folder import writing_beside
 
 logger = logging.getLogger(__name__)
 
 STEP = "training/global_step"
+TEXTS = frozenset({"drafter/why"})
+"""What of a line is text; all else are numbers."""
+_MOST_STEPS, _MOST_WHOLE = 10**9, 2**63
 
 Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StepLines:
+    """What the lines of a file are, in the file's order."""
+
+    numbered: tuple[tuple[int, int, Line], ...]
+    """Number of the line from 1, step, figures."""
+    faults: tuple[tuple[int, str], ...]
+    """Number of a line that a run does not write so, and why."""
+    torn: tuple[int, bytes] | None
+    """Number of the last line, and it, where it was cut off before its end; it commits nothing."""
+
+    @property
+    def by_step(self) -> dict[int, Line]:
+        """Ascending; of a step that stands there twice, the last."""
+        return dict(sorted({step: line for _, step, line in self.numbered}.items()))
+
+
+def parse_line(text: bytes) -> tuple[int, Line]:
+    """A line and its step.
+
+    Raises:
+        DamagedText: it is no line that a run writes.
+    """
+    line = parse_object(text)
+    for name, value in line.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number and not (isinstance(value, str) and name in TEXTS):
+            raise DamagedText(f"{ascii(name)[1:-1]} is no number")
+        if isinstance(value, int) and abs(value) > _MOST_WHOLE:
+            raise DamagedText(f"{ascii(name)[1:-1]} has too many digits")
+    step = line.get(STEP, -1)
+    if not 0 <= step < _MOST_STEPS or step != int(step):
+        raise DamagedText(f"{STEP} is {'no step' if STEP in line else 'missing'}")
+    return int(step), line
+
+
+def parse_lines(data: bytes, first: int = 1) -> StepLines:
+    """All lines of a file, or of its end, which begins with line ``first``."""
+    numbered, faults, torn = list[tuple[int, int, Line]](), list[tuple[int, str]](), None
+    texts = data.split(b"\n")
+    for number, text in enumerate(texts, first):
+        if not text.strip():
+            continue
+        try:
+            numbered.append((number, *parse_line(text)))
+        except DamagedText as error:
+            if number == first + len(texts) - 1:
+                torn = (number, text)
+            else:
+                faults.append((number, str(error)))
+    return StepLines(tuple(numbered), tuple(faults), torn)
 
 
 def read_lines(path: Path) -> dict[int, Line]:
     """The lines by step, ascending; none where there is no file. A last line that was cut off does not count.
 
     Raises:
-        UserError: a line is not what a run writes.
+        UserError: the file cannot be read, or a line is not what a run writes.
     """
-    if not path.is_file():
+    try:
+        found = parse_lines(read_bytes(path, LINES_BYTES))
+    except FileNotFoundError:
         return {}
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows: dict[int, Line] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            if line:
-                row = json.loads(line)
-                rows[int(row[STEP])] = row
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            if number == len(lines):  # cut off before its end, so it commits nothing
-                logger.warning("%s:%d is cut off and not counted", path, number)
-                continue
-            raise UserError(
-                f"{path}:{number} is no line that a run writes ({error}); restore it, or remove it and those after it"
-            ) from None
-    return dict(sorted(rows.items()))
+    except OSError as error:
+        raise UserError(told(error)) from None
+    if found.faults:
+        number, why = found.faults[0]
+        raise UserError(
+            f"{path}:{number} is no line that a run writes ({why}); restore it, or remove it and those after it"
+        )
+    if found.torn:
+        logger.warning("%s:%d is cut off and not counted", path, found.torn[0])
+    return found.by_step
 
 
 def add_line(path: Path, line: Line) -> None:

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, UserError
+from tlt_hpc.files import DamagedText, read_json
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
 from tlt_hpc.tracking.trackers import (
@@ -129,13 +130,15 @@ class Tracking:
 
     @property
     def _path(self) -> Path:
-        return self._folder.path / "tracking.json"
+        return self._folder.tracking
 
     def _state(self) -> dict[str, Any]:
-        if not self._path.is_file():
+        try:
+            return read_json(self._path, dict[str, int | str])
+        except FileNotFoundError:
             return {}
-        found: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8"))
-        return found
+        except DamagedText as error:
+            raise UserError(f"{self._path} is damaged ({error}); remove it, and the trackers are told anew") from None
 
     def _next(self, name: str) -> int:
         return int(self._state().get(name, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tlt_hpc.watch.record import FINISHED, DamagedRecordError, Record, decode, read_verdict, verdict_file
+from tlt_hpc.watch.record import FINISHED, DamagedRecordError, Record, read_record_at, read_verdict, verdict_file
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,6 @@ def _read(path: Path) -> Record | None:
     if path.suffix:  # stacks
         return None
     try:
-        return decode(path.read_bytes())
+        return read_record_at(path)
     except DamagedRecordError:  # of a file that the last start was the last to need
         return None

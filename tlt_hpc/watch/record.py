@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+
+from tlt_hpc.files import DamagedText, open_regular, parse_object, read_text
 
 SIZE = 2048
 """Bytes of a record; of less than a page, so the write of one is never seen in part."""
 HEARTBEAT_SECONDS = 5.0
 """A rank that is at one and the same place for longer writes its record anew as often."""
 _LONGEST_TEXT = 120
+_MOST = 2**53
 VERDICT = "verdict.txt"
 FINISHED = "finished"
 """The ending of a rank whose work is all done."""
@@ -73,6 +76,12 @@ class Record:
         return f"rank {self.rank} on {self.host}"
 
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "float": (int, float), "int | None": (int, type(None)),
+}  # fmt: skip
+_TYPES = {field.name: _KINDS[str(field.type)] for field in fields(Record)}
+
+
 class DamagedRecordError(ValueError):
     """A status file holds no record."""
 
@@ -116,9 +125,19 @@ def decode(data: bytes) -> Record:
     if len(data) != SIZE or crc != f"{zlib.crc32(text):08x}".encode():
         raise DamagedRecordError(f"{len(data)} bytes that are no status record")
     try:
-        return Record(**json.loads(text))
-    except (TypeError, ValueError) as error:
+        told = parse_object(text)
+        values = {name: told[name] for name in _TYPES}
+    except (KeyError, DamagedText) as error:
         raise DamagedRecordError(f"a status record of another version ({error})") from None
+    for name, value in values.items():
+        if not (isinstance(value, _TYPES[name]) and not isinstance(value, bool) and _is_bounded(value)):
+            raise DamagedRecordError(f"a status record of another version ({name} is of another kind)")
+    return Record(**values)
+
+
+def _is_bounded(value: object) -> bool:
+    """Whether a number is one that a rank counts to or waits for; NaN is none."""
+    return not isinstance(value, (int, float)) or -1 <= value <= _MOST
 
 
 def write_record(folder: Path, record: Record) -> None:
@@ -141,7 +160,16 @@ def read_record(folder: Path, rank: int) -> Record:
         OSError: there is none, or it cannot be read.
         DamagedRecordError: the file holds none.
     """
-    with status_file(folder, rank).open("rb") as file:
+    return read_record_at(status_file(folder, rank))
+
+
+def read_record_at(path: Path) -> Record:
+    """The record of a status file.
+
+    Raises:
+        OSError, DamagedRecordError: as ``read_record``.
+    """
+    with open_regular(path) as file:
         return decode(file.read(SIZE + 1))
 
 
@@ -170,7 +198,7 @@ def read_verdict(folder: Path) -> tuple[str, str] | None:
         OSError: it cannot be read.
     """
     try:
-        start, _, line = verdict_file(folder).read_text(encoding="utf-8", errors="replace").strip().partition(" ")
+        start, _, line = read_text(verdict_file(folder)).strip().partition(" ")
     except FileNotFoundError:
         return None
     return start, line

@@ -1,0 +1,177 @@
+"""The one way to read a file that a run, or somebody else, has left: regular, of bounded size, of known content.
+
+A path may lead to a FIFO, which would wait for ever, or to a device, which may have no end; JSON may be of any depth
+and type. Each of these is an error of one line here, and not of the code that uses what was read.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Ge, Le
+
+DOCUMENT_BYTES = 2**24
+"""The most that a document of JSON or TOML may have."""
+LINES_BYTES = 2**29
+"""The most that a file may have that grows by a line a step."""
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_REMEDIES = {
+    errno.EACCES: "make sure that you may read it, and the folders that it is in",
+    errno.EPERM: "make sure that you may read it, and the folders that it is in",
+    errno.ELOOP: "a link on the way leads back to itself: remove that link",
+    errno.ENOTDIR: "a file is where a folder should be: move that file away",
+    errno.EISDIR: "a folder is where a file should be: move that folder away",
+    errno.ENAMETOOLONG: "use shorter names",
+    errno.EINVAL: "move it away",
+    errno.EFBIG: "move it away",
+}
+
+Count = Annotated[int, Ge(0), Le(2**53)]
+"""A number of things."""
+Moment = Annotated[float, Ge(0.0), Le(1e11)]
+"""Seconds since the epoch."""
+
+T = TypeVar("T")
+
+
+class DamagedText(ValueError):  # noqa: N818
+    """A text that does not hold what it should; its own text says why in one line, without the file's name."""
+
+
+def open_regular(path: Path) -> io.FileIO:
+    """Open a regular file to read, without buffers; a link is followed.
+
+    Raises:
+        OSError: there is none, or it cannot be read, or it is anything else.
+    """
+    _check_regular(path, path.stat())  # before it is opened: some devices do something when they are
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_regular(path, os.fstat(descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return io.FileIO(descriptor, "rb")
+
+
+def read_bytes(path: Path, most: int = DOCUMENT_BYTES) -> bytes:
+    """All of a regular file.
+
+    Raises:
+        OSError: as ``open_regular``, or it has more than ``most`` bytes.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and such a file {most:,} at most", str(path))
+        return file.readall()
+
+
+def read_text(path: Path, most: int = DOCUMENT_BYTES) -> str:
+    """The same as text, in which bytes that are no UTF-8 are replaced.
+
+    Raises:
+        OSError: as ``read_bytes``.
+    """
+    return read_bytes(path, most).decode("utf-8", errors="replace")
+
+
+def read_json(path: Path, kind: type[T], most: int = DOCUMENT_BYTES) -> T:
+    """A document of JSON.
+
+    Raises:
+        OSError: as ``read_bytes``.
+        DamagedText: it is no JSON, or not of that kind.
+    """
+    return parse_json(read_bytes(path, most), kind)
+
+
+def parse_json(data: bytes, kind: type[T]) -> T:
+    """What JSON holds; keys that ``kind`` does not know are left out.
+
+    Raises:
+        DamagedText: as ``read_json``.
+    """
+    from pydantic import (
+        TypeAdapter,
+        ValidationError,
+    )  # takes longer to import than all else here, and not every reader needs it
+
+    try:
+        return TypeAdapter(kind).validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:80]
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise DamagedText(f"{ascii(place)[1:-1]}: {message}" if place else message) from None
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """An object of JSON whose values are looked at by the caller.
+
+    Raises:
+        DamagedText: it is no JSON, or no object.
+    """
+    try:
+        found = json.loads(data)
+    except RecursionError:
+        raise DamagedText("it is nested too deep") from None
+    except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
+        raise DamagedText(str(error).splitlines()[0][:200]) from None
+    if not isinstance(found, dict):
+        raise DamagedText("it is no object")
+    return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A document of TOML.
+
+    Raises:
+        OSError: as ``read_bytes``.
+        DamagedText: it is no TOML.
+    """
+    return parse_toml(read_bytes(path))
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """What TOML holds.
+
+    Raises:
+        DamagedText: it is none.
+    """
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except RecursionError:
+        raise DamagedText("it is nested too deep") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
+        raise DamagedText(str(error).splitlines()[0][:200]) from None
+
+
+def told(error: OSError) -> str:
+    """An error of the system's in one line: the path, the cause, and a remedy where there is one."""
+    cause = error.strerror or str(error)
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    words = f"{cause}; {remedy}" if remedy else cause
+    return words if error.filename is None else f"{os.fsdecode(error.filename)}: {words}"
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if stat.S_ISREG(found.st_mode):
+        return
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    name = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no file")
+    raise OSError(errno.EINVAL, f"it is {name}, not a regular file", str(path))
