@@ -34,7 +34,8 @@ FLOORS = (
     ("analysis",),
     ("mpi", "storage", "kernels", "energy"),
     ("config", "records", "timing", "stopping"),
-    ("recipes", "watch", "errors"),
+    ("recipes", "watch", "regular"),
+    ("errors",),
     ("",),  # the package itself: its version
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
@@ -61,7 +62,7 @@ MAY_KNOW = {
     "live": {"owner", "models", "storage", "records", "watch", "errors"},
     "tracking": {"storage", "config"},
     "records": set(),
-    "config": {"recipes", "errors"},
+    "config": {"recipes", "regular", "errors"},
     "recipes": set(),
     "timing": {"watch"},
     "watch": set(),

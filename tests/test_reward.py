@@ -288,8 +288,8 @@ def test_text_alone_needs_no_server() -> None:
             ["reward.format_tags=['<think>']", "reward.default=format"],
             "reward.format_tags.0 = '<think>': give a name of letters, digits, '_' and '-', such as think",
         ),
-        (["reward.tolerance=nan"], "reward.tolerance = nan: input should be a finite number"),
-        (["reward.workers=0"], "reward.workers = 0: input should be greater than or equal to 1"),
+        (["reward.tolerance=nan"], "reward.tolerance = nan: use a number from 0 to 1000"),
+        (["reward.workers=0"], "reward.workers = 0: use a whole number from 1 to 1024"),
     ],
 )
 def test_mistakes_in_the_configuration(overrides: list[str], message: str) -> None:
