@@ -16,10 +16,10 @@ from tlt_hpc.config.base import (
     ConfigError,
     FilePath,
     Fraction,
-    Label,
     PositiveInt,
     PositiveSeconds,
     Section,
+    SomeLabel,
     SomePath,
     Text,
     check_path,
@@ -69,7 +69,7 @@ class DataSection(Section):
     ]
     """``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of them, or a pattern (``data/*.parquet``); a folder
     of them, as the hub has it or as ``datasets`` saves it; ``reasoning-gym:NAME``. ``~``, ``$NAME`` are expanded."""
-    split: Annotated[Label, Field(min_length=1)] = "train"
+    split: SomeLabel = "train"
     """Which split of a folder that has several."""
     prompt_key: ColumnName = ""
     """Column of the prompt, a text or a list of messages; empty: the first there is of ``prompt``, ``problem``,

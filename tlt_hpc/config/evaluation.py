@@ -10,11 +10,11 @@ from tlt_hpc.config.base import (
     MAX_ITEMS,
     ConfigError,
     Count,
-    Label,
     PositiveInt,
     Section,
     Seed,
     Share,
+    SomeLabel,
     SomePath,
     Temperature,
 )
@@ -27,9 +27,9 @@ class EvaluationSection(Section):
     sources: Annotated[tuple[SomePath, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """Data sets: files, patterns, folders or tasks, each as ``data.source`` has them, read by the other keys of
     ``data``. Empty: the held-out split of the embedded task, where that is trained on."""
-    names: Annotated[tuple[Annotated[Label, Field(min_length=1)], ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
+    names: Annotated[tuple[SomeLabel, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """What to call them, one each; empty: after their files."""
-    split: Annotated[Label, Field(min_length=1)] = "test"
+    split: SomeLabel = "test"
     """Which split of folders that have several."""
     limit: Count = 0
     """Prompts of each set, drawn by ``seed``; 0: all (of the embedded task, which has no end, 256)."""
