@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -65,14 +66,14 @@ NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front
         ("evaluation.sources=a.parquet", f"evaluation.sources = 'a.parquet': {LIST}[\"a.parquet\"]"),
         ("evaluation.sources=[a.parquet]", f"evaluation.sources = '[a.parquet]': {QUOTES}"),
         ("evaluation.pass_k=4", f"evaluation.pass_k = 4: {LIST}[4]"),
-        ("evaluation.pass_k=[0]", "evaluation.pass_k.0 = 0: input should be greater than or equal to 1"),
+        ("evaluation.pass_k=[0]", "evaluation.pass_k.0 = 0: use a whole number from 1 to 2147483647"),
         ("optimizer.betas=0.9", f"optimizer.betas = 0.9: {LIST.replace('list', 'list of two')}[0.9, 0.999]"),
         ("optimizer.betas=[0.9]", f"optimizer.betas = [0.9]: {LIST.replace('list', 'list of two')}[0.9, 0.999]"),
         (
             "optimizer.betas=[1, 2, 3]",
             f"optimizer.betas = [1, 2, 3]: {LIST.replace('list', 'list of two')}[0.9, 0.999]",
         ),
-        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 = 1.0: input should be less than 1"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 = 1.0: use a number from 0 to below 1"),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
         ("reward.by_source={a=math}", f"reward.by_source = '{{a=math}}': {QUOTES}"),
         (
@@ -82,28 +83,28 @@ NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front
         ),
         ("rollout.group_size=eight", "rollout.group_size = 'eight': input should be a valid integer"),
         ("rollout.group_size=8.0", "rollout.group_size = 8.0: input should be a valid integer"),
-        ("rollout.group_size=0", "rollout.group_size = 0: input should be greater than or equal to 1"),
-        ("rollout.group_size=-1", "rollout.group_size = -1: input should be greater than or equal to 1"),
+        ("rollout.group_size=0", "rollout.group_size = 0: use a whole number from 1 to 2147483647"),
+        ("rollout.group_size=-1", "rollout.group_size = -1: use a whole number from 1 to 2147483647"),
         ("rollout.group_size=true", "rollout.group_size = true: input should be a valid integer"),
         (
             "rollout.group_size=100000000000000000000",
-            "rollout.group_size = 100000000000000000000: input should be less than 9223372036854775808",
+            "override 'rollout.group_size=100000000000000000000': an integer of more than 64 bits; use a smaller one",
         ),
         (
             "rollout.group_size=1000000000",
             "rollout.prompts_per_step x rollout.group_size = 16000000000 samples a step are more than 2147483647; "
             "lower one of them",
         ),
-        ("run.seed=-1", "run.seed = -1: input should be greater than or equal to 0"),
+        ("run.seed=-1", "run.seed = -1: use a whole number from 0 to 9223372036854775807"),
         ("run.name=3", "run.name = 3: input should be a valid string"),
         ("run.name=../elsewhere", f"run.name = '../elsewhere': {NAME}"),
         ("run.name=..", f"run.name = '..': {NAME}"),
         ("run.name=", f"run.name = '': {NAME}"),
-        ("rollout.top_p=0.0", "rollout.top_p = 0.0: input should be greater than 0"),
-        ("rollout.temperature=nan", "rollout.temperature = nan: input should be a finite number"),
-        ("optimizer.learning_rate=-1e-6", "optimizer.learning_rate = -1e-06: input should be greater than 0"),
+        ("rollout.top_p=0.0", "rollout.top_p = 0.0: use a number above 0 to 1"),
+        ("rollout.temperature=nan", "rollout.temperature = nan: use a number from 0 to 100"),
+        ("optimizer.learning_rate=-1e-6", "optimizer.learning_rate = -1e-06: use a number from 1e-15 to 1"),
         ("optimizer.learning_rate=1e-6x", "optimizer.learning_rate = '1e-6x': input should be a valid number"),
-        ("optimizer.zero_stage=4", "optimizer.zero_stage = 4: input should be less than or equal to 3"),
+        ("optimizer.zero_stage=4", "optimizer.zero_stage = 4: use a whole number from 0 to 3"),
         ("speculation.mode=fast", "speculation.mode = 'fast': input should be 'plain', 'ngram' or 'full'"),
         ("optimizer.gradient_checkpointing=yes", "optimizer.gradient_checkpointing = 'yes': use true, false or 'auto'"),
         ("optimizer.gradient_checkpointing=1", "optimizer.gradient_checkpointing = 1: use true, false or 'auto'"),
@@ -510,3 +511,112 @@ def test_the_docs_list_what_may_change_when_a_run_goes_on():
     assert listed == FREE_ON_RESUME
     known = {f"{section}.{key}" for section, keys in load_config(TINY).model_dump().items() for key in keys}
     assert listed <= known
+
+
+# --- bounds ---
+
+NUL = "no file has a NUL character in its name; leave it out"
+DEEP = "nested over 16 deep; flatten it"
+PATH = "a name of 256 bytes in a path; the system takes 255"
+NOT_UNICODE = "input should be a valid string, unable to parse raw data as a unicode string"
+LARGE = "an integer of more than 64 bits; use a smaller one"
+KINDS = "input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or 'function'"
+
+
+def schema_leaves(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every number and text of the configuration, lists' items included, by its key, as JSON Schema has it."""
+    definitions = Config.model_json_schema()["$defs"]
+    if "$ref" in node:
+        node = definitions[node["$ref"].rpartition("/")[2]]
+    for name, inner in node.get("properties", {}).items():
+        yield from schema_leaves(inner, f"{path}.{name}".lstrip("."))
+    for inner in [*node.get("anyOf", []), *node.get("prefixItems", []), *([node["items"]] if "items" in node else [])]:
+        yield from schema_leaves(inner, path)
+    if isinstance(names := node.get("propertyNames"), dict):
+        yield path, {"type": "string", **names}
+    if node.get("type") in ("integer", "number", "string", "array") or (
+        node.get("type") == "object" and path.count(".")
+    ):
+        yield path, node
+
+
+LEAVES = [(path, node) for path, node in schema_leaves(Config.model_json_schema()) if not {"enum", "const"} & set(node)]
+SIZES = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
+
+
+@pytest.mark.parametrize(("path", "node"), LEAVES, ids=[f"{path}-{node['type']}" for path, node in LEAVES])
+def test_every_number_is_bounded_on_both_sides_and_every_text_and_list_in_length(
+    path: str, node: dict[str, Any]
+) -> None:
+    if node["type"] in SIZES:
+        assert SIZES[node["type"]] in node or path == "data.task_args", f"{path} has no greatest length"
+        return
+    low, high = (node.get(name, node.get(f"exclusive{name.title()}")) for name in ("minimum", "maximum"))
+    assert low is not None and high is not None, f"{path} is not bounded on both sides"
+    assert -(2**63) <= low < high <= 2**63
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.stall_factor=1e308", "run.stall_factor = 1e+308: use a number from 0 to 100000"),
+        ("rollout.temperature=1e308", "rollout.temperature = 1e+308: use a number from 0 to 100"),
+        ("rollout.temperature=1e-308", "rollout.temperature = 1e-308: use 0, or a number from 0.001 to 100"),
+        ("rollout.temperature=inf", "rollout.temperature = inf: use a number from 0 to 100"),
+        ("optimizer.learning_rate=1e308", "optimizer.learning_rate = 1e+308: use a number from 1e-15 to 1"),
+        ("algorithm.clip_high=1e308", "algorithm.clip_high = 1e+308: use a number from 0 to 1e+06, or 'auto'"),
+        ("run.name=" + "a" * 300, f"run.name = '{'a' * 199}... (302 characters): use at most 200 characters"),
+        ('run.name="a\\u001b[31m"', f"run.name = 'a\\x1b[31m': {NAME}"),
+        ('run.name="a\\n"', f"run.name = 'a\\n': {NAME}"),
+        ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),
+        ('data.source=["a", "b\\u0000"]', f"data.source = ['a', 'b\\x00']: {NUL}"),
+        (f"model.path={'a' * 256}", f"model.path = '{'a' * 199}... (258 characters): {PATH}"),
+        ("run.folder=\udcff", f"run.folder = '\\udcff': {NOT_UNICODE}"),
+        ('tracking.name="a\\u001b"', "tracking.name = 'a\\x1b': control characters cannot be shown; leave them out"),
+        ('reward.by_source={"\\u001b" = "x"}', f"reward.by_source.'\\x1b' = 'x': {KINDS}"),
+        ("run.seed=0x" + "f" * 5000, f"override 'run.seed=0x{'f' * 188}... (5013 characters): {LARGE}"),
+        ("run.seed=" + "9" * 5000, f"override 'run.seed={'9' * 190}... (5011 characters): {LARGE}"),
+        ("run.seed=" + "[" * 5000, f"override 'run.seed={'[' * 190}... (5011 characters): {DEEP}"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_work_are_refused_with_what_can(override: str, message: str) -> None:
+    assert refusal(override) == message
+
+
+def test_a_pattern_that_python_cannot_compile() -> None:
+    assert refusal("reward.default=format", "reward.format_pattern=a{99999999999999999999}") == (
+        "reward.format_pattern = 'a{99999999999999999999}' is no regular expression: the repetition number is too "
+        "large; mend it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a." * 100_000 + b"a = 1", DEEP),
+        (b"a = " + b"[" * 100_000, DEEP),
+        (b"a = " + b"9" * 5000, LARGE),
+        (b"a = 0x" + b"f" * 500_000, LARGE),
+        (b'a = "\xff"', "'utf-8' codec can't decode byte 0xff in position 5: invalid start byte"),
+    ],
+)
+def test_a_file_of_hostile_toml(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value) == f"config file {path} is not valid TOML: {message}; mend it"
+
+
+def test_a_file_that_cannot_be_read_to_its_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"#" * (2**20 + 1))
+    remedy = "give the path of a TOML file such as jobs/tiny.toml"
+    for path, reason in [
+        (tmp_path / "pipe", "it is a FIFO, not a regular file"),
+        (Path("/dev/zero"), "it is a device, not a regular file"),
+        (tmp_path / "large", "it has 1,048,577 bytes, and such a file 1,048,576 at most"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert str(caught.value) == f"config file {path}: {reason}; {remedy}"

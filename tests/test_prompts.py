@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import TINY, all_prompts, gcd_rows, open_data, texts, write_jsonl
+from data_sets import TINY, all_prompts, gcd_rows, open_data, reader_of, texts, write_jsonl
 from tiny import embedded_tokenizer
 
 from tlt_hpc.config import load_config
 from tlt_hpc.data.gcd import GcdProblem
+from tlt_hpc.data.inspect import inspect
 from tlt_hpc.data.prompts import FilePrompts, GcdPrompts, PromptSource, open_prompts
 from tlt_hpc.data.rows import RowError
 
@@ -86,6 +87,7 @@ def test_rows_are_read_in_order(tmp_path: Path) -> None:
 
 
 GOOD = '{"prompt": "gcd(6,4)=", "answer": 2}'
+HALF = "has half of a surrogate pair; mend the row"
 MEND = "; mend or remove the row"
 
 
@@ -102,6 +104,17 @@ MEND = "; mend or remove the row"
         ('{"prompt": "", "answer": 2}', "'prompt' is an empty text" + MEND),
         ('{"prompt": "a", "prompt": "b", "answer": 2}', "has the key 'prompt' twice; keep one of them"),
         ('{"prompt": "1\\ud800", "answer": 2}', "the prompt has half of a surrogate pair; mend the row"),
+        ('{"prompt": "1", "answer": "1\\ud800"}', "the answer has half of a surrogate pair; mend the row"),
+        ('{"prompt": "1", "answer": 1, "data_source": "\\udc00"}', f"the data_source {HALF}"),
+        ('{"prompt": "1", "answer": 1, "extra_info": {"\\udc00": 1}}', f"the rest {HALF}"),
+        ('{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', f"the prompt {HALF}"),
+        ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", "has an integer of too many digits; make it a text"),
+        ('{"prompt": "1", "answer": NaN}', "'answer' is NaN" + MEND),
+        ('{"prompt": "1", "answer": 1e999}', "'answer' is infinite" + MEND),
+        (
+            '{"prompt": "1", "answer": ' + "[" * 500 + "]" * 500 + "}",
+            "nested over 64 deep; flatten it or remove the row",
+        ),
         ("[" * 100_000, "JSON nested too deep; each line must be one JSON object"),
     ],
 )
@@ -110,6 +123,8 @@ def test_a_broken_row_is_named_by_file_and_line(line: str, reason: str, tmp_path
     with pytest.raises(RowError) as caught:
         open_data(path)
     assert str(caught.value) == f"{path}:3: {reason}, or set data.broken_rows = 'skip'"
+    assert [prompt.answer for prompt in open_data(path, "data.broken_rows=skip", count=1).batch(0)] == ["2"]
+    assert [str(error) for error in inspect(reader_of(path), 16).broken] == [f"{path}:3: {reason}"]
 
 
 def test_bytes_that_are_no_utf8(tmp_path: Path) -> None:

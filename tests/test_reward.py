@@ -20,6 +20,7 @@ from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
 from tlt_hpc.rewards.judge import judge, kind_for, needs_worker
 from tlt_hpc.rewards.scorer import Bench, Scorer
 from tlt_hpc.rewards.standing import settings_of, standing_bench
+from tlt_hpc.rewards.unjudged import count_unjudged, joined
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 BOXED = settings_of(RewardSection())
@@ -288,8 +289,8 @@ def test_text_alone_needs_no_server() -> None:
             ["reward.format_tags=['<think>']", "reward.default=format"],
             "reward.format_tags.0 = '<think>': give a name of letters, digits, '_' and '-', such as think",
         ),
-        (["reward.tolerance=nan"], "reward.tolerance = nan: input should be a finite number"),
-        (["reward.workers=0"], "reward.workers = 0: input should be greater than or equal to 1"),
+        (["reward.tolerance=nan"], "reward.tolerance = nan: use a number from 0 to 1000"),
+        (["reward.workers=0"], "reward.workers = 0: use a whole number from 1 to 1024"),
     ],
 )
 def test_mistakes_in_the_configuration(overrides: list[str], message: str) -> None:
@@ -414,12 +415,30 @@ def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> No
     assert server.num_forgotten == 1
 
 
-def test_what_the_user_can_mend_is_said_once_with_an_example(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_not_judged_is_counted_by_reason_with_an_example() -> None:
     bench = standing_bench(RewardSection(default="numeric"))
     odd = [dataclasses.replace(prompts()[0], answer="three")]
-    assert Scorer(bench, lambda _: odd[0], lambda _: "3").rewards(rollouts(4)).tolist() == [0.0] * 4
-    (line,) = caplog.messages
-    assert line == (
-        "4 responses have reward 0: their data's answers cannot be read; mend the data; for one, answer 'three' has no "
-        "number"
+    scorer = Scorer(bench, lambda _: odd[0], lambda _: "3")
+    assert scorer.rewards(rollouts(4)).tolist() == [0.0] * 4
+    found = scorer.unjudged(rollouts(4))
+    assert (found.total, found.num_responses) == (4, 4)
+    assert found.explain() == (
+        "their data's answers cannot be read; fix the data; for one, answer 'three' has no number"
+    )
+
+
+@pytest.mark.parametrize("failure", list(Failure))
+def test_a_program_that_fails_is_judged_and_whatever_else_fails_is_not(failure: Failure) -> None:
+    found = joined([count_unjudged([(kind, Verdict.failed(failure))]) for kind in ("function", "math", "code")])
+    of_a_program = failure in ("cpu", "memory", "asleep", "output", "crash")
+    assert (found.total, found.num_responses) == (2 if of_a_program else 3, 3)
+    assert f"for one, {failure}" in found.explain()
+
+
+def test_the_commonest_reason_comes_first() -> None:
+    few, many = Verdict.failed(Failure.CRASH, "status 3"), Verdict.failed(Failure.ERROR, "KeyError")
+    found = joined([count_unjudged([("math", few), ("math", many)]), count_unjudged([("math", many)])])
+    assert found.explain() == (
+        "(2) reward.function failed; fix it; for one, KeyError; (1) the process that judged them ended; see whether "
+        "reward.function crashes or calls os._exit; for one, status 3"
     )

@@ -10,6 +10,7 @@ import errno
 import io
 import json
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Callable
@@ -22,6 +23,12 @@ DOCUMENT_BYTES = 2**24
 """The most that a document of JSON or TOML may have."""
 LINES_BYTES = 2**29
 """The most that a file may have that grows by a line a step."""
+_MAX_DEPTH = 16
+"""Of tables and lists in each other, in TOML."""
+_DEEP = f"nested over {_MAX_DEPTH} deep; flatten it"
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]{1,64}[ \t]*\.[ \t]*){50}""")
+"""A dotted key in whose length tomllib takes quadratic time."""
+_LARGE = "an integer of more than 64 bits; use a smaller one"
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -49,6 +56,10 @@ T = TypeVar("T")
 
 class DamagedText(ValueError):  # noqa: N818
     """A text that does not hold what it should; its own text says why in one line, without the file's name."""
+
+
+class NotTomlError(DamagedText):
+    """A text that cannot be parsed as TOML at all."""
 
 
 def open_regular(path: Path) -> io.FileIO:
@@ -150,14 +161,33 @@ def parse_toml(data: bytes) -> dict[str, Any]:
     """What TOML holds.
 
     Raises:
-        DamagedText: it is none.
+        DamagedText: as ``toml_of``.
     """
     try:
-        return tomllib.loads(data.decode("utf-8"))
+        return toml_of(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DamagedText(str(error)) from None
+
+
+def toml_of(text: str) -> dict[str, Any]:
+    """The same of a text, shallow enough and with integers small enough for whatever shows them.
+
+    Raises:
+        NotTomlError: it is no TOML.
+        DamagedText: it is nested too deep, or has an integer that is too large.
+    """
+    if _LONG_KEY.search(text):
+        raise DamagedText(_DEEP)
+    try:
+        tree = tomllib.loads(text)
     except RecursionError:
-        raise DamagedText("it is nested too deep") from None
-    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
-        raise DamagedText(str(error).splitlines()[0][:200]) from None
+        raise DamagedText(_DEEP) from None
+    except tomllib.TOMLDecodeError as error:
+        raise NotTomlError(str(error).splitlines()[0][:200]) from None
+    except ValueError:  # Python reads no decimal integer of over 4300 digits
+        raise DamagedText(_LARGE) from None
+    _check_nesting(tree)
+    return tree
 
 
 def told(error: OSError) -> str:
@@ -175,3 +205,17 @@ def _check_regular(path: Path, found: os.stat_result) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     name = next((name for is_kind, name in _KINDS if is_kind(found.st_mode)), "no file")
     raise OSError(errno.EINVAL, f"it is {name}, not a regular file", str(path))
+
+
+def _check_nesting(tree: dict[str, Any]) -> None:
+    level: list[Any] = [tree]
+    for _ in range(_MAX_DEPTH):
+        if any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in level):
+            raise DamagedText(_LARGE)
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+        ]
+    if level:
+        raise DamagedText(_DEEP)

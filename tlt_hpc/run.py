@@ -25,7 +25,7 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.owner import agree_on_owner, check_owner
 from tlt_hpc.records import MicroStepRecord, PhaseSpan
-from tlt_hpc.rewards.scorer import Scorer
+from tlt_hpc.rewards.unjudged import joined
 from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rollout.engine import EngineCounts
@@ -199,7 +199,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         reporter.phase(step, "reward")
     with timer("reward"):
         rewards = tail.scorer.rewards(tail.rollouts)
-        check_judged(job, step, tail.scorer)
+        check_judged(job, step, tail)
         rollouts, scores = gather(job.world, tail.rollouts, rewards)
     if shows:
         reporter.phase(step, "update")
@@ -277,17 +277,24 @@ def warn_of_mismatch(job: Job, summary: StepSummary) -> None:
         logger.warning("step %d: %s", summary.step, line)
 
 
-def check_judged(job: Job, step: int, scorer: Scorer) -> None:
-    """End a run of which no response could be judged, for it would go on and learn nothing; collective.
+def check_judged(job: Job, step: int, tail: Tail) -> None:
+    """Warn of responses that could not be judged, and end a run that has no others: it would learn nothing; collective.
 
     Raises:
         UserError: on all ranks.
     """
-    told = job.world.allgather(scorer.unjudged())
-    failed, total = sum(count for count, *_ in told), sum(count for _, count, _ in told)
-    if failed and failed == total:
-        words = next(words for *_, words in told if words)
-        raise UserError(f"none of the {total} responses of step {step} could be judged: {words}; then start again")
+    found = joined(job.world.allgather(tail.scorer.unjudged(tail.rollouts)))
+    if not found.total:
+        return
+    if found.total == found.num_responses:
+        raise UserError(
+            f"none of the {found.total} responses of step {step} could be judged: {found.explain()}; then start again"
+        )
+    if job.world.rank == 0:
+        logger.warning(
+            "step %d: %d of %d responses could not be judged and have reward 0: %s",
+            step, found.total, found.num_responses, found.explain(),
+        )  # fmt: skip
 
 
 # -- reward and update ----------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def refill(job: Job, draws: StepDraws, scorer: Scorer) -> list[Request]:
     if not draws.needs_scores():
         return []
     own = list(job.engine.finished)
-    scored = list(zip((rollout.key for rollout in own), scorer.settle(own).tolist(), strict=True))
+    scored = list(zip((rollout.key for rollout in own), scorer.rewards(own).tolist(), strict=True))
     ranks = job.world.allgather(scored)  # scores alone: the responses are gathered once, for the update
     return draws.refill(np.array([score for _, score in sorted(chain.from_iterable(ranks))], np.float32))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tlt_hpc.config.base import Count, Decay, NonNegative, Positive, PositiveInt, Section
+from tlt_hpc.config.base import MAX_WEIGHT, Count, Decay, LearningRate, NumRanks, PositiveInt, Section, Weight
 from tlt_hpc.recipes import (
     AdvantageName,
     AggregationName,
@@ -23,9 +22,9 @@ from tlt_hpc.recipes import (
 
 
 def _bound(value: object) -> object:
-    if value == "auto" or (isinstance(value, int | float) and 0 <= value < math.inf and not isinstance(value, bool)):
+    if value == "auto" or (isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT and not isinstance(value, bool)):
         return value
-    raise ValueError("use a number of 0 or more, or 'auto'")
+    raise ValueError(f"use a number from 0 to {MAX_WEIGHT:g}, or 'auto'")
 
 
 def _switch(value: object) -> object:
@@ -35,7 +34,7 @@ def _switch(value: object) -> object:
 
 
 Switch = Annotated[bool | Literal["auto"], BeforeValidator(_switch)]
-Bound = Annotated[float | Literal["auto"], BeforeValidator(_bound)]
+Bound = Annotated[Weight | Literal["auto"], BeforeValidator(_bound)]
 
 
 class AlgorithmSection(Section):
@@ -55,7 +54,7 @@ class AlgorithmSection(Section):
     """The ratio is kept above 1 less this."""
     clip_high: Bound = "auto"
     """The ratio is kept below 1 plus this."""
-    kl_coefficient: NonNegative = 0.0
+    kl_coefficient: Weight = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     """``loss``: added to each token's; ``reward``: each response's sum over its tokens is taken from its reward."""
     kl_estimator: Literal["auto", KLName] = "auto"
@@ -64,11 +63,11 @@ class AlgorithmSection(Section):
     reference_every_steps: Count = 0
     """The reference becomes the policy after every so many steps, so that the distance is from a policy of late; 0: it
     stays the model that the run began with."""
-    entropy_coefficient: NonNegative = 0.0
+    entropy_coefficient: Weight = 0.0
     """Times the policy's entropy is taken from each token's loss."""
     overlong_buffer: Count = 0
     """The last so many of ``rollout.max_new_tokens`` cost reward, evenly up to ``overlong_penalty`` (DAPO); 0: none."""
-    overlong_penalty: NonNegative = 1.0
+    overlong_penalty: Weight = 1.0
     rollout_correction: CorrectionName = "none"
     """What is done where the rollout's probabilities are not the trainer's, by their ratio w: ``tis`` multiplies each
     token's loss by w, truncated; ``mis`` leaves out tokens whose w is too large; ``icepop`` those too small as well;
@@ -111,13 +110,14 @@ class AlgorithmSection(Section):
 
 
 class OptimizerSection(Section):
-    learning_rate: Positive = 1e-6
-    weight_decay: NonNegative = 0.0
+    learning_rate: LearningRate = 1e-6
+    weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
-    epsilon: Positive = 1e-8
-    max_grad_norm: NonNegative = 1.0
+    epsilon: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8
+    """Float32 takes 1e-38 for 0, and divides by it where there is no gradient."""
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9)] = 1.0
     """0 switches clipping off."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Count = 0
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     offload_parameters: bool = False
     """Keep each rank's share of the policy's parameters in host memory too, at ZeRO stage 3; on CUDA."""
@@ -125,7 +125,7 @@ class OptimizerSection(Section):
     """Keep optimiser state in host memory."""
     micro_batch_tokens: PositiveInt = 8192
     """Tokens of one forward and backward pass on one rank, or on those that share it; one sequence may exceed it."""
-    sequence_parallel: PositiveInt = 1
+    sequence_parallel: NumRanks = 1
     """Neighbouring ranks that share each micro-batch: a slice of its tokens each, and in attention a part of the heads
     (DeepSpeed-Ulysses). For responses whose activations no GPU holds."""
     gradient_checkpointing: Switch = "auto"

@@ -1,20 +1,82 @@
-"""What every section is made of: strictness, the types of its keys, and the error that ends a command."""
+"""What every section is made of: strictness, the types of keys with their bounds, the error that ends a command.
+
+Every number is bounded on both sides and every text in length: what lies outside cannot work on any machine.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from tlt_hpc.errors import UserError as UserError
 
-PositiveInt = Annotated[int, Field(ge=1, lt=2**63)]
+MAX_COUNT = 2**31 - 1
+"""Of ranks, steps, prompts and tokens: MPI and the logs count them in 32 bits."""
+MAX_ITEMS = 10_000
+"""Of a list or a table."""
+MAX_SECONDS = 1e9
+"""Thirty years: no limit in effect, and still within what the system's timers take."""
+MAX_WEIGHT = 1e6
+"""Of a term of a loss or a reward, or of a ratio: sums of a step's terms stay finite in float32."""
+LEAST_TEMPERATURE = 1e-3
+"""Below it sampling takes the likeliest token, as 0 does, and logits divided by it leave the range of float32."""
+MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
+"""Of a path and of each name in it: Linux's limits."""
+
+
+def check_path(path: str) -> str:
+    """The path, refused where no file can be called so."""
+    if "\0" in path:
+        raise PydanticCustomError("path", "no file has a NUL character in its name; leave it out")
+    size = len(path.encode(errors="surrogateescape"))
+    if size > MAX_PATH_BYTES:
+        raise PydanticCustomError("path", f"a path of {size} bytes; the system takes at most {MAX_PATH_BYTES}")
+    longest = max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))
+    if longest > MAX_NAME_BYTES:
+        raise PydanticCustomError("path", f"a name of {longest} bytes in a path; the system takes {MAX_NAME_BYTES}")
+    return path
+
+
+def _check_label(label: str) -> str:
+    if not label.isprintable():
+        raise PydanticCustomError("label", "control characters cannot be shown; leave them out")
+    return label
+
+
+def _check_temperature(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise PydanticCustomError("temperature", f"use 0, or a number from {LEAST_TEMPERATURE} to 100")
+    return value
+
+
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+NumBytes = Annotated[int, Field(ge=0, le=2**50)]
+"""Up to a pebibyte, more than a node has of memory or disk."""
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+NumRanks = Annotated[int, Field(ge=1, le=2**20)]
+"""More than any machine has."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-StrategyName = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+Weight = Annotated[float, Field(ge=0.0, le=MAX_WEIGHT)]
+Temperature = Annotated[float, Field(ge=0.0, le=100.0), AfterValidator(_check_temperature)]
+LearningRate = Annotated[float, Field(ge=1e-15, le=1.0)]
+"""Of Adam, whose every step changes a weight by about so much: below, float32 keeps no change, and above, no weight."""
+Seconds = Annotated[float, Field(ge=0.0, le=MAX_SECONDS)]
+PositiveSeconds = Annotated[float, Field(ge=1e-3, le=MAX_SECONDS)]
+
+StrategyName = Annotated[str, Field(min_length=1, max_length=64)]
+FilePath = Annotated[str, Field(max_length=MAX_PATH_BYTES), AfterValidator(check_path)]
+SomePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(check_path)]
+Label = Annotated[str, Field(max_length=128), AfterValidator(_check_label)]
+"""What something is called where it is shown; 128 is Weights & Biases' limit."""
+SomeLabel = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_label)]
+ColumnName = Annotated[str, Field(max_length=1024)]
+Text = Annotated[str, Field(max_length=100_000)]
+"""Longer than any model reads."""
 
 
 class ConfigError(UserError):

@@ -6,15 +6,35 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tlt_hpc.config.base import ConfigError, Count, Fraction, NonNegative, Positive, PositiveInt, Section, StrategyName
+from tlt_hpc.config.base import (
+    MAX_ITEMS,
+    MAX_SECONDS,
+    ConfigError,
+    Count,
+    FilePath,
+    Fraction,
+    LearningRate,
+    NumBytes,
+    PositiveInt,
+    PositiveSeconds,
+    Seconds,
+    Section,
+    Share,
+    SomePath,
+    StrategyName,
+    Weight,
+)
 
 LossKind = Literal["feature", "cross-entropy", "total-variation"]
+
+
+_NgramOrder = Annotated[int, Field(ge=1, le=1024)]
 
 
 class SpeculationSection(Section):
     mode: Literal["plain", "ngram", "full"] = "full"
     """``plain``: none; ``ngram``: model-free drafter; ``full``: n-gram and learned drafter, trained in the tail."""
-    strategies: Annotated[tuple[StrategyName, ...], Field(strict=False, min_length=1)] = (
+    strategies: Annotated[tuple[StrategyName, ...], Field(strict=False, min_length=1, max_length=64)] = (
         "ngram-4",
         "drafter-2",
         "drafter-4",
@@ -25,14 +45,21 @@ class SpeculationSection(Section):
     Sources: ``ngram``, ``drafter``, ``hybrid`` (both in one tree)."""
     chooser: Literal["goodput", "bandit"] = "goodput"
     """``goodput``: expected tokens over measured cost; ``bandit``: the paper's bucketed epsilon-greedy (BEG-MAB)."""
-    profile_seconds: NonNegative = 3.0
+    profile_seconds: Seconds = 3.0
     """Most that measuring the cost of rounds may take at the first start on a machine; later starts read it; 0: off."""
     epsilon: Fraction = 0.05
-    window: PositiveInt = 128
+    window: Annotated[int, Field(ge=1, le=10**6)] = 128
     """Rounds of a strategy that its expected accept length is taken over."""
-    ngram_orders: Annotated[tuple[PositiveInt, ...], Field(strict=False, min_length=1)] = (12, 8, 6, 4, 2, 1)
+    ngram_orders: Annotated[tuple[_NgramOrder, ...], Field(strict=False, min_length=1, max_length=64)] = (
+        12,
+        8,
+        6,
+        4,
+        2,
+        1,
+    )
     """Context lengths that the n-gram drafter tries, longest first."""
-    ngram_history_tokens: PositiveInt = 200_000
+    ngram_history_tokens: Annotated[int, Field(ge=1, le=10**9)] = 200_000
     """Tokens of earlier responses that the n-gram drafter remembers on each rank."""
 
 
@@ -40,24 +67,24 @@ class DrafterSection(Section):
     form: Literal["eagle", "eagle3"] = "eagle"
     """``eagle``: one layer on the last hidden state, read by the policy's head; ``eagle3``: on three layers' features,
     with a head of its own over a smaller vocabulary."""
-    init: str = "random"
+    init: SomePath = "random"
     """``random``, ``embedded:tiny``, or the drafter folder of an earlier run: weights only."""
     vocabulary: PositiveInt = 32768
     """Tokens that an ``eagle3`` drafter made anew drafts among, at most."""
-    learning_rate: Positive = 1e-3
+    learning_rate: LearningRate = 1e-3
     loss: Literal["auto", "feature", "cross-entropy", "total-variation"] = "auto"
     """``feature``: smooth-L1 on features plus soft cross-entropy, weighted by the two keys below (``auto`` for
     ``eagle``); ``cross-entropy``: that alone, on the draft vocabulary (``auto`` for ``eagle3``); ``total-variation``:
     minus the most that a draft can be accepted with, sum of min(p, q)."""
-    feature_loss_weight: NonNegative = 1.0
-    token_loss_weight: NonNegative = 0.1
-    unroll_steps: Count = 0
+    feature_loss_weight: Weight = 1.0
+    token_loss_weight: Weight = 0.1
+    unroll_steps: Annotated[int, Field(ge=0, le=64)] = 0
     """Steps of its own that the drafter is trained along; 0: 1 for ``eagle``, 7 for ``eagle3``."""
-    unroll_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    unroll_decay: Share = 0.8
     """Weight of each of them relative to the one before."""
     micro_step_tokens: PositiveInt = 2048
     """Most tokens of one micro-step; the time budget may make it smaller."""
-    micro_step_seconds: Positive = 0.2
+    micro_step_seconds: PositiveSeconds = 0.2
     average_merges: PositiveInt = 5
     """The engine drafts with the mean of the drafter's weights after about so many of the last merges, which forgives a
     learning rate that is too high; 1: with those of the last merge."""
@@ -76,15 +103,15 @@ class DrafterSection(Section):
     makes the step longer. Serial is there to be compared with."""
     serial_micro_steps: PositiveInt = 20
     """Micro-steps of each rank and step where ``place`` is ``serial``."""
-    serial_as: str = ""
+    serial_as: FilePath = ""
     """Folder of a run on as many ranks: where ``place`` is ``serial``, each rank takes as many micro-steps in a step as
     it took there by that run's log, instead of ``serial_micro_steps``. Empty: none."""
     rollouts: Literal["fresh", "first"] = "fresh"
     """``fresh``: train on this step's responses and the last one's; ``first``: on those of the run's first step for
     ever, the control that shows what fresh ones are worth."""
-    cache_bytes: PositiveInt = 2_000_000_000
+    cache_bytes: Annotated[NumBytes, Field(ge=1)] = 2_000_000_000
     """Bytes of features on disk that one rank may keep: half for the step under way, half for the one before."""
-    cache_folder: str = ""
+    cache_folder: FilePath = ""
     """A folder of each node's own for these features, such as ``$TMPDIR``: ``~`` and environment variables are expanded
     on each node, whose ranks then see each other's features alone. Empty: in the run's folder, where all see all."""
     cache_compression: Literal["none", "zstd"] = "none"
@@ -106,9 +133,9 @@ class DrafterSection(Section):
 class WarmupSection(Section):
     """``tlt warmup``: the drafter trained before any reinforcement learning; ``tlt train`` reads none of it."""
 
-    init: str = "random"
+    init: SomePath = "random"
     """What the warm-up begins from, as ``drafter.init`` names it."""
-    sources: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    sources: Annotated[tuple[FilePath, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """Run folders whose logged responses are learned from, newest first (``--from``); none: it rolls out itself."""
     responses: PositiveInt = 4096
     """Responses to roll out, one a prompt, or most to take from the logs; ``drafter.cache_bytes`` bounds them too."""
@@ -116,17 +143,17 @@ class WarmupSection(Section):
     """How the warm-up's own rollouts are decoded: ``off``, or n-grams such as ``ngram-4``."""
     updates: PositiveInt = 2000
     """Optimiser steps at most; the learning rate falls to zero over them."""
-    tokens: Count = 0
+    tokens: Annotated[int, Field(ge=0, le=10**15)] = 0
     """Response tokens to train on at most, repeats counted; 0: as many as the updates take."""
-    minutes: NonNegative = 0.0
+    minutes: Annotated[float, Field(ge=0.0, le=MAX_SECONDS / 60)] = 0.0
     """Wall-clock minutes after which training ends with a last validation, whatever the learning rate has come to (it
     does not follow the clock), restarts counted together; 0: never."""
     batch_tokens: PositiveInt = 8192
     """Response tokens of one update, over all ranks; one response may exceed it."""
-    learning_rate: Positive = 1e-3
+    learning_rate: LearningRate = 1e-3
     """The highest: reached after ``ramp_updates``, left along a cosine."""
     ramp_updates: Count = 50
-    noise: NonNegative = 0.0
+    noise: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     """Width of the uniform noise added to the features that the drafter reads; EAGLE: 0.2."""
     validate_every: PositiveInt = 100
     """Updates from one measurement of the accept length to the next; each saves the training as well."""

@@ -6,33 +6,44 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tlt_hpc.config.base import ConfigError, Count, NonNegative, PositiveInt, Section
+from tlt_hpc.config.base import (
+    MAX_ITEMS,
+    ConfigError,
+    Count,
+    PositiveInt,
+    Section,
+    Seed,
+    Share,
+    SomeLabel,
+    SomePath,
+    Temperature,
+)
 from tlt_hpc.config.data import EMBEDDED_TASK, DataSection
 
 
 class EvaluationSection(Section):
     """``tlt evaluate``, and the same between the steps of ``tlt train`` where ``every_steps`` says so."""
 
-    sources: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    sources: Annotated[tuple[SomePath, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """Data sets: files, patterns, folders or tasks, each as ``data.source`` has them, read by the other keys of
     ``data``. Empty: the held-out split of the embedded task, where that is trained on."""
-    names: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    names: Annotated[tuple[SomeLabel, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """What to call them, one each; empty: after their files."""
-    split: Annotated[str, Field(min_length=1)] = "test"
+    split: SomeLabel = "test"
     """Which split of folders that have several."""
     limit: Count = 0
     """Prompts of each set, drawn by ``seed``; 0: all (of the embedded task, which has no end, 256)."""
     greedy: bool = True
     """Answer each prompt once at temperature 0."""
-    samples: Count = 8
+    samples: Annotated[int, Field(ge=0, le=10**6)] = 8
     """Answers to each prompt by sampling: mean@N, pass@k and maj@N are over these."""
-    temperature: NonNegative = 0.6
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+    temperature: Temperature = 0.6
+    top_p: Share = 0.95
     max_new_tokens: Count = 0
     """0: as many as ``rollout.max_new_tokens``."""
-    pass_k: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
+    pass_k: Annotated[tuple[PositiveInt, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """The k of pass@k, each up to ``samples``; empty: 2, 4, 8 and so on, and ``samples``."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Of the sampling and of ``limit``; not the run's, so that runs of other seeds are judged alike."""
     every_steps: Count = 0
     """Evaluate in training after every so many steps, and at the end; 0: never."""

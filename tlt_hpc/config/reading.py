@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from tlt_hpc.config.base import ConfigError
 from tlt_hpc.config.whole import Config, check_combinations, find_combinations
-from tlt_hpc.files import DamagedText, parse_toml, read_bytes
+from tlt_hpc.files import DamagedText, NotTomlError, parse_toml, read_bytes, toml_of
 
 _REMEDIES = {
     "too_short": "give a list of one or more",
@@ -28,6 +27,15 @@ _REMEDIES = {
 """Where pydantic speaks of Python's types or of patterns: by its word for the mistake, or by the key."""
 _SHAPES = ("missing", "tuple_type", "too_long", "string_pattern_mismatch")
 """Mistakes that a key's own remedy goes with."""
+_BOUNDS = (
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"),
+    *("string_too_short", "string_too_long"),
+)
+"""Mistakes that are told with the key's whole range."""
+_SHOWN_CHARACTERS = 200
+"""Of a value in a message."""
+_MOST_BYTES = 2**20
+"""Of a configuration file; the longest of this project has 2 KB."""
 _KEY_PARTS = 2
 """A section and its key; what follows is a place within a list."""
 _REPLACED = {
@@ -71,7 +79,7 @@ def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
 
 def _read_file(path: Path) -> bytes:
     try:
-        return read_bytes(path)
+        return read_bytes(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(
             f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
@@ -124,15 +132,19 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or len(parts) != 2 or not all(parts):
-        raise ConfigError(f"override {override!r} is not of the form section.key=value, e.g. rollout.temperature=0.9")
+        raise ConfigError(
+            f"override {_shown(override)} is not of the form section.key=value, e.g. rollout.temperature=0.9"
+        )
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = toml_of(f"value = {text}")["value"]
+    except NotTomlError:
         value = text
+    except DamagedText as error:
+        raise ConfigError(f"override {_shown(override)}: {error}") from None
     section = tree.setdefault(parts[0], {})
     if not isinstance(section, dict):
         raise ConfigError(
-            f"override {override!r}: {parts[0]!r} is not a section in the file; write it as a [{parts[0]}] table"
+            f"override {_shown(override)}: {parts[0]!r} is not a section in the file; write it as a [{parts[0]}] table"
         )
     section[parts[1]] = value
 
@@ -161,10 +173,10 @@ def _toml_value(value: Any) -> str:
 
 
 def _one_line(first: ErrorDetails) -> str:
-    location = [str(part) for part in first["loc"]]
-    key = ".".join(location)
+    location = [str(part)[:_SHOWN_CHARACTERS] for part in first["loc"]]
+    key = ".".join(part if part.isprintable() else repr(part) for part in location)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_closest(location)}"
+        return f"unknown key {_shown('.'.join(location))}{_closest(location)}"
     if first["type"] == "missing" and len(location) <= _KEY_PARTS:
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
     if first["type"] == "missing":  # of a list, whose value is what was given
@@ -176,6 +188,8 @@ def _remedy(kind: str, location: list[str], value: Any, message: str) -> str:
     own = _REMEDIES.get(".".join(location[:_KEY_PARTS]))
     if own is not None and kind in _SHAPES:
         return own
+    if kind in _BOUNDS and (said := range_of(location)):
+        return said
     if kind in ("tuple_type", "dict_type") and isinstance(value, str) and value[:1] in "[{" and value:
         return "this is no TOML; put the whole in single quotes, so that the shell leaves the quotes within"
     if kind == "tuple_type":
@@ -184,7 +198,36 @@ def _remedy(kind: str, location: list[str], value: Any, message: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+
+
+def range_of(location: Sequence[str]) -> str:
+    """What a key, or a place in its list, may hold, in words; empty where it has no bounds."""
+    schema = Config.model_json_schema()
+    node = schema
+    for part in location:
+        node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        if part.isdecimal():
+            node = node["prefixItems"][int(part)] if "prefixItems" in node else node["items"]
+        else:
+            node = node.get("properties", {}).get(part, node)
+    if node.get("type") == "string":
+        least = f"{node['minLength']} to" if "minLength" in node else "at most"
+        return f"use {least} {node['maxLength']} characters"
+    low, high = (node.get(name) for name in ("minimum", "maximum"))
+    if node.get("type") not in ("integer", "number"):
+        return ""
+    kind = "whole number" if node["type"] == "integer" else "number"
+    above = f"from {_number(low)}" if low is not None else f"above {_number(node['exclusiveMinimum'])}"
+    below = f"to {_number(high)}" if high is not None else f"to below {_number(node['exclusiveMaximum'])}"
+    return f"use a {kind} {above} {below}"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.15g}"
 
 
 def _plain(message: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from tlt_hpc.config.base import Section
+from tlt_hpc.config.base import Label, Section, SomeLabel
 
 
 class TrackingSection(Section):
@@ -17,9 +15,9 @@ class TrackingSection(Section):
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases: ``offline`` writes files under the run's ``wandb``, for `wandb sync`; ``online`` needs a
     network on the node of rank 0, and a login."""
-    project: Annotated[str, Field(min_length=1)] = "tlt"
+    project: SomeLabel = "tlt"
     """Of Weights & Biases."""
-    group: str = ""
+    group: Label = ""
     """Of Weights & Biases; empty: none."""
-    name: str = ""
+    name: Label = ""
     """What the run is called there; empty: ``run.name``."""

@@ -10,7 +10,21 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
-from tlt_hpc.config.base import ConfigError, Count, NonNegative, PositiveInt, Section
+from tlt_hpc.config.base import (
+    MAX_ITEMS,
+    ConfigError,
+    Count,
+    FilePath,
+    NumBytes,
+    NumRanks,
+    PositiveInt,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    SomePath,
+    Temperature,
+)
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
 from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
 from tlt_hpc.config.evaluation import EvaluationSection, check_evaluation
@@ -24,47 +38,51 @@ _MOST_SAMPLES = 2**31 - 1
 
 
 class RunSection(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
-    folder: str = "runs"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=200)]
+    """Names a folder, and others after it with a word behind (``-warmup``): file systems take 255 characters."""
+    folder: FilePath = "runs"
     """Parent folder; the run writes to ``folder/name``."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     num_steps: PositiveInt
-    ranks: PositiveInt = 1
+    ranks: NumRanks = 1
     """MPI ranks that ``tlt`` starts itself when no launcher (srun, mpiexec) did; a launcher's count goes first."""
-    stall_factor: NonNegative = 1.0
+    stall_factor: Annotated[float, Field(ge=0.0, le=1e5)] = 1.0
     """How long a rank may stand still before the watch ends the job, in limits of docs/cluster.md; 0: for ever."""
 
 
 class ModelSection(Section):
-    path: str
+    path: SomePath
     """A Hugging Face folder, or ``embedded:tiny``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+_StopString = Annotated[str, Field(max_length=1024)]
 
 
 class RolloutSection(Section):
     prompts_per_step: PositiveInt
     group_size: PositiveInt
     max_new_tokens: PositiveInt
-    temperature: NonNegative = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    temperature: Temperature = 1.0
+    top_k: Count = 0
+    top_p: Share = 1.0
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    max_live: PositiveInt = 64
+    max_live: Annotated[int, Field(ge=1, le=2**20)] = 64
     """Sequences decoded together on one rank."""
     min_new_tokens: Count = 0
     """No end token is sampled before this many tokens."""
-    stop_strings: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    stop_strings: Annotated[tuple[_StopString, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
     """A response ends with the token that completes one of these."""
-    kv_bytes: Count = 0
+    kv_bytes: NumBytes = 0
     """Budget of one rank's keys, values and features; 0: room for ``max_live`` responses of full length."""
-    page_size: PositiveInt = 128
+    page_size: Annotated[int, Field(ge=1, le=2**20)] = 128
     """Tokens of a page of that memory; flash-attention wants multiples of 256."""
     prefill_tokens: PositiveInt = 4096
     """Prompt tokens of one pass; longer prompts are read in chunks, between rounds."""
     shard: Literal["group", "sample"] = "group"
     """What a rank owns: whole GRPO groups, or single samples of all groups."""
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: NumRanks = 1
     """Consecutive ranks of a node that hold one copy of the model for the rollout, each a part of every layer."""
     tie_guard: Literal["auto", "on", "off"] = "auto"
     """``auto``: on for float32, off otherwise."""
@@ -79,7 +97,7 @@ class CheckpointSection(Section):
     replay: bool = True
     """Repeat the updates of logged steps that no checkpoint has; off: generate these steps again, and train the drafter
     in their tails again."""
-    keep_responses_seconds: NonNegative = 300.0
+    keep_responses_seconds: Seconds = 300.0
     """Finished responses of a step under way are written every so many seconds, for the next start; 0: only when the
     rollout ends, or a stop cuts it short."""
     background: bool = True

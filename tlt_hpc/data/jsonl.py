@@ -17,6 +17,8 @@ from tlt_hpc.data.rows import Row, RowError, nested_columns
 _CHUNK_BYTES = 1 << 24
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NEWLINE, _BRACE = 10, ord("{")
+_MOST_BYTES = 2**26
+"""Of a line: a row's unit tests may have megabytes, a prompt has kilobytes."""
 _LOOKED_AT = 100
 """Rows among which the first good one tells the columns."""
 
@@ -59,6 +61,8 @@ class JsonlRows:
         return digest_of(self._path)
 
     def _line(self, index: int) -> bytes:
+        if (size := int(self._lengths[index])) > _MOST_BYTES:
+            raise RowError(self.where(index), f"{size} bytes, and at most {_MOST_BYTES} are read; remove the row")
         return os.pread(self._file.fileno(), int(self._lengths[index]), int(self._starts[index]))
 
 
@@ -76,6 +80,8 @@ def parse_object(line: bytes, where: str) -> Row:
         raise RowError(where, f"not JSON ({error.msg}); each line must be one JSON object") from None
     except _DoubleKeyError as error:
         raise RowError(where, f"has the key {error.key!r} twice; keep one of them") from None
+    except ValueError:  # beyond Python's limit of 4300 digits
+        raise RowError(where, "has an integer of too many digits; make it a text") from None
     except RecursionError:
         raise RowError(where, "JSON nested too deep; each line must be one JSON object") from None
     if not isinstance(row, dict):

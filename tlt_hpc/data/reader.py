@@ -66,10 +66,6 @@ class PromptReader:
         where = self.rows.where(index)
         row = take_apart(self.rows[index], self._columns, self.rows.kind, where)
         text = self._write(row.prompt, where)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise RowError(where, "the prompt has half of a surrogate pair; mend the row") from None
         tokens = encode(self._tokenizer, text) if self._tokenizer else np.empty(0, np.int32)
         if self._tokenizer and not len(tokens):
             raise RowError(where, "prompt of 0 tokens; mend or remove the row")

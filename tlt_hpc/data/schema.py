@@ -15,6 +15,9 @@ _PROMPT_COLUMNS = ("prompt", "problem", "question", "messages")
 _ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "ground_truth")
 _KEPT = ("extra_info", "reward_model", "ability")
 """Of verl's schema, for rewards."""
+_USED = ("data_source", *_KEPT)
+_MOST_DEPTH = 64
+_NESTS = (Mapping, list, tuple)
 _FACTS = ("data_source", "difficulty", "level")
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 
@@ -76,16 +79,20 @@ def take_apart(row: Row, columns: Columns, kind: str, where: str) -> RowText:
     """A row's prompt, answer and the rest; its source is ``kind`` where it names none.
 
     Raises:
-        RowError: a prompt or answer is missing, null or of another type.
+        RowError: a prompt or answer is missing, null or of another type, or some of it cannot be written as UTF-8.
     """
     answer = _value(row, columns.answer, where)
+    used = (*_USED, columns.prompt.partition(".")[0], columns.answer.partition(".")[0])
+    _check_depth([row.get(name) for name in used], where)
     source = row.get("data_source")
-    return RowText(
+    found = RowText(
         prompt=_prompt(_value(row, columns.prompt, where), columns.prompt, where),
         answer=answer if isinstance(answer, str) else json.dumps(answer, default=str),
         source=kind if source is None else str(source),
         extra=_extra(row),
     )
+    _check_texts(found, where)
+    return found
 
 
 def difficulty_of(row: Row) -> Any:
@@ -109,9 +116,27 @@ def _value(row: Row, path: str, where: str) -> Any:
         found = found[name]
     if found is None:
         raise RowError(where, f"{path!r} is null; mend or remove the row")
-    if isinstance(found, float) and math.isnan(found):  # what pandas has where there is nothing
-        raise RowError(where, f"{path!r} is NaN; mend or remove the row")
+    if isinstance(found, float) and not math.isfinite(found):  # pandas has NaN where there is nothing
+        raise RowError(where, f"{path!r} is {'NaN' if math.isnan(found) else 'infinite'}; mend or remove the row")
     return found
+
+
+def _check_depth(values: list[Any], where: str) -> None:
+    """Refuse what some JSON library on the way would call nested too deep, and another would not."""
+    for _ in range(_MOST_DEPTH):
+        nests = [value for value in values if isinstance(value, _NESTS)]
+        values = [inner for nest in nests for inner in (nest.values() if isinstance(nest, Mapping) else nest)]
+    if values:
+        raise RowError(where, f"nested over {_MOST_DEPTH} deep; flatten it or remove the row")
+
+
+def _check_texts(row: RowText, where: str) -> None:
+    prompt = row.prompt if isinstance(row.prompt, str) else json.dumps(row.prompt, default=str, ensure_ascii=False)
+    for what, text in (("prompt", prompt), ("answer", row.answer), ("data_source", row.source), ("rest", row.extra)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RowError(where, f"the {what} has half of a surrogate pair; mend the row") from None
 
 
 def _prompt(value: Any, path: str, where: str) -> str | Messages:

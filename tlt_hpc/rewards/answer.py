@@ -11,7 +11,7 @@ MOST_CHARACTERS = 4_000_000
 
 
 class Failure(StrEnum):
-    """Why an answer has reward 0 without having been judged; counted in ``reward/failed/<reason>``."""
+    """Why an answer has reward 0, by fault of its own or not (``unjudged``); counted in ``reward/failed/<reason>``."""
 
     CPU = "cpu"
     """It took more CPU time than it may."""
@@ -28,7 +28,7 @@ class Failure(StrEnum):
     CRASH = "crash"
     """The process that judged it, or the program, was killed by a signal."""
     ERROR = "error"
-    """The user's function raised, or returned no number."""
+    """The user's function raised, or returned no number, or one that no reward can be."""
     UNREADABLE = "unreadable"
     """The data's answer cannot be read as its kind demands."""
     SERVER = "server"

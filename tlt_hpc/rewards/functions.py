@@ -17,6 +17,8 @@ from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
 RewardFunction = Callable[..., Any]
 MODULE = "tlt_reward_function"
+MOST_REWARD = 1e6
+"""Either way: the sums and squares of a step's rewards stay finite in float32."""
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """verl's."""
 
@@ -86,6 +88,10 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     score = result.get("score") if isinstance(result, dict) else result
     if not isinstance(score, Real) or not math.isfinite(score):
         return Verdict.failed(Failure.ERROR, f"the function returned {str(result)[:80]!r}, which is no number")
+    if abs(score) > MOST_REWARD:
+        return Verdict.failed(
+            Failure.ERROR, f"the function returned {float(score):g}, which is not within {MOST_REWARD:g} of 0"
+        )
     return Verdict(float(score))
 
 

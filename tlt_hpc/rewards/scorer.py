@@ -5,7 +5,6 @@ Knows neither how a response is judged nor what the others' rewards are.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,8 +18,7 @@ from tlt_hpc.records import Prompt, Rollout, SampleKey
 from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
 from tlt_hpc.rewards.client import RewardClient
 from tlt_hpc.rewards.judge import judge, kind_for, needs_worker
-
-logger = logging.getLogger(__name__)
+from tlt_hpc.rewards.unjudged import Unjudged, count_unjudged
 
 
 @dataclass(frozen=True)
@@ -93,16 +91,6 @@ class Scorer:
         self.seconds_ahead += time.perf_counter() - start
 
     def rewards(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
-        """The rewards [N] of all the step's responses, as ``settle``; warns of what the user can mend.
-
-        Raises:
-            UserError: the server cannot be started again.
-        """
-        rewards = self.settle(rollouts)
-        self._warn()
-        return rewards
-
-    def settle(self, rollouts: Sequence[Rollout]) -> NDArray[np.float32]:
         """The rewards [N] of some, judging those that are left and waiting for the server's.
 
         Raises:
@@ -130,12 +118,9 @@ class Scorer:
         failed = {f"reward/failed/{failure}": float(counted[failure]) for failure in Failure}
         return {**figures, **failed, "reward/waited_seconds": self.seconds_waited}
 
-    def unjudged(self) -> tuple[int, int, str]:
-        """Verdicts that fell to what the user can mend, of how many, and one of them in words."""
-        mendable = (Failure.UNREADABLE, Failure.ERROR)
-        told = [verdict for verdict in self._verdicts.values() if verdict.failure in mendable]
-        words = f"{_REMEDIES[told[0].failure]}; for one, {told[0].detail}" if told else ""  # type: ignore[index]
-        return len(told), len(self._verdicts), words
+    def unjudged(self, rollouts: Sequence[Rollout]) -> Unjudged:
+        """Those of the responses that were not judged; all have their rewards."""
+        return count_unjudged((self._bench.kind_of(self._prompt_of(r)), self._verdicts[r.key]) for r in rollouts)
 
     def _hand_over(self, rollouts: Sequence[Rollout]) -> None:
         """What ended with the rollout and was not offered."""
@@ -157,17 +142,3 @@ class Scorer:
 
     def _answer(self, rollout: Rollout) -> Answer:
         return self._bench.answer(self._prompt_of(rollout), self._text_of(rollout))
-
-    def _warn(self) -> None:
-        """Name what the user can mend: once a step and reason, with an example."""
-        for failure in (Failure.UNREADABLE, Failure.ERROR, Failure.SERVER):
-            told = [verdict.detail for verdict in self._verdicts.values() if verdict.failure == failure]
-            if told:
-                logger.warning("%d responses have reward 0: %s; for one, %s", len(told), _REMEDIES[failure], told[0])
-
-
-_REMEDIES = {
-    Failure.UNREADABLE: "their data's answers cannot be read; mend the data",
-    Failure.ERROR: "reward.function failed; mend it",
-    Failure.SERVER: "the server of rewards died of them",
-}
