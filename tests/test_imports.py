@@ -16,7 +16,7 @@ PACKAGE = "tlt_hpc"
 # Top to bottom. A room is a folder of the package or a module beside them; those on one line do not know each other.
 FLOORS = (
     ("__main__",),
-    ("cli",),
+    ("cli", "script"),
     ("show_evaluation",),
     ("display", "inspect_data", "preflight", "live", "report"),
     ("ablate",),
@@ -33,8 +33,8 @@ FLOORS = (
     ("models", "figures"),
     ("analysis",),
     ("mpi", "storage", "kernels", "energy"),
-    ("config", "records", "timing", "stopping"),
-    ("recipes", "watch", "errors"),
+    ("config", "records", "timing", "stopping", "console"),
+    ("recipes", "watch", "errors", "printable"),
     ("",),  # the package itself: its version
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
@@ -48,17 +48,17 @@ MAY_KNOW = {
     "rewards": {"config", "records", "watch"},
     "storage": {"records", "config", "errors"},
     "analysis": {"storage", "records", "errors"},
-    "figures": {"analysis"},
+    "figures": {"analysis", "printable"},
     "mpi": {"config", "stopping", "watch"},
     "launch": {"config", "storage", "stopping", "watch"},
     "bench": {"rollout", "models", "data", "config", "records"},
-    "memory_plan": {"rollout", "models", "config"},
-    "simulate": {"memory_plan", "rollout", "models", "storage", "config", "records"},
+    "memory_plan": {"rollout", "models", "config", "console"},
+    "simulate": {"memory_plan", "rollout", "models", "storage", "config", "records", "console"},
     "export": {"checkpoint", "models", "storage", "config"},
-    "report": {"simulate", "figures", "analysis", "storage", "errors"},
+    "report": {"simulate", "figures", "analysis", "storage", "errors", "printable"},
     "energy": set(),
     "environment": {"rollout", "storage", "mpi"},
-    "live": {"owner", "models", "storage", "records", "watch", "errors"},
+    "live": {"owner", "models", "storage", "records", "watch", "errors", "console", "printable"},
     "tracking": {"storage", "config"},
     "records": set(),
     "config": {"recipes", "errors"},

@@ -41,6 +41,7 @@ from tlt_hpc.launch.time_limit import await_preemption, know_limits, queue_again
 from tlt_hpc.live import options as live_options
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
+from tlt_hpc.printable import PrintableStream, escape_streams
 from tlt_hpc.report import options as report_options
 from tlt_hpc.simulate import options as simulate_options
 from tlt_hpc.stopping import Stop, StopFlag
@@ -67,6 +68,7 @@ _FIRST_WORD_SECONDS = 10.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    escape_streams()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks on shared cores would fight
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
@@ -115,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank is not None:
             settle(config, rank)
         progress = PROGRESS.get(options.command)
+        PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
         know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank) as watch:
             return watch.ended(RUNS[options.command](config, options, flag))
@@ -509,12 +512,7 @@ ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
 def run_alone(command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     """Run such a command; its user's mistakes end as one line."""
     try:
-        status = command(options) or 0
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # whoever read the output, such as head, has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return command(options) or 0
     except ValueError as error:
         print(f"tlt: {error}", file=sys.stderr)
         return USER_ERROR

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from tlt_hpc.ablate.command import Stopped
@@ -19,6 +17,7 @@ from tlt_hpc.ablate.figures import Figures, verdict
 from tlt_hpc.ablate.table import cells_of
 from tlt_hpc.compare import Comparison, ModeFigures
 from tlt_hpc.config import Config
+from tlt_hpc.console import TextConsole, make_bar, start_escaped
 from tlt_hpc.launch.local import TERMINAL_VARIABLE
 from tlt_hpc.metrics import StepSummary
 from tlt_hpc.mpi.roster import Roster
@@ -37,7 +36,7 @@ _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harvested s"
 def make_console() -> Console:
     """Rank 0's console; a terminal behind the launcher's pipe is still a terminal."""
     width = os.environ.get(TERMINAL_VARIABLE)
-    return Console(force_terminal=True, width=int(width)) if width else Console(width=120, force_terminal=False)
+    return TextConsole(force_terminal=True, width=int(width)) if width else TextConsole(width=120, force_terminal=False)
 
 
 def step_cells(summary: StepSummary) -> tuple[str, ...]:
@@ -132,22 +131,14 @@ class LiveReporter:
     _ROWS = 12
 
     def __init__(self, console: Console) -> None:
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[phase]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        self._bar = make_bar(console, "phase")
         self._task = self._bar.add_task("", total=None, phase="")
         self._rows: list[tuple[str, ...]] = []
         self._shown_at = 0.0
         self._live = Live(self._render(), console=console, auto_refresh=False, transient=False)
 
     def __enter__(self) -> LiveReporter:
-        self._live.start()
+        start_escaped(self._live)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -348,22 +339,14 @@ class WarmupBar(SilentWarmupReporter):
     """A progress bar for the phase, and the curve so far above it."""
 
     def __init__(self, console: Console) -> None:
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        self._bar = make_bar(console, "figures")
         self._task = self._bar.add_task("", total=None, figures="")
         self._config: Config | None = None
         self._best = "-"
         self._reads = ""
 
     def __enter__(self) -> WarmupBar:
-        self._bar.start()
+        start_escaped(self._bar)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tlt_hpc.console import make_bar, start_escaped
 from tlt_hpc.display import make_console
 from tlt_hpc.evaluate.command import EvaluationReporter, EvaluationResult
 from tlt_hpc.evaluate.figures import Estimate, Figures
@@ -55,20 +55,12 @@ class EvaluationBar(SilentEvaluationReporter):
     """A progress bar."""
 
     def __init__(self, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        self._bar = make_bar(console, "figures")
         self._task = self._bar.add_task("", total=None, figures="")
         self._total = 0
 
     def __enter__(self) -> EvaluationBar:
-        self._bar.start()
+        start_escaped(self._bar)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tlt_hpc.errors import UserError
 from tlt_hpc.live.state import read_last_lines
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
+from tlt_hpc.printable import printable
 from tlt_hpc.records import FinishReason, Rollout
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
@@ -112,7 +113,7 @@ def pieces_of(rollout: Rollout) -> Iterator[tuple[list[int], bool]]:
 def _words(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "".join(f"{token} " for token in tokens)
-    return str(tokenizer.decode(tokens, skip_special_tokens=False))
+    return printable(str(tokenizer.decode(tokens, skip_special_tokens=False)))
 
 
 def show_samples(path: Path, model_path: str, count: int, seed: int | None = None) -> list[Text]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt_hpc.live.state import RunState
+from tlt_hpc.printable import printable
 from tlt_hpc.storage.step_lines import Line
 from tlt_hpc.watch.record import Record
 
@@ -39,7 +40,7 @@ def head(state: RunState) -> Text:
     """Whose run it is."""
     hosts = len({record.host for record in state.records})
     where = f"{_count(len(state.records), 'rank')} on {_count(hosts, 'node')}" if state.records else "no rank yet"
-    text = Text.assemble((state.facts.name, "bold"), f"  {state.facts.mode}, {where}")
+    text = Text.assemble((printable(state.facts.name), "bold"), f"  {state.facts.mode}, {where}")
     text.append(f"  ({state.owner})" if state.owner else "", "dim")
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
