@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+from contextlib import suppress
 from typing import TextIO, cast
 
 READER_GONE = 141
@@ -35,6 +36,8 @@ class PrintableStream(io.TextIOBase):
 
     outlives_reader = False
     """Of all streams of the process: whether it has work to do that does not end with its output."""
+    has_reader = True
+    """Of all streams of the process."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -73,6 +76,7 @@ def reader_gone(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+    PrintableStream.has_reader = False
     if not PrintableStream.outlives_reader:
         raise SystemExit(READER_GONE)
 
@@ -81,8 +85,8 @@ def escape_streams() -> None:
     """Have all that this process prints from here on escaped, tracebacks included; every entry point begins with it."""
     if not isinstance(sys.stdout, PrintableStream):
         sys.stdout = cast(TextIO, PrintableStream(sys.stdout))
-        atexit.unregister(_flush)
-        atexit.register(_flush)
+        atexit.unregister(_leave)
+        atexit.register(_leave)
     if not isinstance(sys.stderr, PrintableStream):
         sys.stderr = cast(TextIO, PrintableStream(sys.stderr))
 
@@ -92,9 +96,9 @@ def raw_stream(stream: TextIO) -> TextIO:
     return stream.stream if isinstance(stream, PrintableStream) else stream
 
 
-def _flush() -> None:
-    """Before the interpreter does, which would say that it could not."""
-    try:
+def _leave() -> None:
+    """Flush before the interpreter does, which tells of its failure; and it forgets what an earlier flush has raised."""
+    with suppress(SystemExit):
         sys.stdout.flush()
-    except SystemExit:
+    if not PrintableStream.has_reader and not PrintableStream.outlives_reader:
         os._exit(READER_GONE)
