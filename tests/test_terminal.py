@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,10 @@ from tokenizers.models import WordLevel
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, figures_of
 from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.script import missing
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.words import count
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKUP = "[bold red]x[/nope] :smile:"
@@ -250,3 +254,80 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(
     )  # fmt: skip
     os.close(writer)
     assert done.stderr == "" and done.returncode == 141
+
+
+# -- words ----------------------------------------------------------------------------------------------------------
+
+SPEAK = ("display", "show_evaluation", "inspect_data", "live", "cli", "finished", "plan", "launch/local")
+SPEAK += ("warmup/plan", "ablate/plan", "evaluate/command", "preflight/command")
+COUNTED = re.compile(r" (steps|ranks|nodes|responses|updates|files|prompts|rows|refills|replicas|runs)\b")
+
+
+def test_one_step_is_no_steps() -> None:
+    """A number before a plural is one that ``words.count`` has put there."""
+    found = []
+    for room in SPEAK:
+        base = ROOT / "tlt_hpc" / room
+        for path in sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]:
+            for text in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                pairs = pairwise(text.values) if isinstance(text, ast.JoinedStr) else ()
+                for number, words in pairs:
+                    if isinstance(words, ast.Constant) and COUNTED.match(words.value) and number is not words:
+                        found.append(f"{path.relative_to(ROOT)}:{words.lineno}: {words.value}")
+    assert not found
+    assert [count(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+    assert [count(n, "pass") for n in (1, 2)] == ["1 pass", "2 passes"]
+
+
+# -- a start --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["tools/timeline.py", "tools/bench_shape.py", "jobs/submit.py", "-m tlt_hpc"])
+def test_a_python_without_the_libraries_is_told_in_one_line(script: str, tmp_path: Path) -> None:
+    done = run_script("-S", *script.split())
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert re.match(r"\w+: no \w+ in /\S+: (run it with|activate) ", done.stderr)
+
+
+def test_the_python_that_has_the_libraries_is_named(tmp_path: Path) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    assert "activate this project's environment" in missing("numpy", tmp_path)
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert missing("numpy", tmp_path, "/usr/bin/python3") == f"no numpy in /usr/bin/python3: run it with {python}"
+    assert "install numpy there" in missing("numpy", tmp_path, str(python))
+
+
+RANKS = """
+import os, sys
+from tlt_hpc.launch import local
+script = "for i in 1 2 3 4 5 6; do echo line $i || exit 7; echo error $i >&2 || exit 8; sleep 0.1; done; touch done"
+local.launch_command = lambda num_ranks, arguments: ["/bin/sh", "-c", script]
+local.become_ranks(2, [], "")
+"""
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_started_outlives_the_reader_of_its_output(tmp_path: Path, both: bool) -> None:
+    """mpiexec ends with an error where it cannot write, and its ranks with it."""
+    errors = subprocess.STDOUT if both else subprocess.PIPE
+    command = [sys.executable, "-c", RANKS]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=tmp_path, env=environment())
+    assert started.stdout is not None and started.stdout.readline() == b"line 1\n"
+    started.stdout.close()
+    told = started.stderr.read() if started.stderr else b""
+    assert started.wait(30) == 0 and (tmp_path / "done").exists()
+    assert both or told.count(b"error") == 6
+
+
+@pytest.mark.mpi
+def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    shape = ["rollout.max_new_tokens=32", "rollout.prompts_per_step=4", "run.num_steps=2", "speculation.mode=plain"]
+    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", *shape, f"run.folder={tmp_path}"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment())
+    assert started.stdout is not None and started.stderr is not None
+    while started.stdout.readline().strip() != b"loading libraries":
+        assert started.poll() is None
+    started.stdout.close()
+    assert started.stderr.read() == b"" and started.wait(120) == 0
+    assert (tmp_path / "tiny" / "finished.json").exists()

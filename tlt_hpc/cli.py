@@ -48,6 +48,7 @@ from tlt_hpc.stopping import Stop, StopFlag
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.watch import Watch
+from tlt_hpc.words import count
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -82,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_rank = rank is not None and not options.dry_run
     if rank == 0 and is_rank and STARTED not in os.environ:
         print(starting(os.environ), flush=True)
+    if rank is None and not options.dry_run:
+        print(f"checking {options.config}", flush=True)
     try:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
@@ -546,6 +549,7 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     plan = partial(plan_command, config, options, world.size)
     check_nodes(world, config, plan)  # before any other collective: a rank with an error of its own waits there
     world.answer_signals()
+    world.say("loading libraries")
     return world
 
 
@@ -567,7 +571,7 @@ def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> in
     from tlt_hpc.run import open_tracking, run
 
     with open_tracking(config, world) as tracking:
-        with make_reporter(world.rank == 0) as reporter:
+        with make_reporter(world.rank == 0, lambda: world.stop_requested) as reporter:
             result = run(config, world, reporter, tracking)
         leave_process_group()
         if world.rank == 0:
@@ -586,7 +590,7 @@ def run_compare(config: Config, options: argparse.Namespace, flag: StopFlag) -> 
     from tlt_hpc.display import make_reporter, print_comparison
     from tlt_hpc.rl.distributed import leave_process_group
 
-    with make_reporter(world.rank == 0) as reporter:
+    with make_reporter(world.rank == 0, lambda: world.stop_requested) as reporter:
         comparison = compare(config, options.steps, world, reporter)
     leave_process_group()
     if comparison is None:
@@ -613,7 +617,8 @@ def run_warmup(config: Config, options: argparse.Namespace, flag: StopFlag) -> i
     if world.rank == 0:
         print_warmup(result, options.config, config.drafter.form)
     if not result.finished:
-        words = f"{len(list(result.folder.rglob('*.h5')))} files of features, {result.progress.updates} updates"
+        files, updates = len(list(result.folder.rglob("*.h5"))), result.progress.updates
+        words = f"{count(files, 'file')} of features, {count(updates, 'update')}"
         return leave_early(world, result.folder, lambda: words)
     world.leave()
     return 0
@@ -634,7 +639,7 @@ def run_evaluate(config: Config, options: argparse.Namespace, flag: StopFlag) ->
     if world.rank == 0:
         print_evaluation(result)
     if not result.finished:
-        return leave_early(world, result.folder, lambda: f"{result.num_left} responses before the end")
+        return leave_early(world, result.folder, lambda: f"{count(result.num_left, 'response')} before the end")
     world.leave()
     return 0
 

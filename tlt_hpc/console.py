@@ -18,6 +18,7 @@ from rich.progress import (
     track,
 )
 from rich.segment import Segment
+from rich.table import Column
 from rich.text import Text
 
 from tlt_hpc.printable import escape_streams, printable, raw_stream, reader_gone
@@ -48,12 +49,12 @@ class TextConsole(Console):
 
 
 def make_bar(console: Console, figures: str) -> Progress:
-    """A progress bar: description, bar, count, the task's field that ``figures`` names, time."""
+    """A progress bar: description, bar, count, the task's field that ``figures`` names, time; words are wrapped."""
     return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TextColumn(f"{{task.fields[{figures}]}}", markup=False),
+        TextColumn(f"{{task.fields[{figures}]}}", markup=False, table_column=Column()),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=console,

@@ -6,6 +6,7 @@ import json
 
 from tlt_hpc.config import Config, UserError, load_saved_config
 from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.words import count
 
 
 def note_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
@@ -36,4 +37,5 @@ def told_finished(config: Config) -> str:
         raise UserError(f"{folder.finished} is damaged ({error}); remove it, and the run looks for itself") from None
     if num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
         return ""
-    return f"already finished: {num_steps} steps in {config.folder}, policy {digest[:12]}; raise run.num_steps to go on"
+    steps = count(num_steps, "step")
+    return f"already finished: {steps} in {config.folder}, policy {digest[:12]}; raise run.num_steps to go on"

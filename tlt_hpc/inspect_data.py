@@ -15,6 +15,7 @@ from tlt_hpc.console import TextConsole, watched
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.prompts import open_reader
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
+from tlt_hpc.words import count
 
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
 
@@ -52,7 +53,7 @@ def _config_of(file: str, overrides: Sequence[str]) -> Config:
 
 
 def _print(console: Console, config: Config, found: Inspection, has_tokens: bool) -> None:
-    title = f"{config.data.source_name}: {found.num_rows:,} rows, {found.num_broken:,} broken"
+    title = f"{config.data.source_name}: {count(found.num_rows, 'row')}, {found.num_broken:,} broken"
     table = Table(title=title)
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "data_source" else "right")

@@ -97,7 +97,7 @@ def raw_stream(stream: TextIO) -> TextIO:
 
 
 def _leave() -> None:
-    """Flush before the interpreter does, which tells of its failure; and it forgets what an earlier flush has raised."""
+    """Flush before the interpreter does, which tells of its failure and forgets what an earlier one raised."""
     with suppress(SystemExit):
         sys.stdout.flush()
     if not PrintableStream.has_reader and not PrintableStream.outlives_reader:
