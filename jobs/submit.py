@@ -25,6 +25,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the clone's own package, installed or not: that is what the jobs run
 
+from tlt_hpc.script import ending
+
+# isort: split
 from tlt_hpc.cli import INTERRUPTED, USER_ERROR
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.launch.batch import Batch, Folders, sbatch_options
@@ -380,4 +383,4 @@ LATER = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("submit", main))

@@ -42,6 +42,7 @@ from tlt_hpc.launch.time_limit import await_preemption, know_limits, queue_again
 from tlt_hpc.live import options as live_options
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
+from tlt_hpc.printable import PrintableStream, escape_streams
 from tlt_hpc.report import options as report_options
 from tlt_hpc.simulate import options as simulate_options
 from tlt_hpc.stopping import Stop, StopFlag
@@ -49,6 +50,7 @@ from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.watch import Watch
+from tlt_hpc.words import count
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -69,6 +71,7 @@ _FIRST_WORD_SECONDS = 10.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    escape_streams()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: ranks on shared cores would fight
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(given)
@@ -82,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_rank = rank is not None and not options.dry_run
     if rank == 0 and is_rank and STARTED not in os.environ:
         print(starting(os.environ), flush=True)
+    if rank is None and not options.dry_run:
+        print(f"checking {options.config}", flush=True)
     try:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
@@ -118,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank is not None:
             settle(config, rank)
         progress = PROGRESS.get(options.command)
+        PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
         know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank) as watch:
             return watch.ended(RUNS[options.command](config, options, flag))
@@ -541,12 +547,7 @@ ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
 def run_alone(command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
     """Run such a command; its user's mistakes end as one line."""
     try:
-        status = command(options) or 0
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # whoever read the output, such as head, has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return command(options) or 0
     except (ValueError, OSError) as error:
         print(f"tlt: {as_error(error)}", file=sys.stderr)
         return USER_ERROR
@@ -580,6 +581,7 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     plan = partial(plan_command, config, options, world.size)
     check_nodes(world, config, plan)  # before any other collective: a rank with an error of its own waits there
     world.answer_signals()
+    world.say("loading libraries")
     return world
 
 
@@ -601,7 +603,7 @@ def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> in
     from tlt_hpc.run import open_tracking, run
 
     with open_tracking(config, world) as tracking:
-        with make_reporter(world.rank == 0) as reporter:
+        with make_reporter(world.rank == 0, lambda: world.stop_requested) as reporter:
             result = run(config, world, reporter, tracking)
         leave_process_group()
         if world.rank == 0:
@@ -620,7 +622,7 @@ def run_compare(config: Config, options: argparse.Namespace, flag: StopFlag) -> 
     from tlt_hpc.display import make_reporter, print_comparison
     from tlt_hpc.rl.distributed import leave_process_group
 
-    with make_reporter(world.rank == 0) as reporter:
+    with make_reporter(world.rank == 0, lambda: world.stop_requested) as reporter:
         comparison = compare(config, options.steps, world, reporter)
     leave_process_group()
     if comparison is None:
@@ -647,7 +649,8 @@ def run_warmup(config: Config, options: argparse.Namespace, flag: StopFlag) -> i
     if world.rank == 0:
         print_warmup(result, options.config, config.drafter.form)
     if not result.finished:
-        words = f"{len(list(result.folder.rglob('*.h5')))} files of features, {result.progress.updates} updates"
+        files, updates = len(list(result.folder.rglob("*.h5"))), result.progress.updates
+        words = f"{count(files, 'file')} of features, {count(updates, 'update')}"
         return leave_early(world, result.folder, lambda: words)
     world.leave()
     return 0
@@ -668,7 +671,7 @@ def run_evaluate(config: Config, options: argparse.Namespace, flag: StopFlag) ->
     if world.rank == 0:
         print_evaluation(result)
     if not result.finished:
-        return leave_early(world, result.folder, lambda: f"{result.num_left} responses before the end")
+        return leave_early(world, result.folder, lambda: f"{count(result.num_left, 'response')} before the end")
     world.leave()
     return 0
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from tlt_hpc.ablate.command import Stopped
@@ -19,6 +17,7 @@ from tlt_hpc.ablate.figures import Figures, verdict
 from tlt_hpc.ablate.table import cells_of
 from tlt_hpc.compare import Comparison, ModeFigures
 from tlt_hpc.config import Config
+from tlt_hpc.console import TextConsole, make_bar, start_escaped
 from tlt_hpc.launch.local import TERMINAL_VARIABLE
 from tlt_hpc.metrics import StepSummary
 from tlt_hpc.mpi.roster import Roster
@@ -29,6 +28,7 @@ from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.warmup.command import WarmupReporter, WarmupResult
 from tlt_hpc.warmup.progress import Progress, share_done
 from tlt_hpc.warmup.texts import Texts
+from tlt_hpc.words import count
 
 _REFRESH_SECONDS = 0.2
 _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harvested s", "drafter", "rollout s", "step s")
@@ -37,7 +37,7 @@ _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harvested s"
 def make_console() -> Console:
     """Rank 0's console; a terminal behind the launcher's pipe is still a terminal."""
     width = os.environ.get(TERMINAL_VARIABLE)
-    return Console(force_terminal=True, width=int(width)) if width else Console(width=120, force_terminal=False)
+    return TextConsole(force_terminal=True, width=int(width)) if width else TextConsole(width=120, force_terminal=False)
 
 
 def step_cells(summary: StepSummary) -> tuple[str, ...]:
@@ -69,7 +69,15 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
         if name.startswith("val-core/"):
             data, _, figure = name.removeprefix("val-core/").rpartition("/acc/")
             sets.setdefault(data, []).append(f"{figure.removesuffix('/mean')} {100 * value:.1f}")
-    return f"evaluated after {step} steps, %: " + "; ".join(f"{name}: {', '.join(of)}" for name, of in sets.items())
+    return f"evaluated after {count(step, 'step')}, %: " + "; ".join(
+        f"{name}: {', '.join(of)}" for name, of in sets.items()
+    )
+
+
+def run_line(config: Config, first_step: int) -> str:
+    """Which run begins, and where it writes."""
+    note = f", going on from step {first_step}" if first_step else ""
+    return f"{config.folder} ({config.speculation.mode}): {count(config.run.num_steps, 'step')}{note}"
 
 
 class SilentReporter:
@@ -93,14 +101,16 @@ class LineReporter:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._is_first = True
 
     def replayed(self, step: int) -> None:
         self._console.print(f"step {step}: its update repeated from the rollout log, nothing generated again")
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
-        note = f", going on from step {first_step}" if first_step else ""
-        self._console.print(f"{config.folder} ({config.speculation.mode}): {config.run.num_steps} steps{note}")
-        self._console.print(memory_line(memory))
+        self._console.print(run_line(config, first_step), soft_wrap=True)
+        if self._is_first:
+            self._console.print(memory_line(memory), soft_wrap=True)
+        self._is_first = False
         self._console.print("".join(f"{name:>12}" for name in _COLUMNS))
 
     def rolling(self, step: int, roster: Roster) -> None: ...
@@ -121,7 +131,7 @@ def refill_line(summary: StepSummary) -> str:
     if not summary["rollout/refills"]:
         return ""
     return (
-        f"{summary['rollout/refills']:.0f} refills: {summary['rollout/samples']:.0f} responses, "
+        f"{count(summary['rollout/refills'], 'refill')}: {count(summary['rollout/samples'], 'response')}, "
         f"{summary['rollout/trained_samples']:.0f} trained on, {summary['rollout/teaching_share']:.0%} of groups teach"
     )
 
@@ -131,36 +141,48 @@ class LiveReporter:
 
     _ROWS = 12
 
-    def __init__(self, console: Console) -> None:
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[phase]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+    def __init__(self, console: Console, is_stopping: Callable[[], bool]) -> None:
+        self._is_stopping = is_stopping
+        self._after: LineReporter | None = None
+        """What shows the rest once the run is asked to stop."""
+        self._bar = make_bar(console, "phase")
         self._task = self._bar.add_task("", total=None, phase="")
         self._rows: list[tuple[str, ...]] = []
+        self._is_first = True
         self._shown_at = 0.0
         self._live = Live(self._render(), console=console, auto_refresh=False, transient=False)
 
     def __enter__(self) -> LiveReporter:
-        self._live.start()
+        start_escaped(self._live)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._after is None:
+            self._live.stop()
+
+    def _leave_standing(self) -> LineReporter:
+        """Stop drawing: after a Ctrl-C the launcher writes below the table, and nobody knows how many lines."""
+        console = self._bar.console
+        console.quiet = True  # a last drawing is part of the stop
         self._live.stop()
+        console.quiet = False
+        console.show_cursor()
+        console.line()
+        return LineReporter(console)
 
     def replayed(self, step: int) -> None:
         self._show(f"step {step} repeated from the rollout log")
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
+        if self._rows:  # of the run before, which stay
+            self._bar.console.print(self._table())
         self._rows = []
+        self._bar.console.print(run_line(config, first_step), soft_wrap=True)
+        if self._is_first:
+            self._bar.console.print(memory_line(memory))
+        self._is_first = False
         name = " ".join(dict.fromkeys([config.run.name, config.speculation.mode]))
         self._bar.reset(self._task, total=config.run.num_steps, completed=first_step, description=name)
-        self._bar.console.print(memory_line(memory))
         self._show("starting")
 
     def rolling(self, step: int, roster: Roster) -> None:
@@ -174,6 +196,9 @@ class LiveReporter:
         self._show(name)
 
     def stepped(self, summary: StepSummary) -> None:
+        if self._after:
+            self._after.stepped(summary)
+            return
         self._rows = [*self._rows, step_cells(summary)][-self._ROWS :]
         self._bar.update(self._task, advance=1)
         self._show(refill_line(summary) or "done")
@@ -182,25 +207,35 @@ class LiveReporter:
         self._bar.console.print(evaluation_line(step, metrics), soft_wrap=True)
 
     def _show(self, phase: str) -> None:
+        if self._is_stopping() and self._after is None:
+            self._after = self._leave_standing()
+        if self._after:
+            if not phase.startswith("rollout: "):
+                self._bar.console.print(phase)
+            return
         self._bar.update(self._task, phase=phase)
         self._shown_at = time.monotonic()
         self._live.update(self._render(), refresh=True)
 
-    def _render(self) -> Table:
+    def _table(self) -> Table:
         table = Table(*_COLUMNS, box=None, header_style="bold", pad_edge=False)
         for column in table.columns:
             column.justify = "right"
         for row in self._rows:
             table.add_row(*row)
+        return table
+
+    def _render(self) -> Table:
         whole = Table.grid()
         whole.add_row(self._bar)
-        whole.add_row(table)
+        whole.add_row(self._table())
+        whole.add_row("")  # where a launcher's words begin
         return whole
 
 
 @contextmanager
-def make_reporter(shows: bool) -> Iterator[Reporter]:
-    """The reporter for this rank and its output."""
+def make_reporter(shows: bool, is_stopping: Callable[[], bool] = lambda: False) -> Iterator[Reporter]:
+    """The reporter for this rank and its output; ``is_stopping``: whether the run has been asked to stop."""
     if not shows:
         yield SilentReporter()
         return
@@ -208,7 +243,7 @@ def make_reporter(shows: bool) -> Iterator[Reporter]:
     if not console.is_terminal:
         yield LineReporter(console)
         return
-    with LiveReporter(console) as reporter:
+    with LiveReporter(console, is_stopping) as reporter:
         yield reporter
 
 
@@ -216,14 +251,15 @@ def print_result(config: Config, result: RunResult) -> None:
     """How a run ended and where it wrote."""
     console = make_console()
     if result.first_step >= config.run.num_steps:
-        text = f"already finished: {result.num_steps} steps in {config.folder}; raise run.num_steps to go on"
+        text = f"already finished: {count(result.num_steps, 'step')} in {config.folder}; raise run.num_steps to go on"
     elif result.finished:
-        text = f"finished: {result.num_steps} steps, policy {result.policy_sha256[:12]}, written to {config.folder}"
+        steps = count(result.num_steps, "step")
+        text = f"finished: {steps}, policy {result.policy_sha256[:12]}, written to {config.folder}"
     else:
         committed = max(read_lines(RunFolder(config.folder).metrics), default=-1) + 1  # a start may have taken up fewer
         done = max(result.num_steps, committed)
         text = (
-            f"stopped early ({result.stop_reason}) after {done} of {config.run.num_steps} steps; "
+            f"stopped early ({result.stop_reason}) after {done} of {count(config.run.num_steps, 'step')}; "
             f"the same command goes on from {config.folder}"
         )
     console.print(text, soft_wrap=True)
@@ -233,7 +269,9 @@ def print_comparison(comparison: Comparison) -> None:
     """The table of ``tlt compare``."""
     console = make_console()
     guard = "on" if comparison.tie_guard else "off"
-    table = Table(title=f"{comparison.num_steps} steps on {comparison.num_ranks} ranks, tie guard {guard}")
+    table = Table(
+        title=f"{count(comparison.num_steps, 'step')} on {count(comparison.num_ranks, 'rank')}, tie guard {guard}"
+    )
     table.add_column("")
     for mode_name in comparison.modes:
         table.add_column(mode_name, justify="right")
@@ -319,7 +357,7 @@ class WarmupLines(SilentWarmupReporter):
     def started(self, config: Config, texts: Texts, progress: Progress) -> None:
         self._config, self._reads = config, _reads(texts)
         note = f", going on from update {progress.updates}" if progress.updates else ""
-        kept = f"{len(texts.held_out)} prompts held out"
+        kept = f"{count(len(texts.held_out), 'prompt')} held out"
         self._console.print(f"{config.folder}: {len(texts.training):,} {self._reads}, {kept}{note}", soft_wrap=True)
 
     def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None:
@@ -328,7 +366,7 @@ class WarmupLines(SilentWarmupReporter):
             self._console.print(f"{self._reads}: {num_done:,} of {num_texts:,}", soft_wrap=True)
 
     def training(self, num_documents: int, num_tokens: int) -> None:
-        self._console.print(f"training on {num_documents:,} responses, {num_tokens:,} tokens")
+        self._console.print(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
         self._console.print("".join(f"{name:>16}" for name in (*_CURVE_COLUMNS, "left")))
 
     def learned(self, progress: Progress, loss: float) -> None:
@@ -348,22 +386,14 @@ class WarmupBar(SilentWarmupReporter):
     """A progress bar for the phase, and the curve so far above it."""
 
     def __init__(self, console: Console) -> None:
-        self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        self._bar = make_bar(console, "figures")
         self._task = self._bar.add_task("", total=None, figures="")
         self._config: Config | None = None
         self._best = "-"
         self._reads = ""
 
     def __enter__(self) -> WarmupBar:
-        self._bar.start()
+        start_escaped(self._bar)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -373,20 +403,20 @@ class WarmupBar(SilentWarmupReporter):
         self._config, self._reads = config, _reads(texts)
         best = progress.best
         self._best = "-" if best is None else f"{best.accept_length:.3f}"
-        self._bar.console.print(f"{config.folder}: {len(texts.held_out)} prompts held out", soft_wrap=True)
+        self._bar.console.print(f"{config.folder}: {count(len(texts.held_out), 'prompt')} held out", soft_wrap=True)
 
     def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None:
-        figures = f"{num_tokens:,} tokens" if self._reads.startswith("prompts") else ""
+        figures = f"{count(num_tokens, 'token')}" if self._reads.startswith("prompts") else ""
         self._bar.update(self._task, description=self._reads, total=num_texts, completed=num_done, figures=figures)
 
     def training(self, num_documents: int, num_tokens: int) -> None:
-        self._bar.console.print(f"training on {num_documents:,} responses, {num_tokens:,} tokens")
+        self._bar.console.print(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
         self._bar.reset(self._task, description="training", total=None, figures="")
 
     def learned(self, progress: Progress, loss: float) -> None:
         assert self._config is not None
         total = round(progress.updates / max(share_done(progress, self._config.warmup), 1e-9))
-        figures = f"{progress.tokens:,} tokens, loss {loss:.3f}, accept length {self._best}"
+        figures = f"{count(progress.tokens, 'token')}, loss {loss:.3f}, accept length {self._best}"
         self._bar.update(self._task, description="training", total=total, completed=progress.updates, figures=figures)
 
     def validating(self) -> None:
@@ -423,15 +453,15 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
             table.add_row(*curve_cells(point), "best" if point == best else "")
         console.print(table)
     if not result.finished:
-        text = f"stopped early ({result.reason}) after {progress.updates} updates; the same command goes on"
+        text = f"stopped early ({result.reason}) after {count(progress.updates, 'update')}; the same command goes on"
         console.print(f"{text} from {result.folder}", soft_wrap=True)
         return
     assert best is not None
     done = "already finished" if result.was_finished else "finished"
     drafter = result.folder / "drafter"
     console.print(
-        f"{done} ({result.reason}): accept length {best.accept_length:.3f} after {best.updates} updates, kept in "
-        f"{drafter}\nnext: tlt train {config_path} drafter.form={form} drafter.init={drafter}",
+        f"{done} ({result.reason}): accept length {best.accept_length:.3f} after {count(best.updates, 'update')}, "
+        f"kept in {drafter}\nnext: tlt train {config_path} drafter.form={form} drafter.init={drafter}",
         soft_wrap=True,
     )
 
@@ -460,7 +490,7 @@ def print_ablation(figures: Figures, written: list[Path]) -> None:
     """The table of ``tlt ablate``, whether the text was equal, and what it comes to."""
     console = make_console()
     guard = "on" if figures.tie_guard else "off"
-    table = Table(title=f"{figures.num_steps} steps on {figures.num_ranks} ranks, tie guard {guard}")
+    table = Table(title=f"{count(figures.num_steps, 'step')} on {count(figures.num_ranks, 'rank')}, tie guard {guard}")
     head, *rows = cells_of(figures)
     for name in head:
         table.add_column(name, justify="right" if name else "left", overflow="fold")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tlt_hpc.config import Config, load_saved_config
 from tlt_hpc.storage.finished_word import FinishedWord, read_finished, write_finished
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.words import count
 
 
 def note_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
@@ -30,7 +31,5 @@ def told_finished(config: Config) -> str:
         return ""
     if word.num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
         return ""
-    return (
-        f"already finished: {word.num_steps} steps in {config.folder}, policy {word.policy_sha256[:12]}; raise "
-        "run.num_steps to go on"
-    )
+    steps, digest = count(word.num_steps, "step"), word.policy_sha256[:12]
+    return f"already finished: {steps} in {config.folder}, policy {digest}; raise run.num_steps to go on"

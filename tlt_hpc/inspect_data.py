@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from rich.text import Text
 
 from tlt_hpc.config import EMBEDDED_MODEL, EMBEDDED_TASK, Config, ConfigError, apply_override, load_config, parse_config
+from tlt_hpc.console import TextConsole, watched
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.prompts import open_reader
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
+from tlt_hpc.words import count
 
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
 
@@ -33,8 +33,8 @@ def run(file: str, model: str | None, overrides: Sequence[str]) -> int:
     folder = find_model(model or config.model.path) if model or is_job else None
     tokenizer = load_tokenizer(folder) if folder else None
     reader = open_reader(config.data, config.run.seed, tokenizer, read_chat_format(folder) if folder else None)
-    found = inspect(reader, config.data.max_prompt_tokens, _watched)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    found = inspect(reader, config.data.max_prompt_tokens, watched)
+    console = TextConsole(width=None if sys.stdout.isatty() else 140)
     _print(console, config, found, tokenizer is not None)
     return 1 if found.num_broken else 0
 
@@ -52,13 +52,9 @@ def _config_of(file: str, overrides: Sequence[str]) -> Config:
     return parse_config(tree)
 
 
-def _watched(indices: range) -> Iterable[int]:
-    return track(indices, "reading", transient=True, console=Console(stderr=True), disable=not sys.stderr.isatty())
-
-
 def _print(console: Console, config: Config, found: Inspection, has_tokens: bool) -> None:
-    title = f"{config.data.source_name}: {found.num_rows:,} rows, {found.num_broken:,} broken"
-    table = Table(title=Text(title, style="table.title"))
+    title = f"{config.data.source_name}: {count(found.num_rows, 'row')}, {found.num_broken:,} broken"
+    table = Table(title=title)
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "data_source" else "right")
     for counts in found.sources:
@@ -67,20 +63,20 @@ def _print(console: Console, config: Config, found: Inspection, has_tokens: bool
     limit = config.data.max_prompt_tokens
     if has_tokens:
         num_overlong = sum(counts.num_overlong for counts in found.sources)
-        console.print(f"prompts over data.max_prompt_tokens = {limit}: {num_overlong:,}", highlight=False)
+        console.print(f"prompts over data.max_prompt_tokens = {limit}: {num_overlong:,}")
     else:
-        console.print("no tokens counted: give --model FOLDER", highlight=False)
+        console.print("no tokens counted: give --model FOLDER")
     for error in found.broken:
-        console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+        console.print(str(error), style="red", soft_wrap=True)
     if found.num_broken > len(found.broken):
-        console.print(f"... and {found.num_broken - len(found.broken):,} more broken rows", highlight=False)
+        console.print(f"... and {found.num_broken - len(found.broken):,} more broken rows")
 
 
-def _cells(counts: SourceCounts, has_tokens: bool) -> tuple[str | Text, ...]:
+def _cells(counts: SourceCounts, has_tokens: bool) -> tuple[str, ...]:
     lengths = np.quantile(counts.lengths, (0, 0.5, 0.95, 1), method="nearest") if has_tokens else ()
     tokens = (*(f"{length:.0f}" for length in lengths), f"{counts.num_overlong:,}") if has_tokens else ("-",) * 5
     return (
-        Text(counts.source),
+        counts.source,
         f"{len(counts.lengths):,}",
         *tokens,
         f"{counts.num_repeated:,}",

@@ -145,6 +145,7 @@ def assemble(config: Config, world: World) -> Job:
     """Build all parts; collective."""
     bench = open_bench(config, world)
     node = world.node_group
+    world.say("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
     if world.rank == 0 and assets.prompts.warning:
         logger.warning("%s", assets.prompts.warning)
@@ -167,7 +168,9 @@ def assemble(config: Config, world: World) -> Job:
     served = drafting.served if drafting else None
     engine = make_engine(decoder, engine_settings(config, assets, world), served, replica.agree)
     engine.keeps = lambda key: replica.keeps(unit_of(config, key))
+    world.say("joining the process group")
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+    world.say("loading the policy")
     is_dealt = config.optimizer.zero_stage == 3
     start = partial(start_model, assets.folder, config.model.dtype, device, is_dealt, world.rank, node)
     policy = Policy(start(), config, world, start if config.algorithm.kl_coefficient else None)

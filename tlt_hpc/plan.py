@@ -23,6 +23,7 @@ from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.words import count
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
@@ -134,12 +135,13 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
     """The plan in words, then the resolved configuration as TOML."""
     rollout, algorithm, recipe = config.rollout, config.algorithm, config.algorithm.recipe
     lines = [
-        f"run         {config.folder}: {config.run.num_steps} steps on {num_ranks} ranks, seed {config.run.seed}",
+        f"run         {config.folder}: {count(config.run.num_steps, 'step')} on {count(num_ranks, 'rank')}, "
+        f"seed {config.run.seed}",
         f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
         f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
-        f"data        {config.data.source_name}, prompts of at most {config.data.max_prompt_tokens} tokens",
-        f"rollout     {rollout.prompts_per_step} prompts x {rollout.group_size} samples a step, at most "
-        f"{rollout.max_new_tokens} tokens, temperature {rollout.temperature}; "
+        f"data        {config.data.source_name}, prompts of at most {count(config.data.max_prompt_tokens, 'token')}",
+        f"rollout     {count(rollout.prompts_per_step, 'prompt')} x {rollout.group_size} samples a step, at most "
+        f"{count(rollout.max_new_tokens, 'token')}, temperature {rollout.temperature}; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
         f"replicas    {num_ranks // rollout.tensor_parallel} x {rollout.tensor_parallel}: "
         f"{_replica_in_words(config, shape)}",
@@ -149,7 +151,7 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
         f"{recipe.clip_high}, {recipe.aggregation}; {algorithm.updates_per_step} optimiser steps a step"
         f"{', where no ratio reaches a bound' if algorithm.updates_per_step == 1 else ''}, "
         f"learning rate {config.optimizer.learning_rate}, ZeRO {config.optimizer.zero_stage}",
-        f"checkpoint  every {config.checkpoint.every_steps} steps, the last {config.checkpoint.keep} kept",
+        f"checkpoint  every {count(config.checkpoint.every_steps, 'step')}, the last {config.checkpoint.keep} kept",
     ]
     return "\n".join([*lines, "", to_toml(config)])
 
@@ -160,6 +162,6 @@ def _replica_in_words(config: Config, shape: ModelShape) -> str:
         return "every rank decodes with a whole model"
     heads, kv_heads = shape.num_heads // size, max(1, shape.num_kv_heads // size)
     return (
-        f"{size} ranks decode together, each with {heads} of {shape.num_heads} heads, {kv_heads} of "
+        f"{count(size, 'rank')} decode together, each with {heads} of {shape.num_heads} heads, {kv_heads} of "
         f"{shape.num_kv_heads} key-value heads and 1/{size} of the MLP"
     )

@@ -204,8 +204,10 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
         job.serve_drafter()
     job.load_policy(step)
     requests = calibration_requests(job, step)
+    job.world.say("calibrating the rollout engine")
     job.engine.calibrate(requests)
     if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
+        job.world.say("measuring what rounds cost")
         job.engine.profile(requests, job.config.speculation.profile_seconds, job.world.node_group)
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tlt_hpc.console import make_bar, start_escaped
 from tlt_hpc.display import make_console
 from tlt_hpc.evaluate.command import EvaluationReporter, EvaluationResult
 from tlt_hpc.evaluate.figures import Estimate, Figures
 from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.words import count
 
 _LINE_SECONDS = 15.0
 """Between lines on how far it is, where there is no bar."""
@@ -40,7 +41,7 @@ class EvaluationLines(SilentEvaluationReporter):
     def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None:
         self._total = num_responses
         note = f", {num_done:,} of them there already" if num_done else ""
-        self._console.print(f"{name}: {num_responses:,} responses{note}; {folder}", soft_wrap=True)
+        self._console.print(f"{name}: {count(num_responses, 'response')}{note}; {folder}", soft_wrap=True)
         if warning:
             self._console.print(f"left out: {warning}", soft_wrap=True)
 
@@ -48,27 +49,19 @@ class EvaluationLines(SilentEvaluationReporter):
         if roster.round and time.monotonic() - self._shown_at >= _LINE_SECONDS:
             self._shown_at = time.monotonic()
             done, tokens = _progress(roster, self._total)
-            self._console.print(f"responses: {done:,} of {self._total:,}, {tokens:,} tokens")
+            self._console.print(f"responses: {done:,} of {self._total:,}, {count(tokens, 'token')}")
 
 
 class EvaluationBar(SilentEvaluationReporter):
     """A progress bar."""
 
     def __init__(self, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        self._bar = make_bar(console, "figures")
         self._task = self._bar.add_task("", total=None, figures="")
         self._total = 0
 
     def __enter__(self) -> EvaluationBar:
-        self._bar.start()
+        start_escaped(self._bar)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,7 +77,7 @@ class EvaluationBar(SilentEvaluationReporter):
     def answering(self, roster: Roster) -> None:
         if roster.round:
             done, tokens = _progress(roster, self._total)
-            self._bar.update(self._task, completed=done, figures=f"{tokens:,} tokens")
+            self._bar.update(self._task, completed=done, figures=f"{count(tokens, 'token')}")
 
     def counting(self) -> None:
         self._bar.update(self._task, description="counting votes", completed=self._total)
@@ -115,17 +108,17 @@ def print_evaluation(result: EvaluationResult) -> None:
     console = make_console()
     if result.results is None:
         console.print(
-            f"stopped early ({result.reason}), {result.num_left:,} responses left; the same command goes on from "
-            f"{result.folder}",
+            f"stopped early ({result.reason}), {count(result.num_left, 'response')} left; the same command goes on "
+            f"from {result.folder}",
             soft_wrap=True,
         )
         return
     console.print(table_of(result.name, result.results))
-    made = f"finished: {result.num_generated:,} responses made in {result.seconds:.0f} s"
+    made = f"finished: {count(result.num_generated, 'response')} made in {result.seconds:.0f} s"
     done = made if result.num_generated else "already finished"
     console.print(
-        f"{done}; {result.results.num_responses:,} responses, {result.results.num_tokens:,} tokens, accept length "
-        f"{result.results.accept_length:.2f}; written to {result.folder}",
+        f"{done}; {count(result.results.num_responses, 'response')}, {count(result.results.num_tokens, 'token')}, "
+        f"accept length {result.results.accept_length:.2f}; written to {result.folder}",
         soft_wrap=True,
     )
     if result.results.failures:

@@ -21,11 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.bench.subject import Limits, Subject, make_engine, open_subject, roll_out
 from tlt_hpc.bench.workload import Workload, built_in_prompts
@@ -309,4 +312,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("bench_cache", main))

@@ -17,6 +17,11 @@ import time
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -126,4 +131,4 @@ def own_bytes() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("bench_data", main))

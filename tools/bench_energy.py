@@ -15,9 +15,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
+import numpy as np
 
 from tlt_hpc.energy import rapl
 from tlt_hpc.energy.counter import Counter, NoCounterError
@@ -69,4 +72,4 @@ def show(name: str, counter: Counter) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("bench_energy", main))

@@ -12,11 +12,18 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -163,4 +170,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("bench_packing", main))

@@ -26,6 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
 
 from tlt_hpc.launch.local import find_mpiexec, launch_environment
@@ -150,4 +153,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         be_rank(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]), bool(sys.argv[6]))
     else:
-        main(sys.argv[1:])
+        sys.exit(ending("bench_pulse", lambda: main(sys.argv[1:])))

@@ -17,6 +17,11 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
 import torch
 
@@ -118,4 +123,4 @@ def requests_of(num_prompts: int, step: int) -> list[Request]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("bench_replica", main))

@@ -15,12 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer
 from tlt_hpc.rewards.client import RewardClient
@@ -158,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("bench_rewards", main))

@@ -19,11 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.bench.bandwidth import read_bandwidth
 from tlt_hpc.bench.command import choose_device
@@ -176,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("bench_shape", main))

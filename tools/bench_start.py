@@ -29,6 +29,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+
+from tlt_hpc.script import ending
+
+# isort: split
 from tlt_hpc.launch.local import find_mpiexec, launch_environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -227,4 +231,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         be_rank(sys.argv[3], sys.argv[4:], sys.argv[2])
     else:
-        main(sys.argv[1:])
+        sys.exit(ending("bench_start", lambda: main(sys.argv[1:])))

@@ -25,12 +25,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.config import Config, load_config  # noqa: E402
-from tlt_hpc.display import SilentReporter  # noqa: E402
-from tlt_hpc.launch.local import find_mpiexec  # noqa: E402
+from tlt_hpc.script import ending
+
+# isort: split
+from tlt_hpc.config import Config, load_config
+from tlt_hpc.display import SilentReporter
+from tlt_hpc.launch.local import find_mpiexec
+
+ROOT = Path(__file__).resolve().parent.parent
 
 JOB = ROOT / "jobs" / "tiny.toml"
 RANKS = 2
@@ -280,4 +284,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("bench_trl", main))

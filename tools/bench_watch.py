@@ -20,6 +20,13 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
+
+
 ROOT = Path(__file__).resolve().parent.parent
 TLT = [sys.executable, "-m", "tlt_hpc"]
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -127,4 +134,4 @@ def processor_seconds(process: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("bench_watch", main))

@@ -20,10 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.kernels import attention, dispatch, gumbel, pointwise, rotary
 from tlt_hpc.kernels.graphs import GraphPool
@@ -358,4 +361,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("check_kernels", main))

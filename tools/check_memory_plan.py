@@ -21,6 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt_hpc.script import ending
+
+# isort: split
 from tlt_hpc.bench.live_bytes import LiveBytes
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.display import SilentReporter
@@ -153,4 +156,4 @@ def report(config: Config, world: World, peaks: dict[str, int], options: argpars
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("check_memory_plan", main))

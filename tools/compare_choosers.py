@@ -21,6 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
 from numpy.typing import NDArray
 
@@ -300,4 +305,4 @@ def _check(world: World, options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("compare_choosers", main))

@@ -21,8 +21,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
-from look import ending, open_run
+from look import open_run
 
 from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.analysis.trace import trace_events

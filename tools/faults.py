@@ -17,6 +17,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 from fault_campaign import hold_against_straight, results_in, standing, strike_again
 from faulty_inputs import Outcome, make_inputs, try_one
 
@@ -91,4 +96,4 @@ def make_run(scratch: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("faults", main))

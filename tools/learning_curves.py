@@ -15,14 +15,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
 from numpy.typing import NDArray
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import read_lines
 
-from tlt_hpc.storage.folder import RunFolder  # noqa: E402
-from tlt_hpc.storage.step_lines import read_lines  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 WINDOW = 5
 GOAL = 0.8
@@ -115,4 +119,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("learning_curves", main))

@@ -28,6 +28,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
+
+
 PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurmctld",
@@ -462,4 +469,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("local_slurm", main))

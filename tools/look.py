@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,8 +16,6 @@ if str(ROOT) not in sys.path[:1]:
 from tlt_hpc.analysis.result import Analysis  # noqa: E402
 from tlt_hpc.analysis.run_log import RunLog  # noqa: E402
 from tlt_hpc.errors import UserError  # noqa: E402
-from tlt_hpc.files import told  # noqa: E402
-from tlt_hpc.storage.folder import WriteError  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,22 +77,6 @@ def write_json(tree: dict[str, Any], place: str) -> None:
 def print_to_errors(text: str) -> None:
     """Where standard output is for the figures alone."""
     print(text, file=sys.stderr)
-
-
-def ending(name: str, work: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None = None) -> int:
-    """Run a tool; a user's mistake, or a place that cannot be written, is one line and status 2."""
-    try:
-        work(arguments)
-    except (UserError, WriteError) as error:
-        print_to_errors(f"{name}: {error}")
-        return 2
-    except BrokenPipeError:  # whoever read the output has read enough
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
-        return 1
-    except OSError as error:
-        print_to_errors(f"{name}: {told(error)}")
-        return 2
-    return 0
 
 
 def _draw(name: str, found: Found, draw: Callable[[Found], Figure], folder: Path, theme: str) -> list[Path]:

@@ -5,8 +5,14 @@ python tools/make_batch_scripts.py
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 from tlt_hpc.launch.batch import render
 from tlt_hpc.launch.scripts import SCRIPTS
 
@@ -22,4 +28,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("make_batch_scripts", main))

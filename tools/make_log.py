@@ -21,8 +21,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tlt_hpc.script import ending
+
+# isort: split
 import numpy as np
-from look import ROOT, ending
+from look import ROOT
 from numpy.typing import NDArray
 
 from tlt_hpc.config import load_config, to_toml

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import textwrap
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 from safetensors.torch import load_file, save_file
 
 from tlt_hpc.config import EMBEDDED_MODEL
@@ -67,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ending("make_tiny_drafter", main))

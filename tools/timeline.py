@@ -14,7 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from look import ending, make_parser, open_run, show
+from tlt_hpc.script import ending
+
+# isort: split
+from look import make_parser, open_run, show
 
 from tlt_hpc.analysis.timeline import analyse_timeline
 

@@ -9,6 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tlt_hpc.script import ending
+
+# isort: split
 from tlt_hpc.config import ConfigError, check_ranks, load_config
 from tlt_hpc.memory_plan.limits import Limits, node_bytes
 from tlt_hpc.memory_plan.parts import Situation
@@ -57,5 +62,10 @@ def row(job: str, gpu: int, nodes: int) -> str:
     return f"{head} {settings} | {peak / GB:.0f} GB | {host / GB:,.0f} GB | {disk / GB / 1000:.1f} TB |"
 
 
+def main() -> None:
+    """Print the table."""
+    print("\n".join(rows()))
+
+
 if __name__ == "__main__":
-    sys.stdout.write("".join(f"{line}\n" for line in rows()))
+    sys.exit(ending("tuning_table", main))

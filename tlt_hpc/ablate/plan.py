@@ -11,6 +11,7 @@ from tlt_hpc.ablate.arms import MEANING, check_arms, config_of, possible_arms
 from tlt_hpc.ablate.options import ARMS, AblateOptions, ArmName
 from tlt_hpc.config import Config, ConfigError, UserError, load_config, refuse_replicas, to_toml
 from tlt_hpc.storage.folder import make_folder, writing_beside
+from tlt_hpc.words import count
 
 DEFAULT_STEPS = 30
 TV_RUN = "tv"
@@ -80,11 +81,14 @@ def resumed(config: Config, options: AblateOptions, num_ranks: int) -> Ablation:
     check_same(load_config(folder / _CONFIG_FILE), config, folder)
     if num_ranks != old["num_ranks"]:
         raise ConfigError(
-            f"{folder} was begun on {old['num_ranks']} ranks, now {num_ranks}; use run.ranks={old['num_ranks']}"
+            f"{folder} was begun on {count(old['num_ranks'], 'rank')}, now {num_ranks}; "
+            f"use run.ranks={old['num_ranks']}"
         )
     num_steps = options.num_steps or old["num_steps"]
     if num_steps < old["num_steps"]:
-        raise ConfigError(f"--steps {num_steps}: {folder} has arms of {old['num_steps']} steps; give as many or more")
+        raise ConfigError(
+            f"--steps {num_steps}: {folder} has arms of {count(old['num_steps'], 'step')}; give as many or more"
+        )
     given = None if options.tv_drafter is None else str(Path(options.tv_drafter).resolve())
     if given not in (None, old["tv_drafter"]):
         raise ConfigError(f"--tv-drafter {options.tv_drafter}: {folder} was begun without it; leave it out")
@@ -150,8 +154,8 @@ def digest_of(ablation: Ablation, arm: ArmName) -> str | None:
 def describe(ablation: Ablation) -> str:
     """The plan in words, then the job's configuration as TOML."""
     lines = [
-        f"ablation    {ablation.folder}: {ablation.num_steps} steps of each arm on {ablation.num_ranks} ranks, "
-        f"seed {ablation.config.run.seed}",
+        f"ablation    {ablation.folder}: {count(ablation.num_steps, 'step')} of each arm on "
+        f"{count(ablation.num_ranks, 'rank')}, seed {ablation.config.run.seed}",
         *(f"{arm:11} {MEANING[arm]}" for arm in ablation.arms),
     ]
     if "frozen-tv" in ablation.arms:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from tlt_hpc.words import count as count  # part of how analyses speak
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -69,11 +71,6 @@ def share(part: float, whole: float) -> str:
         return "0 %"
     percent = 100 * part / whole
     return f"{percent:.0f} %" if percent >= 9.5 or percent == 0 else f"{percent:.1f} %"
-
-
-def count(number: int | float, noun: str) -> str:
-    """``1 step``, ``2,000 steps``."""
-    return f"{number:,.0f} {noun if number == 1 else noun + 's'}"
 
 
 def span_of(steps: np.ndarray) -> str:

@@ -39,6 +39,7 @@ from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import make_folder
 from tlt_hpc.watch.beat import BEAT, Phase
 from tlt_hpc.watch.last import warn_of_last
+from tlt_hpc.words import count
 
 
 class EvaluationReporter(Protocol):
@@ -188,8 +189,8 @@ def complete(folder: EvaluationFolder, wanted: list[Wanted]) -> dict[SampleKey, 
     lacking = missing_of(wanted, found)
     if lacking:
         raise UserError(
-            f"{folder.path} lacks {len(lacking)} responses that were written: their files are damaged or gone; start "
-            "again, and they are generated anew"
+            f"{folder.path} lacks {count(len(lacking), 'response')} that were written: their files are damaged; "
+            "start again, and they are generated anew"
         )
     return found
 
@@ -221,16 +222,16 @@ def report(folder: EvaluationFolder, log: Path, results: Results, facts: dict[st
 def describe(config: Config, subject: Subject, sets: EvaluationSets, shape: ModelShape, num_ranks: int) -> str:
     """The plan in words, then the resolved configuration as TOML."""
     evaluation = config.evaluation
-    named = ", ".join(f"{each.name} ({len(each.prompts)} prompts)" for each in sets.sets)
+    named = ", ".join(f"{each.name} ({count(len(each.prompts), 'prompt')})" for each in sets.sets)
     each = ["greedily"] * evaluation.greedy
     if evaluation.samples:
         each.append(f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}")
     lines = [
-        f"evaluation  {subject.name} on {num_ranks} ranks, seed {evaluation.seed}",
+        f"evaluation  {subject.name} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
         f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
         f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
         f"data        {named}",
-        f"answers     {' and '.join(each)}, at most {longest_response(config)} tokens",
+        f"answers     {' and '.join(each)}, at most {count(longest_response(config), 'token')}",
         f"speculation {config.speculation.mode}",
     ]
     return "\n".join([*lines, "", to_toml(config)])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tlt_hpc.words import count
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -44,20 +48,20 @@ def launched_count(environment: Mapping[str, str]) -> int | None:
 
 def starting(environment: Mapping[str, str]) -> str:
     """The line for the user as launched ranks start: how many, and on how many nodes where the launcher tells."""
-    count = launched_count(environment)
+    number = launched_count(environment)
     local = next((int(environment[name]) for name in _LOCAL_SIZE_VARIABLES if name in environment), 0)
-    nodes = -(-count // local) if count and local else int(environment.get(_NUM_NODES, "0"))
-    where = f" on {nodes} node{'s' * (nodes > 1)}" if nodes else ""
-    return f"starting {_ranks(count)}{where}: libraries are loaded, then the model"
+    nodes = -(-number // local) if number and local else int(environment.get(_NUM_NODES, "0"))
+    where = f" on {count(nodes, 'node')}" if nodes else ""
+    return f"starting {_ranks(number)}{where}"
 
 
 def about_to_start(num_ranks: int) -> str:
     """The same where no launcher has started them yet."""
-    return f"starting {_ranks(num_ranks)}: libraries are loaded, then the model"
+    return f"starting {_ranks(num_ranks)}"
 
 
-def _ranks(count: int | None) -> str:
-    return "the ranks" if count is None else f"{count} rank{'s' * (count > 1)}"
+def _ranks(number: int | None) -> str:
+    return "the ranks" if number is None else count(number, "rank")
 
 
 def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
@@ -105,8 +109,26 @@ def _job_variables(job: str) -> dict[str, str]:
     return {JOB_FILE: job, JOB_TEXT: os.fsdecode(Path(job).read_bytes())}
 
 
+def outlive_readers() -> None:
+    """Put ``tee`` before each pipe that we write to: it reads on once nobody else does; mpiexec would kill its ranks.
+
+    It ends when all that write to it have ended; a Ctrl-C does not end it.
+    """
+    tees: dict[tuple[int, int], int] = {}
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        end = os.fstat(stream.fileno())
+        if not (stat.S_ISFIFO(end.st_mode) or stat.S_ISSOCK(end.st_mode)):
+            continue
+        if (end.st_dev, end.st_ino) not in tees:  # both in one pipe keep their order
+            tee = subprocess.Popen(["tee", "-ip", os.devnull], stdin=subprocess.PIPE, stdout=stream.fileno())
+            assert tee.stdin is not None
+            tees[end.st_dev, end.st_ino] = tee.stdin.fileno()
+        os.dup2(tees[end.st_dev, end.st_ino], stream.fileno())
+
+
 def become_ranks(num_ranks: int, arguments: Sequence[str], job: str) -> None:
     """Replace this process by mpiexec with the ranks; does not return."""
     command = launch_command(num_ranks, arguments)
-    sys.stdout.flush()
+    outlive_readers()
     os.execve(command[0], command, launch_environment(num_ranks, os.environ, job))

@@ -8,6 +8,7 @@ import time
 from rich.console import Console
 from rich.live import Live
 
+from tlt_hpc.console import TextConsole
 from tlt_hpc.errors import UserError
 from tlt_hpc.live.samples import show_samples
 from tlt_hpc.live.state import RunState, read_state
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.interval < _LEAST_SECONDS:
         raise UserError(f"--interval {options.interval:g}: give {_LEAST_SECONDS} or more seconds")
-    console = Console()
+    console = TextConsole()
     if options.sample is not None:
         return sample(console, options)
     return look_once(console, options) if options.once or not console.is_terminal else follow(console, options)

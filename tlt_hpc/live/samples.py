@@ -13,10 +13,12 @@ from tokenizers import Tokenizer
 from tlt_hpc.errors import UserError
 from tlt_hpc.live.state import read_last_lines
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
+from tlt_hpc.printable import printable
 from tlt_hpc.records import FinishReason, Rollout
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_step
+from tlt_hpc.words import count
 
 _CONTEXT = 8
 """Tokens before a piece that it is decoded with: what one says may hang on them, as a space before it does."""
@@ -76,7 +78,7 @@ def sample_text(sample: Sample, tokenizer: Tokenizer | None) -> Text:
     text = Text.assemble(
         (f"step {sample.step + 1}, prompt {key.draw}, sample {key.sample}, rank {sample.rank}", "bold"),
         (f"  reward {sample.reward:g}", "bold green" if sample.reward > 0 else "bold red"),
-        f"  {num_tokens} tokens in {num_passes} passes ({num_tokens / num_passes:.2f} a pass)",
+        f"  {count(num_tokens, 'token')} in {count(num_passes, 'pass')} ({num_tokens / num_passes:.2f} a pass)",
         "" if rollout.finish_reason is not FinishReason.LENGTH else "  cut at the longest length",
         "\n",
     )
@@ -112,7 +114,7 @@ def pieces_of(rollout: Rollout) -> Iterator[tuple[list[int], bool]]:
 def _words(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "".join(f"{token} " for token in tokens)
-    return str(tokenizer.decode(tokens, skip_special_tokens=False))
+    return printable(str(tokenizer.decode(tokens, skip_special_tokens=False)))
 
 
 def show_samples(path: Path, model_path: str, count: int, seed: int | None = None) -> list[Text]:

@@ -14,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt_hpc.live.state import STEP_SECONDS, RunState
+from tlt_hpc.printable import printable
 from tlt_hpc.storage.step_lines import Line
 from tlt_hpc.watch.record import Record
+from tlt_hpc.words import count
 
 _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harv. s", "rollout s", "step s", "tok/s")
 _MOST_RANKS = 8
@@ -42,8 +44,8 @@ def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
 def head(state: RunState) -> Text:
     """Whose run it is."""
     hosts = len({record.host for record in state.records})
-    where = f"{_count(len(state.records), 'rank')} on {_count(hosts, 'node')}" if state.records else "no rank yet"
-    text = Text.assemble((state.facts.name, "bold"), f"  {state.facts.mode}, {where}")
+    where = f"{count(len(state.records), 'rank')} on {count(hosts, 'node')}" if state.records else "no rank yet"
+    text = Text.assemble((printable(state.facts.name), "bold"), f"  {state.facts.mode}, {where}")
     text.append(f"  ({state.owner})" if state.owner else "", "dim")
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
@@ -52,7 +54,7 @@ def head(state: RunState) -> Text:
 def whole_bar(state: RunState) -> Table:
     """Steps done, and when it will be over."""
     total, done = state.facts.num_steps, state.num_done
-    words = f"{done} of {total} steps"
+    words = f"{done} of {count(total, 'step')}"
     if (left := state.seconds_to_go) is not None and done < total:
         words += f", about {duration(left)} to go"
     return bar(total, done, words)
@@ -82,12 +84,12 @@ def step_line(state: RunState) -> Table | Text:
     first = state.records[0]
     phases = Counter(record.phase for record in state.records)
     if state.num_left is None:
-        return Text(", ".join(f"{name}: {_count(num, 'rank')}" for name, num in phases.most_common()))
+        return Text(", ".join(f"{name}: {count(num, 'rank')}" for name, num in phases.most_common()))
     total = max(state.facts.num_responses, state.num_left)
     left = state.left_by_replica
     of = "rank" if state.facts.ranks_per_replica == 1 else "replica"
-    words = f"step {(first.step or 0) + 1}: {state.num_left} of {total} responses to go, "
-    words += f"{sum(one > 0 for one in left)} of {_count(len(left), of)} decoding"
+    words = f"step {(first.step or 0) + 1}: {state.num_left} of {count(total, 'response')} to go, "
+    words += f"{sum(one > 0 for one in left)} of {count(len(left), of)} decoding"
     return bar(total, total - state.num_left, words)
 
 
@@ -189,7 +191,3 @@ def duration(seconds: float) -> str:
             rest = left % size // part_size
             return f"{left // size} {name}" + (f" {rest} {part}" if rest else "")
     return f"{left} s"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"

@@ -6,9 +6,8 @@ import argparse
 import json
 import math
 
-from rich.console import Console
-
 from tlt_hpc.config import Config, ConfigError, check_model_limits, check_ranks, check_sequence_parallel, load_config
+from tlt_hpc.console import TextConsole
 from tlt_hpc.memory_plan.knobs import turn_knobs
 from tlt_hpc.memory_plan.limits import Limits
 from tlt_hpc.memory_plan.parts import Situation
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_json(plan, limits, knobs), indent=2))
     else:
-        show(plan, limits, knobs, Console())
+        show(plan, limits, knobs, TextConsole())
     return 0 if limits.hold(plan) else DOES_NOT_FIT
 
 

@@ -68,6 +68,7 @@ class World:
         self._comm = _duplicate(comm)
         self.flag = flag or StopFlag()
         self._pending_sums: set[PendingSum] = set()
+        self._said: set[str] = set()
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.hostname: str = socket.gethostname()
@@ -94,6 +95,12 @@ class World:
             Member.of(world.rank, world.allgather((world.hostname, os.getpid(), uuid4().hex))), MPI.COMM_WORLD.Abort
         )
         return world
+
+    def say(self, words: str) -> None:
+        """Have rank 0 print what a start is at, each thing once: the runs that follow in this process start quickly."""
+        if self.rank == 0 and words not in self._said:
+            print(f"  {words}", flush=True)
+        self._said.add(words)
 
     @property
     def library(self) -> str:

@@ -14,6 +14,7 @@ from tlt_hpc.preflight.request import make_request
 from tlt_hpc.preflight.show import show, write_json
 from tlt_hpc.preflight.subject import Subject
 from tlt_hpc.preflight.verdict import Finding, Level, Skip, Verdict, failure_of, judge
+from tlt_hpc.words import count
 
 FOUND_FAILURES = 1
 """Exit status where a check failed."""
@@ -109,7 +110,7 @@ def _of_the_configuration(
 ) -> list[Verdict]:
     findings = [failure_of(problem) for problem in problems]
     if config is not None:
-        findings = [Finding(Level.OK, f"{options.config}: {config.run.num_steps} steps to {config.folder}")]
+        findings = [Finding(Level.OK, f"{options.config}: {count(config.run.num_steps, 'step')} to {config.folder}")]
     return [Verdict("config", one.level, one.found, one.remedy) for one in findings]
 
 

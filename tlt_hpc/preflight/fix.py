@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from tlt_hpc.config import EMBEDDED_MODEL, Config
@@ -27,7 +29,8 @@ def fetch(model_id: str, folder: Path) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot_download(model_id, local_dir=folder, allow_patterns=list(_PATTERNS))
+        with redirect_stderr(sys.__stderr__):  # its bars are drawn with sequences of its own
+            snapshot_download(model_id, local_dir=folder, allow_patterns=list(_PATTERNS))
     except httpx.HTTPError as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
 

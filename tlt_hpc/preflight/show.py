@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tlt_hpc.config import ConfigError
+from tlt_hpc.console import TextConsole
 from tlt_hpc.preflight.verdict import Level, Verdict
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "bold red", Level.SKIPPED: "dim"}
@@ -23,7 +23,7 @@ _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "bold red"
 def show(verdicts: Sequence[Verdict], seconds: float) -> None:
     """Print one line a check, in their order, and the summary; a table in a terminal."""
     if sys.stdout.isatty():
-        Console().print(_table(verdicts))
+        TextConsole().print(_table(verdicts))
     else:
         for verdict in verdicts:
             print(line_of(verdict))

@@ -158,6 +158,7 @@ class Policy:
         reference: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
         assert torch.distributed.is_initialized(), "join_process_group comes first"
+        world.say("starting DeepSpeed")
         import deepspeed  # seconds, and files, that a rank which trains no policy does without
 
         assert (config.algorithm.kl_coefficient > 0) == (reference is not None), "a reference goes with a KL term"

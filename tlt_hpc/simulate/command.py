@@ -10,9 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tlt_hpc.config import Config, ConfigError, check_replicas, load_config
+from tlt_hpc.console import TextConsole
 from tlt_hpc.memory_plan.shapes import find_shape
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.strategy import OFF, Source, Strategy, strategies_of
@@ -42,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: an option, the configuration or a file cannot be.
     """
-    console = Console()
+    console = TextConsole()
     if options.validate:
         return _validate(options, console)
     if options.paper:
@@ -229,7 +228,7 @@ def _positive(value: int | None, name: str) -> int | None:
     return value
 
 
-def _validate(options: argparse.Namespace, console: Console) -> int:
+def _validate(options: argparse.Namespace, console: TextConsole) -> int:
     checks = [one for path in options.validate for one in validate(read_run(path))]
     if options.json:
         print(json.dumps([one.as_json() for one in checks], indent=2))
@@ -238,7 +237,7 @@ def _validate(options: argparse.Namespace, console: Console) -> int:
     return 0 if all(one.holds for one in checks if one.split == checks[0].split) else MISSED
 
 
-def _paper(options: argparse.Namespace, console: Console) -> int:
+def _paper(options: argparse.Namespace, console: TextConsole) -> int:
     models = paper.Models(find_shape("Qwen2.5-7B", None), find_shape("Qwen2.5-32B", None))
     assumed = paper.Assumptions()
     prediction = paper.predict(models, assumed)

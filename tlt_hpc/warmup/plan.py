@@ -11,6 +11,7 @@ from tlt_hpc.models.folder import find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.words import count
 
 SUFFIX = "-warmup"
 
@@ -106,17 +107,19 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
     warmup, rollout = config.warmup, config.rollout
     origin = f"logged in {', '.join(warmup.sources)}" if warmup.sources else f"to prompts of {config.data.source_name}"
     speculates = "" if warmup.sources else f", decoded with {strategy_name(config)}"
-    bounds = [f"{warmup.tokens:,} tokens"] * bool(warmup.tokens) + [f"{warmup.minutes:g} min"] * bool(warmup.minutes)
+    bounds = [f"{count(warmup.updates, 'update')} of {count(warmup.batch_tokens, 'token')}"]
+    bounds += [count(warmup.tokens, "token")] * bool(warmup.tokens)
+    bounds += [f"{warmup.minutes:g} min"] * bool(warmup.minutes)
     lines = [
-        f"warm-up     {config.folder}: on {num_ranks} ranks, seed {config.run.seed}; drafter from {warmup.init}",
+        f"warm-up     {config.folder}: on {count(num_ranks, 'rank')}, seed {config.run.seed}; "
+        f"drafter from {warmup.init}",
         f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
         f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
         f"responses   up to {warmup.responses:,} {origin}{speculates}; features within "
         f"{config.drafter.cache_bytes / 1e9:g} GB a rank",
-        f"training    up to {', '.join([f'{warmup.updates:,} updates of {warmup.batch_tokens:,} tokens', *bounds])}; "
-        f"learning rate {warmup.learning_rate:g}, noise {warmup.noise:g}",
-        f"validation  every {warmup.validate_every} updates: {warmup.validation_strategy} on up to "
-        f"{warmup.validation_prompts} prompts, {validation_tokens(config)} tokens each, temperature "
+        f"training    up to {', '.join(bounds)}; learning rate {warmup.learning_rate:g}, noise {warmup.noise:g}",
+        f"validation  every {count(warmup.validate_every, 'update')}: {warmup.validation_strategy} on up to "
+        f"{count(warmup.validation_prompts, 'prompt')}, {count(validation_tokens(config), 'token')} each, temperature "
         f"{rollout.temperature:g}; ends after {warmup.patience or 'no number of'} without a new best",
     ]
     return "\n".join([*lines, "", to_toml(config)])

@@ -1,0 +1,333 @@
+"""What a terminal is shown: supplied text as it is, never as markup or as control sequences; and pipes that close."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from logged import step_record
+from small_run import small_run
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tlt_hpc.evaluate.figures import Judged, PromptAnswers, figures_of
+from tlt_hpc.evaluate.tally import Results
+from tlt_hpc.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.script import missing
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.words import count
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKUP = "[bold red]x[/nope] :smile:"
+CONTROLS = "\x1b[31m\x1b]0;owned\x07 \x9b2J \x7f \u202e \u2066 \r"
+SHOWN = r"\x1b[31m\x1b]0;owned\x07 \x9b2J \x7f \u202e \u2066 \r"
+DRAWS = {"Console", "TextColumn", "Progress", "track", "from_markup", "render_markup"}
+"""Names of rich that read markup unless they are told not to."""
+CONFIG = """
+[run]
+name = {name}
+num_steps = 40
+[model]
+path = {model}
+[speculation]
+mode = "full"
+[rollout]
+prompts_per_step = 16
+group_size = 8
+"""
+LINE = {
+    "training/global_step": 3.0, "critic/score/mean": 0.5, "response_length/mean": 12_345.0,
+    "response_length/max": 32_768.0, "drafter/spec_decode/mean_acceptance_length": 3.21,
+    "rollout/idle_rank_seconds": 12_345.6, "rollout/harvested_rank_seconds": 9_876.5, "rollout/seconds": 2_345.6,
+    "timing_s/step": 3_000.0, "perf/total_num_tokens": 1.6e6,
+}  # fmt: skip
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1", **more}
+
+
+def run_script(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """A script of this project, as its user starts it."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, check=False, env=environment(**more),
+        encoding="utf-8", cwd=ROOT,
+    )  # fmt: skip
+
+
+def tlt(*words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    return run_script("-m", "tlt_hpc", *words, **more)
+
+
+def a_run(folder: Path, name: str = "run", words: str = "word") -> RunFolder:
+    """A run with one committed step, of which a response says ``words``."""
+    run = RunFolder(folder)
+    run.create()
+    model = folder / "model"
+    model.mkdir()
+    tokenizer = Tokenizer(WordLevel({words: 0, "?": 1}, "?"))
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    (model / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    run.config.write_text(CONFIG.format(name=json.dumps(name), model=json.dumps(str(model))), encoding="utf-8")
+    run.metrics.write_text(json.dumps(LINE) + "\n", encoding="utf-8")
+    tokens = np.zeros(1, np.int32)
+    key = SampleKey(0, 0, 3, 0, 0)
+    rollout = Rollout(
+        key, tokens, tokens, np.zeros(1, np.float32), FinishReason.EOS, 3, 1, 0.0, np.array([1], np.uint8)
+    )
+    write_step(run.rollout_log(3, 0), step_record(3, [rollout], [1.0]))
+    return run
+
+
+def results_of(source: str) -> Results:
+    judged = Judged(True, 1.0, 10, False, 0)
+    figures = figures_of([PromptAnswers(source, True, judged, (judged, judged))], (1, 2))
+    return Results({source: figures}, 3, 30, 1.0, {})
+
+
+def no_control(text: str) -> bool:
+    """Whether a terminal takes all of it for text."""
+    return not [char for char in text if (char < " " and char not in "\n\t") or "\x7f" <= char <= "\x9f"] and not (
+        set(text) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+    )
+
+
+# -- markup ---------------------------------------------------------------------------------------------------------
+
+
+def test_rich_is_asked_to_draw_in_one_place_alone() -> None:
+    """Elsewhere a console or a column would read square brackets of paths and data as its markup."""
+    elsewhere = []
+    for folder in ("tlt_hpc", "tools", "jobs"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            imports = [
+                node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "")[:5] == "rich."
+            ]
+            names = {alias.asname or alias.name for node in imports for alias in node.names if alias.name in DRAWS}
+            for call in (node.func for node in nodes if isinstance(node, ast.Call)):
+                drawn = isinstance(call, ast.Name) and call.id in names
+                drawn |= isinstance(call, ast.Attribute) and call.attr in DRAWS
+                if drawn and path != ROOT / "tlt_hpc" / "console.py":
+                    elsewhere.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+            assert not [node for node in nodes if isinstance(node, ast.Import) and node.names[0].name[:4] == "rich"]
+    assert not elsewhere
+
+
+def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tlt_hpc.config import load_config
+    from tlt_hpc.display import LineReporter, make_console
+    from tlt_hpc.show_evaluation import table_of
+
+    for name in ("runs[red]", "runs[/b]"):
+        LineReporter(make_console()).started(load_config("jobs/tiny.toml", [f"run.folder={tmp_path / name}"]), 0, {})
+        assert name in capsys.readouterr().out.replace("\n", "")
+    make_console().print(table_of(MARKUP, results_of(MARKUP)))
+    assert capsys.readouterr().out.count(MARKUP) == 2
+
+
+@pytest.mark.parametrize("width", ["80", "130"])
+def test_markup_in_a_live_table_is_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    from tlt_hpc.config import load_config
+    from tlt_hpc.display import make_reporter
+
+    monkeypatch.setenv("TLT_TERMINAL_WIDTH", width)
+    monkeypatch.setenv("TERM", "xterm")
+    with make_reporter(True) as reporter:
+        reporter.started(load_config("jobs/tiny.toml", ["run.name=a"]), 0, {"x": 1})
+        reporter.phase(0, "[/b]")
+        reporter.evaluated(1, {f"val-core/{MARKUP}/acc/mean": 1.0})
+    out = capsys.readouterr().out
+    assert "[/b]" in out and MARKUP in out
+
+
+def test_markup_of_a_run_is_text_to_those_who_watch(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "runs[red]", name=MARKUP, words=MARKUP)
+    done = tlt("watch", run.path, "--once")
+    assert MARKUP in done.stdout and done.stderr == ""
+    done = tlt("watch", run.path, "--sample", "1")
+    assert done.stdout.count(MARKUP) == 2 and done.stderr == ""
+
+
+# -- control characters ---------------------------------------------------------------------------------------------
+
+
+def test_control_characters_of_model_text_are_shown(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", name=CONTROLS, words=CONTROLS)
+    done = tlt("watch", run.path, "--sample", "1")
+    assert done.returncode == 0 and done.stdout.count(SHOWN) == 2 and no_control(done.stdout)
+    done = tlt("watch", run.path, "--once")
+    assert SHOWN in done.stdout and no_control(done.stdout)
+
+
+def test_a_terminal_gets_our_colours_and_no_other_sequence(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run", words=CONTROLS)
+    done = tlt("watch", run.path, "--sample", "1", FORCE_COLOR="1", TERM="xterm-256color", COLUMNS="200")
+    assert "\x1b[1m" in done.stdout and "\x1b[31m" not in done.stdout and "\x07" not in done.stdout
+    assert r"\x1b[31m\x1b]0;owned\x07" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [["plan"], ["train", "--dry-run"], ["preflight"], ["watch"], ["report"], ["data", "inspect"]]
+)
+def test_a_mistake_shows_control_characters(tmp_path: Path, words: list[str]) -> None:
+    done = tlt(*words, str(tmp_path / "no\x1b[31m\u202e.toml"))
+    assert no_control(done.stdout + done.stderr) and r"\x1b[31m\u202e" in done.stdout + done.stderr
+
+
+def test_control_characters_of_data_are_shown(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "1+1", "answer": "2", "data_source": CONTROLS},
+        {"prompt": "1+1", "answer": CONTROLS * 3, "n": []},
+    ]
+    path = tmp_path / f"{CONTROLS[:5]}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": {CONTROLS: 1}}]), encoding="utf-8")
+    done = tlt("data", "inspect", path, COLUMNS="200")
+    assert no_control(done.stdout + done.stderr) and SHOWN in done.stdout, done
+
+
+def test_a_traceback_and_a_warning_show_control_characters(tmp_path: Path) -> None:
+    says = f"logging.warning({CONTROLS!r}); warnings.warn({CONTROLS!r}); print({CONTROLS!r})"
+    code = (
+        "import sys, logging, warnings\nfrom tlt_hpc import cli\n"
+        f"def fails(options):\n    {says}; sys.stderr.write('\\udc1b'); raise RuntimeError({CONTROLS!r})\n"
+        "cli.ALONE['plan'] = fails\nsys.exit(cli.main(['plan', 'x']))"
+    )
+    done = run_script("-c", code)
+    assert done.returncode == 1 and no_control(done.stdout + done.stderr)
+    assert done.stdout == SHOWN + "\n" and r"\udc1b" in done.stderr
+    assert f"RuntimeError: {SHOWN}" in done.stderr and f"UserWarning: {SHOWN}" in done.stderr
+
+
+def test_the_tools_show_control_characters(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "a\x1b[31m")
+    for tool in ("inspect_run", "lengths", "export_run"):
+        done = run_script(ROOT / "tools" / f"{tool}.py", run.path)
+        assert done.returncode == 0 and no_control(done.stdout + done.stderr) and r"a\x1b[31m" in done.stdout
+
+
+# -- closed pipes ---------------------------------------------------------------------------------------------------
+
+READ_BY_NOBODY = [
+    ["-m", "tlt_hpc", "--help"],
+    ["-m", "tlt_hpc", "train", "jobs/tiny.toml", "--dry-run"],
+    ["-m", "tlt_hpc", "warmup", "jobs/tiny.toml", "--dry-run"],
+    ["-m", "tlt_hpc", "plan", "jobs/tiny.toml"],
+    ["-m", "tlt_hpc", "plan", "jobs/tiny.toml", "--json"],
+    ["-m", "tlt_hpc", "simulate", "jobs/tiny.toml", "--json"],
+    ["-m", "tlt_hpc", "watch", "RUN", "--once"],
+    ["-m", "tlt_hpc", "watch", "RUN", "--sample", "2"],
+    ["tools/inspect_run.py", "RUN"],
+    ["tools/inspect_run.py", "RUN", "--check"],
+    ["tools/lengths.py", "RUN"],
+    ["tools/timeline.py", "--help"],
+    ["tools/tuning_table.py"],
+    ["jobs/submit.py", "--help"],
+    ["jobs/submit.py", "jobs/tiny.toml", "--dry-run"],
+]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", READ_BY_NOBODY, ids=" ".join)
+def test_a_reader_that_goes_away_ends_a_command_without_a_word(
+    tmp_path: Path, words: list[str], unbuffered: str
+) -> None:
+    """Without a buffer the first line meets it, with one the last flush."""
+    run = a_run(tmp_path / "run")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, *(str(run.path) if word == "RUN" else word for word in words)]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT,
+        env=environment(PYTHONUNBUFFERED=unbuffered),
+    )  # fmt: skip
+    os.close(writer)
+    assert done.stderr == "" and done.returncode == 141
+
+
+# -- words ----------------------------------------------------------------------------------------------------------
+
+SPEAK = ("display", "show_evaluation", "inspect_data", "live", "cli", "finished", "plan", "launch/local")
+SPEAK += ("warmup/plan", "ablate/plan", "evaluate/command", "preflight/command")
+COUNTED = re.compile(r" (steps|ranks|nodes|responses|updates|files|prompts|rows|refills|replicas|runs)\b")
+
+
+def test_one_step_is_no_steps() -> None:
+    """A number before a plural is one that ``words.count`` has put there."""
+    found = []
+    for room in SPEAK:
+        base = ROOT / "tlt_hpc" / room
+        for path in sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]:
+            for text in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                pairs = pairwise(text.values) if isinstance(text, ast.JoinedStr) else ()
+                for number, words in pairs:
+                    if isinstance(words, ast.Constant) and COUNTED.match(words.value) and number is not words:
+                        found.append(f"{path.relative_to(ROOT)}:{words.lineno}: {words.value}")
+    assert not found
+    assert [count(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+    assert [count(n, "pass") for n in (1, 2)] == ["1 pass", "2 passes"]
+
+
+# -- a start --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["tools/timeline.py", "tools/bench_shape.py", "jobs/submit.py", "-m tlt_hpc"])
+def test_a_python_without_the_libraries_is_told_in_one_line(script: str, tmp_path: Path) -> None:
+    done = run_script("-S", *script.split())
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert re.match(r"\w+: no \w+ in /\S+: (run it with|activate) ", done.stderr)
+
+
+def test_the_python_that_has_the_libraries_is_named(tmp_path: Path) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    assert "activate this project's environment" in missing("numpy", tmp_path)
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert missing("numpy", tmp_path, "/usr/bin/python3") == f"no numpy in /usr/bin/python3: run it with {python}"
+    assert "install numpy there" in missing("numpy", tmp_path, str(python))
+
+
+RANKS = """
+import os, sys
+from tlt_hpc.launch import local
+script = "for i in 1 2 3 4 5 6; do echo line $i || exit 7; echo error $i >&2 || exit 8; sleep 0.1; done; touch done"
+local.launch_command = lambda num_ranks, arguments: ["/bin/sh", "-c", script]
+local.become_ranks(2, [], "")
+"""
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_is_started_outlives_the_reader_of_its_output(tmp_path: Path, both: bool) -> None:
+    """mpiexec ends with an error where it cannot write, and its ranks with it."""
+    errors = subprocess.STDOUT if both else subprocess.PIPE
+    command = [sys.executable, "-c", RANKS]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=tmp_path, env=environment())
+    assert started.stdout is not None and started.stdout.readline() == b"line 1\n"
+    started.stdout.close()
+    told = started.stderr.read() if started.stderr else b""
+    assert started.wait(30) == 0 and (tmp_path / "done").exists()
+    assert both or told.count(b"error") == 6
+
+
+@pytest.mark.mpi
+def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    shape = ["rollout.max_new_tokens=32", "rollout.prompts_per_step=4", "run.num_steps=2", "speculation.mode=plain"]
+    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", *shape, f"run.folder={tmp_path}"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment())
+    assert started.stdout is not None and started.stderr is not None
+    while started.stdout.readline().strip() != b"loading libraries":
+        assert started.poll() is None
+    started.stdout.close()
+    assert started.stderr.read() == b"" and started.wait(120) == 0
+    assert (tmp_path / "tiny" / "finished.json").exists()

@@ -1,0 +1,104 @@
+"""Text as a terminal or a page may be given it, and the standard streams, which everything plain goes through.
+
+One rule: supplied text may come from anywhere (paths, configuration, data, model text, messages of exceptions), so it
+is escaped where it leaves the process, not where it enters. Plain text leaves through ``sys.stdout`` and ``sys.stderr``
+(prints, log lines, warnings, tracebacks), which ``escape_streams`` wraps; rich's own sequences must pass, so
+``console.TextConsole`` escapes what it is given to draw; pages use ``printable`` as their template's ``finalize``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import re
+import sys
+from contextlib import suppress
+from typing import TextIO, cast
+
+READER_GONE = 141
+"""Exit status where whoever read the output has gone: 128 + SIGPIPE, as a shell shows it of any other command there."""
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 but newline and tab, DEL, C1, embeddings, overrides and isolates of direction, lone surrogates."""
+
+
+def printable(text: str) -> str:
+    """The same with control characters as Python's escapes, such as \\x1b, which no terminal obeys and XML may have."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+class PrintableStream(io.TextIOBase):
+    """A standard stream that is given printable text alone; once its reader has gone the process ends without a word.
+
+    Raises (by ``write`` and ``flush``):
+        SystemExit: the reader has gone, and nothing is lost with what was not printed.
+    """
+
+    outlives_reader = False
+    """Of all streams of the process: whether it has work to do that does not end with its output."""
+    has_reader = True
+    """Of all streams of the process."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's own."""
+        return self.stream.encoding
+
+    def write(self, text: str, /) -> int:
+        try:
+            self.stream.write(printable(text))
+        except BrokenPipeError:
+            reader_gone(self.stream)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except BrokenPipeError:
+            reader_gone(self.stream)
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+
+def reader_gone(stream: TextIO) -> None:
+    """Let what is still to be written to a stream go nowhere, and end the process where it was for its output alone.
+
+    Raises:
+        SystemExit: there is no work that goes on.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+    PrintableStream.has_reader = False
+    if not PrintableStream.outlives_reader:
+        raise SystemExit(READER_GONE)
+
+
+def escape_streams() -> None:
+    """Have all that this process prints from here on escaped, tracebacks included; every entry point begins with it."""
+    if not isinstance(sys.stdout, PrintableStream):
+        sys.stdout = cast(TextIO, PrintableStream(sys.stdout))
+        atexit.unregister(_leave)
+        atexit.register(_leave)
+    if not isinstance(sys.stderr, PrintableStream):
+        sys.stderr = cast(TextIO, PrintableStream(sys.stderr))
+
+
+def raw_stream(stream: TextIO) -> TextIO:
+    """The stream below, for who writes a terminal's sequences and escapes what is between them."""
+    return stream.stream if isinstance(stream, PrintableStream) else stream
+
+
+def _leave() -> None:
+    """Flush before the interpreter does, which tells of its failure and forgets what an earlier one raised."""
+    with suppress(SystemExit):
+        sys.stdout.flush()
+    if not PrintableStream.has_reader and not PrintableStream.outlives_reader:
+        os._exit(READER_GONE)

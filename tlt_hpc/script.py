@@ -1,0 +1,50 @@
+"""What a script of the clone (``tools/``, ``jobs/``) begins and ends with.
+
+To be imported before any library: one that this Python lacks is then named in one line, with the Python that has it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from tlt_hpc.errors import UserError
+from tlt_hpc.printable import escape_streams
+
+_ROOT = Path(__file__).resolve().parent.parent
+_WRONG = 2
+
+
+def ending(name: str, work: Callable[[], int | None]) -> int:
+    """Run a script; a user's mistake, or a place that cannot be read or written, is one line and status 2."""
+    escape_streams()
+    from tlt_hpc.files import told
+    from tlt_hpc.storage.folder import WriteError
+
+    try:
+        return work() or 0
+    except (UserError, WriteError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"{name}: {told(error)}", file=sys.stderr)
+    return _WRONG
+
+
+def missing(library: str, folder: Path = _ROOT, python: str = sys.executable) -> str:
+    """What to say of a library that ``python`` lacks; ``folder`` is the clone's."""
+    own = folder / ".venv" / "bin" / "python"
+    if not own.exists() or Path(python).absolute() == own:
+        return f"no {library} in {python}: activate this project's environment (README), or install {library} there"
+    return f"no {library} in {python}: run it with {own.relative_to(folder) if Path.cwd() == folder else own}"
+
+
+def _name_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        print(f"{Path(sys.argv[0]).stem}: {missing(error.name.partition('.')[0])}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _name_missing
