@@ -7,16 +7,35 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import UserError
+from tlt_hpc.regular import open_regular
+
+_MOST_BYTES = 2**28
+"""Of a file of text; the longest, tokenizers, have 30 MB."""
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    with open_regular(path, _MOST_BYTES) as file:
+        try:
+            return file.read().decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 ({error}); download it again") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object that a file holds.
 
     Raises:
-        UserError: it is no JSON, or no object.
+        UserError: it cannot be read, is no JSON, or no object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(found, dict):

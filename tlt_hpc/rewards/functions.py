@@ -13,12 +13,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.errors import UserError
+from tlt_hpc.regular import open_regular
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
 RewardFunction = Callable[..., Any]
 MODULE = "tlt_reward_function"
 MOST_REWARD = 1e6
 """Either way: the sums and squares of a step's rewards stay finite in float32."""
+_MOST_BYTES = 2**24
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """verl's."""
 
@@ -31,10 +34,13 @@ def check_function(spec: str) -> None:
     """
     path, _, name = spec.rpartition(":")
     try:
-        tree = ast.parse(Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"reward.function = {spec!r}: {path}: {error.strerror}; give a file that is there") from None
-    except (SyntaxError, ValueError) as error:
+        with open_regular(Path(path), _MOST_BYTES) as file:
+            content = file.read()
+    except UserError as error:
+        raise ValueError(f"reward.function = {spec!r}: {error}; give a file that is there") from None
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"reward.function = {spec!r}: {path} is not Python: {error}; mend it") from None
     if name not in _names(tree):
         raise ValueError(f"reward.function = {spec!r}: {path} has no {name!r} at its top level; name one that it has")
