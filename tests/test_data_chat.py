@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from datetime import datetime
 from functools import cache
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils as theirs
-from data_sets import PLAIN, all_prompts, gcd_rows, reader_of, texts, verl_row, write_jsonl
+from data_sets import PLAIN, all_prompts, gcd_rows, open_data, reader_of, texts, verl_row, write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -291,6 +292,43 @@ def test_messages_that_a_template_refuses(template: str, reason: str, tmp_path: 
     with pytest.raises(RowError) as caught:
         all_prompts(path, chat=ChatFormat(template))
     assert str(caught.value) == f"{path}:1: the chat template refuses the messages: {reason}; mend the row"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'x' * 10**10 }}", "takes over 1073741824 bytes of memory"),
+        ("{{ 'x'.center(10**10) }}", "takes over 1073741824 bytes of memory"),
+        (
+            "{% set n = namespace(s='xx') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+            "takes over 1073741824 bytes of memory",
+        ),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "takes over 2 s of CPU time",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+    ],
+)
+def test_a_template_without_end_is_refused_in_one_line(template: str, reason: str, tmp_path: Path) -> None:
+    """Rows are not to blame, so it does not help to skip them: each would take as long."""
+    path = write_jsonl(tmp_path / "a.jsonl", [verl_row(i) for i in range(1, 4)])
+    for skip in ((), ("data.broken_rows=skip",)):
+        with pytest.raises(ConfigError) as caught:
+            open_data(path, *skip, chat=ChatFormat(template))
+        assert str(caught.value) == f"the model folder: the chat template {reason}; give another in data.chat_template"
+    assert texts(all_prompts(path, chat=PLAIN)) == texts(all_prompts(path, chat=PLAIN)), "another one after it"
+
+
+def test_a_template_that_cannot_be_read_to_its_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    path = write_jsonl(tmp_path / "a.jsonl", [verl_row(1)])
+    for place, kind in ((str(tmp_path / "pipe"), "FIFO"), ("/dev/zero", "device")):
+        with pytest.raises(ConfigError) as caught:
+            all_prompts(path, f"data.chat_template={place}")
+        assert str(caught.value) == (
+            f"data.chat_template = {place!r}: it is a {kind}, not a regular file; give a file of Jinja or 'auto'"
+        )
 
 
 def test_a_chat_that_renders_to_nothing(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ MAY_KNOW = {
     "kernels": set(),
     "drafting": {"models", "storage", "config", "records", "watch"},
     "data": {"config", "records", "files"},
-    "rewards": {"config", "records", "watch"},
+    "rewards": {"config", "records", "watch", "files"},
     "storage": {"records", "config", "errors", "files"},
     "analysis": {"storage", "records", "errors", "files", "words"},
     "figures": {"analysis", "printable", "words"},

@@ -1,27 +1,28 @@
 """Writes messages as the model's chat template has it, to the letter as transformers does, without that package.
 
-Held against it in tests. Templates come with models from anywhere, so they run in jinja2's sandbox.
+Held against it in tests. Templates are compiled and rendered in a process of their own with limits (``rendering``).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime, time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from tlt_hpc.config import ConfigError, DataSection
-from tlt_hpc.data.rows import first_line
+from tlt_hpc.data.rendering import CPU_SECONDS
+from tlt_hpc.files import read_bytes
 from tlt_hpc.records import ChatFormat
 
 Message = Mapping[str, Any]
+_MOST_BYTES = 2**20
+"""Of a template; the longest of known models has 20 KB."""
 
 
 class ChatError(ValueError):
@@ -31,37 +32,75 @@ class ChatError(ValueError):
 class ChatTemplate:
     """A model's chat template, with the date that it may write."""
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], today: date, origin: str) -> None:
+    def __init__(self, text: str, special_tokens: Mapping[str, str], today: str, origin: str) -> None:
         """Compile.
 
         Raises:
-            ConfigError: ``text``, which is ``origin``'s, is no Jinja.
+            ConfigError: ``text``, which is ``origin``'s, is no Jinja, or takes too long.
         """
-        self.text, self._special_tokens = text, dict(special_tokens)
-        try:
-            self._template = _environment(today).from_string(text)
-        except jinja2.TemplateSyntaxError as error:
+        self.text, self._origin = text, origin
+        self._request = {"text": text, "tokens": dict(special_tokens), "today": today}
+        if (reason := self._ask(None).get("syntax")) is not None:
             raise ConfigError(
-                f"{origin}: the chat template is no Jinja (line {error.lineno}: {error.message}); mend it or give "
-                "another in data.chat_template"
-            ) from None
+                f"{origin}: the chat template is no Jinja ({reason}); mend it or give another in data.chat_template"
+            )
 
     def render(self, messages: Sequence[Message]) -> str:
         """The messages, and the beginning of the answer.
 
         Raises:
             ChatError: the template refuses them.
+            ConfigError: it takes too much time or memory.
         """
+        answer = self._ask([*map(dict, messages)])
+        if "rendered" not in answer:
+            raise ChatError(answer["refused"])
+        return answer["rendered"]
+
+    def _ask(self, messages: list[dict[str, Any]] | None) -> dict[str, str]:
+        """Send nothing but JSON's types: methods of others could be called from a template."""
+        request = json.dumps({**self._request, "messages": messages}, default=lambda v: f"<{type(v).__name__}>")
+        answer = _renderer(os.getpid()).ask(request.encode())
+        if (reason := answer.get("exceeded")) is not None:
+            raise ConfigError(f"{self._origin}: the chat template {reason}; give another in data.chat_template")
+        return answer
+
+
+class _Renderer:
+    """The process that renders, started by exec, which copies nothing of this one; again after a template killed it."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def ask(self, request: bytes) -> dict[str, str]:
+        assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            return self._template.render(
-                messages=[_with_reasoning(message) for message in _plain(messages)],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
-            raise ChatError(first_line(error)) from None
+            self._process.stdin.write(request + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line:
+            answer: dict[str, str] = json.loads(line)
+            return answer
+        status = self._process.wait()
+        self._start()
+        limit = f"takes over {CPU_SECONDS:g} s of CPU time"
+        return {"exceeded": limit if status == -signal.SIGPROF else f"ends its process with status {status}"}
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tlt_hpc.data.rendering"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the job; this one ends with its stdin
+        )
+
+
+@lru_cache(maxsize=1)
+def _renderer(pid: int) -> _Renderer:
+    """This process's own: a fork must not talk to its parent's."""
+    return _Renderer()
 
 
 def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
@@ -77,95 +116,15 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
             raise ConfigError(f"{origin} is empty; give a file of Jinja or 'auto'")
     if not text:
         return None
-    return ChatTemplate(text, dict(chat.special_tokens), date.fromisoformat(data.template_date), origin)
+    return ChatTemplate(text, dict(chat.special_tokens), data.template_date, origin)
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path, _MOST_BYTES).decode("utf-8")
     except OSError as error:
         raise ConfigError(
             f"data.chat_template = {str(path)!r}: {error.strerror}; give a file of Jinja or 'auto'"
         ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"data.chat_template = {str(path)!r} is not UTF-8; give a file of Jinja or 'auto'") from None
-
-
-def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies that hold nothing but JSON's types: methods of others could be called from a template."""
-    text = json.dumps([*map(dict, messages)], default=lambda value: f"<{type(value).__name__}>")
-    plain: list[dict[str, Any]] = json.loads(text)
-    return plain
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Reasoning under the names that templates read, as transformers has it."""
-    found = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
-    reasoning = next((text for text in found if text is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _environment(today: date) -> ImmutableSandboxedEnvironment:
-    """What transformers' ``_compile_jinja_template`` offers a template, but for the date, which is fixed."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    noon = datetime.combine(today, time(12))
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = noon.strftime
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Without the escapes for HTML of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-class _Dict:
-    """What of the type ``dict`` a template may have: its attributes would lead out of the sandbox."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's, but for names by which a template could leave the sandbox."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=1)` is no error
-        attributes = dict(*args[1:], **kwargs)
-        for name in attributes:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(args[0], attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(
-            f"a namespace takes no name with an underscore in front, but got {name!r}"
-        )
-
-
-class _Generation(Extension):
-    """``{% generation %}``, with which templates mark what training learns from: here its body and no more."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -7,17 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import UserError
-from tlt_hpc.files import LINES_BYTES, read_bytes
+from tlt_hpc.files import read_bytes, told
+
+_MOST_BYTES = 2**28
+"""Of a file of text; the longest, tokenizers, have 30 MB."""
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return read_bytes(path, _MOST_BYTES).decode("utf-8")
+    except OSError as error:
+        raise UserError(told(error)) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 ({error}); download it again") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object that a file holds.
 
     Raises:
-        UserError: it is no JSON, or no object.
+        UserError: it cannot be read, is no JSON, or no object.
     """
     try:
-        found = json.loads(read_bytes(path, LINES_BYTES).decode("utf-8"))
+        found = json.loads(read_text(path))
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}); download it again") from None
     if not isinstance(found, dict):

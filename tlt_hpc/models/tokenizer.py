@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
-from tlt_hpc.models.json_file import read_json
+from tlt_hpc.models.json_file import read_json, read_text
 from tlt_hpc.records import ChatFormat
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -74,7 +74,7 @@ def read_chat_format(folder: Path) -> ChatFormat:
     files = (folder / name for name in ("special_tokens_map.json", "tokenizer_config.json"))
     settings = {key: value for file in files if file.is_file() for key, value in read_json(file).items()}
     file = folder / "chat_template.jinja"  # of newer folders; it goes before the configuration's
-    template = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    template = read_text(file) if file.is_file() else settings.get("chat_template")
     if isinstance(template, list):
         template = _default_of(template, folder)
     named = {name: _text_of(settings.get(name)) for name in _SPECIAL_TOKENS}

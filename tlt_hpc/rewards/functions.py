@@ -13,6 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.files import read_bytes
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
 RewardFunction = Callable[..., Any]
@@ -31,10 +32,12 @@ def check_function(spec: str) -> None:
     """
     path, _, name = spec.rpartition(":")
     try:
-        tree = ast.parse(Path(path).read_bytes())
+        content = read_bytes(Path(path))
     except OSError as error:
         raise ValueError(f"reward.function = {spec!r}: {path}: {error.strerror}; give a file that is there") from None
-    except (SyntaxError, ValueError) as error:
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"reward.function = {spec!r}: {path} is not Python: {error}; mend it") from None
     if name not in _names(tree):
         raise ValueError(f"reward.function = {spec!r}: {path} has no {name!r} at its top level; name one that it has")
