@@ -214,6 +214,25 @@ def test_batch_scripts_take_what_they_are_given(command: Command) -> None:
     check_tlt([what[1], *arguments], command)
 
 
+INSTALL = [
+    "CONDA_OVERRIDE_CUDA=12.8 conda env create -f environment.yml   # the newest CUDA that the nodes' driver takes",
+    "conda activate tlt_hpc && pip install --no-deps -e .",
+]
+"""How the environment of a cluster is made: on a login node without a GPU conda would else choose a torch for CPUs."""
+
+
+def test_the_environment_of_a_cluster_is_made_alike_wherever_it_is_told() -> None:
+    where = [*PAGES, ROOT / "environment.yml", *(ROOT / "sbatch").iterdir(), *(ROOT / "jobs").iterdir()]
+    told = set()
+    for path in where:
+        lines = [line.removeprefix("# ").strip() for line in text_of(path).splitlines()]
+        for number, line in enumerate(lines):
+            if "conda env create" in line and "/opt/environment.yml" not in line:  # an image's, into which nothing goes
+                assert lines[number : number + 2] == INSTALL, path.name
+                told.add(path.name)
+    assert told == {"README.md", "cluster.md", "tour.md", "environment.yml"}
+
+
 @pytest.mark.parametrize("command", commands_with("make"), ids=str)
 def test_targets_of_make_exist(command: Command) -> None:
     targets = set(re.findall(r"^(\w[\w-]*):", text_of(ROOT / "Makefile"), re.MULTILINE))

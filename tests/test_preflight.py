@@ -387,6 +387,7 @@ def gpu_job(asked: str, nodes: str = "") -> Plant:
     return plant
 
 
+PLACES = ",".join(f"u{place}" for place in range(10, 20))
 BARE = "32|256000|(null)|(null)"
 MIXED = "4|idle|32|256000|gpu:a100:4(S:0-1)|a100,rack1\n3|idle|32|256000|gpu:h100:4|h100,rack1"
 SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
@@ -443,6 +444,8 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      r"the features nvme&ib are.* has 0.*sinfo -o"),
     ("features that may be GPUs", gpu_job("-N2 --gres=gpu:a100:4", MIXED.replace("h100:4|h100", "a100:4|hbm80")),
      "gpus", "warning", r"may differ in a100, hbm80.*--constraint=FEATURE"),
+    ("a feature for each place", gpu_job("-N2 --gres=gpu:a100:4", MIXED.replace("h100:4|h100", f"a100:4|{PLACES}")),
+     "gpus", "warning", r"may differ in a100, u10, u11, u12, u13, u14 and 5 more, "),
     ("requeue off", lambda p: p.slurm(script=SCRIPT.replace("#SBATCH --requeue\n", ""), settings={"JobRequeue": "0"}),
      "requeue", "warning", r"requeue is off \(JobRequeue = 0.*add #SBATCH --requeue"),
     ("no requeue", lambda p: p.slurm(script=SCRIPT.replace("--requeue", "--no-requeue")), "requeue", "warning",

@@ -17,6 +17,7 @@ from tlt_hpc.preflight.verdict import Finding, Level, Skip, failure, ok, warning
 
 SAVING_SECONDS = 10.0
 """What a run that gets TERM wants for the responses that it has finished."""
+_MOST_NAMES = 6
 Judge = Callable[[Subject, cluster.Partition], Finding]
 _JUDGES: list[Judge] = []
 """What a partition is chosen by."""
@@ -146,7 +147,7 @@ def _judge_mixture(request: Request, groups: Sequence[cluster.NodeGroup]) -> Fin
     differing = frozenset[str]().union(*features) - frozenset.intersection(*features)
     if differing:
         return warning(
-            f"the job's nodes may differ in {', '.join(sorted(differing))}, and all must have the same GPUs",
+            f"the job's nodes may differ in {_first_of(sorted(differing))}, and all must have the same GPUs",
             "where these are different GPUs, ask for one in the script: #SBATCH --constraint=FEATURE",
         )
     return None
@@ -272,6 +273,12 @@ def arguments_of(request: Request, ranks_per_node: int) -> list[str]:
         "--time": _as_time(seconds) if seconds else "",
     }
     return [*(f"{name}={value}" for name, value in given.items() if value), "--wrap=true"]
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Names in a line: nodes may have one for their rack or their place in it."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _hours(seconds: float) -> str:
