@@ -412,7 +412,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train a policy; in a folder that has a checkpoint, go on from it")
     compare = commands.add_parser(
-        "compare", help="run the same steps plain, with n-gram speculation and in full, and prove the text equal"
+        "compare",
+        help="run the same steps plain, with n-gram speculation and in full; status 1: text, rewards or weights differ",
     )
     warmup = commands.add_parser("warmup", help="train the drafter before any reinforcement learning, or go on with it")
     ablate = commands.add_parser("ablate", help="compare the drafter left out, frozen and trained in several ways")

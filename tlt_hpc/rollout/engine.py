@@ -82,7 +82,7 @@ class EngineCounts:
 
 
 class RolloutEngine:
-    """Continuous batching over paged memory, with speculation that cannot change the text."""
+    """Continuous batching over paged memory, with speculation that in float32 does not change the text."""
 
     def __init__(
         self,
