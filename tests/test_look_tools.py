@@ -128,7 +128,7 @@ def test_export(tmp_path: Path, folder: RunFolder) -> None:
 def test_inspect_checks_and_repairs(folder: RunFolder) -> None:
     assert start("inspect_run", folder.path).returncode == 0
     done = start("inspect_run", folder.path, "--check")
-    assert done.returncode == 0 and "All is sound." in done.stdout
+    assert done.returncode == 0 and "All of these are sound." in done.stdout
     whole = folder.metrics.read_bytes()
     folder.metrics.write_bytes(whole + b'{"torn')
     assert start("inspect_run", folder.path, "--check").returncode == 1
@@ -191,7 +191,7 @@ def test_a_log_that_was_made_up_is_one_for_every_tool(tmp_path: Path) -> None:
     made = make(tmp_path / "run", "--steps", "2", "--ranks", "2", "--responses", "8")
     assert made.returncode == 0 and "4 files" in made.stdout, made.stderr
     done = start("inspect_run", tmp_path / "run", "--check")
-    assert done.returncode == 0 and "4 logs" in done.stdout and "All is sound." in done.stdout
+    assert done.returncode == 0 and "4 logs" in done.stdout and "All of these are sound." in done.stdout
     told = json.loads(start("acceptance", tmp_path / "run", "--json", "-").stdout)
     assert told["steps"] == [0, 1] and sum(map(sum, told["step_tokens"])) > 4 * 8 * 100 and told["problems"] == []
     again = make(tmp_path / "run")

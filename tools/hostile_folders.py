@@ -350,7 +350,7 @@ WITHIN = (
 WHOLE = (
     Damage("a run folder that is empty", emptied, READERS),
     Damage("a folder of runs", folder_of_runs, READERS),
-    Damage("a folder of another program", foreign_program, ALL),
+    Damage("a folder of another program", foreign_program, ALL - {"inspect"}),
     Damage("a model's folder", model_folder, READERS - {"evaluate"}),
     Damage("below a forbidden folder", parent_forbidden, ALL),
     *(Damage(f"a run folder: {each.__name__}", each, READERS if each is dangling else ALL) for each in FOR_A_FOLDER),

@@ -39,6 +39,8 @@ class RunLog:
         self._problems: dict[str, None] = {}
         if not self.folder.rollouts.is_dir() and not self.folder.metrics.is_file():
             raise UserError(_no_run(path))
+        if self.step_lines.faults and not self.step_lines.numbered and not self.logged_steps:
+            raise UserError(f"{path} is no run's folder: no line of its metrics.jsonl is one that a run writes")
 
     @property
     def name(self) -> str:

@@ -156,7 +156,7 @@ def _rank(columns: Columns, speaks: bool) -> _Rank:
     for name, start, end in zip(columns.texts(_PHASES[0]), columns[_PHASES[1]], columns[_PHASES[2]], strict=True):
         if name in OF_PHASE:
             by_kind[OF_PHASE[name]] += float(end - start)
-    idle = float((rollouts[:, 2] - rollouts[:, 1]).sum())
+    idle = float(np.maximum(rollouts[:, 2] - rollouts[:, 1], 0.0).sum())  # a clock may be set back in between
     harvested = columns.attributes["harvested_seconds"]
     by_kind[Kind.TRAIN], by_kind[Kind.IDLE] = harvested, max(0.0, idle - harvested)
     return _Rank(

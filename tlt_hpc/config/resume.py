@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tlt_hpc.config.base import ConfigError
@@ -74,7 +75,7 @@ def check_resumable(saved: Path, config: Config) -> None:
     Raises:
         ConfigError: names all such keys with both values.
     """
-    if not saved.is_file():
+    if not os.path.lexists(saved):
         return
     changed = changed_keys(load_saved_config(saved), config)
     if changed:

@@ -188,7 +188,8 @@ def _why_not_requeued(job: Allocation) -> str:
 def read_history(path: Path) -> list[dict[str, object]]:
     """The starts of a folder's jobs that ended at their time limit; a file that cannot be read has none."""
     try:
-        return [parse_json(line, dict[str, object]) for line in read_bytes(path, LINES_BYTES).splitlines()]
+        entries = [parse_json(line, dict[str, object]) for line in read_bytes(path, LINES_BYTES).splitlines()]
+        return [entry for entry in entries if {"job", "progress"} <= set(entry)]
     except FileNotFoundError:
         return []
     except (DamagedText, OSError) as error:

@@ -69,11 +69,17 @@ class Findings:
 
     @property
     def clock_seconds(self) -> float | None:
-        """From the first step's start to the last's end; None where either is not logged."""
+        """From the first step's start to the last's end; None where either is not logged, or ``is_set_back``."""
         steps, logged = self.learning.steps, self.throughput.steps
         if len(steps) == 0 or len(logged) == 0 or (steps[0], steps[-1]) != (logged[0], logged[-1]):
             return None
-        return float(self.throughput.ended[-1] - self.throughput.began[0])
+        return None if self.is_set_back else float(self.throughput.ended[-1] - self.throughput.began[0])
+
+    @property
+    def is_set_back(self) -> bool:
+        """Whether the clock went back between two steps, so that it does not tell what lies between them."""
+        began, ended = self.throughput.began, self.throughput.ended
+        return not bool(np.all(ended >= began) and np.all(began[1:] >= began[:-1]))
 
     @property
     def idle(self) -> tuple[float, float]:

@@ -169,6 +169,8 @@ def _clock(found: Findings) -> str:
     """By the clock, with what lies between steps and between starts."""
     starts = len(found.environments.starts)
     again = f", {count(starts, 'start')}" if starts > 1 else ""
+    if found.is_set_back:
+        return f"How long it took is not known: its clock was set back{again}."
     if found.clock_seconds is None:
         return f"It was started {starts} times." if starts > 1 else ""
     hours = found.clock_seconds * found.num_ranks / 3600

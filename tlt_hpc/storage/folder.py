@@ -240,11 +240,10 @@ def make_folder(folder: Path) -> None:
     Raises:
         WriteError: no room or no permission.
     """
-    if folder.is_dir():
-        return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        sync(folder.parent)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync(folder.parent)
     except OSError as error:
         raise WriteError(folder, error) from error
 

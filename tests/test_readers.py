@@ -1,0 +1,257 @@
+"""Whoever reads a run's folder answers in a line, or leaves out what is broken, whatever lies there."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import resource
+import signal
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from small_run import line_of, small_record, small_run
+
+from tlt_hpc import cli
+from tlt_hpc.analysis.integrity import analyse_integrity
+from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.config import load_config, to_toml
+from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
+from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.watch.record import Record
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 20
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = small_run(tmp_path / "runs" / "tiny")
+    config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={folder.path.parent}", "run.name=tiny"])
+    folder.config.write_text(to_toml(config))
+    folder.finished.write_text(json.dumps({"num_steps": 3, "policy_sha256": "a" * 64}) + "\n")
+    return folder
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """End what hangs, and what eats memory."""
+
+    def late(number: int, frame: object) -> None:
+        raise AssertionError(f"no answer after {SECONDS} s")
+
+    before, limits = signal.signal(signal.SIGALRM, late), resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**30, limits[1]))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def answer(*command: str | Path) -> tuple[int, str, str]:
+    """Status, output and errors of a command."""
+    out, errors = io.StringIO(), io.StringIO()
+    with bounded(), redirect_stdout(out), redirect_stderr(errors):
+        status = cli.main([str(word) for word in command])
+    return status, out.getvalue(), errors.getvalue()
+
+
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def loop(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+UNFIT = {
+    fifo: "it is a FIFO, not a regular file; move it away",
+    endless: "it is a device, not a regular file; move it away",
+    loop: "Too many levels of symbolic links; a link on the way leads back to itself: remove that link",
+    folder_instead: "Is a directory; a folder is where a file should be: move that folder away",
+}
+
+
+@pytest.mark.parametrize("damage", UNFIT)
+def test_watch_and_report_go_on_without_metrics_that_are_no_file(
+    run: RunFolder, damage: Callable[[Path], None]
+) -> None:
+    damage(run.metrics)
+    status, shown, errors = answer("watch", run.path, "--once")
+    words = " ".join(shown.split())
+    assert (status, errors) == (0, "") and UNFIT[damage][:12] in words and "left out" in words
+    status, _, errors = answer("report", run.path)
+    assert (status, errors) == (0, "")
+    assert UNFIT[damage].split(";")[0] in (run.path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("damage", UNFIT)
+def test_a_start_ends_with_a_line_where_metrics_are_no_file(run: RunFolder, damage: Callable[[Path], None]) -> None:
+    damage(run.metrics)
+    status, _, errors = answer("train", run.config, "--dry-run")
+    assert (status, errors) == (2, f"tlt: {run.metrics}: {UNFIT[damage]}\n")
+
+
+@pytest.mark.parametrize("damage", UNFIT)
+def test_a_log_that_is_no_file_is_left_out(run: RunFolder, damage: Callable[[Path], None]) -> None:
+    path = run.rollout_log(1, 0)
+    damage(path)
+    with bounded():
+        log = RunLog(run.path)
+        assert [summary.rank for summary in log.ranks(1)] == [1]
+    assert f"{path}: {UNFIT[damage]}" in log.problems
+
+
+HOSTILE_FIGURES = ("text", 1e300, float("nan"), 10**400, None, [1.0])
+
+
+@pytest.mark.parametrize("value", HOSTILE_FIGURES)
+@pytest.mark.parametrize("key", ("training/global_step", "critic/score/mean", "timing_s/step"))
+def test_a_hostile_figure(run: RunFolder, key: str, value: object) -> None:
+    lines = [line_of(step) for step in range(3)]
+    run.metrics.write_text("".join(json.dumps({**line, key: value} if at == 2 else line) + "\n"
+                                   for at, line in enumerate(lines)))  # fmt: skip
+    for command in ("watch", "report"):
+        status, shown, errors = answer(command, run.path, *(["--once"] if command == "watch" else []))
+        assert status in (0, 1) and not errors, shown
+
+
+def test_a_line_without_a_figure_that_watch_shows(run: RunFolder) -> None:
+    line = {key: value for key, value in line_of(2).items() if key != "timing_s/step"}
+    run.metrics.write_text(json.dumps(line_of(1)) + "\n" + json.dumps(line) + "\n")
+    status, shown, errors = answer("watch", run.path, "--once")
+    assert (status, errors) == (0, "") and "0.520" in shown
+
+
+RECORD = asdict(Record("s", 0, "node1", 1, 1, "update", 1, "", 0, "", 0, 1, 0, 10, 0.0, ending="finished"))
+
+
+@pytest.mark.parametrize(
+    "change", ({"still": "x"}, {"step": 1e300}, {"seconds": float("nan")}, {"start": {}}, {"rank": True}, {"step": -7})
+)
+def test_a_status_record_of_wrong_types_with_a_right_checksum(run: RunFolder, change: dict[str, object]) -> None:
+    text = json.dumps({**RECORD, **change}).encode()
+    run.status.mkdir()
+    (run.status / "rank-0000").write_bytes((f"{zlib.crc32(text):08x} ".encode() + text).ljust(2047) + b"\n")
+    status, _, errors = answer("watch", run.path, "--once")
+    assert status in (0, 1) and not errors
+
+
+def test_json_too_deep_in_a_status(run: RunFolder) -> None:
+    run.status.mkdir()
+    (run.status / "owner").write_text("[" * 100_000)
+    status, _, errors = answer("watch", run.path, "--once")
+    assert status == 0 and not errors
+
+
+# -- what inspect_run --check says --
+
+
+def write(run: RunFolder, lines: list[dict[str, float]]) -> None:
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    (
+        (lambda lines: [line for line in lines for _ in range(2)], ":2 is of step 0, and the line before it of step 0"),
+        (lambda lines: lines[::-1], ":2 is of step 1, and the line before it of step 2"),
+        (lambda lines: [lines[0], lines[2]], ":2 is of step 2, and the line before it of step 0"),
+        (lambda lines: [*lines[:2], {**lines[2], "critic/score/mean": "high"}], ":3 .*critic/score/mean is no number"),
+        (
+            lambda lines: [*lines[:2], {"training/global_step": 2.0}],
+            ":3 has no critic/score/mean, .* and timing_s/step",
+        ),
+    ),
+)
+def test_check_looks_at_every_line(run: RunFolder, change: Callable[[list[dict[str, float]]], list[dict[str, float]]],
+                                   told: str) -> None:  # fmt: skip
+    write(run, [line_of(step) for step in range(3)])
+    assert analyse_integrity(RunLog(run.path)).is_sound
+    write(run, change([line_of(step) for step in range(3)]))
+    found = analyse_integrity(RunLog(run.path))
+    assert not found.is_sound and "Not sound" in found.verdict
+    import re
+
+    assert any(re.search(told, fault) for fault in found.faults), found.faults
+
+
+@pytest.mark.parametrize("name", ("metrics.jsonl", "finished.json", "config.toml", "data.json"))
+def test_check_sees_a_folder_where_a_file_should_be(run: RunFolder, name: str) -> None:
+    folder_instead(run.path / name)
+    found = analyse_integrity(RunLog(run.path))
+    assert not found.is_sound and any("Is a directory" in fault for fault in found.faults)
+
+
+# -- permissions, links, clocks --
+
+
+@pytest.mark.parametrize("number", (errno.EACCES, errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG))
+def test_what_the_system_refuses_is_one_line(run: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read all, so the refusal is made up."""
+    true_stat = os.stat
+
+    def refuse(path: object, *rest: object, **named: object) -> os.stat_result:
+        if isinstance(path, (str, Path)) and str(path).startswith(str(run.path)):
+            raise OSError(number, os.strerror(number), str(path))
+        return true_stat(path, *rest, **named)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(os, "stat", refuse)
+    for command in (
+        ["watch", run.path, "--once"],
+        ["report", run.path],
+        ["evaluate", run.path, run.config, "--dry-run"],
+    ):
+        status, _, errors = answer(*command)
+        assert status == 2 and errors.startswith("tlt: ") and errors.count("\n") == 1, errors
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    (
+        (loop, "remove the link on the way that leads back to itself"),
+        (lambda path: path.write_text(""), "move the file away that is where a folder should be"),
+    ),
+)
+def test_a_place_that_is_no_folder_has_a_remedy_that_fits(
+    tmp_path: Path, make: Callable[[Path], None], remedy: str
+) -> None:
+    make(tmp_path / "runs")
+    with pytest.raises(WriteError) as caught:
+        make_folder(tmp_path / "runs" / "tiny")
+    assert remedy in str(caught.value) and "make room" not in str(caught.value)
+
+
+def test_a_name_that_is_too_long_has_a_remedy_that_fits(tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match=r"File name too long.*use a shorter run\.name or run\.folder"):
+        make_folder(tmp_path / ("x" * 300))
+
+
+def test_a_clock_that_was_set_back(run: RunFolder) -> None:
+    for rank in range(2):
+        write_step(run.rollout_log(2, rank), small_record(-300, rank, step=2))
+    status, _, errors = answer("report", run.path)
+    page = (run.path / "report.html").read_text()
+    assert status == 0 and not errors
+    assert "its clock was set back" in page and "rank-hours" not in page
