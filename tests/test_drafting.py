@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from launch_ranks import run_on_ranks
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc import tail
@@ -463,6 +464,85 @@ def test_merge_is_the_token_weighted_mean_of_weights_and_moments(tmp_path):
     for name in set(states[0]) - {"num_steps", "num_averaged"}:
         wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
         torch.testing.assert_close(trainers[0].state()[name], wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path, monkeypatch, caplog):
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, num_prompts=2)
+    trainer.begin(0)
+    assert trainer.micro_step()
+    before = trainer.sha256()
+    true_loss = spot.drafter_loss
+    monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
+    assert trainer.micro_step() and trainer.micro_step(), "there is something to train on all the same"
+    assert trainer.sha256() == before
+    assert (trainer.num_skipped, len(trainer.records), trainer.num_steps) == (2, 1, 1)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "the gradient of a micro-step of the drafter is not finite" in warning and "skipped" in warning
+    monkeypatch.undo()
+    assert trainer.micro_step() and trainer.num_steps == 2
+    assert all(bool(tensor.isfinite().all()) for tensor in trainer._all_tensors())
+    trainer.begin(1)
+    assert trainer.num_skipped == 0
+
+
+def merge_with_broken_replicas(folder, training, broken):
+    """What two ranks have after a merge: those of ``training`` trained, those of ``broken`` hold a NaN."""
+    from pathlib import Path
+
+    from tlt_hpc.mpi.world import World
+
+    world = World.connect()
+    trainer, cache = make_trainer(Path(folder) / str(world.rank), world.rank, average_merges=1)
+    fill(cache, 0, num_prompts=2)
+    trainer.begin(0)
+    before = trainer.sha256()
+    if world.rank in training:
+        assert trainer.micro_step()
+    own = trainer.state()["fc.weight"]
+    if world.rank in broken:
+        trainer._moments["down"][1].view(-1)[7] = torch.nan
+    trainer.start_merge(world)
+    try:
+        report = trainer.finish_merge(world)
+    except FloatingPointError as error:
+        return {"error": str(error)}
+    return {
+        "before": before,
+        "moved": float((trainer.state()["fc.weight"] - own).abs().max()),
+        "after": trainer.sha256(),
+        "tokens": report.num_tokens > 0,
+        "dropped": report.is_dropped,
+        "steps": report.num_steps,
+        "is_trained": trainer.is_trained,
+    }
+
+
+@pytest.mark.mpi
+def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path):
+    first, second = run_on_ranks(2, merge_with_broken_replicas, str(tmp_path), [0, 1], [1])
+    assert first["after"] == second["after"]
+    assert first["moved"] < 1e-6 and second["moved"] > 1e-4, "the mean is the first rank's, but for its rounding"
+    assert [one["dropped"] for one in (first, second)] == [False, True]
+    assert first["tokens"] and first["is_trained"] and (first["steps"], second["steps"]) == (1, 1)
+
+
+@pytest.mark.mpi
+def test_where_no_trained_replica_is_finite_the_old_drafter_stays(tmp_path):
+    first, second = run_on_ranks(2, merge_with_broken_replicas, str(tmp_path), [0], [0])
+    assert first["after"] == second["after"] == first["before"] == second["before"]
+    assert [one["dropped"] for one in (first, second)] == [True, False]
+    assert not any(one["tokens"] or one["is_trained"] or one["steps"] for one in (first, second))
+
+
+@pytest.mark.mpi
+def test_where_no_rank_has_a_finite_drafter_left_the_run_says_what_to_do(tmp_path):
+    message = (
+        "no rank has a drafter whose weights and moments are finite: resume from the last checkpoint with a lower "
+        "drafter.learning_rate than 0.002"
+    )
+    both = run_on_ranks(2, merge_with_broken_replicas, str(tmp_path), [0, 1], [0, 1])
+    assert both == [{"error": message}] * 2
 
 
 def test_a_prompt_weighs_nothing_in_the_merge(tmp_path):

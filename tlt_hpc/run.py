@@ -415,6 +415,8 @@ def drafter_metrics(
         MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,
         "drafter/cut_rank_seconds": job.drafting.spot.cut_seconds,
         "drafter/serial_rank_seconds": serial,
+        "drafter/skipped_steps": float(job.drafting.spot.num_skipped),
+        "drafter/dropped_replicas": float(merged.is_dropped if merged else False),
         **own_drafts(job, counts).to_metrics(),
     }
 

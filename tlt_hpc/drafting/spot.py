@@ -76,7 +76,7 @@ class SumOverRanks(Protocol):
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did; the same on every rank but for ``exposed_seconds``."""
+    """What a merge did; the same on every rank but for ``exposed_seconds`` and ``is_dropped``."""
 
     num_tokens: int
     num_steps: int
@@ -85,6 +85,8 @@ class MergeReport:
     """Empty where nothing was merged."""
     exposed_seconds: float
     """Time this rank waited for the sum."""
+    is_dropped: bool = False
+    """Whether this rank's replica was not finite, and had no part in it."""
 
 
 class SpotTrainer:
@@ -126,6 +128,10 @@ class SpotTrainer:
         """Micro-steps of the current rollout."""
         self.cut_seconds = 0.0
         """Seconds of the current rollout in a micro-step that was dropped because the rollout ended."""
+        self.num_skipped = 0
+        """Updates of the current rollout that were left out because their gradient was not finite."""
+        self._is_dropped = False
+        """Whether the merge under way goes without this replica, which is not finite."""
 
     def begin(self, step: int) -> None:
         """Start a rollout: nothing trained yet."""
@@ -133,6 +139,7 @@ class SpotTrainer:
         self._random = random.Random(f"{self._seed}/{step}/{self._rank}")
         self.records = []
         self.cut_seconds = 0.0
+        self.num_skipped = 0
         self._take_up_head()  # here, where all ranks do: where nobody trains, they must be equal after the merge too
         if self.is_trained and not self._average.num_taken:
             self._average.take()  # a warm drafter's own weights are the first
@@ -194,7 +201,8 @@ class SpotTrainer:
         value = self._update(loss)
         end = time.time()
         self._rates.append(batch.num_tokens / max(end - opened, 1e-6))
-        self.records.append(MicroStepRecord(start, end, int(batch.counts.sum()), value))
+        if value is not None:
+            self.records.append(MicroStepRecord(start, end, int(batch.counts.sum()), value))
         return True
 
     def _take_up_head(self) -> None:
@@ -209,16 +217,31 @@ class SpotTrainer:
         if is_over():
             raise _ReleasedError
 
-    def _update(self, loss: Tensor) -> float:
-        """Clip, take the optimiser's step; returns the loss, and with it the device has come so far."""
+    def _update(self, loss: Tensor) -> float | None:
+        """``_clip_and_step``; returns the loss, or None where nothing was learned. The device has come so far then."""
         if self._decoder.device.type == "cuda":
             torch.cuda.current_stream(self._decoder.device).synchronize()  # not to count the backward pass
         start = time.perf_counter()
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
-        self._adam()
+        has_learned = self._clip_and_step()
         value = float(loss.detach())
         self._update_seconds = time.perf_counter() - start
-        return value
+        return value if has_learned else None
+
+    def _clip_and_step(self) -> bool:
+        """Clip the gradient and take the optimiser's step; False where it is not finite, which changes nothing."""
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
+        if bool(norm.isfinite()):
+            self._adam()
+            return True
+        self._drop_gradients()
+        self.num_skipped += 1
+        if self.num_skipped == 1:
+            logger.warning(
+                "rank %d: the gradient of a micro-step of the drafter is not finite; such micro-steps are skipped "
+                "(drafter/skipped_steps counts them)",
+                self._rank,
+            )
+        return False
 
     def end(self) -> None:
         """Leave the tail: the pool's files are closed."""
@@ -274,36 +297,73 @@ class SpotTrainer:
             self._parameters.values(), torch.split(summed[:-2] / total, [g.numel() for g in gradients]), strict=True
         ):
             parameter.grad = values.view_as(parameter)
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), _MAX_GRAD_NORM)
-        self._adam()
+        self._clip_and_step()
         return float(summed[-2] / total)
 
     # -- merge --------------------------------------------------------------------------------------------------
 
     def start_merge(self, world: SumOverRanks) -> None:
-        """Post the sum of all replicas' weights and Adam moments, each weighted with the tokens it trained on."""
+        """Post the sum of all replicas' weights and Adam moments, each weighted with the tokens it trained on.
+
+        A replica that is not finite weighs nothing.
+        """
+        tensors = self._state_tensors()
+        self._is_dropped = not bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
         tokens = float(sum(record.num_tokens for record in self.records))
-        parts = [tensor.flatten() for tensor in self._state_tensors()]
-        flat = torch.cat([*parts, parts[0].new_ones(1)]).mul_(tokens)  # one copy: three times the drafter is much
+        # one copy: three times the drafter is much
+        flat = torch.cat([*(tensor.flatten() for tensor in tensors), tensors[0].new_tensor([1.0, 0.0])]).mul_(tokens)
+        if self._is_dropped:
+            flat.zero_()[-1:].fill_(1.0)
         self._pending = world.start_sum(flat.cpu().numpy())
 
     def finish_merge(self, world: SumOverRanks) -> MergeReport:
-        """Take the weighted mean; unchanged where nobody trained. Asserts that every rank holds the same drafter."""
+        """Take the weighted mean; unchanged where nobody trained. Asserts that every rank holds the same drafter.
+
+        Raises:
+            FloatingPointError: on all ranks, where no rank has a finite drafter left.
+        """
         assert self._pending is not None, "start_merge first"
         start = time.perf_counter()
         summed = torch.from_numpy(self._pending.wait()).to(self._decoder.device)
         self._pending = None
         exposed = time.perf_counter() - start
-        total = float(summed[-1])
+        total, num_dropped = summed[-2:].tolist()
+        if self._is_dropped:
+            self.num_steps = 0  # its steps count no more than its weights
         if total > 0:
-            self._assign(summed[:-1].div_(total))
+            self._assign(summed[:-2].div_(total))
             self._average.take()
+        elif num_dropped:
+            self._take_back(world)
+        if num_dropped and self._rank == 0:
+            logger.warning(
+                "drafter replicas of %d of %d ranks are not finite and have no part in the merge: %s",
+                num_dropped,
+                world.size,
+                "the others' mean is taken" if total > 0 else "the drafter stays as it was before this rollout",
+            )
         fingerprint = self.fingerprint()
         reports = world.allgather((self.num_steps, fingerprint))
         assert len({found for _, found in reports}) == 1, f"drafters differ after the merge: {reports}"
         self.num_steps = max(steps for steps, _ in reports)
         self.is_trained |= total > 0
-        return MergeReport(int(total), self.num_steps, fingerprint, exposed)
+        return MergeReport(int(total), self.num_steps, fingerprint, exposed, self._is_dropped)
+
+    def _take_back(self, world: SumOverRanks) -> None:
+        """Take up the drafter of the first rank that has it as it was before the rollout: finite, and not trained."""
+        is_kept = not self.records and not self._is_dropped
+        told = world.allgather((int(is_kept), "trained" if self.is_trained else ""))
+        source = next((rank for rank, (kept, _) in enumerate(told) if kept), None)
+        if source is None:
+            raise FloatingPointError(
+                "no rank has a drafter whose weights and moments are finite: resume from the last checkpoint with a "
+                f"lower drafter.learning_rate than {self._settings.learning_rate:g}"
+            )
+        flat = torch.cat([tensor.flatten() for tensor in self._state_tensors()])
+        if self._rank != source:
+            flat.zero_()
+        self._assign(torch.from_numpy(world.start_sum(flat.cpu().numpy()).wait()).to(self._decoder.device))
+        self.is_trained = told[source][1] == "trained"
 
     def unmerged(self) -> MergeReport:
         """The report of a step without a merge: the drafter is the same as before, on this rank as on the others."""
