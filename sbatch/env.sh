@@ -118,7 +118,8 @@ mpi_library="$($TLT_CONTAINER python -c "$ask_mpi")" || {
     [[ -z $TLT_CONTAINER ]] || die "$TLT_CONTAINER python: mpi4py and its MPI library do not load in it (see above)"
     die "$(type -P python || echo "no python"): mpi4py and its MPI library do not load (see above). Looked for:" \
         "TLT_ENVIRONMENT=$TLT_ENVIRONMENT, an active environment (${active:-none}), the conda environment tlt_hpc" \
-        "(conda: $(find_conda)), $PROJECT/.venv, python on the path. Make one of them (README), or name yours in sbatch/env.sh"
+        "(conda: $(find_conda)), $PROJECT/.venv, python on the path. Make one of them (README), or name yours in" \
+        "sbatch/env.sh"
 }
 if [[ -z $TLT_SRUN_MPI ]]; then
     case $mpi_library in

@@ -86,6 +86,7 @@ HOME_OF = {
     "wandb": {"tracking"},
     "huggingface_hub": {"preflight"},
     "pynvml": {"energy"},
+    "pickle": {"mpi"},  # between ranks; a file that is unpickled is run
 }
 WITHOUT_TORCH = {
     "mpi",

@@ -136,11 +136,10 @@ def _judge_mixture(request: Request, groups: Sequence[cluster.NodeGroup]) -> Fin
     """What Slurm may mix in a job of several nodes, which ends where their GPUs differ; None: nothing."""
     if request.nodes == 1 or request.constraint.startswith("["):  # whose alternatives Slurm does not mix
         return None
-    kinds = {" and ".join(group.gpu_kinds) or "GPUs without a name": group for group in groups}
+    kinds = sorted({" and ".join(group.gpu_kinds) or "GPUs without a name" for group in groups})
     if not request.gpu_kind and len(kinds) > 1:
-        named = " or ".join(sorted(kinds))
         return failure(
-            f"the job may get nodes with {named}, and all its nodes must have the same GPUs",
+            f"the job may get nodes with {' or '.join(kinds)}, and all its nodes must have the same GPUs",
             "ask for one kind in the script, such as #SBATCH --gpus-per-node=KIND:COUNT or --constraint=FEATURE",
         )
     features = {group.features for group in groups}
