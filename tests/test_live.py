@@ -221,7 +221,7 @@ def test_looking_leaves_no_trace(run: RunFolder) -> None:
     [
         (
             ["watch", "/nowhere", "--once"],
-            "/nowhere holds no run (No such file or directory: config.toml); give a run's",
+            "/nowhere does not exist; give a run's folder",
         ),
         (["watch", "RUN", "--interval", "0"], "--interval 0: give 0.2 or more seconds"),
         (["watch", "RUN", "--sample", "0"], "--sample 0: give 1 or more"),

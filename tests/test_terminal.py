@@ -331,3 +331,24 @@ def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     started.stdout.close()
     assert started.stderr.read() == b"" and started.wait(120) == 0
     assert (tmp_path / "tiny" / "finished.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "tlt_hpc", "watch", "NONE"],
+        ["-m", "tlt_hpc", "report", "NONE"],
+        ["-m", "tlt_hpc", "evaluate", "NONE", "jobs/tiny.toml", "--dry-run"],
+        ["-m", "tlt_hpc", "export-policy", "NONE", "--output", "none"],
+        ["-m", "tlt_hpc", "simulate", "--from", "NONE"],
+        ["tools/inspect_run.py", "NONE"],
+        ["tools/timeline.py", "NONE"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path, words: list[str]) -> None:
+    for name in ("demo-1", "demo-2"):
+        a_run(tmp_path / name)
+    done = run_script(*(str(tmp_path / "demo") if word == "NONE" else word for word in words))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{tmp_path / 'demo'} does not exist; runs in {tmp_path}: demo-1, demo-2" in done.stderr

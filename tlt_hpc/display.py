@@ -161,7 +161,7 @@ class LiveReporter:
             self._live.stop()
 
     def _leave_standing(self) -> LineReporter:
-        """Draw no more over what stands there: after a Ctrl-C the launcher writes below it, and nobody knows how much."""
+        """Draw no more over what stands there: after a Ctrl-C the launcher writes below it."""
         console = self._bar.console
         console.quiet = True  # a last drawing is part of the stop
         self._live.stop()

@@ -34,6 +34,7 @@ from tlt_hpc.records import MicroStepRecord, RolloutTiming
 from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
+from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary
 
 HEADER = (
@@ -53,11 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = RunFolder(options.folder)
     if not folder.rollouts.is_dir() and not folder.cache.is_dir():
-        print(
-            f"inspect_run: {options.folder} holds no rollouts/ and no cache/; give a run's folder such as runs/tiny",
-            file=sys.stderr,
-        )
-        return 2
+        raise UserError(no_run(options.folder))
     if options.check or options.repair:
         return check(options)
     steps = folder.rollout_steps()

@@ -17,6 +17,7 @@ from pathlib import Path
 from tlt_hpc.errors import UserError
 from tlt_hpc.owner import read_owner
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.step_lines import STEP, Line
 from tlt_hpc.watch.record import DamagedRecordError, Record, decode, read_verdict, status_file
 
@@ -148,10 +149,10 @@ def _read_facts(folder: RunFolder) -> RunFacts:
         parallel = int(rollout.get("tensor_parallel", 1))
         mode = str(tree["speculation"]["mode"])
         return RunFacts(str(run["name"]), mode, int(run["num_steps"]), num_responses, max(1, parallel))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(no_run(folder.path, "config.toml")) from None
     except OSError as error:
-        raise UserError(
-            f"{folder.path} holds no run ({error.strerror}: config.toml); give a run's folder such as runs/tiny"
-        ) from None
+        raise UserError(f"{folder.config}: {error.strerror}; see to it that you may read it") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder.config} is no run's configuration ({error}); give a run's folder") from None
 
