@@ -9,7 +9,7 @@ import itertools
 import json
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,8 @@ class RunState:
     """The last committed steps."""
     records: tuple[Record, ...]
     """The ranks', of the newest start alone, by rank."""
+    age: float | None
+    """Seconds since a rank has last written its record, by the file system's clock; None without records."""
     owner: str
     """Job, host and process of that start; empty where nobody has claimed the folder."""
     ends_at: float | None
@@ -115,6 +117,7 @@ def read_state(path: Path) -> RunState:
         facts=facts,
         lines=read_last_lines(folder.metrics),
         records=records,
+        age=_age_of(folder.status, records),
         owner=owner.name if owner else "",
         ends_at=owner.ends_at if owner else None,
         is_finished=folder.finished.is_file(),
@@ -176,6 +179,14 @@ def _read_record(path: Path) -> Record | None:
         with suppress(OSError, DamagedRecordError):
             return decode(path.read_bytes())
     return None
+
+
+def _age_of(status: Path, records: Sequence[Record]) -> float | None:
+    written = []
+    for record in records:
+        with suppress(OSError):
+            written.append(status_file(status, record.rank).stat().st_mtime)
+    return max(0.0, time.time() - max(written)) if written else None
 
 
 def _verdict_of(status: Path, start: str) -> str:
