@@ -10,12 +10,13 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from logged import step_record
 from rich.table import Table
-from small_run import small_run
+from small_run import small_record, small_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -428,3 +429,23 @@ def test_preflight_prints_a_check_before_the_next_begins(
     monkeypatch.setattr(command, "CHECKS", {"first": check, "second": check})
     assert cli.main(["preflight", "jobs/tiny.toml"]) == 0
     assert "config" in told[0] and "first" in told[1]
+
+
+# -- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_and_pictures_show_control_characters(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "a\x1b[31m$x$\u202e")
+    strategy = {"strategy_names": ("off", "drafter\x1b[31m\x01$x$")}
+    for step in range(3):
+        for rank in range(2):
+            write_step(run.rollout_log(step, rank), small_record(step, rank, **strategy))
+    for words in (["-m", "tlt_hpc", "report"], ["tools/acceptance.py"], ["tools/timeline.py"]):
+        done = run_script(*words, run.path)
+        assert done.returncode == 0, done.stderr
+    pages = [run.path / "report.html", *sorted((run.path / "figures").glob("*.svg"))]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    assert len(pages) == 5 and all(map(no_control, texts))
+    for text in texts[1:]:
+        ElementTree.fromstring(text)
+    assert r"a\x1b[31m$x$\u202e" in texts[0] and any(r"\x1b[31m\x01$x$" in text for text in texts[1:])

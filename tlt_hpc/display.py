@@ -160,7 +160,7 @@ class LiveReporter:
             self._live.stop()
 
     def _is_left(self) -> bool:
-        """Whether what is drawn stays as it stands, since a stop was asked for: the launcher writes of that below it."""
+        """Whether what is drawn stays as it stands, as a stop was asked for: the launcher writes of that below it."""
         if self._has_left or not self._is_stopping():
             return self._has_left
         console = self._bar.console

@@ -21,6 +21,7 @@ from tlt_hpc.analysis.timeline import Timeline, thinned
 from tlt_hpc.figures.page import Draw, PageFigure, draw_for_page, variables
 from tlt_hpc.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
 from tlt_hpc.figures.timeline import draw_timeline
+from tlt_hpc.printable import printable
 from tlt_hpc.report.advice import advise
 from tlt_hpc.report.findings import Findings
 from tlt_hpc.report.gain import Gain
@@ -68,7 +69,7 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float,
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False, lstrip_blocks=True
     )
     environment.filters["options"] = _with_options
-    return environment.get_template("page.html.jinja").render(
+    page = environment.get_template("page.html.jinja").render(
         name=found.log.name,
         subtitle=_subtitle(found),
         light=variables("light"),
@@ -87,6 +88,7 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float,
         against="" if found.other is None else str(found.other.folder.path.resolve()),
         footer=_footer(found, made_at),
     )
+    return printable(page)
 
 
 def _with_options(words: str) -> markupsafe.Markup:
