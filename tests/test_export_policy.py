@@ -117,7 +117,7 @@ def test_a_failed_export_leaves_the_earlier_one(run: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "nowhere holds no run: there is no config.toml; give a run's folder"),
+        (["nowhere"], "nowhere does not exist; give a run's folder"),
         (
             ["RUN", "--step", "7"],
             "--step 7: no such checkpoint in RUN/checkpoints, which has those of steps 10, 20; use one that is there",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
-from tlt_hpc.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, write_record
+from tlt_hpc.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, status_file, write_record
 
 CONFIG = """
 [run]
@@ -221,7 +222,7 @@ def test_looking_leaves_no_trace(run: RunFolder) -> None:
     [
         (
             ["watch", "/nowhere", "--once"],
-            "/nowhere holds no run (No such file or directory: config.toml); give a run's",
+            "/nowhere does not exist; give a run's folder",
         ),
         (["watch", "RUN", "--interval", "0"], "--interval 0: give 0.2 or more seconds"),
         (["watch", "RUN", "--sample", "0"], "--sample 0: give 1 or more"),
@@ -282,3 +283,10 @@ def test_a_response_cut_at_the_cap_says_so() -> None:
 
     cut = replace(response(0, "12", [1, 1]), finish_reason=FinishReason.LENGTH)
     assert "cut at the longest length" in sample_text(Sample(0, 0, cut, 0.0), None).plain
+
+
+def test_what_the_ranks_are_at_says_how_old_it_is(run: RunFolder) -> None:
+    for rank in range(2):
+        at = time.time() - 40 - rank
+        os.utime(status_file(run.status, rank), (at, at))
+    assert any(row.split()[:3] == ["rank", "node", "phase"] and "as of 40 s ago" in row for row in screen(run))

@@ -10,18 +10,28 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from logged import step_record
-from small_run import small_run
+from rich.table import Table
+from small_run import small_record, small_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tlt_hpc import cli
+from tlt_hpc.config import load_config
+from tlt_hpc.console import TextConsole
+from tlt_hpc.display import LineReporter, LiveReporter, make_console, make_reporter
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, figures_of
 from tlt_hpc.evaluate.tally import Results
+from tlt_hpc.metrics import StepSummary
+from tlt_hpc.preflight import command
+from tlt_hpc.preflight.verdict import Finding, ok
 from tlt_hpc.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.script import missing
+from tlt_hpc.show_evaluation import table_of
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.words import count
@@ -124,10 +134,6 @@ def test_rich_is_asked_to_draw_in_one_place_alone() -> None:
 
 
 def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tlt_hpc.config import load_config
-    from tlt_hpc.display import LineReporter, make_console
-    from tlt_hpc.show_evaluation import table_of
-
     for name in ("runs[red]", "runs[/b]"):
         LineReporter(make_console()).started(load_config("jobs/tiny.toml", [f"run.folder={tmp_path / name}"]), 0, {})
         assert name in capsys.readouterr().out.replace("\n", "")
@@ -139,9 +145,6 @@ def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.Capture
 def test_markup_in_a_live_table_is_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: str
 ) -> None:
-    from tlt_hpc.config import load_config
-    from tlt_hpc.display import make_reporter
-
     monkeypatch.setenv("TLT_TERMINAL_WIDTH", width)
     monkeypatch.setenv("TERM", "xterm")
     with make_reporter(True) as reporter:
@@ -331,3 +334,118 @@ def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     started.stdout.close()
     assert started.stderr.read() == b"" and started.wait(120) == 0
     assert (tmp_path / "tiny" / "finished.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "tlt_hpc", "watch", "NONE"],
+        ["-m", "tlt_hpc", "report", "NONE"],
+        ["-m", "tlt_hpc", "evaluate", "NONE", "jobs/tiny.toml", "--dry-run"],
+        ["-m", "tlt_hpc", "export-policy", "NONE", "--output", "none"],
+        ["-m", "tlt_hpc", "simulate", "--from", "NONE"],
+        ["tools/inspect_run.py", "NONE"],
+        ["tools/timeline.py", "NONE"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path, words: list[str]) -> None:
+    for name in ("demo-1", "demo-2"):
+        a_run(tmp_path / name)
+    done = run_script(*(str(tmp_path / "demo") if word == "NONE" else word for word in words))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{tmp_path / 'demo'} does not exist; runs in {tmp_path}: demo-1, demo-2" in done.stderr
+
+
+# -- the live table -------------------------------------------------------------------------------------------------
+
+
+def summary_of(step: int) -> StepSummary:
+    names = (
+        "critic/score/mean", "response_length/mean", "response_length/max", "rollout/seconds", "timing_s/step",
+        "drafter/spec_decode/mean_acceptance_length", "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds",
+        "drafter/version", "rollout/refills",
+    )  # fmt: skip
+    return StepSummary(step, dict.fromkeys(names, 0.0))
+
+
+def test_a_comparison_keeps_the_rows_of_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[object] = []
+    monkeypatch.setattr(TextConsole, "print", lambda self, *shown, **how: printed.extend(shown))
+    reporter = LiveReporter(TextConsole(width=130, force_terminal=True), lambda: False)
+    for mode in ("plain", "ngram", "full"):
+        reporter.started(load_config("jobs/tiny.toml", [f"speculation.mode={mode}"]), 0, {"weights": 1_000_000})
+        for step in range(3):
+            reporter.stepped(summary_of(step))
+    assert [shown.row_count for shown in printed if isinstance(shown, Table)] == [3, 3], "the third is still drawn"
+    heads = [str(shown) for shown in printed if str(shown).startswith("runs/tiny ")]
+    assert heads == [f"runs/tiny ({mode}): 30 steps" for mode in ("plain", "ngram", "full")], "where it writes, at once"
+    assert sum("rollout memory of a rank" in str(shown) for shown in printed) == 1
+
+
+def test_after_a_stop_nothing_is_drawn_over(capsys: pytest.CaptureFixture[str]) -> None:
+    """mpiexec writes below the table at a Ctrl-C; the rest comes below that, line by line."""
+    asked: list[bool] = []
+    with LiveReporter(TextConsole(width=100, force_terminal=True), lambda: bool(asked)) as reporter:
+        reporter.started(load_config("jobs/tiny.toml"), 0, {"weights": 1})
+        reporter.stepped(summary_of(0))
+        assert "\x1b[1A" in capsys.readouterr().out, "drawn in place so far"
+        asked.append(True)
+        reporter.phase(1, "stopping: saving a checkpoint")
+        reporter.stepped(summary_of(1))
+        print("more")
+    out = capsys.readouterr().out
+    assert "\x1b[1A" not in out and "\x1b[2K" not in out and "\x1b[?25h" in out
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-z]", "", line).split()[:1] for line in out.splitlines()]
+    assert list(filter(None, lines))[-4:] == [["stopping:"], ["step"], ["2"], ["more"]]
+
+
+def test_logs_have_lines_as_long_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "a" * 200
+    LineReporter(make_console()).started(load_config("jobs/tiny.toml", [f"run.folder={folder}"]), 0, {"b" * 200: 1})
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize("width", [80, 130])
+def test_words_beside_a_bar_are_not_cut(capsys: pytest.CaptureFixture[str], width: int) -> None:
+    words = "2 refills: 384 responses, 128 trained on, 50% of groups teach"
+    with LiveReporter(TextConsole(width=width, force_terminal=True), lambda: False) as reporter:
+        reporter.started(load_config("jobs/tiny.toml", ["run.name=a-name-that-is-long"]), 0, {"weights": 1})
+        capsys.readouterr()
+        reporter.phase(1, words)
+    shown = capsys.readouterr().out.rpartition("\x1b[2K")[2]
+    assert "…" not in shown and all(word in shown for word in words.split())
+
+
+def test_preflight_prints_a_check_before_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+
+    def check(subject: object) -> Finding:
+        told.append(capsys.readouterr().out)
+        return ok("right")
+
+    monkeypatch.setattr(command, "CHECKS", {"first": check, "second": check})
+    assert cli.main(["preflight", "jobs/tiny.toml"]) == 0
+    assert "config" in told[0] and "first" in told[1]
+
+
+# -- pages ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_and_pictures_show_control_characters(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "a\x1b[31m$x$\u202e")
+    strategy = {"strategy_names": ("off", "drafter\x1b[31m\x01$x$")}
+    for step in range(3):
+        for rank in range(2):
+            write_step(run.rollout_log(step, rank), small_record(step, rank, **strategy))
+    for words in (["-m", "tlt_hpc", "report"], ["tools/acceptance.py"], ["tools/timeline.py"]):
+        done = run_script(*words, run.path)
+        assert done.returncode == 0, done.stderr
+    pages = [run.path / "report.html", *sorted((run.path / "figures").glob("*.svg"))]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    assert len(pages) == 5 and all(map(no_control, texts))
+    for text in texts[1:]:
+        ElementTree.fromstring(text)
+    assert r"a\x1b[31m$x$\u202e" in texts[0] and any(r"\x1b[31m\x01$x$" in text for text in texts[1:])

@@ -143,8 +143,7 @@ class LiveReporter:
 
     def __init__(self, console: Console, is_stopping: Callable[[], bool]) -> None:
         self._is_stopping = is_stopping
-        self._after: LineReporter | None = None
-        """What shows the rest once the run is asked to stop."""
+        self._has_left = False
         self._bar = make_bar(console, "phase")
         self._task = self._bar.add_task("", total=None, phase="")
         self._rows: list[tuple[str, ...]] = []
@@ -157,18 +156,21 @@ class LiveReporter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._after is None:
+        if not self._has_left:
             self._live.stop()
 
-    def _leave_standing(self) -> LineReporter:
-        """Stop drawing: after a Ctrl-C the launcher writes below the table, and nobody knows how many lines."""
+    def _is_left(self) -> bool:
+        """Whether what is drawn stays as it stands, as a stop was asked for: the launcher writes of that below it."""
+        if self._has_left or not self._is_stopping():
+            return self._has_left
         console = self._bar.console
         console.quiet = True  # a last drawing is part of the stop
         self._live.stop()
         console.quiet = False
         console.show_cursor()
         console.line()
-        return LineReporter(console)
+        self._has_left = True
+        return True
 
     def replayed(self, step: int) -> None:
         self._show(f"step {step} repeated from the rollout log")
@@ -196,20 +198,20 @@ class LiveReporter:
         self._show(name)
 
     def stepped(self, summary: StepSummary) -> None:
-        if self._after:
-            self._after.stepped(summary)
+        if self._is_left():
+            self._rows = [step_cells(summary)]
+            self._bar.console.print(self._table())
             return
         self._rows = [*self._rows, step_cells(summary)][-self._ROWS :]
         self._bar.update(self._task, advance=1)
         self._show(refill_line(summary) or "done")
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._is_left()
         self._bar.console.print(evaluation_line(step, metrics), soft_wrap=True)
 
     def _show(self, phase: str) -> None:
-        if self._is_stopping() and self._after is None:
-            self._after = self._leave_standing()
-        if self._after:
+        if self._is_left():
             if not phase.startswith("rollout: "):
                 self._bar.console.print(phase)
             return

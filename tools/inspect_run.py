@@ -34,6 +34,7 @@ from tlt_hpc.records import MicroStepRecord, RolloutTiming
 from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
+from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary
 
 HEADER = (
@@ -62,7 +63,7 @@ def look(options: argparse.Namespace) -> int:
     """
     folder = RunFolder(options.folder)
     if not folder.rollouts.is_dir() and not folder.cache.is_dir():
-        raise UserError(f"{options.folder} holds no rollouts/ and no cache/; give a run's folder such as runs/tiny")
+        raise UserError(no_run(options.folder))
     if options.check or options.repair:
         return check(options)
     steps = folder.rollout_steps()

@@ -19,6 +19,7 @@ from tlt_hpc.records import NO_SPANS, EngineSpans
 from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.log_columns import Columns, read_columns
+from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.rollout_log import StepSummary, read_spans, read_summary
 from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
 
@@ -38,7 +39,7 @@ class RunLog:
         self._last = last
         self._problems: dict[str, None] = {}
         if not self.folder.rollouts.is_dir() and not self.folder.metrics.is_file():
-            raise UserError(_no_run(path))
+            raise UserError(no_run(path))
         if self.step_lines.faults and not self.step_lines.numbered and not self.logged_steps:
             raise UserError(f"{path} is no run's folder: no line of its metrics.jsonl is one that a run writes")
 
@@ -210,20 +211,6 @@ def _missing(step: int, found: list[int], num_ranks: int) -> str:
         return ""
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return f"step {step}: no log of rank {shown} ({len(missing)} of {num_ranks} ranks)"
-
-
-def _no_run(path: Path) -> str:
-    """Why a path is no run's folder, and what may be meant."""
-    if not path.exists():
-        return f"{path} does not exist; give a run's folder"
-    if not path.is_dir():
-        return f"{path} is a file; give a run's folder, with its rollouts/ and metrics.jsonl"
-    runs = sorted(each.parent.name for name in ("rollouts", "metrics.jsonl") for each in path.glob(f"*/{name}"))
-    runs = list(dict.fromkeys(runs))
-    if runs:
-        shown = ", ".join(runs[:4]) + (", ..." if len(runs) > 4 else "")
-        return f"{path} is no run's folder, it holds some; give one of them: {shown}"
-    return f"{path} holds no rollouts/ and no metrics.jsonl; give a run's folder"
 
 
 def _number(value: Any) -> float:

@@ -24,6 +24,7 @@ from tlt_hpc.models.folder import find_model, folder_readers
 from tlt_hpc.models.once import ReadCut, readers_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.no_run import no_run
 
 FOLDER = "evaluation"
 SUFFIX = "-evaluation"
@@ -88,7 +89,7 @@ def find_subject(options: EvaluateOptions) -> Subject:
     if options.place != EMBEDDED_MODEL and not (path / "config.json").is_file():
         raise UserError(
             f"{options.place}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
-            f"{EMBEDDED_MODEL}"
+            f"{EMBEDDED_MODEL}; {no_run(path, 'config.toml')}"
         )
     return Subject(options.place, None, None, options.out)
 

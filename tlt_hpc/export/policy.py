@@ -25,6 +25,7 @@ from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, is_marked, write_folder
 from tlt_hpc.models.folder import DTYPES, find_model
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.no_run import no_run
 
 MARK = "<!-- written by tlt export-policy -->"
 _MASTER = ".master"
@@ -51,7 +52,7 @@ def run(options: PolicyOptions) -> None:
     folder = RunFolder(Path(options.place))
     config = config_of(folder)
     if config is None:
-        raise UserError(f"{options.place} holds no run: there is no config.toml; give a run's folder")
+        raise UserError(no_run(Path(options.place), "config.toml"))
     checkpoint = checkpoint_at(folder, options.step)
     if checkpoint is None:
         raise UserError(f"{options.place} has no checkpoint yet; train on until it has saved one")

@@ -6,6 +6,7 @@ kinds of a timeline have hatches. SVG keeps text as text, and the same figure is
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
 from tlt_hpc.analysis.kinds import Kind
+from tlt_hpc.printable import printable
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,9 @@ def save(figure: Figure, folder: FilePath, name: str) -> list[FilePath]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}-{theme().name}.{ending}" for ending in ("png", "svg")]
     figure.savefig(paths[0], dpi=160, metadata={"Software": None})
-    figure.savefig(paths[1], metadata={"Date": None, "Creator": None})
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None})
+    paths[1].write_text(printable(written.getvalue()), encoding="utf-8")
     return paths
 
 

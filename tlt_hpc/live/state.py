@@ -9,7 +9,7 @@ import errno
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from tlt_hpc.errors import UserError
 from tlt_hpc.files import Count, DamagedText, open_regular, read_toml, told
 from tlt_hpc.owner import read_owner
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.step_lines import Line, parse_lines
 from tlt_hpc.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
 
@@ -96,6 +97,8 @@ class RunState:
     """The last committed steps."""
     records: tuple[Record, ...]
     """The ranks', of the newest start alone, by rank."""
+    age: float | None
+    """Seconds since a rank has last written its record, by the file system's clock; None without records."""
     owner: str
     """Job, host and process of that start; empty where nobody has claimed the folder."""
     ends_at: float | None
@@ -163,6 +166,7 @@ def read_state(path: Path) -> RunState:
         facts=facts,
         lines=read_last_lines(folder.metrics, problems),
         records=records,
+        age=_age_of(folder.status, records),
         owner=owner.name if owner else "",
         ends_at=owner.ends_at if owner else None,
         is_finished=folder.finished.is_file(),
@@ -197,10 +201,8 @@ def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:
 def _read_facts(folder: RunFolder) -> RunFacts:
     try:
         return parse_facts(read_toml(folder.config))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder.path} holds no run ({error.strerror}: config.toml); give a run's folder such as runs/tiny"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(no_run(folder.path, "config.toml")) from None
     except OSError as error:
         raise UserError(told(error)) from None
     except DamagedText as error:
@@ -256,6 +258,14 @@ def _read_record(path: Path) -> Record | None:
         with suppress(DamagedRecordError):
             return read_record_at(path)
     return None
+
+
+def _age_of(status: Path, records: Sequence[Record]) -> float | None:
+    written = []
+    for record in records:
+        with suppress(OSError):
+            written.append(status_file(status, record.rank).stat().st_mtime)
+    return max(0.0, time.time() - max(written)) if written else None
 
 
 def _verdict_of(status: Path, start: str, problems: list[str]) -> str:

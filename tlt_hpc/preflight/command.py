@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 from tlt_hpc.config import Config, ConfigError, find_problems
 from tlt_hpc.preflight import assets, disk, file_system, fix, limits, memory, mpi, versions
 from tlt_hpc.preflight.request import make_request
-from tlt_hpc.preflight.show import show, write_json
+from tlt_hpc.preflight.show import show, summary, write_json
 from tlt_hpc.preflight.subject import Subject
 from tlt_hpc.preflight.verdict import Finding, Level, Skip, Verdict, failure_of, judge
 from tlt_hpc.words import count
@@ -68,11 +69,12 @@ def run(options: argparse.Namespace) -> int:
         ValueError: a mistake in the command.
     """
     started = time.monotonic()
-    subject, verdicts = read_subject(options)
-    if options.fix and subject.loaded is not None:
-        verdicts += [judge(name, repair) for name, repair in fix.repairs(subject.loaded, options.model_id or "")]
-    verdicts += check_all(subject)
-    show(verdicts, time.monotonic() - started)
+    subject, first = read_subject(options)
+    verdicts = []
+    for verdict in chain(first, _repairs(options, subject), check_all(subject)):
+        show(verdict)
+        verdicts.append(verdict)
+    print(summary(verdicts, time.monotonic() - started))
     status = FOUND_FAILURES if any(verdict.level == Level.FAILURE for verdict in verdicts) else 0
     if options.json is not None:
         write_json(options.json, verdicts, status)
@@ -97,12 +99,17 @@ def read_subject(options: argparse.Namespace) -> tuple[Subject, list[Verdict]]:
     return subject, _of_the_configuration(options, config, problems)
 
 
-def check_all(subject: Subject) -> list[Verdict]:
-    """Every check's verdict, in order."""
-    verdicts = [judge(name, partial(check, subject)) for name, check in CHECKS.items()]
+def check_all(subject: Subject) -> Iterator[Verdict]:
+    """Every check's verdict, in order, each as it is made."""
+    for name, check in (CHECKS | (SLURM_CHECKS if subject.asks_slurm else {})).items():
+        yield judge(name, partial(check, subject))
     if not subject.asks_slurm:
-        return [*verdicts, judge("slurm", _not_asked)]
-    return [*verdicts, *(judge(name, partial(check, subject)) for name, check in SLURM_CHECKS.items())]
+        yield judge("slurm", _not_asked)
+
+
+def _repairs(options: argparse.Namespace, subject: Subject) -> Iterator[Verdict]:
+    if options.fix and subject.loaded is not None:
+        yield from (judge(name, repair) for name, repair in fix.repairs(subject.loaded, options.model_id or ""))
 
 
 def _of_the_configuration(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -20,14 +19,12 @@ from tlt_hpc.preflight.verdict import Level, Verdict
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "bold red", Level.SKIPPED: "dim"}
 
 
-def show(verdicts: Sequence[Verdict], seconds: float) -> None:
-    """Print one line a check, in their order, and the summary; a table in a terminal."""
+def show(verdict: Verdict) -> None:
+    """Print what a check has found, before the next one begins."""
     if sys.stdout.isatty():
-        TextConsole().print(_table(verdicts))
+        TextConsole().print(_row(verdict))
     else:
-        for verdict in verdicts:
-            print(line_of(verdict))
-    print(summary(verdicts, seconds))
+        print(line_of(verdict), flush=True)
 
 
 def line_of(verdict: Verdict) -> str:
@@ -61,11 +58,12 @@ def write_json(path: Path, verdicts: Sequence[Verdict], status: int) -> None:
         raise ConfigError(f"--json {path}: {error.strerror}; give a file in a folder that is there") from None
 
 
-def _table(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "check", "found", "remedy"):
-        table.add_column(name, overflow="fold")
-    for verdict in verdicts:
-        level = Text(verdict.level, style=_STYLES[verdict.level])
-        table.add_row(level, Text(verdict.name), Text(verdict.found), Text(verdict.remedy))
-    return table
+def _row(verdict: Verdict) -> Table:
+    """A verdict in columns that are as wide for every other one."""
+    row = Table.grid(padding=(0, 1))
+    row.add_column(width=8)
+    row.add_column(width=13)
+    row.add_column(overflow="fold")
+    remedy = f"\n{verdict.remedy}" if verdict.remedy else ""
+    row.add_row(Text(verdict.level, _STYLES[verdict.level]), verdict.name, f"{verdict.found}{remedy}")
+    return row

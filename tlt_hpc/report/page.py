@@ -22,6 +22,7 @@ from tlt_hpc.figures.page import Draw, PageFigure, draw_for_page, variables
 from tlt_hpc.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
 from tlt_hpc.figures.timeline import draw_timeline
 from tlt_hpc.files import read_text, told
+from tlt_hpc.printable import printable
 from tlt_hpc.report.advice import advise
 from tlt_hpc.report.findings import Findings
 from tlt_hpc.report.gain import Gain
@@ -69,7 +70,7 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float,
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False, lstrip_blocks=True
     )
     environment.filters["options"] = _with_options
-    return environment.get_template("page.html.jinja").render(
+    page = environment.get_template("page.html.jinja").render(
         name=found.log.name,
         subtitle=_subtitle(found),
         light=variables("light"),
@@ -88,6 +89,7 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float,
         against="" if found.other is None else str(found.other.folder.path.resolve()),
         footer=_footer(found, made_at),
     )
+    return printable(page)
 
 
 def _with_options(words: str) -> markupsafe.Markup:

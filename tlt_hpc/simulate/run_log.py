@@ -19,6 +19,7 @@ from tlt_hpc.simulate.rank_step import ATTRIBUTES, COLUMNS, RankStep, rank_step
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.log_columns import read_columns
+from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.step_lines import read_lines
 
 Ints = NDArray[np.int64]
@@ -104,7 +105,7 @@ def run_of(path: Path, logs: Mapping[int, Sequence[RankStep]]) -> RunLog:
     """
     folder = RunFolder(path)
     if not folder.config.is_file() or not folder.rollouts.is_dir():
-        raise ValueError(f"{path} is no run's folder with a rollout log; give one that tlt train has written")
+        raise ValueError(no_run(path, "config.toml, or no rollouts/"))
     config = load_saved_config(folder.config)
     if config.rollout.tensor_parallel > 1:
         raise ValueError(f"{path} is a run of replicas, whose rounds are not read yet; give one of whole models")
