@@ -6,12 +6,13 @@ import errno
 import io
 import json
 import os
+import re
 import resource
 import signal
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -192,8 +193,6 @@ def test_check_looks_at_every_line(run: RunFolder, change: Callable[[list[dict[s
     write(run, change([line_of(step) for step in range(3)]))
     found = analyse_integrity(RunLog(run.path))
     assert not found.is_sound and "Not sound" in found.verdict
-    import re
-
     assert any(re.search(told, fault) for fault in found.faults), found.faults
 
 
@@ -250,7 +249,7 @@ def test_a_name_that_is_too_long_has_a_remedy_that_fits(tmp_path: Path) -> None:
 
 def test_a_clock_that_was_set_back(run: RunFolder) -> None:
     for rank in range(2):
-        write_step(run.rollout_log(2, rank), small_record(-300, rank, step=2))
+        write_step(run.rollout_log(2, rank), replace(small_record(-300, rank), step=2))
     status, _, errors = answer("report", run.path)
     page = (run.path / "report.html").read_text()
     assert status == 0 and not errors

@@ -191,6 +191,7 @@ def in_child(case: Case, command: Callable[[Case, Path], int], out: Path) -> int
     be_bound_by_permissions()
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(out / name, os.O_WRONLY | os.O_CREAT, 0o644), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     try:
         status = command(case, out)
     except SystemExit as ended:
