@@ -193,7 +193,7 @@ def _remedy(kind: str, location: list[str], value: Any, message: str) -> str:
     if kind in ("tuple_type", "dict_type") and isinstance(value, str) and value[:1] in "[{" and value:
         return "this is no TOML; put the whole in single quotes, so that the shell leaves the quotes within"
     if kind == "tuple_type":
-        return f"give a list, such as [{json.dumps(value, default=str)}]"
+        return f"give a list, such as [{json.dumps(value, default=str)[:_SHOWN_CHARACTERS]}]"
     return _REMEDIES.get(kind) or _plain(message)
 
 

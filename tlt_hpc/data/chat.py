@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import ConfigError, DataSection
-from tlt_hpc.data.rendering import CPU_SECONDS
+from tlt_hpc.data import rendering
 from tlt_hpc.files import read_bytes
 from tlt_hpc.records import ChatFormat
 
@@ -85,12 +85,13 @@ class _Renderer:
             return answer
         status = self._process.wait()
         self._start()
-        limit = f"takes over {CPU_SECONDS:g} s of CPU time"
+        limit = f"takes over {rendering.CPU_SECONDS:g} s of CPU time"
         return {"exceeded": limit if status == -signal.SIGPROF else f"ends its process with status {status}"}
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tlt_hpc.data.rendering"],
+            # by its file, wherever this process stands; -P: its neighbours have names of the standard library
+            [sys.executable, "-P", rendering.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the job; this one ends with its stdin

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: ``python -m tlt_hpc.data.rendering``; the home of jinja2 among data.
+"""The process that renders chat templates: the home of jinja2 among data.
 
 Templates come with models from anywhere. jinja2's sandbox keeps them from the system, this process's limits from all of
 a node's time and memory. On stdin there is a line of JSON for each request, on stdout one for each answer:

@@ -9,6 +9,10 @@ from typing import Any
 from tlt_hpc.models.json_file import read_json
 
 FAMILIES = ("qwen2", "qwen3", "llama")
+_MOST = 2**31 - 1
+"""Of any size: kernels count in 32 bits."""
+_SHOWN_CHARACTERS = 80
+_REMEDY = "take the config.json that came with the weights"
 _HEAD_DIM = {"qwen3": 128}
 """Where a config.json leaves it out; other families derive it from the width."""
 
@@ -103,18 +107,17 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
     """
     family = raw.get("model_type", "missing")
     if family not in FAMILIES:
-        raise ValueError(f"{origin}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)}")
+        raise ValueError(f"{origin}: model_type {_shown(family)} is not supported; use one of {', '.join(FAMILIES)}")
     _refuse_features(raw, origin)
     hidden_size, (num_heads, num_kv_heads) = _size(raw, "hidden_size", origin), _heads(raw, origin)
     head_dim = _size(raw, "head_dim", origin) if raw.get("head_dim") else _HEAD_DIM.get(family)
     if head_dim is None and hidden_size % num_heads:
         raise ValueError(
-            f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}; take the "
-            "config.json that came with the weights"
+            f"{origin}: hidden_size = {hidden_size} is not divisible by num_attention_heads = {num_heads}; {_REMEDY}"
         )
     theta, scaling = _rope(raw, origin)
     eos = raw.get("eos_token_id")
-    attention_bias = bool(raw.get("attention_bias", False))
+    attention_bias = _switch(raw, "attention_bias", origin)
     return ModelShape(
         family=family,
         vocab_size=_size(raw, "vocab_size", origin),
@@ -124,11 +127,11 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim or hidden_size // num_heads,
-        norm_epsilon=raw.get("rms_norm_eps", 1e-6),
+        norm_epsilon=_number(raw, "rms_norm_eps", 1e-6, origin),
         rope_theta=theta,
         rope_scaling=scaling,
         max_positions=_size(raw, "max_position_embeddings", origin),
-        tied_head=raw.get("tie_word_embeddings", False),
+        tied_head=_switch(raw, "tie_word_embeddings", origin),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         head_norm=family == "qwen3",
@@ -138,12 +141,30 @@ def shape_from(raw: dict[str, Any], origin: str) -> ModelShape:
 
 def _size(raw: dict[str, Any], key: str, origin: str) -> int:
     if key not in raw:
-        raise ValueError(f"{origin}: {key} is missing; take the config.json that came with the weights")
-    if not isinstance(raw[key], int) or raw[key] < 1:
-        raise ValueError(
-            f"{origin}: {key} = {raw[key]!r} is no count of 1 or more; take the config.json that came with the weights"
-        )
-    return int(raw[key])
+        raise ValueError(f"{origin}: {key} is missing; {_REMEDY}")
+    value = raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        raise ValueError(f"{origin}: {key} = {_shown(value)} is no count from 1 to {_MOST}; {_REMEDY}")
+    return value
+
+
+def _number(raw: dict[str, Any], key: str, default: float, origin: str) -> float:
+    value = raw.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MOST:
+        raise ValueError(f"{origin}: {key} = {_shown(value)} is no number above 0 to {_MOST}; {_REMEDY}")
+    return float(value)
+
+
+def _switch(raw: dict[str, Any], key: str, origin: str) -> bool:
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{origin}: {key} = {_shown(value)} is neither true nor false; {_REMEDY}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _heads(raw: dict[str, Any], origin: str) -> tuple[int, int]:
@@ -152,28 +173,32 @@ def _heads(raw: dict[str, Any], origin: str) -> tuple[int, int]:
     kv_heads = _size(raw, "num_key_value_heads", origin) if raw.get("num_key_value_heads") is not None else heads
     if heads % kv_heads:
         raise ValueError(
-            f"{origin}: num_attention_heads = {heads} is not divisible by num_key_value_heads = {kv_heads}; take the "
-            "config.json that came with the weights"
+            f"{origin}: num_attention_heads = {heads} is not divisible by num_key_value_heads = {kv_heads}; {_REMEDY}"
         )
     return heads, kv_heads
 
 
 def _refuse_features(raw: dict[str, Any], origin: str) -> None:
-    slides = raw.get("sliding_window") and "sliding_attention" in raw.get("layer_types", ())
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"{origin}: layer_types = {_shown(kinds)} is no list; {_REMEDY}")
+    slides = raw.get("sliding_window") and "sliding_attention" in kinds
     if raw.get("use_sliding_window") or slides:
         key = "use_sliding_window = true" if raw.get("use_sliding_window") else "layer_types with 'sliding_attention'"
         raise ValueError(f"{origin}: {key} is not supported; use a model without sliding windows")
     if raw.get("mlp_bias"):
         raise ValueError(f"{origin}: mlp_bias = true is not supported; use a model without MLP biases")
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{origin}: hidden_act {raw['hidden_act']!r} is not supported; use a model with 'silu'")
+        raise ValueError(f"{origin}: hidden_act {_shown(raw['hidden_act'])} is not supported; use a model with 'silu'")
 
 
 def _rope(raw: dict[str, Any], origin: str) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling; newer files keep both under ``rope_parameters``, older ones apart."""
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise ValueError(f"{origin}: rope_scaling = {_shown(parameters)} is no object; {_REMEDY}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ValueError(f"{origin}: rope_type {kind!r} is not supported; use 'default' or 'llama3'")
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+        raise ValueError(f"{origin}: rope_type {_shown(kind)} is not supported; use 'default' or 'llama3'")
+    theta = _number({**raw, **parameters}, "rope_theta", 10000.0, origin)
     return theta, (parameters if kind == "llama3" else None)
