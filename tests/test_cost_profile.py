@@ -3,11 +3,11 @@
 import json
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -44,7 +44,9 @@ ARMS = (*chains((2, 6)), Strategy("drafter", 4, 2, 8))
 class FakeMachine:
     """Costs by a formula, linear in log2 of the batch and in width, so that interpolation is exact."""
 
-    sleep: float = 0.0
+    seconds_a_call: float = 0.0
+    """By its own clock, ``seconds``."""
+    seconds: float = 0.0
     slow_first: float = 0.0
     slow_every: int = 0
     speed: float = 1.0
@@ -65,7 +67,7 @@ class FakeMachine:
         return self._run((strategy.source, batch, depth), 1e-3 * factor * depth * batch.bit_length())
 
     def _run(self, call: tuple[str, int, int], seconds: float) -> float:
-        time.sleep(self.sleep)
+        self.seconds += self.seconds_a_call
         self.calls[call] += 1
         is_slow = self.slow_every and self.calls.total() % self.slow_every != 0
         speed = self.speed if call[1] >= self.slow_from else 1.0
@@ -148,13 +150,13 @@ def test_a_batch_that_is_no_power_of_two_and_a_single_row():
         measured(max_live=0)
 
 
-def test_measuring_keeps_to_its_seconds(caplog: pytest.LogCaptureFixture):
-    machine = FakeMachine(sleep=0.002)
+def test_measuring_keeps_to_its_seconds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    machine = FakeMachine(seconds_a_call=0.002)
+    monkeypatch.setattr(cost_profile, "time", SimpleNamespace(perf_counter=lambda: machine.seconds))
     num_points = 4 + 5  # of a batch: widths 1, 3, 7, 9; two depths of each kind of chain, and the tree
-    begun = time.perf_counter()
     with caplog.at_level(logging.INFO):
         profile = measure_profile(KEY, ARMS, 512, machine, max_seconds=0.4)
-    assert time.perf_counter() - begun < 0.4 + num_points * 6 * 0.004
+    assert machine.seconds < 0.4 + num_points * 6 * 0.004
     batches = [batch for batch, _ in profile.verify.rows]
     assert {1, 512} <= set(batches)
     assert 2 < len(batches) < 10

@@ -26,6 +26,7 @@ from tlt_hpc.preflight.ask import NoAnswer, ask
 from tlt_hpc.preflight.cluster import gpus_of
 from tlt_hpc.preflight.command import CHECKS, SLURM_CHECKS
 from tlt_hpc.preflight.file_system import local_disk
+from tlt_hpc.watch.process import look_at
 
 Plant = Callable[[Place], None]
 
@@ -775,12 +776,17 @@ def test_a_node_folder_of_a_variable_that_only_jobs_have(place: Place) -> None:
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    command = ["sh", "-c", f"(sleep 2; touch {mark}) & sleep 30"]
-    with pytest.raises(NoAnswer, match=r"gave no answer in 0.5 s; try by hand"):
-        ask(command, 0.5)
-    time.sleep(2.2)
-    assert not mark.exists()
+    pid = tmp_path / "pid"
+    command = ["sh", "-c", f"sleep 600 & echo $! > {pid}; sleep 600"]
+    for seconds in (0.5, 5.0, 50.0):  # until the child was there
+        with pytest.raises(NoAnswer, match=rf"gave no answer in {seconds:g} s; try by hand"):
+            ask(command, seconds)
+        if pid.exists() and pid.read_text():
+            break
+    child, end = int(pid.read_text()), time.monotonic() + 60
+    while (process := look_at(child)) is not None and process.state != "Z":
+        assert time.monotonic() < end, "it outlives the command"
+        time.sleep(0.01)
 
 
 def test_a_programmers_mistake_is_no_verdict() -> None:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from launch_ranks import run_on_ranks
 
 import tlt_hpc.mpi.exchange as exchange_module
 import tlt_hpc.mpi.world as world_module
-from tlt_hpc.mpi.exchange import SLEEP_SECONDS, FlatExchange, NodeExchange, crowding_of, open_exchange
+from tlt_hpc.mpi.exchange import FlatExchange, NodeExchange, crowding_of, open_exchange
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import BackOff, ProgressThread
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, RECORD_FIELDS, Pulse
@@ -103,7 +104,7 @@ def rollouts_with_micro_steps(
     """
     world, pulse = connect(place)
     random = np.random.default_rng([7, world.rank])
-    latest, late, endings = 0.0, 0.0, []
+    latest, late, endings = list[float](), list[float](), []
     for epoch in range(num_rollouts):
         num_steps = min(int(4 * random.pareto(1.2)) + 1, 60)
         vote_at = int(random.integers(0, 20)) if random.random() < 0.1 else None
@@ -126,15 +127,16 @@ def rollouts_with_micro_steps(
                             break
                         time.sleep(micro_step_seconds / num_parts)
         released = time.time()
-        late = max(late, time.perf_counter() - pulse.released_at)
+        late.append(time.perf_counter() - pulse.released_at)
         endings.append([roster.round, roster.stopping, [s.tokens for s in roster.statuses]])
         if not roster.stopping:
-            latest = max(latest, released - max(world.allgather(finished)))
+            latest.append(released - max(world.allgather(finished)))
     pulse.close()
-    return {"latest": latest, "late": late, "endings": hashlib.sha256(repr(endings).encode()).hexdigest()}
+    digest = hashlib.sha256(repr(endings).encode()).hexdigest()
+    # medians: a rank that had no core for a while is late for another reason
+    return {"latest": median(latest), "late": median(late), "endings": digest}
 
 
-@pytest.mark.flaky(reruns=2)  # it measures seconds, on a machine that may have other work
 @pytest.mark.mpi
 @pytest.mark.parametrize(("num_ranks", "place"), [(2, PLACES[0]), *((4, place) for place in PLACES)])
 def test_the_pulse_goes_on_inside_micro_steps(num_ranks: int, place: str) -> None:
@@ -197,15 +199,14 @@ def rollouts_with_one_silent_rank(silent_seconds: float, place: str) -> dict[str
     return {"longest_poll_seconds": longest_poll_seconds, "rosters": repr(rosters), "polls": pulse.num_polls}
 
 
-@pytest.mark.flaky(reruns=2)  # it measures seconds, on a machine that may have other work
 @pytest.mark.mpi
 @pytest.mark.parametrize(("num_ranks", "place"), [(2, PLACES[0]), (8, PLACES[0]), (4, PLACES[1]), (4, PLACES[3])])
 def test_a_silent_rank_delays_the_others_without_blocking_them(num_ranks: int, place: str) -> None:
-    results = run_on_ranks(num_ranks, rollouts_with_one_silent_rank, 2.0, place)
+    results = run_on_ranks(num_ranks, rollouts_with_one_silent_rank, 4.0, place)
     assert len({result["rosters"] for result in results}) == 1
     waiting = results[1:]
     assert min(result["polls"] for result in waiting) > 4, "the others did not go on polling"
-    assert max(result["longest_poll_seconds"] for result in waiting) < 0.2
+    assert max(result["longest_poll_seconds"] for result in waiting) < 2.0, "a poll that blocks takes as long as that"
 
 
 def shares_of_ranks_that_wait(busy_seconds: float, step_seconds: float, works: bool, place: str) -> float:
@@ -245,6 +246,8 @@ def test_ranks_that_wait_for_one_at_work_hardly_wake() -> None:
 
 def lateness_of_releases(num_rollouts: int, rings: bool) -> list[float]:
     """Rank 0 decodes, the others wait: seconds from its last step to this rank's release."""
+    if rings:
+        exchange_module.SLEEP_SECONDS = (40.0, 40.0)  # what does not wake by a bell is late by as much
     world, pulse = connect()
     if not rings:
         Bells.ring = lambda self, ranks: None  # type: ignore[method-assign]
@@ -264,20 +267,16 @@ def lateness_of_releases(num_rollouts: int, rings: bool) -> list[float]:
     return late
 
 
-@pytest.mark.flaky(reruns=2)  # it measures seconds, on a machine that may have other work
 @pytest.mark.mpi
-def test_ranks_that_wait_are_released_within_thirty_milliseconds() -> None:
-    for late in run_on_ranks(4, lateness_of_releases, 20, True):
-        assert sorted(late)[15] < 0.03, late
-        assert max(late) < 0.4, "a wake-up was lost: sleeps grow to 0.8 s"
+def test_ranks_that_wait_are_woken_for_the_release() -> None:
+    for late in run_on_ranks(4, lateness_of_releases, 20, True, timeout=240):
+        assert max(late) < 20, "a wake-up was lost"
 
 
-@pytest.mark.flaky(reruns=2)
 @pytest.mark.mpi
 def test_a_bell_that_nobody_hears_is_no_hang() -> None:
     """As where a processor delays what it writes: a sleep ends by itself."""
-    for late in run_on_ranks(3, lateness_of_releases, 3, False):
-        assert max(late) < 3 * SLEEP_SECONDS[1]
+    assert [len(late) for late in run_on_ranks(3, lateness_of_releases, 3, False)] == [3, 3, 3]
 
 
 def seconds_of_a_round_while_rank_0_computes(compute: str, place: str) -> float:
@@ -291,10 +290,10 @@ def seconds_of_a_round_while_rank_0_computes(compute: str, place: str) -> float:
     if world.rank == 0:
         with pulse.progressing():
             if compute == "sleep":
-                time.sleep(1.5)
+                time.sleep(4)
             else:
                 buffer = bytes(2**26)
-                deadline = time.perf_counter() + 1.5
+                deadline = time.perf_counter() + 4
                 while time.perf_counter() < deadline:
                     hashlib.sha256(buffer)
     while roster.round == 0:
@@ -308,14 +307,13 @@ def seconds_of_a_round_while_rank_0_computes(compute: str, place: str) -> float:
     return seconds
 
 
-@pytest.mark.flaky(reruns=2)  # it measures seconds, on a machine that may have other work
 @pytest.mark.mpi
 @pytest.mark.parametrize("compute", ["sleep", "hash"])
 @pytest.mark.parametrize("place", PLACES[1:])
 def test_others_rounds_complete_inside_a_long_call(compute: str, place: str) -> None:
     """Of a rank that speaks for its node, too."""
     seconds = run_on_ranks(4, seconds_of_a_round_while_rank_0_computes, compute, place)
-    assert max(seconds[1:]) < 0.1
+    assert max(seconds[1:]) < 2, "else it waits for the call's end"
 
 
 def raise_inside_progressing() -> None:
@@ -396,7 +394,7 @@ class FailingComm:
 def test_an_error_in_the_progress_thread_surfaces() -> None:
     progress = ProgressThread(FailingComm().Iprobe)
     with pytest.raises(RuntimeError, match="progress thread has failed") as caught, progress.running():
-        time.sleep(0.1)
+        progress._thread.join(60)
     assert isinstance(caught.value.__cause__, MPI.Exception)
     with pytest.raises(RuntimeError, match="progress thread has failed"):
         progress.check()
@@ -425,9 +423,10 @@ def test_the_progress_thread_probes_inside_only_and_ends_at_close() -> None:
     for _ in range(2):
         before = comm.num_probes
         with progress.running():
-            time.sleep(0.1)
-        assert comm.num_probes >= before + 5
-    time.sleep(0.02)
+            end = time.monotonic() + 60
+            while comm.num_probes < before + 5:
+                assert time.monotonic() < end
+                time.sleep(0.002)
     parked = comm.num_probes
     time.sleep(0.1)
     assert comm.num_probes == parked

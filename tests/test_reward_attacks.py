@@ -75,7 +75,7 @@ def test_nothing_outlives_its_answer(template: Template) -> None:
         sandbox.check("def f(): return 1", ["assert f() == 1"], LIMITS)
         inside = children_of(os.getpid()) - before
         assert len(inside) >= 2, "the one that waits and process 1"
-    end = time.monotonic() + 1.0  # for the entries of processes that have ended
+    end = time.monotonic() + 60  # for the entries of processes that have ended
     while any(map(is_alive, inside)) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(map(is_alive, inside))
@@ -90,7 +90,7 @@ def test_a_judge_that_is_killed_takes_the_program_with_it() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     judge = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
     assert judge.stdout is not None and judge.stdout.readline() == b"up\n"
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while len(below := children_of(judge.pid)) < 3 and time.monotonic() < end:
         time.sleep(0.02)
     judge.kill()

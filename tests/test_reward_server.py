@@ -93,7 +93,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -135,8 +135,8 @@ def test_what_goes_wrong_costs_that_answer_alone(
 
 
 def test_an_answer_that_waits_for_ever_meets_the_far_limit(own: str) -> None:
-    client = client_of(own, cpu_seconds=0.2, wall_seconds=0.5)
-    assert ask(client, "sleep", "a") == [Verdict.failed(Failure.WALL, "no verdict in 0.5 s of the clock"), Verdict(1.0)]
+    client = client_of(own, cpu_seconds=0.2, wall_seconds=5.0)
+    assert ask(client, "sleep", "a") == [Verdict.failed(Failure.WALL, "no verdict in 5.0 s of the clock"), Verdict(1.0)]
     client.close()
 
 
@@ -195,8 +195,8 @@ def test_an_answer_that_the_server_dies_of_is_not_tried_for_ever(own: str) -> No
 
 
 def test_a_server_that_stands_still_is_replaced(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 0.2)
-    client = client_of(own, cpu_seconds=0.1, wall_seconds=0.5)
+    monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 5.0)
+    client = client_of(own, wall_seconds=5.0)
     os.kill(client.server_pid, signal.SIGSTOP)
     assert ask(client, "four") == [Verdict(4.0)]
     assert client.num_restarts == 1
@@ -250,10 +250,8 @@ def test_handing_over_never_waits(own: str) -> None:
     """Far more than a socket holds, while the server is stopped."""
     client = client_of(own)
     os.kill(client.server_pid, signal.SIGSTOP)
-    start = time.monotonic()
     numbers = [client.submit(Answer("function", "own", "x" * 100_000, "")) for _ in range(100)]
-    client.pump()
-    assert time.monotonic() - start < 2.0
+    client.pump()  # a call that waits does so for ever: only this thread lets the server go on
     os.kill(client.server_pid, signal.SIGCONT)
     assert {verdict.reward for verdict in client.wait(numbers).values()} == {100_000.0}
     client.close()
