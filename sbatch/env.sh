@@ -162,6 +162,10 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 # Parallel file systems lack the locks that HDF5 asks for; every file here has one writer.
 export HDF5_USE_FILE_LOCKING=FALSE
 
+# Rollout and update ask for blocks of very different sizes, and what one has freed must serve the other. The memory pools
+# of CUDA graphs support it (torch 2.5 and newer).
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True}"
+
 # ZeRO offload runs its optimiser on the rank's cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 

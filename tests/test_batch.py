@@ -166,7 +166,7 @@ def program(folder: Path, name: str, body: str) -> None:
 
 
 SAYS_MPI = 'echo "$0" >>"$CALLED"; echo "${MPI_SAYS:-Open MPI v5.0.8, package: site}"'
-SHOWN = "^(HF|HDF5|OMP|DS_|TRITON_|TORCH|CUDA_CACHE|TRANSFORMERS|PYTHONNO|SLURM_(EXPORT|MEM|GPU|TRES|CPU_B)|APPT|SING)"
+SHOWN = "^(HF|HDF5|OMP|DS_|TRITON_|TORCH|CUDA_CACHE|TRANSFORMERS|PYTHONNO|PYTORCH|SLURM_(EXPORT|MEM|GPU|TRES|CPU_B)|APPT|SING)"
 
 
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -207,11 +207,17 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
         "HF_HUB_OFFLINE=1",
         "OMP_NUM_THREADS=12",
         "PYTHONNOUSERSITE=1",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
         f"TORCHINDUCTOR_CACHE_DIR={cache}/inductor",
         f"TORCH_EXTENSIONS_DIR={cache}/torch_extensions",
         "TRANSFORMERS_OFFLINE=1",
         f"TRITON_CACHE_DIR={cache}/triton",
     ]
+
+
+def test_a_sites_own_settings_of_the_allocator_stay(tmp_path: Path) -> None:
+    shown = run_script(tmp_path, "smoke", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512").stdout
+    assert "\nPYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512\n" in shown
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tlt_hpc.script import ending
 # isort: split
 from tlt_hpc.config import ConfigError, check_ranks, load_config
 from tlt_hpc.memory_plan.limits import Limits, node_bytes
+from tlt_hpc.memory_plan.options import GPU_GB
 from tlt_hpc.memory_plan.parts import Situation
 from tlt_hpc.memory_plan.phases import plan_memory
 from tlt_hpc.memory_plan.search import cheapest_fit
@@ -24,7 +25,7 @@ from tlt_hpc.memory_plan.shapes import find_shape
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
 JOBS = ("qwen7b", "qwen32b", "llama70b")
-GPU_GB = (40, 80)
+GPU_NAMES = ("a100-40", "h100-80")
 NODES = (1, 4, 8)
 GPUS = 8
 
@@ -34,13 +35,13 @@ def rows() -> Iterator[str]:
     yield "| job | GPU | nodes of 8 | settings beside the job's | peak | host memory a node | disk, at most |"
     yield "|---|---|---|---|---|---|---|"
     for job in JOBS:
-        for gpu in GPU_GB:
+        for gpu in GPU_NAMES:
             for nodes in NODES:
                 if line := row(job, gpu, nodes):
                     yield line
 
 
-def row(job: str, gpu: int, nodes: int) -> str:
+def row(job: str, gpu: str, nodes: int) -> str:
     """One line; empty where the ranks cannot be."""
     config = load_config(ROOT / "jobs" / f"{job}.toml")
     num_ranks = nodes * GPUS
@@ -49,8 +50,8 @@ def row(job: str, gpu: int, nodes: int) -> str:
     except ConfigError:
         return ""
     situation = Situation(config, find_shape(config.model.path, None), num_ranks, GPUS, "cuda")
-    found = cheapest_fit(plan_memory(situation), Limits(gpu * GB))
-    head = f"| `{job}` | {gpu} GB | {nodes} |"
+    found = cheapest_fit(plan_memory(situation), Limits(int(GPU_GB[gpu] * GB)))
+    head = f"| `{job}` | `{gpu}` | {nodes} |"
     if found is None:
         return f"{head} does not fit | | | |"
     peak, host, disk = (

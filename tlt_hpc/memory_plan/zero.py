@@ -87,7 +87,7 @@ def _stage_1_or_2(situation: Situation, count: int, own: int) -> TrainingState:
             Part("fp32 masters", 4 * own),
             Part(MOMENTS, 8 * own),
         ),
-        held=(Part("gradients", waiting), Part("bucket of gradients", bucket)),
+        held=(Part("gradients", waiting), Part("bucket of gradients", bucket), *_head_reduction(situation)),
         reduced=4 * own if situation.config.optimizer.zero_stage == 1 else bucket,
         stepping=12 * own,
         host=0,
@@ -105,7 +105,7 @@ def _stage_3(situation: Situation, count: int, own: int) -> TrainingState:
             Part(MOMENTS, 8 * own),
             Part("bucket of gradients", bucket),
         ),
-        held=(Part("gathered weights", item * gathered),),
+        held=(Part("gathered weights", item * gathered), *_head_reduction(situation)),
         reduced=2 * bucket,
         stepping=12 * own,
         host=0,
@@ -125,6 +125,17 @@ def _offload(state: TrainingState, own: int, parameters: int) -> TrainingState:
         stepping=0,
         host=16 * own + parameters,
     )
+
+
+def _head_reduction(situation: Situation) -> tuple[Part, ...]:
+    """The gradient of the head (a tied one is the embedding's) on its way, where no bucket holds it.
+
+    In half precision it is there once more in float32, as it is sent, while the backward pass goes on to the layers.
+    """
+    count = situation.shape.vocab_size * situation.shape.hidden_size
+    if count <= BUCKET_ELEMENTS:
+        return ()
+    return (Part("head's gradient", count * (situation.item + (4 if situation.item == 2 else 0))),)
 
 
 def small_parameters(situation: Situation) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tlt_hpc.memory_plan.options import GPU_MEMORY_HELP, gpu_gb
+
 
 def add_preflight_options(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tlt preflight``."""
@@ -19,7 +21,7 @@ def add_preflight_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--partition", metavar="P", help="(default: the script's, or Slurm's own)")
     command.add_argument("--account", metavar="A")
     command.add_argument("--time", metavar="T", help="as sbatch takes it, e.g. 24:00:00 or 2-00:00:00")
-    command.add_argument("--gpu-memory", type=float, metavar="GB", help="of each GPU of the job, in GB of 10^9 bytes")
+    command.add_argument("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU of the job: {GPU_MEMORY_HELP}")
     command.add_argument("--fix", action="store_true", help="make missing folders; with --model-id fetch the model")
     command.add_argument("--model-id", metavar="OWNER/NAME", help="what --fix fetches where model.path does not exist")
     command.add_argument("--json", type=Path, metavar="PATH", help="write the verdicts there as well")
