@@ -289,7 +289,8 @@ def test_one_step_is_no_steps() -> None:
 def test_a_python_without_the_libraries_is_told_in_one_line(script: str, tmp_path: Path) -> None:
     done = run_script("-S", *script.split())
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert re.match(r"\w+: no \w+ in /\S+: (run it with|activate) ", done.stderr)
+    name = "tlt" if script == "-m tlt_hpc" else Path(script).stem
+    assert re.match(rf"{name}: no \w+ in /\S+: (run it with|activate) ", done.stderr)
 
 
 def test_the_python_that_has_the_libraries_is_named(tmp_path: Path) -> None:
