@@ -143,7 +143,7 @@ def test_a_resumed_ablation_may_grow_but_not_change(tmp_path):
     assert digest_of(grown, "plain") is None, "it has not taken the new steps yet"
     for changes, said in (
         ({"num_steps": 3}, "has arms of 4 steps"),
-        ({"ranks": 2}, "begun on 1 ranks, now 2"),
+        ({"ranks": 2}, "begun on 1 rank, now 2"),
         ({"tv_drafter": "other"}, "was begun without it"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -470,5 +470,5 @@ def test_the_smoke_script_trains_on_two_nodes(slurm: LocalSlurm, tmp_path: Path)
     run = tmp_path / f"smoke-{job}"
     assert list(read_lines(run / "metrics.jsonl")) == [0]
     assert len(list((run / "rollouts").glob("*/rank-*.h5"))) == 2
-    assert "finished: 1 steps" in (tmp_path / "log").read_text()
+    assert "finished: 1 step," in (tmp_path / "log").read_text()
     assert not list((tmp_path / "disk").iterdir()), "the node's caches are removed by the rank that made them"

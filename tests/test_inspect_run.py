@@ -56,7 +56,7 @@ def test_the_report(run_folder: RunFolder) -> None:
     reward = np.concatenate([record.rewards for record in records]).mean()
     assert row[:7] == ["11", "2", "16", f"{p50:.0f}", f"{p90:.0f}", str(max(lengths)), f"{reward:.3f}"]
     assert row[8:12] == ["5.00", "2.70", "54%", "3"], "4.5 + 0.5 idle rank-seconds, three updates of 0.9 s"
-    assert "feature cache, step 11: 1 files, 1 documents, 30 tokens" in done.stdout
+    assert "feature cache, step 11: 1 file, 1 document, 30 tokens" in done.stdout
 
 
 def test_the_proof_counts_only_updates_that_ended_while_another_rank_decoded(run_folder: RunFolder) -> None:

@@ -262,7 +262,7 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(
 # -- words ----------------------------------------------------------------------------------------------------------
 
 SPEAK = ("display", "show_evaluation", "inspect_data", "live", "cli", "finished", "plan", "launch/local")
-SPEAK += ("warmup/plan", "ablate/plan", "evaluate/command", "preflight/command")
+SPEAK += ("warmup/plan", "ablate/plan", "evaluate/command", "preflight/command", "tools/inspect_run")
 COUNTED = re.compile(r" (steps|ranks|nodes|responses|updates|files|prompts|rows|refills|replicas|runs)\b")
 
 
@@ -270,7 +270,7 @@ def test_one_step_is_no_steps() -> None:
     """A number before a plural is one that ``words.count`` has put there."""
     found = []
     for room in SPEAK:
-        base = ROOT / "tlt_hpc" / room
+        base = ROOT / room if room.startswith("tools/") else ROOT / "tlt_hpc" / room
         for path in sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]:
             for text in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 pairs = pairwise(text.values) if isinstance(text, ast.JoinedStr) else ()
@@ -289,7 +289,8 @@ def test_one_step_is_no_steps() -> None:
 def test_a_python_without_the_libraries_is_told_in_one_line(script: str, tmp_path: Path) -> None:
     done = run_script("-S", *script.split())
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert re.match(r"\w+: no \w+ in /\S+: (run it with|activate) ", done.stderr)
+    name = "tlt" if script == "-m tlt_hpc" else Path(script).stem
+    assert re.match(rf"{name}: no \w+ in /\S+: (run it with|activate) ", done.stderr)
 
 
 def test_the_python_that_has_the_libraries_is_named(tmp_path: Path) -> None:
@@ -398,6 +399,15 @@ def test_after_a_stop_nothing_is_drawn_over(capsys: pytest.CaptureFixture[str]) 
     assert "\x1b[1A" not in out and "\x1b[2K" not in out and "\x1b[?25h" in out
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-z]", "", line).split()[:1] for line in out.splitlines()]
     assert list(filter(None, lines))[-4:] == [["stopping:"], ["step"], ["2"], ["more"]]
+
+
+def test_a_stop_between_steps_is_drawn_over_by_nothing_either(capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[bool] = []
+    with LiveReporter(TextConsole(width=100, force_terminal=True), lambda: bool(asked)) as reporter:
+        reporter.started(load_config("jobs/tiny.toml"), 0, {"weights": 1})
+        capsys.readouterr()
+        asked.append(True)
+    assert "\x1b[1A" not in capsys.readouterr().out
 
 
 def test_logs_have_lines_as_long_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

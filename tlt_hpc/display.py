@@ -156,7 +156,7 @@ class LiveReporter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._has_left:
+        if not self._is_left():
             self._live.stop()
 
     def _is_left(self) -> bool:

@@ -42,7 +42,8 @@ def missing(library: str, folder: Path = _ROOT, python: str = sys.executable) ->
 
 def _name_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        print(f"{Path(sys.argv[0]).stem}: {missing(error.name.partition('.')[0])}", file=sys.stderr)
+        name = Path(sys.argv[0]).stem
+        print(f"{'tlt' if name == '__main__' else name}: {missing(error.name.partition('.')[0])}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
 

@@ -36,6 +36,7 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary
+from tlt_hpc.words import count
 
 HEADER = (
     "  step ranks responses    p50    p90    max  reward accept   idle_s harvested_s  share updates guarded\n"
@@ -172,7 +173,7 @@ def proof_lines(step: int, ranks: list[StepSummary]) -> list[str]:
         if (decoder := _last_decoder(ranks, trainer, micro_step)) is not None
     ]
     total = sum(len(rank.micro_steps) for rank in ranks)
-    lines = [f"  step {step}: {len(pairs)} of {total} updates"]
+    lines = [f"  step {step}: {len(pairs)} of {count(total, 'update')}"]
     if pairs:
         micro_step, trainer, decoder = max(pairs, key=lambda pair: pair[0].end_seconds)
         lines.append(
@@ -196,11 +197,12 @@ def print_caches(folder: RunFolder) -> None:
                 continue
             num_bytes, num_files = num_bytes + path.stat().st_size, num_files + 1
         print(
-            f"feature cache, step {step}: {num_files} files, {num_documents} documents, {num_tokens} tokens, "
+            f"feature cache, step {step}: {count(num_files, 'file')}, {count(num_documents, 'document')}, "
+            f"{count(num_tokens, 'token')}, "
             f"{num_bytes / 2**20:.1f} MiB"
         )
     if parts := folder.cache_parts():
-        print(f"feature cache: {len(parts)} files open or half-written")
+        print(f"feature cache: {count(len(parts), 'file')} open or half-written")
 
 
 def _last_decoder(
@@ -223,7 +225,7 @@ def _clock(seconds: float) -> str:
 
 
 def _span(steps: list[int]) -> str:
-    return f"{len(steps)} steps ({steps[0]} to {steps[-1]})" if steps else "no steps"
+    return f"{count(len(steps), 'step')} ({steps[0]} to {steps[-1]})" if steps else "no steps"
 
 
 if __name__ == "__main__":
