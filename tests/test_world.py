@@ -149,6 +149,19 @@ def test_every_rank_knows_its_place(num_ranks: int) -> None:
     assert run_on_ranks(num_ranks, describe) == expected
 
 
+def named_memory() -> list[str]:
+    """Files of the library's own in memory that would stay behind where this rank was killed now."""
+    World.connect().barrier()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/dev/shm/mpich" in line and not line.endswith("(deleted)")]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_a_kill_leaves_no_memory_of_the_library_behind(num_ranks: int) -> None:
+    assert run_on_ranks(num_ranks, named_memory) == [[]] * num_ranks
+
+
 def gather_and_broadcast(most_bytes: int) -> list[bool]:
     world_module.MOST_BYTES = most_bytes
     world = World.connect()

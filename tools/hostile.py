@@ -28,7 +28,7 @@ from faulty_inputs import wait_for
 from hostile_case import Case
 
 KINDS = ("folders", "configurations")
-SECONDS = 40.0
+SECONDS = 90.0
 """That a command may take; ``watch --once`` looks for eight at a run that does not move."""
 MEMORY_BYTES = 3 * 2**30
 """More address space than before that a command may ask for."""
@@ -135,8 +135,9 @@ def strike(kind: str, seed: int, count: int, base: Path, scratch: Path) -> Itera
         folder = scratch / f"case-{number:05d}"
         folder.mkdir()
         case = make(number, folder, base, random.Random(own))
-        for name, command in COMMANDS.items():
-            what, said = try_one(case, name, command, scratch / "said")
+        # a configuration alone changes nothing for who reads the run
+        for name in COMMANDS if case.run != base else ("train", "evaluate"):
+            what, said = try_one(case, name, COMMANDS[name], scratch / "said")
             yield Fault(own, case.kind, name, what, said) if what else None
         remove(folder)
 
