@@ -74,7 +74,10 @@ def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
         ({"hidden_size": 10**18}, "hidden_size = 1000000000000000000 is no count from 1 to 2147483647" + TAKE),
         ({"intermediate_size": True}, "intermediate_size = True is no count from 1 to 2147483647" + TAKE),
         ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x' is no number above 0 to 2147483647" + TAKE),
-        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta = inf is no number above 0 to 2147483647" + TAKE),
+        (
+            {"rope_parameters": {"rope_theta": float("inf")}},
+            "rope_theta = inf is no number above 0 to 2147483647" + TAKE,
+        ),
         ({"rope_parameters": 3}, "rope_scaling = 3 is no object" + TAKE),
         ({"layer_types": 3}, "layer_types = 3 is no list" + TAKE),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' is neither true nor false" + TAKE),

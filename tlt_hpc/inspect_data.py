@@ -16,10 +16,12 @@ from tlt_hpc.config import EMBEDDED_MODEL, EMBEDDED_TASK, Config, ConfigError, a
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.prompts import open_reader
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
+from tlt_hpc.regular import naming_denied
 
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
 
 
+@naming_denied()
 def run(file: str, model: str | None, overrides: Sequence[str]) -> int:
     """Read every row of ``file``, print what there is; the exit status: 1 where rows are broken.
 

@@ -21,6 +21,7 @@ from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
+from tlt_hpc.regular import naming_denied
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rollout.strategy import strategies_of
 
@@ -45,6 +46,7 @@ class Assets(ModelAssets):
     prompts: PromptSource
 
 
+@naming_denied()
 def read_assets(config: Config, num_ranks: int) -> Assets:
     """Read the light files, and check the configuration against them and the rank count.
 

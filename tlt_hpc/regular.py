@@ -1,13 +1,25 @@
-"""Opens files that can be read to their end: no pipe or device, whose reader would wait or never stop."""
+"""Opens files that can be read to their end, no pipes or devices, and names those that may not be read."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from tlt_hpc.errors import UserError
+
+
+@contextmanager
+def naming_denied() -> Iterator[None]:
+    """Raise a ``UserError`` where a file or folder on the way may not be looked at; also a decorator."""
+    try:
+        yield
+    except PermissionError as error:
+        reason = f"{error.filename}: {error.strerror}"
+        raise UserError(f"{reason}; ask its owner for access, or name another file or folder") from None
 
 
 def open_regular(path: Path, limit: int | None = None) -> BinaryIO:

@@ -27,6 +27,7 @@ from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan import ModelAssets, check_division
 from tlt_hpc.records import Request, Stream
+from tlt_hpc.regular import naming_denied
 from tlt_hpc.rewards.functions import check_function
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
@@ -46,6 +47,7 @@ _JUDGING = (
 )
 
 
+@naming_denied()
 def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, EvaluationSets]:
     """The light files of the model, and the data sets; ``config`` is ``subject.config_for``'s.
 
@@ -61,6 +63,7 @@ def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, Evaluation
     return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets
 
 
+@naming_denied()
 def open_checked_sets(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> EvaluationSets:
     """The data sets, held against the model and the reward.
 

@@ -94,7 +94,7 @@ def call_function(function: RewardFunction, answer: Answer) -> Verdict:
     score = result.get("score") if isinstance(result, dict) else result
     if not isinstance(score, Real) or not math.isfinite(score):
         return Verdict.failed(Failure.ERROR, f"the function returned {str(result)[:80]!r}, which is no number")
-    if abs(score) > MOST_REWARD:
+    if abs(float(score)) > MOST_REWARD:
         return Verdict.failed(
             Failure.ERROR, f"the function returned {float(score):g}, which is not within {MOST_REWARD:g} of 0"
         )
