@@ -115,7 +115,7 @@ def test_one_response_a_prompt_suits_an_advantage_without_groups() -> None:
             "algorithm.loss=ppo",
             "algorithm.loss = 'ppo': input should be 'auto', 'clip', 'sequence-clip' or 'weight-clip'",
         ),
-        ("algorithm.clip_low=true", "algorithm.clip_low = true: use a number of 0 or more, or 'auto'"),
+        ("algorithm.clip_low=true", "algorithm.clip_low = true: use a number from 0 to 1e+06, or 'auto'"),
         (
             "algorithm.kl_coefficient=-0.1",
             "algorithm.kl_coefficient = -0.1: use a number from 0 to 1000000",
@@ -137,9 +137,9 @@ def test_one_response_a_prompt_suits_an_advantage_without_groups() -> None:
             "algorithm.overlong_penalty = 0.5 says nothing with algorithm.overlong_buffer = 0; set a buffer, or leave "
             "algorithm.overlong_penalty out",
         ),
-        ("algorithm.clip_low=-0.1", "algorithm.clip_low = -0.1: use a number of 0 or more, or 'auto'"),
-        ("algorithm.clip_high=wide", "algorithm.clip_high = 'wide': use a number of 0 or more, or 'auto'"),
-        ("algorithm.clip_high=inf", "algorithm.clip_high = inf: use a number of 0 or more, or 'auto'"),
+        ("algorithm.clip_low=-0.1", "algorithm.clip_low = -0.1: use a number from 0 to 1e+06, or 'auto'"),
+        ("algorithm.clip_high=wide", "algorithm.clip_high = 'wide': use a number from 0 to 1e+06, or 'auto'"),
+        ("algorithm.clip_high=inf", "algorithm.clip_high = inf: use a number from 0 to 1e+06, or 'auto'"),
         (
             "algorithm.name=rloo rollout.group_size=1 rollout.prompts_per_step=16",
             "rollout.group_size = 1 with algorithm.name = 'rloo', whose advantage needs a group; use "

@@ -620,3 +620,22 @@ def test_a_file_that_cannot_be_read_to_its_end(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(path)
         assert str(caught.value) == f"config file {path}: {reason}; {remedy}"
+
+
+@pytest.mark.parametrize("override", ["model.path={}", "data.source={}/a.jsonl", "evaluation.sources=['{}/a.jsonl']"])
+def test_a_folder_that_may_not_be_looked_into(override: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    closed = here / "closed"
+    closed.mkdir(mode=0)
+    every = f"evaluation.every_steps={int(override.startswith('evaluation'))}"
+    assert main(["train", str(TINY), "evaluation.every_steps=1", "--dry-run"]) == 0  # imports all
+    capfd.readouterr()
+    own = os.geteuid()
+    if own == 0:  # whom no mode keeps out
+        os.seteuid(65534)
+    try:
+        assert main(["train", str(TINY), override.format(closed), every, "--dry-run"]) == USER_ERROR
+    finally:
+        os.seteuid(own)
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("tlt: /")
+    assert err.endswith(": Permission denied; make sure that you may read it, and the folders that it is in\n")

@@ -153,7 +153,10 @@ def test_bounds_are_resolved() -> None:
             "the ratio where rollout and trainer agree; use bounds such as 0.5 and 5.0",
         ),
         (["rollout_correction=TIS"], "algorithm.rollout_correction = 'TIS': input should be 'none', 'tis'"),
-        (["rollout_correction_low=-1"], "algorithm.rollout_correction_low = -1: use a number of 0 or more, or 'auto'"),
+        (
+            ["rollout_correction_low=-1"],
+            "algorithm.rollout_correction_low = -1: use a number from 0 to 1e+06, or 'auto'",
+        ),
     ],
 )
 def test_bad_values_are_told(overrides: list[str], said: str) -> None:

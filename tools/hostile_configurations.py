@@ -336,7 +336,8 @@ def _odd_file(path: Path, source: random.Random) -> tuple[str, Path]:
         with path.open("wb") as file:
             file.truncate(2**40)
     else:
-        path.symlink_to({"a link to /dev/zero": "/dev/zero", "a link to itself": path}.get(kind, path.parent / "none"))
+        targets = {"a link to /dev/zero": Path("/dev/zero"), "a link to itself": path}
+        path.symlink_to(targets.get(kind, path.parent / "none"))
     return kind, path
 
 
@@ -443,7 +444,7 @@ def _model(folder: Path, base_run: Path, source: random.Random) -> Case:
         return Case(f"the model's config.json: {str(changed)[:60]}", _write(folder, tree), (), base_run, TRAIN)
     if pick < 0.75:
         (place / "model.safetensors").unlink()
-        index = source.choice(
+        index: dict[str, Any] = source.choice(
             (
                 {"weight_map": {"a": "../../../etc/passwd"}},
                 {"weight_map": {"a": 3}},
