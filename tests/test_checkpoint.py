@@ -700,10 +700,14 @@ def test_kill_9_while_writing_leaves_the_old_or_the_new_one(tmp_path: Path) -> N
     for attempt in range(12):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        process = context.Process(target=save_for_ever, args=(OneRank(), folder))
+        process = context.Process(target=save_for_ever, args=(OneRank(), folder), daemon=True)
         process.start()
         wait_until_saving(folder, process)
-        time.sleep(source.uniform(0, 0.06))
+        if attempt % 2:
+            time.sleep(source.uniform(0, 0.06))
+        else:
+            while not list((folder / "checkpoints").glob("*.part")):
+                assert process.is_alive()
         process.kill()
         process.join()
         check_after_kill(folder)

