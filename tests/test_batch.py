@@ -166,7 +166,7 @@ def program(folder: Path, name: str, body: str) -> None:
 
 
 SAYS_MPI = 'echo "$0" >>"$CALLED"; echo "${MPI_SAYS:-Open MPI v5.0.8, package: site}"'
-SHOWN = "^(HF|HDF5|OMP|DS_|TRITON_|TORCH|CUDA_CACHE|TRANSFORMERS|PYTHONNO|PYTORCH|SLURM_(EXPORT|MEM|GPU|TRES|CPU_B)|APPT|SING)"
+SHOWN = "^(HF|HDF5|OMP|DS|TRITON|(PY)?TORCH|CUDA_CACHE|TRANSF|PYTHONNO|SLURM_(EXPORT|MEM|GPU|TRES|CPU_B)|APPT|SING)"
 
 
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

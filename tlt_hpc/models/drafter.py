@@ -114,10 +114,11 @@ class Drafter(nn.Module, ABC):
         Addresses do not change, so that graphs may read the copy. For a drafter that is loaded, not trained: a weight
         changed in place does not reach it. Where gradients are recorded the parameters themselves are read.
         """
-        self.requires_grad_(False)  # the copy has views of some of them, which would outlive their gradient's graph
         now = self._parts()
         if self._packed is None:
             self._packed = now
+            for part in now.parts():
+                part.detach_()
         refill(self._packed.parts(), now.parts())
 
     @property

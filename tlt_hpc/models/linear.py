@@ -49,6 +49,11 @@ class Linear:
             # any hint over 1 gives one and the same layout, which serves every number of rows without a reorder
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _FULL_ROWS)
 
+    def detach_(self) -> None:
+        """Read the weight without its gradient from now on: views of it then outlive changes in place."""
+        self.weight = self.weight.detach()
+        self._transposed = self.weight.t()
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The weight, and the bias where there is one."""
@@ -105,6 +110,10 @@ class Norm:
             size = self.weight.shape[-1]
             self._scaled = self.weight * math.sqrt(size)
             self._floor = self.weight.new_full((), math.sqrt(size * self.epsilon), requires_grad=False)
+
+    def detach_(self) -> None:
+        """Read the weight without its gradient from now on."""
+        self.weight = self.weight.detach()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

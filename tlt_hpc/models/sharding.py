@@ -77,6 +77,10 @@ class SummedLinear(Linear):
         super().__init__(weight, bias)
         self._product, self._all_reduce = Linear(weight), all_reduce
 
+    def detach_(self) -> None:
+        super().detach_()
+        self._product = Linear(self.weight)
+
     def pack(self) -> None:
         self._product.pack()
 
