@@ -327,14 +327,14 @@ def test_what_is_started_outlives_the_reader_of_its_output(tmp_path: Path, both:
 @pytest.mark.mpi
 def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     shape = ["rollout.max_new_tokens=32", "rollout.prompts_per_step=4", "run.num_steps=2", "speculation.mode=plain"]
-    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", *shape, f"run.folder={tmp_path}"]
+    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", *shape, f"run.folder={tmp_path}/runs[/b]"]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment())
     assert started.stdout is not None and started.stderr is not None
     while started.stdout.readline().strip() != b"loading libraries":
         assert started.poll() is None
     started.stdout.close()
     assert started.stderr.read() == b"" and started.wait(120) == 0
-    assert (tmp_path / "tiny" / "finished.json").exists()
+    assert (tmp_path / "runs[" / "b]" / "tiny" / "finished.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -227,12 +227,8 @@ class LiveReporter:
             table.add_row(*row)
         return table
 
-    def _render(self) -> Table:
-        whole = Table.grid()
-        whole.add_row(self._bar)
-        whole.add_row(self._table())
-        whole.add_row("")  # where a launcher's words begin
-        return whole
+    def _render(self) -> Group:
+        return Group(self._bar, self._table(), "")  # what a launcher writes of a Ctrl-C begins on the empty line
 
 
 @contextmanager
