@@ -465,7 +465,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
 ) -> None:
     assert main([command, str(TINY), *overrides]) == USER_ERROR == 2
     out, err = capfd.readouterr()
-    assert out == ""
+    assert out == f"checking {TINY}\n"
     assert err == f"tlt: {message}\n"
     assert list(here.iterdir()) == []
 

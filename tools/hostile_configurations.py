@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -198,20 +199,17 @@ _FORMS = (
 def make(number: int, folder: Path, base_run: Path, source: random.Random) -> Case:
     """Case ``number`` in an empty folder of its own; ``base_run``: a sound run's folder, which is left as it is.
 
-    The number says which kind of hostility it is, ``source`` which of that kind.
+    The number says which kind of hostility it is, ``source`` which of that kind. The run has the same configuration.
     """
-    kind = number % (len(_PLAIN) + _NUM_FOR_RUNS)
-    if kind < len(_PLAIN):
-        return _PLAIN[kind](folder, base_run, source)
-    inner = source.choice(_PLAIN[:5])(folder, base_run, source)
+    case = _PLAIN[number % len(_PLAIN)](folder, base_run, source)
     run = folder / "run"
     shutil.copytree(base_run, run, symlinks=True)
     (run / "config.toml").unlink(missing_ok=True)
-    if inner.config.is_file():
-        shutil.copyfile(inner.config, run / "config.toml")
+    if case.config.is_file():
+        shutil.copyfile(case.config, run / "config.toml")
     else:
-        (run / "config.toml").symlink_to(inner.config.absolute())
-    return Case(f"the run's config.toml: {inner.kind}", _write(folder, base(folder)), (), run, frozenset())
+        (run / "config.toml").symlink_to(case.config.absolute())
+    return dataclasses.replace(case, run=run)
 
 
 def base(folder: Path) -> Tree:
@@ -494,5 +492,3 @@ _PLAIN: tuple[_Maker, ...] = (
     _template,
     _reward,
 )
-_NUM_FOR_RUNS = 3
-"""Of so many cases behind those, one of the first five kinds is written to a run."""
