@@ -14,7 +14,7 @@ from launch_ranks import run_on_ranks
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc import tail
-from tlt_hpc.config import DrafterSection
+from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
@@ -486,6 +486,30 @@ def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path,
     assert trainer.num_skipped == 0
 
 
+def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, monkeypatch):
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, num_prompts=2)
+    trainer.begin(0)
+    before = trainer.sha256()
+    batch = pack(TrainingPool(cache, random.Random(0)).draw(64), torch.device("cpu"))
+    true_loss = spot.drafter_loss
+    monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
+    with pytest.raises(UserError, match="not finite: use a lower learning rate than"):
+        trainer.learn([batch], FakeWorld())
+    assert trainer.sha256() == before
+
+
+def test_a_replica_whose_weighted_sum_overflows_has_no_part_in_the_merge(tmp_path):
+    trainer, cache = make_trainer(tmp_path)
+    fill(cache, 0, num_prompts=2)
+    trainer.begin(0)
+    assert trainer.micro_step()
+    trainer._moments["down"][1].view(-1)[7] = 3e38
+    world = FakeWorld()
+    trainer.start_merge(world)
+    assert np.isfinite(world.arrays[0]).all() and world.arrays[0].tolist()[-2:] == [0.0, 1.0]
+
+
 def merge_with_broken_replicas(folder, training, broken):
     """What two ranks have after a merge: those of ``training`` trained, those of ``broken`` hold a NaN."""
     from pathlib import Path
@@ -505,7 +529,7 @@ def merge_with_broken_replicas(folder, training, broken):
     trainer.start_merge(world)
     try:
         report = trainer.finish_merge(world)
-    except FloatingPointError as error:
+    except UserError as error:
         return {"error": str(error)}
     return {
         "before": before,

@@ -628,24 +628,27 @@ def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "variables", "kind", "constraint"),
+    ("asked", "variables", "gpus", "kind", "constraint"),
     [
-        ("--gpus-per-node=a100:4 -C nvme", {}, "a100", "nvme"),
-        ("--gres=gpu:a100:4", {}, "a100", ""),
-        ("--gres=lscratch:5,gpu:4", {}, "", ""),
-        ("-G h100:16", {}, "h100", ""),
-        ("--gpus-per-task=h100:1", {"SBATCH_CONSTRAINT": "ib"}, "h100", "ib"),
-        ("--gpus-per-node=a100:4 --gres=gpu:h100:4", {"SBATCH_GPUS_PER_NODE": "8"}, "", ""),
-        ("", {}, "", ""),
+        ("--gpus-per-node=a100:4 -C nvme", {}, 4, "a100", "nvme"),
+        ("--gres=gpu:a100:4", {}, 4, "a100", ""),
+        ("--gres=gpu", {}, 1, "", ""),
+        ("--gres=lscratch:200,gpu:4", {}, 4, "", ""),
+        ("--gres=gpu:4,lscratch:200", {}, 4, "", ""),
+        ("--gres=craynetwork:1,gpu:a100:4", {}, 4, "a100", ""),
+        ("-G h100:16", {}, 16, "h100", ""),
+        ("--gpus-per-task=h100:1", {"SBATCH_CONSTRAINT": "ib"}, 1, "h100", "ib"),
+        ("--gpus-per-node=a100:4 --gres=gpu:h100:4", {"SBATCH_GPUS_PER_NODE": "8"}, 8, "", ""),
+        ("", {}, 0, "", ""),
     ],
 )
 def test_the_kind_of_gpus_and_the_features_are_read(
-    place: Place, asked: str, variables: dict[str, str], kind: str, constraint: str
+    place: Place, asked: str, variables: dict[str, str], gpus: int, kind: str, constraint: str
 ) -> None:
     script = place.write("asks.sh", f"#!/bin/sh\n#SBATCH {asked}\n")
     names = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank", "partition", "account", "time")
     found = request.make_request(Namespace(**dict.fromkeys(names), script=script), variables)
-    assert (found.gpu_kind, found.constraint) == (kind, constraint)
+    assert (found.gpus_per_node, found.gpu_kind, found.constraint) == (gpus, kind, constraint)
 
 
 def test_the_recipe_of_the_first_run_asks_for_what_its_script_leaves_open() -> None:

@@ -437,6 +437,15 @@ def test_a_status_that_is_no_number_counts_as_a_failure(text: str, tmp_path: Pat
     assert executor.read_status(submission.jobs_folder, "100") == 1
 
 
+def test_a_status_that_is_no_file_is_named(tmp_path: Path) -> None:
+    submission = sent(make(tmp_path, []))[1]
+    submission.jobs_folder.mkdir(parents=True)
+    place = executor.status_file(submission.jobs_folder, "100", 0)
+    os.mkfifo(place)
+    with pytest.raises(UserError, match="it is a FIFO, not a regular file"):
+        executor.read_status(submission.jobs_folder, "100")
+
+
 # --- results ---
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -322,6 +323,20 @@ def test_what_is_started_outlives_the_reader_of_its_output(tmp_path: Path, both:
     told = started.stderr.read() if started.stderr else b""
     assert started.wait(30) == 0 and (tmp_path / "done").exists()
     assert both or told.count(b"error") == 6
+
+
+def test_a_signal_to_the_group_ends_no_output_before_its_time(tmp_path: Path) -> None:
+    """As ``timeout`` sends it: ranks that save because of it still write."""
+    ranks = RANKS.replace('script = "', "script = \"trap '' TERM; ")
+    command = [sys.executable, "-c", ranks]
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    assert started.stdout is not None and started.stdout.readline() == b"line 1\n"
+    os.killpg(started.pid, signal.SIGTERM)
+    assert started.stdout.read().count(b"line") == 5
+    assert started.wait(30) == 0 and (tmp_path / "done").exists()
 
 
 @pytest.mark.mpi

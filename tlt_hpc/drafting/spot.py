@@ -223,6 +223,14 @@ class SpotTrainer:
             torch.cuda.current_stream(self._decoder.device).synchronize()  # not to count the backward pass
         start = time.perf_counter()
         has_learned = self._clip_and_step()
+        if not has_learned:
+            self.num_skipped += 1
+        if self.num_skipped == 1 and not has_learned:
+            logger.warning(
+                "rank %d: the gradient of a micro-step of the drafter is not finite; such micro-steps are skipped "
+                "(drafter/skipped_steps counts them)",
+                self._rank,
+            )
         value = float(loss.detach())
         self._update_seconds = time.perf_counter() - start
         return value if has_learned else None
@@ -234,13 +242,6 @@ class SpotTrainer:
             self._adam()
             return True
         self._drop_gradients()
-        self.num_skipped += 1
-        if self.num_skipped == 1:
-            logger.warning(
-                "rank %d: the gradient of a micro-step of the drafter is not finite; such micro-steps are skipped "
-                "(drafter/skipped_steps counts them)",
-                self._rank,
-            )
         return False
 
     def end(self) -> None:
@@ -281,6 +282,9 @@ class SpotTrainer:
         """One update on the mean loss over the tokens of all ranks' batches, and that loss; collective.
 
         The replicas stay equal without a merge. A rank may have no batch.
+
+        Raises:
+            UserError: on all ranks, if the gradient is not finite.
         """
         self._take_up_head()
         loss, count = 0.0, 0
@@ -297,7 +301,11 @@ class SpotTrainer:
             self._parameters.values(), torch.split(summed[:-2] / total, [g.numel() for g in gradients]), strict=True
         ):
             parameter.grad = values.view_as(parameter)
-        self._clip_and_step()
+        if not self._clip_and_step():
+            raise UserError(
+                "the gradient of an update of the drafter is not finite: use a lower learning rate than "
+                f"{self.learning_rate:g}"
+            )
         return float(summed[-2] / total)
 
     # -- merge --------------------------------------------------------------------------------------------------
@@ -308,10 +316,10 @@ class SpotTrainer:
         A replica that is not finite weighs nothing.
         """
         tensors = self._state_tensors()
-        self._is_dropped = not bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
         tokens = float(sum(record.num_tokens for record in self.records))
         # one copy: three times the drafter is much
         flat = torch.cat([*(tensor.flatten() for tensor in tensors), tensors[0].new_tensor([1.0, 0.0])]).mul_(tokens)
+        self._is_dropped = not bool(torch.stack(flat.aminmax()).isfinite().all())  # as sent: the product may overflow
         if self._is_dropped:
             flat.zero_()[-1:].fill_(1.0)
         self._pending = world.start_sum(flat.cpu().numpy())
@@ -320,7 +328,7 @@ class SpotTrainer:
         """Take the weighted mean; unchanged where nobody trained. Asserts that every rank holds the same drafter.
 
         Raises:
-            FloatingPointError: on all ranks, where no rank has a finite drafter left.
+            UserError: on all ranks, if no rank has a finite drafter left.
         """
         assert self._pending is not None, "start_merge first"
         start = time.perf_counter()
@@ -355,7 +363,7 @@ class SpotTrainer:
         told = world.allgather((int(is_kept), "trained" if self.is_trained else ""))
         source = next((rank for rank, (kept, _) in enumerate(told) if kept), None)
         if source is None:
-            raise FloatingPointError(
+            raise UserError(
                 "no rank has a drafter whose weights and moments are finite: resume from the last checkpoint with a "
                 f"lower drafter.learning_rate than {self._settings.learning_rate:g}"
             )

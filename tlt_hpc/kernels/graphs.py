@@ -5,6 +5,7 @@ All graphs of a pool share the memory of their intermediates, so only one of the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,6 +17,8 @@ NUM_WARM_UPS = 2
 """Runs before a capture: libraries allocate and Triton compiles on the first, caches settle on the second."""
 
 Function = Callable[..., Sequence[Tensor]]
+
+_CAN_CHECK = "check_input_liveness" in inspect.signature(torch.cuda.graph).parameters
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,10 @@ class GraphPool:
     """
 
     checks_inputs: ClassVar[bool] = False
-    """Whether a replay raises where a tensor that the graph reads has been freed since (torch 2.13 or newer).
+    """Whether a replay raises if a tensor that torch's own operators read in the graph has been freed since.
 
-    For checks: a replay then walks over all of these tensors in Python, which takes up to milliseconds.
+    For checks: a replay then walks over these tensors in Python, which takes up to milliseconds. Needs torch 2.13, and
+    does not see what Triton programs read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +141,7 @@ class GraphPool:
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # thread_local: the thread that drives MPI may call CUDA meanwhile
-        checked = {"check_input_liveness": True} if self.checks_inputs else {}
+        checked = {"check_input_liveness": True} if self.checks_inputs and _CAN_CHECK else {}
         capture = torch.cuda.graph(graph, pool=self._memory, stream=side, capture_error_mode="thread_local", **checked)
         with torch.inference_mode(), capture:
             outputs = tuple(function(*static))

@@ -26,6 +26,7 @@ from submitit.core.submission import process_job
 from submitit.local.local import LocalExecutor
 
 from tlt_hpc.config import UserError
+from tlt_hpc.files import read_text, told
 from tlt_hpc.launch.batch import Batch, render
 from tlt_hpc.launch.submission import Task
 from tlt_hpc.storage.folder import writing_beside
@@ -143,8 +144,15 @@ def status_file(folder: Path, job: str, rank: int | str) -> Path:
 
 
 def status_in(path: Path) -> int:
-    """The exit status that a file holds; 1 where it holds none."""
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    """The exit status that a file holds; 1 if it holds none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        text = read_text(path).strip()
+    except OSError as error:
+        raise UserError(told(error)) from None
     return int(text) if re.fullmatch("[0-9]{1,3}", text) else 1
 
 

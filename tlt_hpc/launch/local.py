@@ -112,19 +112,26 @@ def _job_variables(job: str) -> dict[str, str]:
 def outlive_readers() -> None:
     """Put ``tee`` before each pipe that we write to: it reads on once nobody else does; mpiexec would kill its ranks.
 
-    It ends when all that write to it have ended; a Ctrl-C does not end it.
+    It ends when all that write to it have ended. No signal to our process group ends it, and SIGPIPE stays ignored.
     """
-    tees: dict[tuple[int, int], int] = {}
+    tees: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         end = os.fstat(stream.fileno())
         if not (stat.S_ISFIFO(end.st_mode) or stat.S_ISSOCK(end.st_mode)):
             continue
         if (end.st_dev, end.st_ino) not in tees:  # both in one pipe keep their order
-            tee = subprocess.Popen(["tee", "-ip", os.devnull], stdin=subprocess.PIPE, stdout=stream.fileno())
-            assert tee.stdin is not None
-            tees[end.st_dev, end.st_ino] = tee.stdin.fileno()
-        os.dup2(tees[end.st_dev, end.st_ino], stream.fileno())
+            tees[end.st_dev, end.st_ino] = subprocess.Popen(
+                ["tee", os.devnull],
+                stdin=subprocess.PIPE,
+                stdout=stream.fileno(),
+                stderr=subprocess.DEVNULL,
+                restore_signals=False,
+                start_new_session=True,
+            )
+        pipe = tees[end.st_dev, end.st_ino].stdin
+        assert pipe is not None
+        os.dup2(pipe.fileno(), stream.fileno())
 
 
 def become_ranks(num_ranks: int, arguments: Sequence[str], job: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlt_hpc.config import Config, ConfigError
+from tlt_hpc.files import parse_object, read_bytes
 from tlt_hpc.launch.batch import Array, Batch, Folders
 from tlt_hpc.launch.sweep import Member
 from tlt_hpc.launch.time_limit import AGAIN, LINKS_LEFT
@@ -225,7 +226,7 @@ def load(folder: Path) -> Submission:
     """
     path = folder / FILE
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_object(read_bytes(path))
         batch = Batch(**{**_tuples(tree["batch"]), "folders": Folders(**tree["batch"]["folders"])})
         tasks = tuple(Task(**_tuples(task)) for task in tree["tasks"])
         rest = {name: tree[name] for name in ("at_once", "chain", "is_local")}

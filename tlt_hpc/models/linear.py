@@ -50,8 +50,9 @@ class Linear:
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _FULL_ROWS)
 
     def detach_(self) -> None:
-        """Read the weight without its gradient from now on: views of it then outlive changes in place."""
+        """Read the weights without their gradients from now on: views of them then outlive changes in place."""
         self.weight = self.weight.detach()
+        self.bias = None if self.bias is None else self.bias.detach()
         self._transposed = self.weight.t()
 
     @property

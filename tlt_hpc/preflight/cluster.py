@@ -40,8 +40,13 @@ class NodeGroup:
         return tuple(sorted(set(re.findall(r"(?:^|,)gpu:([^:,()\d][^:,()]*):\d", self.gres))))
 
     def meets(self, constraint: str) -> bool:
-        """Whether a node has the features of a ``--constraint``, of whose alternatives one is enough."""
-        alternatives = re.sub(r"[\[\]()]|\*\d+", "", constraint).split("|")
+        """Whether a node has the features of a ``--constraint``, of whose alternatives one is enough.
+
+        True of one with counts or parentheses, which only sbatch judges.
+        """
+        if re.search(r"[()*]", constraint):
+            return True
+        alternatives = constraint.strip("[]").split("|")
         return any(self.features.issuperset(one.split("&")) for one in alternatives) or not constraint
 
 

@@ -169,15 +169,22 @@ def _gpus_per_node(asked: Mapping[str, str], nodes: int, ranks: int) -> int:
     whole = -(-_count(asked["gpus"]) // nodes)
     if asked["gpus_per_node"]:
         return _count(asked["gpus_per_node"])
-    return _count(asked["gres"]) or whole or max(ranks, 1) * _count(asked["gpus_per_task"])
+    counts = [one.rpartition(":")[2] for one in _gpu_resources(asked["gres"])]
+    in_gres = sum(int(count) if count.isdecimal() else 1 for count in counts)
+    return in_gres or whole or max(ranks, 1) * _count(asked["gpus_per_task"])
 
 
 def _gpu_kind(asked: Mapping[str, str]) -> str:
     """The kind of GPUs that is asked for, ``a100`` of ``a100:4`` and of ``gpu:a100:4``; empty where any will do."""
-    gres = asked["gres"].partition("gpu:")[2]
-    text = asked["gpus_per_node"] or gres or asked["gpus"] or asked["gpus_per_task"]
+    gres = [one.removeprefix("gpu:") for one in _gpu_resources(asked["gres"])]
+    text = asked["gpus_per_node"] or ":".join(gres[:1]) or asked["gpus"] or asked["gpus_per_task"]
     kind, separator, _ = text.partition(":")
     return kind if separator else ""
+
+
+def _gpu_resources(gres: str) -> list[str]:
+    """The GPUs among the generic resources of ``--gres``."""
+    return [one for one in gres.split(",") if one.partition(":")[0] == "gpu"]
 
 
 def _memory_per_node(asked: Mapping[str, str], cpus: int, gpus: int) -> int:
