@@ -559,13 +559,15 @@ def test_every_number_is_bounded_on_both_sides_and_every_text_and_list_in_length
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("run.stall_factor=1e-300", "run.stall_factor = 1e-300: use 0, or a number from 0.01 to 100000"),
+        ("optimizer.max_grad_norm=1e-300", "optimizer.max_grad_norm = 1e-300: use 0, or a number from 1e-06 to 1e+09"),
         ("run.stall_factor=1e308", "run.stall_factor = 1e+308: use a number from 0 to 100000"),
         ("rollout.temperature=1e308", "rollout.temperature = 1e+308: use a number from 0 to 100"),
         ("rollout.temperature=1e-308", "rollout.temperature = 1e-308: use 0, or a number from 0.001 to 100"),
         ("rollout.temperature=inf", "rollout.temperature = inf: use a number from 0 to 100"),
         ("optimizer.learning_rate=1e308", "optimizer.learning_rate = 1e+308: use a number from 1e-15 to 1"),
         ("algorithm.clip_high=1e308", "algorithm.clip_high = 1e+308: use a number from 0 to 1e+06, or 'auto'"),
-        ("run.name=" + "a" * 300, f"run.name = '{'a' * 199}... (302 characters): use at most 200 characters"),
+        ("run.name=" + "a" * 300, f"run.name = '{'a' * 199}... (302 characters): use at most 128 characters"),
         ('run.name="a\\u001b[31m"', f"run.name = 'a\\x1b[31m': {NAME}"),
         ('run.name="a\\n"', f"run.name = 'a\\n': {NAME}"),
         ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),
@@ -594,6 +596,8 @@ def test_a_pattern_that_python_cannot_compile() -> None:
     ("content", "message"),
     [
         (b"a." * 100_000 + b"a = 1", DEEP),
+        (b'"a b".' * 100_000 + b"a = 1", DEEP),
+        (b"'a b' . " * 100_000 + b"a = 1", DEEP),
         (b"a = " + b"[" * 100_000, DEEP),
         (b"a = " + b"9" * 5000, LARGE),
         (b"a = 0x" + b"f" * 500_000, LARGE),
@@ -610,12 +614,12 @@ def test_a_file_of_hostile_toml(content: bytes, message: str, tmp_path: Path) ->
 
 def test_a_file_that_cannot_be_read_to_its_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "large").write_bytes(b"#" * (2**20 + 1))
+    (tmp_path / "large").write_bytes(b"#" * (2**21 + 1))
     remedy = "give the path of a TOML file such as jobs/tiny.toml"
     for path, reason in [
         (tmp_path / "pipe", "it is a FIFO, not a regular file"),
         (Path("/dev/zero"), "it is a device, not a regular file"),
-        (tmp_path / "large", "it has 1,048,577 bytes, and such a file 1,048,576 at most"),
+        (tmp_path / "large", "it has 2,097,153 bytes, and such a file 2,097,152 at most"),
     ]:
         with pytest.raises(ConfigError) as caught:
             load_config(path)

@@ -210,7 +210,7 @@ def test_runs_that_cannot_tell_are_refused(tmp_path: Path) -> None:
         estimate_plain(write_run(tmp_path / "plain", seldom, line, mode="plain"))
     with pytest.raises(ValueError, match="no plain round"):
         estimate(read_run(write_run(tmp_path / "never", lambda number, live: False, line)))
-    with pytest.raises(ValueError, match="no run's folder"):
+    with pytest.raises(ValueError, match="does not exist"):
         estimate_plain(tmp_path / "nowhere")
     folder = write_run(tmp_path / "damaged", seldom, line)
     RunFolder(folder).cost_profile.write_text("{}")

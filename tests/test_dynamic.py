@@ -183,7 +183,7 @@ def test_groups_are_judged_by_all_ranks_scores_whatever_finished_first() -> None
     job: Any = SimpleNamespace(
         engine=SimpleNamespace(finished=own), world=SimpleNamespace(allgather=lambda mine: [mine, told])
     )
-    scorer: Any = SimpleNamespace(settle=lambda rollouts: np.ones(len(rollouts), np.float32))
+    scorer: Any = SimpleNamespace(rewards=lambda rollouts: np.ones(len(rollouts), np.float32))
     assert refill(job, draws, scorer) == [], "every group has a 0 and a 1"
 
 

@@ -321,7 +321,7 @@ def test_its_vocabulary_is_part_of_its_state_and_of_no_merge(tmp_path):
     assert other.sha256() == trainer.sha256()
     other.begin(0)
     other.start_merge(world := FakeWorld())
-    assert world.arrays[0].size == 1 + sum(3 * parameter.numel() for parameter in other.drafter.parameters())
+    assert world.arrays[0].size == 2 + sum(3 * parameter.numel() for parameter in other.drafter.parameters())
     fewer = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids[:5])
     with pytest.raises(ValueError, match=r"'head\.weight': \[20, 128\], this model needs \[5, 128\]"):
         fewer.start_from(trainer.state())

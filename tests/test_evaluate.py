@@ -347,7 +347,7 @@ def test_places_that_are_none(tmp_path):
         (
             EvaluateOptions(str(tmp_path)),
             f"{tmp_path}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
-            "embedded:tiny",
+            f"embedded:tiny; {tmp_path} is no run's folder, it holds some; give one of them: run",
         ),
         (EvaluateOptions("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder; leave --step out"),
         (EvaluateOptions(place, 3), f"--step 3, but {place} is the checkpoint of step 4; give one"),

@@ -22,6 +22,7 @@ from tlt_hpc import cli
 from tlt_hpc.analysis.integrity import analyse_integrity
 from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.config import load_config, to_toml
+from tlt_hpc.files import read_bytes
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.watch.record import Record
@@ -254,3 +255,26 @@ def test_a_clock_that_was_set_back(run: RunFolder) -> None:
     page = (run.path / "report.html").read_text()
     assert status == 0 and not errors
     assert "its clock was set back" in page and "rank-hours" not in page
+
+
+def test_a_file_that_tells_a_size_of_nothing_is_bounded_all_the_same() -> None:
+    assert Path("/proc/self/smaps").stat().st_size == 0
+    with pytest.raises(OSError, match="such a file 1,000 at most"):
+        read_bytes(Path("/proc/self/smaps"), 1000)
+
+
+def test_an_error_of_reading_names_the_file(run: RunFolder) -> None:
+    """As of a disk that fails: the system names no file then."""
+    run.metrics.unlink()
+    run.metrics.symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        read_bytes(run.metrics)
+    assert caught.value.filename == str(run.metrics)
+    found = analyse_integrity(RunLog(run.path))
+    assert not found.is_sound and f"{run.metrics}: Input/output error" in found.faults
+
+
+def test_metrics_that_are_too_large_to_read_are_not_sound(run: RunFolder) -> None:
+    os.truncate(run.metrics, 600 * 2**20)
+    found = analyse_integrity(RunLog(run.path))
+    assert not found.is_sound and "at most" in found.lines[0]

@@ -462,7 +462,7 @@ def test_a_machine_that_slows_down_is_told_from_a_model_that_errs(tmp_path: Path
 
 
 def test_a_run_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no run's folder"):
+    with pytest.raises(ValueError, match=r"holds no config\.toml, or no rollouts/"):
         read_run(tmp_path)
     with pytest.raises(ValueError, match="1 finished steps"):
         read_run(write_run(tmp_path / "short", num_steps=1))
@@ -640,8 +640,8 @@ def test_the_paper_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch
         ([QWEN, "--plot", "/nowhere/sim.png"], "folder does not exist"),
         ([QWEN, "--lengths", "/nowhere"], "--lengths /nowhere"),
         ([QWEN, "--profile", "/nowhere"], "--profile /nowhere"),
-        ([QWEN, "--from", "/nowhere"], "no run's folder"),
-        ([QWEN, "--validate", "/nowhere"], "no run's folder"),
+        ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
+        ([QWEN, "--validate", "/nowhere"], "/nowhere does not exist"),
         ([QWEN, "speculation.mode=ngram"], "--from RUN"),
         ([QWEN, "rollout.max_liv=3"], "max_live"),
         ([QWEN, "rollout.tensor_parallel=3"], "tensor_parallel"),

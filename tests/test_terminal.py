@@ -190,6 +190,12 @@ def test_a_mistake_shows_control_characters(tmp_path: Path, words: list[str]) ->
     assert no_control(done.stdout + done.stderr) and r"\x1b[31m\u202e" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("words", [["plan"], ["train", "--dry-run"], ["watch"], ["report"]])
+def test_a_name_with_a_line_end_forges_no_line(tmp_path: Path, words: list[str]) -> None:
+    done = tlt(*words, str(tmp_path / "no\ntlt: finished: 20 steps"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and r"no\ntlt: finished" in done.stderr, done
+
+
 def test_control_characters_of_data_are_shown(tmp_path: Path) -> None:
     rows = [
         {"prompt": "1+1", "answer": "2", "data_source": CONTROLS},

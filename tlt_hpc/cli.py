@@ -25,7 +25,7 @@ from tlt_hpc.bench import options as bench_options
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
 from tlt_hpc.evaluate import options as evaluate_options
 from tlt_hpc.export import options as export_options
-from tlt_hpc.files import told
+from tlt_hpc.files import has_remedy, told
 from tlt_hpc.finished import told_finished
 from tlt_hpc.launch.caches import make_node_cache
 from tlt_hpc.launch.device import take_device
@@ -42,7 +42,7 @@ from tlt_hpc.launch.time_limit import await_preemption, know_limits, queue_again
 from tlt_hpc.live import options as live_options
 from tlt_hpc.memory_plan import options as memory_plan_options
 from tlt_hpc.preflight import options as preflight_options
-from tlt_hpc.printable import PrintableStream, escape_streams
+from tlt_hpc.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.report import options as report_options
 from tlt_hpc.simulate import options as simulate_options
 from tlt_hpc.stopping import Stop, StopFlag
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_rank and rank is not None:
             return tell_all_ranks(error, rank)
         if not rank:
-            print(f"tlt: {error}", file=sys.stderr)
+            print(f"tlt: {one_line(error)}", file=sys.stderr)
         return USER_ERROR
     try:
         if rank is not None:
@@ -128,6 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Watch(config.run.stall_factor, rank) as watch:
             return watch.ended(RUNS[options.command](config, options, flag))
     except (UserError, OSError) as caught:
+        if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):
+            raise  # where it comes from matters: a library, a program, a disk
         return fail_together(as_error(caught), rank or 0)
     except KeyboardInterrupt:
         interrupted = UserError("interrupted; the same command goes on from what was saved")
@@ -298,9 +300,7 @@ def as_error(error: ValueError | OSError) -> ValueError:
     """
     if isinstance(error, ValueError):
         return error
-    if isinstance(error, WriteError):
-        return UserError(str(error))
-    if error.filename is None:
+    if error.filename is None and not isinstance(error, WriteError):
         raise error
     return UserError(told(error))
 
@@ -310,12 +310,12 @@ def fail_together(error: ValueError, rank: int, status: int = USER_ERROR) -> int
     from tlt_hpc.mpi.ending import all_come_here, exit_now, is_alone
 
     if not rank:
-        print(f"tlt: {error}", file=sys.stderr, flush=True)
+        print(f"tlt: {one_line(error)}", file=sys.stderr, flush=True)
         if is_alone():
             return status
         all_come_here(_FIRST_WORD_SECONDS)
     elif not all_come_here(_FIRST_WORD_SECONDS):
-        print(f"tlt: rank {rank}: {error}", file=sys.stderr, flush=True)
+        print(f"tlt: rank {rank}: {one_line(error)}", file=sys.stderr, flush=True)
     return exit_now(status)
 
 
@@ -550,7 +550,7 @@ def run_alone(command: Callable[[argparse.Namespace], int | None], options: argp
     try:
         return command(options) or 0
     except (ValueError, OSError) as error:
-        print(f"tlt: {as_error(error)}", file=sys.stderr)
+        print(f"tlt: {one_line(as_error(error))}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print("tlt: stopped; nothing was written", file=sys.stderr)

@@ -13,20 +13,25 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Le
 
 DOCUMENT_BYTES = 2**24
-"""The most that a document of JSON or TOML may have."""
+"""The most that a document of JSON may have."""
+TOML_BYTES = 2**21
+"""The most that a document of TOML may have, which takes longer to read."""
 LINES_BYTES = 2**29
 """The most that a file may have that grows by a line a step."""
 _MAX_DEPTH = 16
 """Of tables and lists in each other, in TOML."""
 _DEEP = f"nested over {_MAX_DEPTH} deep; flatten it"
-_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]{1,64}[ \t]*\.[ \t]*){50}""")
+_LONG_KEY = re.compile(
+    r"""(?<![\w-])(?:(?:"(?:[^"\\\n]|\\.){0,200}"|'[^'\n]{0,200}'|[\w-]{1,200})[ \t]*\.[ \t]*){50}"""
+)
 """A dotted key in whose length tomllib takes quadratic time."""
 _LARGE = "an integer of more than 64 bits; use a smaller one"
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
@@ -62,8 +67,8 @@ class NotTomlError(DamagedText):
     """A text that cannot be parsed as TOML at all."""
 
 
-def open_regular(path: Path) -> io.FileIO:
-    """Open a regular file to read, without buffers; a link is followed.
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file to read; a link is followed.
 
     Raises:
         OSError: there is none, or it cannot be read, or it is anything else.
@@ -75,7 +80,8 @@ def open_regular(path: Path) -> io.FileIO:
     except OSError:
         os.close(descriptor)
         raise
-    return io.FileIO(descriptor, "rb")
+    os.set_blocking(descriptor, True)
+    return io.BufferedReader(io.FileIO(descriptor, "rb"))
 
 
 def read_bytes(path: Path, most: int = DOCUMENT_BYTES) -> bytes:
@@ -84,11 +90,27 @@ def read_bytes(path: Path, most: int = DOCUMENT_BYTES) -> bytes:
     Raises:
         OSError: as ``open_regular``, or it has more than ``most`` bytes.
     """
-    with open_regular(path) as file:
+    with open_regular(path) as file, naming(path):
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and such a file {most:,} at most", str(path))
-        return file.readall()
+        data = b"" if size > most else file.read(most + 1)  # some file systems tell a size of 0
+    if max(size, len(data)) > most:
+        raise OSError(
+            errno.EFBIG, f"it has {max(size, len(data)):,} bytes, and such a file {most:,} at most", str(path)
+        )
+    return data
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to errors of reading, which the system reports without it.
+
+    Raises:
+        OSError: as within, with the path.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_text(path: Path, most: int = DOCUMENT_BYTES) -> str:
@@ -116,10 +138,8 @@ def parse_json(data: bytes, kind: type[T]) -> T:
     Raises:
         DamagedText: as ``read_json``.
     """
-    from pydantic import (
-        TypeAdapter,
-        ValidationError,
-    )  # takes longer to import than all else here, and not every reader needs it
+    # takes longer to import than all else here, and not every reader needs it
+    from pydantic import TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(kind).validate_json(data, strict=True)
@@ -154,7 +174,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         OSError: as ``read_bytes``.
         DamagedText: it is no TOML.
     """
-    return parse_toml(read_bytes(path))
+    return parse_toml(read_bytes(path, TOML_BYTES))
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
@@ -188,6 +208,11 @@ def toml_of(text: str) -> dict[str, Any]:
         raise DamagedText(_LARGE) from None
     _check_nesting(tree)
     return tree
+
+
+def has_remedy(error: OSError) -> bool:
+    """Whether ``told`` has a remedy: of what is wrong with a path that the user gave, not with a program or a disk."""
+    return error.filename is not None and error.errno in _REMEDIES
 
 
 def told(error: OSError) -> str:

@@ -60,7 +60,7 @@ from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.environment_lines import Environment, add_environment
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.first_rollouts import FirstRollouts
-from tlt_hpc.storage.folder import RunFolder, WriteError, node_folder, writing_beside
+from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
 from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.last import warn_of_last
 
@@ -250,7 +250,7 @@ def claim_folder(
             if environment is not None:
                 add_environment(folder.environment, environment)
             probe.touch()
-        except (UserError, WriteError) as caught:
+        except UserError as caught:
             error = str(caught)
         except OSError as caught:
             error = told(caught)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tlt_hpc.errors import UserError
 from tlt_hpc.files import Count, DamagedText, Moment, read_json, told
-from tlt_hpc.storage.folder import WriteError, writing_beside
+from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.watch.beat import BEAT
 from tlt_hpc.watch.process import look_at
 from tlt_hpc.watch.record import HEARTBEAT_SECONDS, DamagedRecordError, Record, read_record
@@ -112,7 +112,7 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
     if world.rank == 0:
         try:
             check_owner(status, start)
-        except (UserError, WriteError) as caught:
+        except UserError as caught:
             error = str(caught)
         except OSError as caught:
             error = told(caught)

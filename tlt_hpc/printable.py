@@ -18,13 +18,18 @@ from typing import TextIO, cast
 
 READER_GONE = 141
 """Exit status where whoever read the output has gone: 128 + SIGPIPE, as a shell shows it of any other command there."""
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""C0 but newline and tab, DEL, C1, embeddings, overrides and isolates of direction, lone surrogates."""
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 but newline and tab, DEL, C1, separators of lines, marks of direction, lone surrogates."""
 
 
 def printable(text: str) -> str:
     """The same with control characters as Python's escapes, such as \\x1b, which no terminal obeys and XML may have."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def one_line(message: object) -> str:
+    """An error's message as a single line, whatever names it quotes."""
+    return printable(str(message)).replace("\n", "\\n")
 
 
 class PrintableStream(io.TextIOBase):

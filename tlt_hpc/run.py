@@ -41,7 +41,7 @@ from tlt_hpc.saving import (
     save_drafter,
 )
 from tlt_hpc.stopping import Stop
-from tlt_hpc.storage.folder import RunFolder, WriteError, rank_of
+from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines
 from tlt_hpc.tail import Tail, end_features, roll_out, train_serially
@@ -257,7 +257,7 @@ def together(world: World, write: Callable[[], None]) -> None:
     error = ""
     try:
         write()
-    except (UserError, WriteError) as caught:
+    except UserError as caught:
         error = str(caught)
     except OSError as caught:
         error = told(caught)

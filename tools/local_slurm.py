@@ -32,9 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.script import ending
 
-# isort: split
-
-
 PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurmctld",

@@ -153,13 +153,18 @@ def write_ranks(folder: RunFolder, step: int, shape: Shape) -> dict[str, float]:
         record = record_of(step, rank, shape)
         write_step(folder.rollout_log(step, rank), record)
         idle, tokens = record.timing.idle_seconds, int(record.strategy_tokens.sum())
-        records.append((idle, record.harvested_seconds, record.rewards.mean(), tokens))
-    idle, harvested, score, tokens = np.array(records, np.float64).T
+        longest = max(len(rollout.response_tokens) for rollout in record.rollouts)
+        passes = sum(rollout.num_target_passes for rollout in record.rollouts)
+        records.append((idle, record.harvested_seconds, record.rewards.mean(), tokens, longest, passes))
+    idle, harvested, score, tokens, longest, passes = np.array(records, np.float64).T
     return {
         "training/global_step": float(step),
         "critic/score/mean": float(score.mean()),
         "critic/rewards/mean": float(score.mean()),
         "response_length/mean": float(tokens.sum()) / (shape.ranks * shape.responses),
+        "response_length/max": float(longest.max()),
+        "drafter/spec_decode/mean_acceptance_length": float(tokens.sum() / passes.sum()),
+        "perf/total_num_tokens": float(tokens.sum()) + PROMPT * shape.ranks * shape.responses,
         "drafter/version": float(step),
         "drafter/own_accept_length": 2.5,
         "drafter/own_sequences": 100.0,

@@ -17,9 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.script import ending
 
-# isort: split
-
-
 TASKS = (
     "Explain {} in a few sentences.",
     "Explain {} to a child of ten.",

@@ -18,9 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tlt_hpc.script import ending
 
-# isort: split
-
-
 Figures = dict[str, Any]
 
 

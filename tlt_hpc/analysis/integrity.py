@@ -15,7 +15,7 @@ from tlt_hpc.analysis.processes import map_tasks
 from tlt_hpc.analysis.result import Analysis, count, listed
 from tlt_hpc.analysis.run_log import RunLog
 from tlt_hpc.errors import UserError
-from tlt_hpc.files import LINES_BYTES, DamagedText, open_regular, parse_object, read_bytes, read_toml, told
+from tlt_hpc.files import LINES_BYTES, DamagedText, parse_object, read_bytes, read_toml, told
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.finished_word import read_finished
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside
@@ -147,8 +147,7 @@ def _faults_of_lines(run: RunLog) -> Iterator[str]:
     """What a run does not write: no line at all, no file, steps out of order or left out, figures that are missing."""
     path, found = run.folder.metrics, run.step_lines
     try:
-        with open_regular(path):
-            pass
+        read_bytes(path, LINES_BYTES)
     except FileNotFoundError:  # of a copy, or before the first commit
         return
     except OSError as error:

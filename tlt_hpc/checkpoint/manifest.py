@@ -180,7 +180,7 @@ def digest_of(path: Path) -> str:
     with open_regular(path) as file:
         for offset in _block_offsets(size):
             file.seek(offset)
-            digest.update(file.read(MEBIBYTE) or b"")
+            digest.update(file.read(MEBIBYTE))
     return digest.hexdigest()
 
 

@@ -6,7 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tlt_hpc.config.base import MAX_WEIGHT, Count, Decay, LearningRate, NumRanks, PositiveInt, Section, Weight
+from tlt_hpc.config.base import (
+    MAX_WEIGHT,
+    Count,
+    Decay,
+    LearningRate,
+    NumRanks,
+    PositiveInt,
+    Section,
+    Weight,
+    zero_or_from,
+)
 from tlt_hpc.recipes import (
     AdvantageName,
     AggregationName,
@@ -114,8 +124,8 @@ class OptimizerSection(Section):
     weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     epsilon: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8
-    """Float32 takes 1e-38 for 0, and divides by it where there is no gradient."""
-    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9)] = 1.0
+    """Far smaller ones are 0 in float32, by which a weight without gradient would be divided."""
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_from(1e-6, 1e9)] = 1.0
     """0 switches clipping off."""
     warmup_steps: Count = 0
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1

@@ -1,6 +1,6 @@
 """What every section is made of: strictness, the types of keys with their bounds, the error that ends a command.
 
-Every number is bounded on both sides and every text in length: what lies outside cannot work on any machine.
+Every number is bounded on both sides and every text in length, with room beyond what is known to be useful.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ def _check_label(label: str) -> str:
     return label
 
 
-def _check_temperature(value: float) -> float:
-    if 0 < value < LEAST_TEMPERATURE:
-        raise PydanticCustomError("temperature", f"use 0, or a number from {LEAST_TEMPERATURE} to 100")
-    return value
+def zero_or_from(least: float, most: float) -> AfterValidator:
+    """Refuse a number between 0, which has a meaning of its own, and ``least``."""
+
+    def check(value: float) -> float:
+        if 0 < value < least:
+            raise PydanticCustomError("small", f"use 0, or a number from {least:g} to {most:g}")
+        return value
+
+    return AfterValidator(check)
 
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -62,7 +67,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=0.0, le=MAX_WEIGHT)]
-Temperature = Annotated[float, Field(ge=0.0, le=100.0), AfterValidator(_check_temperature)]
+Temperature = Annotated[float, Field(ge=0.0, le=100.0), zero_or_from(LEAST_TEMPERATURE, 100)]
 LearningRate = Annotated[float, Field(ge=1e-15, le=1.0)]
 """Of Adam, whose every step changes a weight by about so much: below, float32 keeps no change, and above, no weight."""
 Seconds = Annotated[float, Field(ge=0.0, le=MAX_SECONDS)]
@@ -76,7 +81,7 @@ Label = Annotated[str, Field(max_length=128), AfterValidator(_check_label)]
 SomeLabel = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_label)]
 ColumnName = Annotated[str, Field(max_length=1024)]
 Text = Annotated[str, Field(max_length=100_000)]
-"""Longer than any model reads."""
+"""Of a prompt's fixed part."""
 
 
 class ConfigError(UserError):

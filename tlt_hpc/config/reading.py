@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from tlt_hpc.config.base import ConfigError
 from tlt_hpc.config.whole import Config, check_combinations, find_combinations
-from tlt_hpc.files import DamagedText, NotTomlError, parse_toml, read_bytes, toml_of
+from tlt_hpc.files import TOML_BYTES, DamagedText, NotTomlError, parse_toml, read_bytes, toml_of
 
 _REMEDIES = {
     "too_short": "give a list of one or more",
@@ -34,8 +34,6 @@ _BOUNDS = (
 """Mistakes that are told with the key's whole range."""
 _SHOWN_CHARACTERS = 200
 """Of a value in a message."""
-_MOST_BYTES = 2**20
-"""Of a configuration file; the longest of this project has 2 KB."""
 _KEY_PARTS = 2
 """A section and its key; what follows is a place within a list."""
 _REPLACED = {
@@ -79,7 +77,7 @@ def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
 
 def _read_file(path: Path) -> bytes:
     try:
-        return read_bytes(path, _MOST_BYTES)
+        return read_bytes(path, TOML_BYTES)
     except OSError as error:
         raise ConfigError(
             f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
@@ -210,7 +208,7 @@ def range_of(location: Sequence[str]) -> str:
     node = schema
     for part in location:
         node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
-        if part.isdecimal():
+        if part.isdecimal() and node.get("type") == "array":
             node = node["prefixItems"][int(part)] if "prefixItems" in node else node["items"]
         else:
             node = node.get("properties", {}).get(part, node)

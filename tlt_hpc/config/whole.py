@@ -24,6 +24,7 @@ from tlt_hpc.config.base import (
     Share,
     SomePath,
     Temperature,
+    zero_or_from,
 )
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
 from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
@@ -38,7 +39,7 @@ _MOST_SAMPLES = 2**31 - 1
 
 
 class RunSection(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=200)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)]
     """Names a folder, and others after it with a word behind (``-warmup``): file systems take 255 characters."""
     folder: FilePath = "runs"
     """Parent folder; the run writes to ``folder/name``."""
@@ -46,7 +47,7 @@ class RunSection(Section):
     num_steps: PositiveInt
     ranks: NumRanks = 1
     """MPI ranks that ``tlt`` starts itself when no launcher (srun, mpiexec) did; a launcher's count goes first."""
-    stall_factor: Annotated[float, Field(ge=0.0, le=1e5)] = 1.0
+    stall_factor: Annotated[float, Field(ge=0.0, le=1e5), zero_or_from(0.01, 1e5)] = 1.0
     """How long a rank may stand still before the watch ends the job, in limits of docs/cluster.md; 0: for ever."""
 
 

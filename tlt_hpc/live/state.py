@@ -19,12 +19,13 @@ from annotated_types import Ge
 from pydantic import TypeAdapter, ValidationError
 
 from tlt_hpc.errors import UserError
-from tlt_hpc.files import Count, DamagedText, open_regular, read_toml, told
+from tlt_hpc.files import Count, DamagedText, naming, open_regular, read_toml, told
 from tlt_hpc.owner import read_owner
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.step_lines import Line, parse_lines
 from tlt_hpc.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
+from tlt_hpc.words import count
 
 TAIL_BYTES = 1 << 18
 """Of the metrics' end that is read: some tens of steps, whatever the run's length."""
@@ -181,7 +182,7 @@ def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:
     ``problems`` grows by a line for what is left out.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(path) as file, naming(path):
             start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
             file.seek(start)
             data = file.read(TAIL_BYTES)
@@ -193,7 +194,7 @@ def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:
     found = parse_lines(data.partition(b"\n")[2] if start else data)  # the first of a part is likely cut
     if found.faults:
         number, why = found.faults[-1]
-        problems.append(f"{path}: {len(found.faults)} lines that no run writes, such as line {number}"
+        problems.append(f"{path}: {count(len(found.faults), 'line')} that no run writes, such as line {number}"
                         f"{' of its end' if start else ''} ({why})")  # fmt: skip
     return found.by_step
 

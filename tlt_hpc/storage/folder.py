@@ -139,8 +139,8 @@ class RunFolder:
         return _steps(self.rollouts)
 
     def cache_steps(self) -> list[int]:
-        """Steps that have a folder in the feature cache, ascending."""
-        return _steps(self.cache)
+        """Steps that have a folder in the feature cache, ascending; none where that is no folder."""
+        return _steps(self.cache) if self.cache.is_dir() else []
 
     def rollout_logs(self, step: int) -> list[Path]:
         """Closed files of a step, ordered by rank."""
@@ -154,7 +154,7 @@ class RunFolder:
 
     def feature_caches(self, step: int) -> list[Path]:
         """Closed files of a step, ordered by rank."""
-        return _closed_files(self.cache, step)
+        return _closed_files(self.cache, step) if _folder_of(self.cache, step).is_dir() else []
 
     def cache_parts(self) -> list[Path]:
         """Feature-cache files that are being written, or whose writer was killed."""

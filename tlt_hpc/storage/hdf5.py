@@ -128,7 +128,7 @@ class CommittedFile:
     def __init__(self, path: Path, kind: FileKind, in_parts: bool = False) -> None:
         self._path, self._kind = path, kind
         try:
-            self._bytes = open_regular(path)
+            self._bytes = open_regular(path).detach()
         except FileNotFoundError:
             raise
         except OSError as error:
