@@ -362,7 +362,7 @@ def load_as_nodes(folder: str) -> dict[str, object]:
     cost_profile.write_profile = lambda path, profile: (opened.append("write"), write(path, profile))[1]
     found = []
     for _ in range(2):
-        machine = FakeMachine(sleep=0.001 * rank)
+        machine = FakeMachine()
         profile = load_or_measure(key, ARMS, 4, machine, folder=Path(folder), node=world.node_group)
         found.append([profile.key.device, profile.measured_seconds, machine.batches != {1, 4}])
         world.barrier()
