@@ -47,6 +47,7 @@ class FakeMachine:
     seconds_a_call: float = 0.0
     """By its own clock, ``seconds``."""
     seconds: float = 0.0
+    before_first: Callable[[], None] = lambda: None
     slow_first: float = 0.0
     slow_every: int = 0
     speed: float = 1.0
@@ -67,6 +68,8 @@ class FakeMachine:
         return self._run((strategy.source, batch, depth), 1e-3 * factor * depth * batch.bit_length())
 
     def _run(self, call: tuple[str, int, int], seconds: float) -> float:
+        if not self.calls:
+            self.before_first()
         self.seconds += self.seconds_a_call
         self.calls[call] += 1
         is_slow = self.slow_every and self.calls.total() % self.slow_every != 0
@@ -362,7 +365,7 @@ def load_as_nodes(folder: str) -> dict[str, object]:
     cost_profile.write_profile = lambda path, profile: (opened.append("write"), write(path, profile))[1]
     found = []
     for _ in range(2):
-        machine = FakeMachine()
+        machine = FakeMachine(before_first=world.barrier)  # all have looked for a profile before one is written
         profile = load_or_measure(key, ARMS, 4, machine, folder=Path(folder), node=world.node_group)
         found.append([profile.key.device, profile.measured_seconds, machine.batches != {1, 4}])
         world.barrier()
