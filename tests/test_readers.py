@@ -125,7 +125,7 @@ def test_a_log_that_is_no_file_is_left_out(run: RunFolder, damage: Callable[[Pat
     assert f"{path}: {UNFIT[damage]}" in log.problems
 
 
-HOSTILE_FIGURES = ("text", 1e300, float("nan"), 10**400, None, [1.0])
+HOSTILE_FIGURES = ("text", 1e300, -1e308, float("nan"), 10**400, None, [1.0])
 
 
 @pytest.mark.parametrize("value", HOSTILE_FIGURES)

@@ -297,7 +297,8 @@ def test_what_one_rank_cannot_write_ends_all_with_its_line(failing):
 def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
     done = run_tlt(straight.parent, "run.num_steps=4")
     assert re.fullmatch(
-        r"already finished: 4 steps in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n", done.stdout
+        r"checking \S+\nalready finished: 4 steps in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n",
+        done.stdout,
     )
     word = straight / "finished.json"
     told = word.read_text()

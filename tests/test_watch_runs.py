@@ -43,7 +43,7 @@ def take_step(job, step, *rest, **named):
 
 def others_wait():
     other = read_record(BEAT.folder, 0)
-    return (other.step, other.waiting, other.sequences_left) == (1, "pulse", 0)
+    return (other.step, other.sequences_left) == (1, 0)
 
 def step(self):
     while steps[0] == 1:
@@ -95,7 +95,8 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds
 def test_a_hang_ends_the_run_with_one_line_and_the_same_command_goes_on(tmp_path):
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
-    code, lines, text = end(start(tmp_path, [str(script)], 2, "run.num_steps=2"))
+    changes = ["run.num_steps=2", "drafter.train=false"]  # so that rank 0 has nothing to do but wait
+    code, lines, text = end(start(tmp_path, [str(script)], 2, *changes))
     assert code == STALLED and len(lines) == 1, text
     named = (
         r"rank 1 on \S+ stands still in rollout of step 1 \(8 sequences left\) for \d+ s, at step "
@@ -104,7 +105,7 @@ def test_a_hang_ends_the_run_with_one_line_and_the_same_command_goes_on(tmp_path
     told = re.match(f"tlt: the job stands still: ({named}); stacks are in", lines[0])
     assert told, text
     assert "the same command goes on" in lines[0] and num_steps(tmp_path) == 1
-    code, lines, text = end(train(tmp_path, 2, "run.num_steps=2"))
+    code, lines, text = end(train(tmp_path, 2, *changes))
     assert code == 0 and not lines, text
     assert f"the last start ended so: {told[1]}" in text
     assert num_steps(tmp_path) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ STEP = "training/global_step"
 TEXTS = frozenset({"drafter/why"})
 """What of a line is text; all else are numbers."""
 _MOST_STEPS, _MOST_WHOLE = 10**9, 2**63
+_MOST_NUMBER = 1e30
+"""Of a figure: sums and axes of larger ones leave the range of a float."""
 
 Line = Mapping[str, Any]
 
@@ -53,6 +56,8 @@ def parse_line(text: bytes) -> tuple[int, Line]:
             raise DamagedText(f"{ascii(name)[1:-1]} is no number")
         if isinstance(value, int) and abs(value) > _MOST_WHOLE:
             raise DamagedText(f"{ascii(name)[1:-1]} has too many digits")
+        if isinstance(value, float) and _MOST_NUMBER < abs(value) < math.inf:
+            raise DamagedText(f"{ascii(name)[1:-1]} is {value:g}, which no run measures")
     step = line.get(STEP, -1)
     if not 0 <= step < _MOST_STEPS or step != int(step):
         raise DamagedText(f"{STEP} is {'no step' if STEP in line else 'missing'}")
