@@ -278,3 +278,10 @@ def test_metrics_that_are_too_large_to_read_are_not_sound(run: RunFolder) -> Non
     os.truncate(run.metrics, 600 * 2**20)
     found = analyse_integrity(RunLog(run.path))
     assert not found.is_sound and "at most" in found.lines[0]
+
+
+def test_a_status_folder_that_is_a_link_loop_is_left_out(run: RunFolder) -> None:
+    run.status.symlink_to(run.status.name)
+    with bounded():
+        status, shown, errors = answer("watch", run.path, "--once")
+    assert status in (0, 1) and not errors and "remove that link" in shown, shown

@@ -36,9 +36,9 @@ FILES: dict[str, frozenset[str]] = {
     "status": frozenset(),
     "rollouts": frozenset({"check"}),
     "checkpoints": frozenset(),
-    "checkpoints/step-000003/state.json": frozenset(),
-    "checkpoints/step-000003/policy-00000-of-00001.safetensors": frozenset(),
-    "drafter-checkpoints/step-000003/state.json": frozenset(),
+    "checkpoints/step-000002/state.json": frozenset(),
+    "checkpoints/step-000002/policy-00000-of-00001.safetensors": frozenset(),
+    "drafter-checkpoints/step-000002/state.json": frozenset(),
     "cache": frozenset(),
     "cache/step-000001/rank-0000.h5": frozenset(),
     "report.html": frozenset(),
@@ -215,6 +215,7 @@ def a_key_gone(name: str) -> Apply:
 def another_document(name: str) -> Apply:
     def apply(run: Path, source: random.Random) -> str:
         text = source.choice(('{"hello": "world"}', "[]", "3", '"text"', "null", "{}", "[[[]]]", "{}\n{}", "\ufeff{}"))
+        make_sure_of(run / name)
         write_document(run / name, text)
         return text
 
@@ -340,7 +341,7 @@ WITHIN = (
         for name, fails in (
             ("status/rank-0000", frozenset[str]()), ("status/owner", frozenset[str]()),
             ("finished.json", frozenset[str]()), ("cost_profile.json", frozenset[str]()),
-            ("data.json", frozenset[str]()), ("checkpoints/step-000003/state.json", frozenset[str]()),
+            ("data.json", frozenset[str]()), ("checkpoints/step-000002/state.json", frozenset[str]()),
         )
         for words, make in (
             ("a hostile value", a_value_hostile), ("without a key", a_key_gone), ("another document", another_document),

@@ -5,8 +5,6 @@ Nothing is opened for writing, nothing is locked and nobody is asked: any number
 
 from __future__ import annotations
 
-import errno
-import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +32,6 @@ SPEED_STEPS = 10
 STEP_SECONDS = "timing_s/step"
 _MOST_SECONDS = 1e9
 """That a step can take: more is no time."""
-_OF_THE_FILE = (errno.EINVAL, errno.EISDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -234,15 +231,22 @@ def parse_facts(tree: dict[str, Any]) -> RunFacts:
 def _read_records(status: Path, start: str, problems: list[str]) -> tuple[Record, ...]:
     """By rank; without an owner those of the lowest rank's start. One that cannot be read just now is left out."""
     found: list[Record] = []
-    for rank in itertools.count():
+    try:
+        names = {path.name for path in status.iterdir()}
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        problems.append(told(error))
+        return ()
+    for path in (status_file(status, rank) for rank in range(len(names))):
+        if path.name not in names:
+            break
         try:
-            record = _read_record(status_file(status, rank))
-        except FileNotFoundError:
+            record = _read_record(path)
+        except FileNotFoundError:  # it was removed since
             break
         except OSError as error:
             problems.append(told(error))
-            if error.errno not in _OF_THE_FILE:  # of the folder, so of all ranks' files
-                break
             continue
         if record is not None and record.start == (start := start or record.start):  # an earlier start had more ranks
             found.append(record)
