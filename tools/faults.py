@@ -40,11 +40,13 @@ def main() -> int:
     run = campaigns.add_parser("run", help="kill -9, SIGUSR2, SIGTERM and full disks on runs of two and four ranks")
     run.add_argument("--count", type=int, default=40)
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--folder", type=Path, required=True)
+    run.add_argument("--folder", type=Path, help="of an earlier call, to continue it (default: a new one in /tmp)")
     options = parser.parse_args()
     if options.campaign == "inputs":
         return corrupt_inputs(options.count, options.seed, options.run)
-    return strike_run(options.folder.absolute(), options.count, options.seed)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="faults-"))
+    print(f"everything is kept in {folder}", flush=True)
+    return strike_run(folder.absolute(), options.count, options.seed)
 
 
 def strike_run(folder: Path, count: int, seed: int) -> int:
