@@ -255,8 +255,8 @@ def _verdict(found: Integrity) -> str:
     ]
     faults = [fault for fault in faults if fault]
     state = f"Not sound: {listed(faults)}." if faults else "All of these are sound."
-    others = f"{count(found.num_lines, 'line')} of metrics, {count(found.num_documents, 'document')}"
-    notes = [f"{looked}, {others}; no checkpoint, no feature cache.", state]
+    others = f"{count(found.num_lines, 'line')} of metrics, {count(found.num_documents, 'small file')}"
+    notes = [f"{looked}, {others}; checkpoints and feature caches are not checked.", state]
     if found.under_way:
         notes.append(f"Not committed yet: step {', '.join(map(str, found.under_way[:4]))}.")
     if found.parts:
