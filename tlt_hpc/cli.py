@@ -119,6 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not rank:
             print(f"tlt: {one_line(error)}", file=sys.stderr)
         return USER_ERROR
+    return be_rank(config, options, flag, rank)
+
+
+def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: int | None) -> int:
+    """Run a command's own work, as one of its ranks or alone; returns the exit status.
+
+    Raises:
+        OSError: not of a path that the user gave; where it comes from matters then.
+    """
     try:
         if rank is not None:
             settle(config, rank)
@@ -129,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return watch.ended(RUNS[options.command](config, options, flag))
     except (UserError, OSError) as caught:
         if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):
-            raise  # where it comes from matters: a library, a program, a disk
+            raise  # of a library, a program or a disk
         return fail_together(as_error(caught), rank or 0)
     except KeyboardInterrupt:
         interrupted = UserError("interrupted; the same command goes on from what was saved")
