@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from local_slurm import LocalSlurm
 
+from tlt_hpc.cluster.batch import Array, Batch, Folders, render
+from tlt_hpc.cluster.scripts import SCRIPTS
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.launch.batch import Array, Batch, Folders, render
-from tlt_hpc.launch.scripts import SCRIPTS
 from tlt_hpc.storage.step_lines import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent

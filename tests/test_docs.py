@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tlt_hpc.cli import make_parser, parse
+from tlt_hpc.cli.main import make_parser, parse
 from tlt_hpc.config import FREE_ON_RESUME, Config, load_config
 from tlt_hpc.config.reading import _REPLACED
 
