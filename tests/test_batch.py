@@ -126,7 +126,7 @@ def test_what_slurm_would_not_take_is_refused(change: dict[str, object], words: 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_what_the_function_renders(name: str) -> None:
     path = ROOT / "sbatch" / f"{name}.sh"
-    assert path.read_text() == render(SCRIPTS[name]), "edit launch/scripts.py, then call tools/make_batch_scripts.py"
+    assert path.read_text() == render(SCRIPTS[name]), "edit cluster/scripts.py, then call tools/make_batch_scripts.py"
     assert os.access(path, os.X_OK)
 
 

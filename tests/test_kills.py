@@ -35,7 +35,7 @@ OVERRIDES = [
 # that is "writing", while the checkpoint after the first step is written, beside the rollout of the next.
 DYING = """
 import os, signal, sys
-from tlt_hpc.cli.main import main as cli
+from tlt_hpc.cli import main as cli
 from tlt_hpc.resume import replay
 from tlt_hpc import train as run
 from tlt_hpc.checkpoint import save

@@ -30,8 +30,8 @@ THREAD = re.compile(r"^clone.*CLONE_THREAD.*= (\d+)$")
 
 def start_and_go_on(job: str, overrides: list[str]) -> str:
     """A run of one step, and another start that takes it up for a second."""
+    from tlt_hpc.cli import main as cli
     from tlt_hpc.cli.display import make_reporter
-    from tlt_hpc.cli.main import main as cli
     from tlt_hpc.cluster.stopping import StopFlag
     from tlt_hpc.config import load_config
     from tlt_hpc.rl.distributed import leave_process_group

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from small_run import line_of, small_record, small_run
 
-from tlt_hpc.cli.main import main as cli
+from tlt_hpc.cli import main as cli
 from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.config import load_config, to_toml

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_hpc.cli.main import main as cli
+from tlt_hpc.cli import main as cli
 from tlt_hpc.cluster.stopping import StopFlag
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import load_config

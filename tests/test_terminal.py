@@ -21,8 +21,8 @@ from small_run import small_record, small_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.display import LineReporter, LiveReporter, make_console, make_reporter
-from tlt_hpc.cli.main import main as cli
 from tlt_hpc.cli.show_evaluation import table_of
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey

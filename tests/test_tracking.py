@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from tlt_hpc import train as run
+from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.main import main
-from tlt_hpc.cli.main import main as cli
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.config import Config, UserError, load_config
 from tlt_hpc.look.tracking import follow as follow_module
@@ -363,7 +363,7 @@ wandb.init = lambda **given: SimpleNamespace(dir="/there/files", log=lambda *a, 
 sys.modules["wandb"] = wandb
 atexit.register(time.sleep, 100)
 Path("pid").write_text(str(os.getpid()))
-from tlt_hpc.cli.main import main as cli
+from tlt_hpc.cli import main as cli
 sys.exit(cli.main())
 """
 

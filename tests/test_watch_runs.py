@@ -30,7 +30,7 @@ OVERRIDES = [
 # round has a limit of seconds.
 HANGING = """
 import sys, time
-from tlt_hpc.cli.main import main as cli
+from tlt_hpc.cli import main as cli
 from tlt_hpc import train as run
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.cluster.watch.beat import BEAT, LIMIT_SECONDS, Phase

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its configuration, and takes them down. The loop that uses them is in run.py."""
+"""Builds the parts of a run from its configuration, and takes them down. The loop that uses them is in train.py."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
 logger = logging.getLogger(__name__)
 
 GIVEN_GPU = "TLT_GPU"
-"""Where launch/device.py says which GPU a rank was left with."""
+"""Where cluster/device.py says which GPU a rank was left with."""
 
 DRAFTER_FILE = drafter_file.DRAFTER_FILE
 _COUNTED_STEPS = 64

@@ -45,7 +45,7 @@ PARTS = {
     "join_process_group": "process group",
     "Policy": "DeepSpeed",
 }
-"""What job.py builds a run from, by the phase that it is."""
+"""What session.py builds a run from, by the phase that it is."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Silent:
 def be_rank(job: str, overrides: Sequence[str], out: str) -> None:
     """One rank: the job's first step, with its parts replaced by timed ones."""
     watch = Watch(at=float(os.environ[LAUNCHED]))
-    from tlt_hpc.cli.main import main as cli
+    from tlt_hpc.cli import main as cli
     from tlt_hpc.cluster.local import given_job
     from tlt_hpc.config import load_config
 

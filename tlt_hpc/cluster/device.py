@@ -19,7 +19,7 @@ _LOCAL_RANK_VARIABLES = (
     "PALS_LOCAL_RANKID",
 )
 GIVEN = "TLT_GPU"
-"""Where a rank that was left with one GPU finds its name; job.py reads it."""
+"""Where a rank that was left with one GPU finds its name; session.py reads it."""
 _NONE = ("", "NoDevFiles", "-1")
 """What stands there where a job has no GPU."""
 

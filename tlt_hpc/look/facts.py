@@ -40,7 +40,7 @@ _LAUNCHERS = {
     "PMIX_RANK": "another (PMIx)",
 }
 _STARTED = "TLT_STARTED"
-"""Where launch/local.py says that ``tlt`` has started the ranks itself."""
+"""Where cluster/local.py says that ``tlt`` has started the ranks itself."""
 
 
 @dataclass(frozen=True)
