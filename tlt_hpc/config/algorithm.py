@@ -48,7 +48,7 @@ Bound = Annotated[Weight | Literal["auto"], BeforeValidator(_bound)]
 
 
 class AlgorithmSection(Section):
-    """Parts that are ``auto`` take what the name stands for (``config/recipes.py``); what is saved with a run is resolved."""
+    """Parts that are ``auto`` take what the name stands for (``recipes.py``); what is saved with a run is resolved."""
 
     name: AlgorithmName = "grpo"
     advantage: Literal["auto", AdvantageName] = "auto"
