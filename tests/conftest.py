@@ -8,12 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from local_slurm import slurm  # noqa: F401  a fixture
 
 from tlt_hpc.kernels import dispatch
 
 if dispatch.has_triton() and not torch.cuda.is_available():
     dispatch.load_interpreter()
+
+settings.register_profile("without_deadline", settings.default, deadline=None)  # the machine may have other work
+settings.load_profile("without_deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)

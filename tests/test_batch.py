@@ -431,6 +431,9 @@ def test_warming_up_begins_with_a_job_of_the_clone(tmp_path: Path) -> None:
 
 # --- a real Slurm ---
 
+MPICH_FAULT = "mpi/pmi2: value not properly terminated in client request"
+"""What srun prints where MPICH's start under pmi2 has failed, before anything of ours ran: docs/cluster.md."""
+
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("given", ["export", "interactive"])
@@ -454,7 +457,6 @@ def test_ranks_have_their_environment_wherever_sbatch_is_called(slurm: LocalSlur
 
 @pytest.mark.slurm
 @pytest.mark.mpi
-@pytest.mark.flaky(reruns=2)  # MPICH's start under pmi2 may fail: docs/cluster.md
 def test_the_smoke_script_trains_on_two_nodes(slurm: LocalSlurm, tmp_path: Path) -> None:
     small = (
         "run.num_steps=1",
@@ -464,8 +466,13 @@ def test_the_smoke_script_trains_on_two_nodes(slurm: LocalSlurm, tmp_path: Path)
         "speculation.mode=ngram",
     )
     arguments = ("--partition=main", f"--output={tmp_path}/log", "sbatch/smoke.sh", f"run.folder={tmp_path}", *small)
-    job = slurm.sbatch(*arguments, TLT_LOCAL_DISK=str(tmp_path / "disk"))
-    assert slurm.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
+    for attempt in range(8):
+        # another environment each time: which starts fail depends on what lies in the memory behind MPICH's text
+        job = slurm.sbatch(*arguments, TLT_LOCAL_DISK=str(tmp_path / "disk"), ATTEMPT="x" * 97 * attempt)
+        state, log = slurm.wait(job), (tmp_path / "log").read_text()
+        if state == "COMPLETED" or MPICH_FAULT not in log:
+            break
+    assert state == "COMPLETED", log
     assert slurm.show(job)["NumNodes"] == "2"
     run = tmp_path / f"smoke-{job}"
     assert list(read_lines(run / "metrics.jsonl")) == [0]

@@ -52,7 +52,10 @@ class Powercap:
         self.set(zone, 0)
 
     def set(self, zone: str, microjoules: int) -> None:
-        (self.path / zone / "energy_uj").write_text(f"{microjoules}\n")
+        file = self.path / zone / "energy_uj"
+        file.touch()
+        with file.open("r+") as place:  # never empty for a thread that reads meanwhile
+            place.write(f"{microjoules:020d}\n")
 
     def energy(self, package_0: int, package_1: int, dram: int) -> None:
         self.set("intel-rapl:0", package_0)

@@ -443,8 +443,9 @@ def test_recover_reports_a_damaged_file_and_keeps_it(tmp_path: Path, caplog: pyt
 
 def test_killed_at_random_moments_keeps_what_was_committed(tmp_path: Path) -> None:
     folder, rng = RunFolder(tmp_path), random.Random(2)
-    first = num_parts = 0
-    for _ in range(40):
+    first = num_parts = kills = 0
+    while kills < 40 or num_parts < 6 or first < 41:  # kills that hit an open file, and children that got on
+        kills += 1
         first = kill_a_writer(folder, first, rng.uniform(0.0, 0.04))
         held = [step for step in folder.cache_steps() if folder.feature_caches(step)]
         assert first - 1 in held, "a step was reported and is lost"
@@ -457,7 +458,6 @@ def test_killed_at_random_moments_keeps_what_was_committed(tmp_path: Path) -> No
         num_now = len(folder.cache_parts())
         assert open_cache(tmp_path).recover() == num_now and folder.cache_parts() == []
         num_parts += num_now
-    assert num_parts > 5 and first > 40, "the kills hit no open file, or the children got nothing done"
 
 
 def kill_a_writer(folder: RunFolder, first: int, after_seconds: float) -> int:
