@@ -329,11 +329,12 @@ def raise_on(rank: int) -> None:
 
 
 @pytest.mark.mpi
-def test_a_rank_that_raises_ends_the_job_with_its_traceback() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(own: bool) -> None:
     with pytest.raises(
         AssertionError, match=r"(?s)ended with status [1-9].*in raise_on.*ZeroDivisionError: the rank that fails"
     ):
-        run_on_ranks(4, raise_on, 2)
+        run_on_ranks(4, raise_on, 2, own=own)
 
 
 def note_and_sleep(folder: str) -> None:
@@ -351,11 +352,12 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="reads /proc; run on Linux: pytest tests/test_world.py"
 )
-def test_a_job_past_its_time_is_killed_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_job_past_its_time_is_killed_whole(own: bool, tmp_path: Path) -> None:
     pids = list[int]()
     for seconds in (3, 10, 30, 100):  # until both are at work when their time is over
-        with pytest.raises(AssertionError, match=f"ran past {seconds} s"):
-            run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=seconds)
+        with pytest.raises(AssertionError, match=f"ranks of .*note_and_sleep.* ran past {seconds} s"):
+            run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=seconds, own=own)
         pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
         if len(pids) == 2:
             break
