@@ -62,6 +62,16 @@ def run_on_ranks(
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
+def tlt(num_ranks: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """What ``tlt ARGUMENTS`` did on ``num_ranks`` forked ranks, without the process that would start them for a user.
+
+    Raises:
+        AssertionError: it ran past ``timeout`` seconds.
+    """
+    program = ["-m", "tlt_hpc", *arguments]
+    return subprocess.CompletedProcess(program, *launch(num_ranks, program, timeout, forked()))
+
+
 def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Sequence[str] = OWN) -> tuple[int, str, str]:
     """Start ``python -m mpi4py PROGRAM`` on ``num_ranks`` ranks; exit status, standard output and error.
 
@@ -73,7 +83,9 @@ def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Seque
     command = [mpiexec(), "-n", str(num_ranks), *python, *program]
     # Files instead of pipes: a rank that outlives mpiexec must not keep us waiting for the end of its output.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env=_environment(num_ranks), start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=err, cwd=ROOT, env=_environment(num_ranks), start_new_session=True
+        )
         try:
             status: int | None = process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 ENVIRONMENT = set(os.environ)
 
@@ -30,13 +31,18 @@ import mpi4py.run  # noqa: E402
 import pytest  # noqa: E402, F401
 import torch  # noqa: E402
 
+# What these two import on their own only once they are used takes three times as long as all else.
+import torch._inductor.compile_fx  # noqa: E402
+import torch.distributed.tensor  # noqa: E402
+import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
+
 import tlt_hpc.evaluate.command  # noqa: E402
 import tlt_hpc.run  # noqa: E402
 import tlt_hpc.warmup.command  # noqa: E402, F401
 from tlt_hpc.mpi.library import MPI  # noqa: E402  (which does not start it)
 
 if torch.version.cuda is None:  # elsewhere DeepSpeed looks, as it is imported, which device a rank has chosen
-    import deepspeed  # noqa: F401
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 LIBC = ctypes.CDLL(None)
 LIFELINE = 0
@@ -82,7 +88,11 @@ class Job:
         sys.argv = ["mpi4py", *self.arguments]
         sys.orig_argv = [sys.executable, "-m", *sys.argv]
         LIBC.on_exit(LIBC._exit, None)  # after what MPI does at the end: nothing of the large libraries is torn down
-        mpi4py.run.main()
+        try:
+            mpi4py.run.main()
+        except SystemExit as end:
+            if end.code:
+                raise
         end_well()
 
 
@@ -138,6 +148,7 @@ def serve(listener: socket.socket) -> Job | None:
 
 
 if __name__ == "__main__":
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import has started a thread, which no fork would have"
     gc.freeze()  # a collection in a fork would copy the pages of all that was imported
     if (job := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
         job.become()

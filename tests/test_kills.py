@@ -8,14 +8,14 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import torch
-from launch_ranks import mpiexec
+from launch_ranks import OWN, forked, mpiexec
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.folder import RunFolder
@@ -100,8 +100,10 @@ def arguments(folder: Path, num_steps: int, *changes: str) -> list[str]:
     return ["train", str(ROOT / "jobs" / "tiny.toml"), *overrides]
 
 
-def start(program: list[str], changes: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    command = [mpiexec(), "-n", str(RANKS), sys.executable, "-m", "mpi4py", *program]
+def start(
+    program: list[str], changes: dict[str, str] | None = None, python: Sequence[str] = OWN
+) -> subprocess.Popen[str]:
+    command = [mpiexec(), "-n", str(RANKS), *python, *program]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: uuid4().hex}
     environment = {**os.environ, **own, **(changes or {})}
     return subprocess.Popen(
@@ -113,7 +115,7 @@ def start(program: list[str], changes: dict[str, str] | None = None) -> subproce
 def finish(folder: Path, num_steps: int, *changes: str) -> None:
     """Go on to the end, from where the last kill left it: nothing that was committed is generated again."""
     committed, logs = num_steps_done(folder), committed_logs(folder)
-    process = start(["-m", "tlt_hpc", *arguments(folder, num_steps, *changes)])
+    process = start(["-m", "tlt_hpc", *arguments(folder, num_steps, *changes)], python=forked())
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert committed == 0 or f"going on from step {committed}" in out, out
@@ -155,7 +157,8 @@ def die(folder: Path, place: str, rank: int, num_steps: int, *changes: str) -> N
     """Run until a rank has killed itself at the place."""
     script = folder / "dying.py"
     script.write_text(DYING)
-    process = start([str(script), *arguments(folder, num_steps, *changes)], {"DIE_AT": place, "DIE_RANK": str(rank)})
+    where = {"DIE_AT": place, "DIE_RANK": str(rank)}
+    process = start([str(script), *arguments(folder, num_steps, *changes)], where, forked())
     out, _ = process.communicate(timeout=240)
     assert process.returncode not in (0, 75) and "Traceback" not in out, f"nobody died at {place!r}\n{out}"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch_ranks import tlt
 from logged import step_record
 
 from tlt_hpc.checkpoint.store import CheckpointStore
@@ -203,10 +202,9 @@ def test_a_line_of_an_earlier_version_commits_nothing() -> None:
 
 
 def train(folder: Path, ranks: int = 2, status: int = 0) -> str:
-    command = [sys.executable, "-m", "tlt_hpc", "train", str(ROOT / "jobs" / "tiny.toml"), *OVERRIDES]
-    command += [f"run.folder={folder}", f"run.ranks={ranks}"]
+    arguments = [str(ROOT / "jobs" / "tiny.toml"), *OVERRIDES, f"run.folder={folder}", f"run.ranks={ranks}"]
     (folder / "tiny" / "finished.json").unlink(missing_ok=True)  # with it, a finished run looks no further
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = tlt(ranks, "train", *arguments)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import indent
@@ -17,7 +18,7 @@ from textwrap import indent
 import numpy as np
 import pytest
 import torch
-from launch_ranks import mpiexec, run_on_ranks
+from launch_ranks import OWN, forked, mpiexec, run_on_ranks, tlt
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.errors import UserError
@@ -42,8 +43,12 @@ def command(
     return [sys.executable, "-m", "tlt_hpc", what, str(ROOT / "jobs" / "tiny.toml"), *options, *extra]
 
 
-def run_tlt(*arguments, status: int = 0, **options) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(*arguments, **options), check=False, **CAPTURED, timeout=240)
+def run_tlt(
+    *arguments, status: int = 0, own: bool = False, ranks: int = 2, **options
+) -> subprocess.CompletedProcess[str]:
+    """``own``: as a user starts it, by a process that starts the ranks; else on ranks that are forks."""
+    words = command(*arguments, ranks=ranks, **options)
+    done = subprocess.run(words, check=False, **CAPTURED, timeout=240) if own else tlt(ranks, *words[3:])
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -154,7 +159,7 @@ def test_the_first_rollout_is_the_same_on_any_rank_count_and_shard(straight, tmp
 
 def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
     process = subprocess.Popen(
-        ranks_with(tmp_path, "if step == 3:\n    time.sleep(600)"), cwd=ROOT, stdout=subprocess.PIPE,
+        ranks_with(tmp_path, "if step == 3:\n    time.sleep(600)", forked()), cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True, env=RANKS_ENVIRONMENT,
     )  # fmt: skip
     wait_for(tmp_path / "tiny" / "checkpoints" / "step-000002", process)
@@ -178,7 +183,7 @@ def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
 RANKS_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def ranks_with(folder: Path, statement: str) -> list[str]:
+def ranks_with(folder: Path, statement: str, python: Sequence[str] = OWN) -> list[str]:
     """Two ranks of a run of four steps that do this before each step, which is ``step`` of ``job``."""
     program = (
         "import sys, time, tlt_hpc.run as run, tlt_hpc.cli as cli\n"
@@ -191,7 +196,7 @@ def ranks_with(folder: Path, statement: str) -> list[str]:
     )
     (folder / "ranks.py").write_text(program)
     arguments = command(folder, "run.num_steps=4")[3:]
-    return [mpiexec(), "-n", "2", sys.executable, "-m", "mpi4py", str(folder / "ranks.py"), *arguments]
+    return [mpiexec(), "-n", "2", *python, str(folder / "ranks.py"), *arguments]
 
 
 def test_resume_on_another_rank_count_rolls_out_the_same(straight, tmp_path):
@@ -295,7 +300,7 @@ def test_what_one_rank_cannot_write_ends_all_with_its_line(failing):
 
 
 def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
-    done = run_tlt(straight.parent, "run.num_steps=4")
+    done = run_tlt(straight.parent, "run.num_steps=4", own=True)
     assert re.fullmatch(
         r"checking \S+\nalready finished: 4 steps in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n",
         done.stdout,
@@ -303,10 +308,10 @@ def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
     word = straight / "finished.json"
     told = word.read_text()
     word.write_text(told[:20])
-    refused = run_tlt(straight.parent, "run.num_steps=4", status=2)
+    refused = run_tlt(straight.parent, "run.num_steps=4", status=2, own=True)
     assert re.fullmatch(rf"tlt: {word} is damaged \(.*\); remove it, and the run looks for itself\n", refused.stderr)
     word.write_text(told)
-    refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2)
+    refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2, own=True)
     lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
     assert len(lines) == 1
     assert "rollout.temperature = 1.0, now 0.9" in lines[0]
@@ -316,7 +321,7 @@ def test_damaged_checkpoints_stop_the_run_with_one_line(tmp_path):
     run_tlt(tmp_path, "run.num_steps=1")
     for path in (tmp_path / "tiny" / "checkpoints").glob("*/policy-*.safetensors"):
         path.write_bytes(path.read_bytes()[:100])
-    done = run_tlt(tmp_path, "run.num_steps=2", status=2)
+    done = run_tlt(tmp_path, "run.num_steps=2", status=2, own=True)
     assert len([line for line in done.stderr.splitlines() if line.startswith("tlt: ")]) == 1
     assert not RunFolder(tmp_path / "tiny").rollout_log(1, 0).exists(), "never started afresh in silence"
 
