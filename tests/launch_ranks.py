@@ -62,14 +62,21 @@ def run_on_ranks(
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def tlt(num_ranks: int, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """What ``tlt ARGUMENTS`` did on ``num_ranks`` forked ranks, without the process that would start them for a user.
+def tlt(
+    num_ranks: int, *arguments: str, timeout: float = 240, python: Sequence[str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What ``tlt ARGUMENTS`` did on ranks, forked unless ``python`` says otherwise.
+
+    mpiexec starts more than one, as for a user. Where a rank has it end them all, it may not hear of a fork's status.
 
     Raises:
         AssertionError: it ran past ``timeout`` seconds.
     """
     program = ["-m", "tlt_hpc", *arguments]
-    return subprocess.CompletedProcess(program, *launch(num_ranks, program, timeout, forked()))
+    launcher = _launcher(num_ranks) if num_ranks > 1 else []
+    return subprocess.CompletedProcess(
+        program, *_end_of([*launcher, *(python or forked()), *program], num_ranks, timeout)
+    )
 
 
 def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Sequence[str] = OWN) -> tuple[int, str, str]:
@@ -80,7 +87,14 @@ def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Seque
     Raises:
         AssertionError: it ran past ``timeout`` seconds; its process group was killed.
     """
-    command = [mpiexec(), "-n", str(num_ranks), *python, *program]
+    return _end_of([*_launcher(num_ranks), *python, *program], num_ranks, timeout)
+
+
+def _launcher(num_ranks: int) -> list[str]:
+    return [mpiexec(), "-n", str(num_ranks)]
+
+
+def _end_of(command: Sequence[str], num_ranks: int, timeout: float) -> tuple[int, str, str]:
     # Files instead of pipes: a rank that outlives mpiexec must not keep us waiting for the end of its output.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
@@ -96,7 +110,7 @@ def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Seque
             process.wait()
         out.seek(0), err.seek(0)
         stdout, stderr = out.read(), err.read()
-    assert status is not None, f"{num_ranks} ranks of {program} ran past {timeout} s\n{stdout}\n{stderr}"
+    assert status is not None, f"{num_ranks} ranks of {command} ran past {timeout} s\n{stdout}\n{stderr}"
     return status, stdout, stderr
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch_ranks import tlt
+from launch_ranks import OWN, tlt
 from logged import step_record
 
 from tlt_hpc.checkpoint.store import CheckpointStore
@@ -204,7 +204,7 @@ def test_a_line_of_an_earlier_version_commits_nothing() -> None:
 def train(folder: Path, ranks: int = 2, status: int = 0) -> str:
     arguments = [str(ROOT / "jobs" / "tiny.toml"), *OVERRIDES, f"run.folder={folder}", f"run.ranks={ranks}"]
     (folder / "tiny" / "finished.json").unlink(missing_ok=True)  # with it, a finished run looks no further
-    done = tlt(ranks, "train", *arguments)
+    done = tlt(ranks, "train", *arguments, python=OWN if status else None)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 

@@ -46,9 +46,9 @@ def command(
 def run_tlt(
     *arguments, status: int = 0, own: bool = False, ranks: int = 2, **options
 ) -> subprocess.CompletedProcess[str]:
-    """``own``: as a user starts it, by a process that starts the ranks; else on ranks that are forks."""
+    """``own``, and where it is to fail: as a user starts it, by a process that starts the ranks; else on forks."""
     words = command(*arguments, ranks=ranks, **options)
-    done = subprocess.run(words, check=False, **CAPTURED, timeout=240) if own else tlt(ranks, *words[3:])
+    done = subprocess.run(words, check=False, **CAPTURED, timeout=240) if own or status else tlt(ranks, *words[3:])
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -308,10 +308,10 @@ def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
     word = straight / "finished.json"
     told = word.read_text()
     word.write_text(told[:20])
-    refused = run_tlt(straight.parent, "run.num_steps=4", status=2, own=True)
+    refused = run_tlt(straight.parent, "run.num_steps=4", status=2)
     assert re.fullmatch(rf"tlt: {word} is damaged \(.*\); remove it, and the run looks for itself\n", refused.stderr)
     word.write_text(told)
-    refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2, own=True)
+    refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2)
     lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
     assert len(lines) == 1
     assert "rollout.temperature = 1.0, now 0.9" in lines[0]
@@ -321,7 +321,7 @@ def test_damaged_checkpoints_stop_the_run_with_one_line(tmp_path):
     run_tlt(tmp_path, "run.num_steps=1")
     for path in (tmp_path / "tiny" / "checkpoints").glob("*/policy-*.safetensors"):
         path.write_bytes(path.read_bytes()[:100])
-    done = run_tlt(tmp_path, "run.num_steps=2", status=2, own=True)
+    done = run_tlt(tmp_path, "run.num_steps=2", status=2)
     assert len([line for line in done.stderr.splitlines() if line.startswith("tlt: ")]) == 1
     assert not RunFolder(tmp_path / "tiny").rollout_log(1, 0).exists(), "never started afresh in silence"
 
