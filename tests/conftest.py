@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from local_slurm import slurm  # noqa: F401  a fixture
+from whole_run import reference_run  # noqa: F401  a fixture
 
 from tlt_hpc.kernels import dispatch
 

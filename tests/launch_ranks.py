@@ -73,10 +73,8 @@ def tlt(
         AssertionError: it ran past ``timeout`` seconds.
     """
     program = ["-m", "tlt_hpc", *arguments]
-    launcher = _launcher(num_ranks) if num_ranks > 1 else []
-    return subprocess.CompletedProcess(
-        program, *_end_of([*launcher, *(python or forked()), *program], num_ranks, timeout)
-    )
+    command = [*(_launcher(num_ranks) if num_ranks > 1 else []), *(python or forked()), *program]
+    return subprocess.CompletedProcess(program, *_end_of(command, num_ranks, timeout))
 
 
 def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Sequence[str] = OWN) -> tuple[int, str, str]:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from launch_ranks import OWN, forked, mpiexec, run_on_ranks, tlt
+from whole_run import REFERENCE, SMALL
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.errors import UserError
@@ -33,7 +35,6 @@ pytestmark = [pytest.mark.mpi]
 
 ROOT = Path(__file__).parent.parent
 CAPTURED = {"capture_output": True, "text": True, "cwd": ROOT}
-SMALL = ["rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "checkpoint.every_steps=2"]
 
 
 def command(
@@ -70,12 +71,10 @@ def policy_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read("policy", name) for name in checkpoint.names("policy")}
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory) -> Path:
+@pytest.fixture
+def straight(reference_run) -> Path:
     """Four steps without a break."""
-    folder = tmp_path_factory.mktemp("straight")
-    run_tlt(folder, "run.num_steps=4")
-    return folder / "tiny"
+    return reference_run / "tiny"
 
 
 def test_a_run_keeps_what_rounds_cost_on_its_machine(straight):
@@ -299,19 +298,20 @@ def test_what_one_rank_cannot_write_ends_all_with_its_line(failing):
     assert told[0][0].startswith("cannot write log.h5: No space left on device; what was there is as before")
 
 
-def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
-    done = run_tlt(straight.parent, "run.num_steps=4", own=True)
+def test_a_finished_run_says_so_and_a_changed_one_is_refused(reference_run, tmp_path):
+    shutil.copytree(reference_run, tmp_path, dirs_exist_ok=True)
+    done = run_tlt(tmp_path, *REFERENCE, own=True)
     assert re.fullmatch(
         r"checking \S+\nalready finished: 4 steps in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n",
         done.stdout,
     )
-    word = straight / "finished.json"
+    word = tmp_path / "tiny" / "finished.json"
     told = word.read_text()
     word.write_text(told[:20])
-    refused = run_tlt(straight.parent, "run.num_steps=4", status=2)
+    refused = run_tlt(tmp_path, *REFERENCE, status=2)
     assert re.fullmatch(rf"tlt: {word} is damaged \(.*\); remove it, and the run looks for itself\n", refused.stderr)
     word.write_text(told)
-    refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2)
+    refused = run_tlt(tmp_path, *REFERENCE, "run.num_steps=5", "rollout.temperature=0.9", status=2)
     lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
     assert len(lines) == 1
     assert "rollout.temperature = 1.0, now 0.9" in lines[0]

@@ -337,6 +337,37 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(own: bool) -> None:
         run_on_ranks(4, raise_on, 2, own=own)
 
 
+def die_on(rank: int) -> None:
+    world = World.connect()
+    if world.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_fork_that_dies_ends_its_job_and_no_other(rank: int) -> None:
+    with pytest.raises(AssertionError, match=r"4 ranks of die_on ended with status [1-9]"):
+        run_on_ranks(4, die_on, rank)
+    assert run_on_ranks(4, describe)[3]["rank"] == 3
+
+
+def surroundings() -> list[Any]:
+    found = [os.environ.get("TLT_TEST"), str(Path.cwd()), hash("word"), signal.getsignal(signal.SIGTERM) == 0]
+    os.environ["TLT_TEST"] = "left behind"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return found
+
+
+@pytest.mark.mpi
+def test_a_fork_has_the_surroundings_of_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("first", "second"):
+        monkeypatch.setenv("TLT_TEST", given)
+        ranks = run_on_ranks(2, surroundings)
+        assert [[*rank[:2], rank[3]] for rank in ranks] == [[given, str(ROOT), True]] * 2
+        assert ranks[0][2] != ranks[1][2], "an order that depends on hashes would differ between ranks of a run too"
+
+
 def note_and_sleep(folder: str) -> None:
     rank = World.connect().rank
     (Path(folder) / f"{rank}.pid").write_text(str(os.getpid()))
