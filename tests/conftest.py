@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 from local_slurm import slurm  # noqa: F401  a fixture
+from whole_run import reference_run  # noqa: F401  a fixture
 
 from tlt_hpc.kernels import dispatch
 

@@ -1,20 +1,28 @@
 """Owns starting a test function on several MPI ranks and bringing back what each rank returned.
 
+Ranks are forks of processes that have imported the large libraries once a test session (``rank_forks.py``): a start
+takes a fraction of a second, and each case still has processes, an MPI and an exit status of its own. Ranks that are
+initialised once and lent to one case after another would save that fraction as well, and would hand on what a case
+leaves behind: signal handlers, patched modules, process groups, threads, host names.
+
 As a program it is one of those ranks: `launch_ranks.py <module file> <function name> <json arguments> <result folder>`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +38,66 @@ LAUNCH_ENVIRONMENT = {
 }
 
 
-def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+OWN = (sys.executable, "-m", "mpi4py")
+"""Starts a rank that is no fork."""
+NUM_FORKING = 2
+"""Processes that ranks are forked from: neighbouring ranks hash strings differently, as ranks of a run do."""
+
+
+def run_on_ranks(
+    num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120, own: bool = False
+) -> list[Any]:
     """Call a test module's top-level function with JSON-able arguments on every rank of a new MPI job.
 
     Returns what each rank's call returned (JSON-able), in rank order. The function connects to the world itself.
+    ``own``: each rank starts a Python of its own, for tests of how a process starts or ends.
 
     Raises:
         AssertionError: the job ended with another status than 0, or ran past ``timeout`` seconds; shows its output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        status, stdout, stderr = launch(num_ranks, [*_program(function, arguments), folder], timeout)
+        program = [*_program(function, arguments), folder]
+        status, stdout, stderr = launch(num_ranks, program, timeout, OWN if own else forked())
         assert status == 0, f"{num_ranks} ranks of {function.__name__} ended with status {status}\n{stdout}\n{stderr}"
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def launch(num_ranks: int, program: Sequence[str], timeout: float) -> tuple[int, str, str]:
+def tlt(
+    num_ranks: int, *arguments: str, timeout: float = 240, python: Sequence[str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What ``tlt ARGUMENTS`` did on ranks, forked unless ``python`` says otherwise.
+
+    mpiexec starts more than one, as for a user. Where a rank has it end them all, it may not hear of a fork's status.
+
+    Raises:
+        AssertionError: it ran past ``timeout`` seconds.
+    """
+    program = ["-m", "tlt_hpc", *arguments]
+    command = [*(_launcher(num_ranks) if num_ranks > 1 else []), *(python or forked()), *program]
+    return subprocess.CompletedProcess(program, *_end_of(command, num_ranks, timeout))
+
+
+def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Sequence[str] = OWN) -> tuple[int, str, str]:
     """Start ``python -m mpi4py PROGRAM`` on ``num_ranks`` ranks; exit status, standard output and error.
+
+    ``python``: what stands before the program; ``forked()`` spares the ranks their imports.
 
     Raises:
         AssertionError: it ran past ``timeout`` seconds; its process group was killed.
     """
-    command = [mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py", *program]
+    return _end_of([*_launcher(num_ranks), *python, *program], num_ranks, timeout)
+
+
+def _launcher(num_ranks: int) -> list[str]:
+    return [mpiexec(), "-n", str(num_ranks)]
+
+
+def _end_of(command: Sequence[str], num_ranks: int, timeout: float) -> tuple[int, str, str]:
     # Files instead of pipes: a rank that outlives mpiexec must not keep us waiting for the end of its output.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env=_environment(num_ranks), start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=err, cwd=ROOT, env=_environment(num_ranks), start_new_session=True
+        )
         try:
             status: int | None = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -64,8 +108,44 @@ def launch(num_ranks: int, program: Sequence[str], timeout: float) -> tuple[int,
             process.wait()
         out.seek(0), err.seek(0)
         stdout, stderr = out.read(), err.read()
-    assert status is not None, f"{num_ranks} ranks of {program} ran past {timeout} s\n{stdout}\n{stderr}"
+    assert status is not None, f"{num_ranks} ranks of {command} ran past {timeout} s\n{stdout}\n{stderr}"
     return status, stdout, stderr
+
+
+def forked() -> list[str]:
+    """What stands for ``python -m mpi4py`` in a command of mpiexec: each rank is a fork that has its imports."""
+    for number in range(NUM_FORKING):
+        address = _fork_folder() / str(number)
+        if address not in _forking or _forking[address].poll() is not None:
+            _forking[address] = _start_forking(address)
+    return [sys.executable, "-IS", str(ROOT / "tests" / "forked_rank.py"), str(_fork_folder())]
+
+
+_forking: dict[Path, subprocess.Popen[bytes]] = {}
+"""Where it listens -> the process that ranks are forked from; it ends with its standard input, so with this process."""
+
+
+@cache
+def _fork_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tlt-ranks-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder
+
+
+def _start_forking(address: Path) -> subprocess.Popen[bytes]:
+    """Ranks may connect at once, and wait until its imports are over."""
+    address.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "rank_forks.py"), str(listener.fileno())],
+            env={**os.environ, **LAUNCH_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def mpiexec() -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_sets import gcd_rows, open_data, texts, write_jsonl
+from launch_ranks import tlt
 from test_data_order import curriculum
 from tiny import embedded_tokenizer
 
@@ -252,9 +251,8 @@ OVERRIDES = [
 
 
 def train(folder: Path, ranks: int, *overrides: str) -> str:
-    command = [sys.executable, "-m", "tlt_hpc", "train", str(TINY), *OVERRIDES, *overrides]
-    command += [f"run.folder={folder}", f"run.ranks={ranks}"]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    place = [f"run.folder={folder}", f"run.ranks={ranks}"]
+    done = tlt(ranks, "train", str(TINY), *OVERRIDES, *overrides, *place)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 

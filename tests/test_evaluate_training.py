@@ -6,12 +6,11 @@ import importlib.util
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launch_ranks import tlt as ranks_tlt
 from test_tracking import logged, needs_tensorboard, told
 
 from tlt_hpc.evaluate.folder import EvaluationFolder
@@ -30,8 +29,8 @@ SMALL = [
 
 
 def tlt(what: str, folder: Path, *overrides: str, place: tuple[str, ...] = ()) -> str:
-    command = [sys.executable, "-m", "tlt_hpc", what, *place, "jobs/tiny.toml", f"run.folder={folder}"]
-    done = subprocess.run([*command, *SMALL, *overrides], cwd=ROOT, capture_output=True, text=True, timeout=200)  # noqa: PLW1510
+    ranks = 1 if "run.ranks=1" in overrides else 2
+    done = ranks_tlt(ranks, what, *place, "jobs/tiny.toml", f"run.folder={folder}", *SMALL, *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -13,6 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from launch_ranks import tlt
 from small_run import small_record
 
 from tlt_hpc.cluster.watch.record import Record, decode
@@ -148,8 +149,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = ["run.num_steps=1", "run.ranks=1", "rollout.prompts_per_step=2", "rollout.group_size=4"]
     small += ["rollout.max_new_tokens=64", "speculation.profile_seconds=0", "reward.default=math"]
     small += ["evaluation.every_steps=1", "evaluation.limit=2", "evaluation.samples=2", f"run.folder={folder}"]
-    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", *small]
-    done = subprocess.run(command, check=False, cwd=ROOT, timeout=240, **CAPTURED)
+    done = tlt(1, "train", "jobs/tiny.toml", *small)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "tiny"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_ranks import launch, run_on_ranks
+from launch_ranks import forked, launch, run_on_ranks
 
 from tlt_hpc.cluster.watch.record import read_record
 
@@ -119,7 +119,7 @@ def test_a_run_on_two_hosts(hosts: Path, tmp_path: Path) -> None:
     script.write_text(TRAINING.format(root=str(ROOT), tests=str(ROOT / "tests"), hosts=str(hosts)))
     small = ("run.num_steps=2", "rollout.prompts_per_step=3", "rollout.max_new_tokens=32", "rollout.group_size=2")
     folders = (f"run.folder={tmp_path}", "run.name=two", f"drafter.cache_folder={tmp_path}/disk")
-    code, out, err = launch(3, [str(script), str(ROOT / "jobs" / "tiny.toml"), *small, *folders], timeout=240)
+    code, out, err = launch(3, [str(script), str(ROOT / "jobs" / "tiny.toml"), *small, *folders], 240, forked())
     assert code == 0 and "finished: 2 steps" in out, f"{out}\n{err}"
     assert [read_record(tmp_path / "two" / "status", rank).host for rank in range(3)] == list(RANKS)
     features = [path.relative_to(tmp_path / "disk") for path in (tmp_path / "disk").rglob("*.h5")]

@@ -8,14 +8,14 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 import torch
-from launch_ranks import mpiexec
+from launch_ranks import OWN, forked, mpiexec
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.storage.folder import RunFolder
@@ -102,8 +102,10 @@ def arguments(folder: Path, num_steps: int, *changes: str) -> list[str]:
     return ["train", str(ROOT / "jobs" / "tiny.toml"), *overrides]
 
 
-def start(program: list[str], changes: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    command = [mpiexec(), "-n", str(RANKS), sys.executable, "-m", "mpi4py", *program]
+def start(
+    program: list[str], changes: dict[str, str] | None = None, python: Sequence[str] = OWN
+) -> subprocess.Popen[str]:
+    command = [mpiexec(), "-n", str(RANKS), *python, *program]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: uuid4().hex}
     environment = {**os.environ, **own, **(changes or {})}
     return subprocess.Popen(
@@ -115,7 +117,7 @@ def start(program: list[str], changes: dict[str, str] | None = None) -> subproce
 def finish(folder: Path, num_steps: int, *changes: str) -> None:
     """Go on to the end, from where the last kill left it: nothing that was committed is generated again."""
     committed, logs = num_steps_done(folder), committed_logs(folder)
-    process = start(["-m", "tlt_hpc", *arguments(folder, num_steps, *changes)])
+    process = start(["-m", "tlt_hpc", *arguments(folder, num_steps, *changes)], python=forked())
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
     assert committed == 0 or f"going on from step {committed}" in out, out
@@ -148,7 +150,7 @@ def assert_same_end(folder: Path, straight: Path, num_steps: int) -> None:
     rows = [json.loads(line) for line in (folder / "tiny" / "metrics.jsonl").read_text().splitlines()]
     assert [row["training/global_step"] for row in rows] == list(range(num_steps))
     undisturbed = [json.loads(line) for line in (straight / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    trained = [row["drafter/version"] for row in (rows[-1], undisturbed[-1])]
+    trained = [row["drafter/version"] for row in (rows[-1], undisturbed[num_steps - 1])]
     assert max(trained) > 0, "a drafter was trained in the tails; of so few steps' one may find none long enough"
     assert not list((folder / "tiny" / "checkpoints").glob("*.part"))
 
@@ -157,7 +159,8 @@ def die(folder: Path, place: str, rank: int, num_steps: int, *changes: str) -> N
     """Run until a rank has killed itself at the place."""
     script = folder / "dying.py"
     script.write_text(DYING)
-    process = start([str(script), *arguments(folder, num_steps, *changes)], {"DIE_AT": place, "DIE_RANK": str(rank)})
+    where = {"DIE_AT": place, "DIE_RANK": str(rank)}
+    process = start([str(script), *arguments(folder, num_steps, *changes)], where, forked())
     out, _ = process.communicate(timeout=240)
     assert process.returncode not in (0, 75) and "Traceback" not in out, f"nobody died at {place!r}\n{out}"
 
@@ -170,16 +173,13 @@ def die(folder: Path, place: str, rank: int, num_steps: int, *changes: str) -> N
         pytest.param(("writing", "replaying", "committing"), marks=pytest.mark.slow),
     ],
 )
-def test_killed_at_a_place_it_ends_as_if_it_had_not_been(tmp_path, places):
-    source = random.Random(4)
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    straight.mkdir(), broken.mkdir()
-    finish(straight, 2)
+def test_killed_at_a_place_it_ends_as_if_it_had_not_been(reference_run, tmp_path, places):
+    source, broken = random.Random(4), tmp_path
     for place in places:
         die(broken, place, source.randrange(RANKS), 2)
         assert num_steps_done(broken) == 1, "the step under way is what was lost"
     finish(broken, 2)
-    assert_same_end(broken, straight, 2)
+    assert_same_end(broken, reference_run, 2)
 
 
 def test_killed_between_two_checkpoints_the_drafter_keeps_what_it_learned(tmp_path):

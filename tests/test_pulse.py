@@ -202,7 +202,7 @@ def rollouts_with_one_silent_rank(silent_seconds: float, place: str) -> dict[str
 @pytest.mark.mpi
 @pytest.mark.parametrize(("num_ranks", "place"), [(2, PLACES[0]), (8, PLACES[0]), (4, PLACES[1]), (4, PLACES[3])])
 def test_a_silent_rank_delays_the_others_without_blocking_them(num_ranks: int, place: str) -> None:
-    results = run_on_ranks(num_ranks, rollouts_with_one_silent_rank, 4.0, place)
+    results = run_on_ranks(num_ranks, rollouts_with_one_silent_rank, 3.0, place)
     assert len({result["rosters"] for result in results}) == 1
     waiting = results[1:]
     assert min(result["polls"] for result in waiting) > 4, "the others did not go on polling"
@@ -234,7 +234,7 @@ def shares_of_ranks_that_wait(busy_seconds: float, step_seconds: float, works: b
 @pytest.mark.parametrize(("step_seconds", "works"), [(0.001, False), (0.02, True), (1.0, False)])
 def test_ranks_that_wait_use_under_five_percent_of_a_core(step_seconds: float, works: bool, place: str) -> None:
     """More ranks than cores, of which none spins."""
-    assert max(run_on_ranks(4, shares_of_ranks_that_wait, 3.0, step_seconds, works, place)[1:]) < 0.05
+    assert max(run_on_ranks(4, shares_of_ranks_that_wait, 2.0, step_seconds, works, place)[1:]) < 0.05
 
 
 @pytest.mark.flaky(reruns=2)  # it measures seconds, on a machine that may have other work
@@ -290,10 +290,10 @@ def seconds_of_a_round_while_rank_0_computes(compute: str, place: str) -> float:
     if world.rank == 0:
         with pulse.progressing():
             if compute == "sleep":
-                time.sleep(4)
+                time.sleep(3)
             else:
                 buffer = bytes(2**26)
-                deadline = time.perf_counter() + 4
+                deadline = time.perf_counter() + 3
                 while time.perf_counter() < deadline:
                     hashlib.sha256(buffer)
     while roster.round == 0:

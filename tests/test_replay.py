@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch_ranks import OWN, tlt
 from logged import step_record
+from whole_run import REFERENCE, SAVED, STEPS
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import FinishReason, Prompt, Rollout
@@ -28,11 +28,6 @@ from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 
 ROOT = Path(__file__).parent.parent
-STEPS, SAVED = 4, 2
-OVERRIDES = [
-    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "rollout.max_live=4",
-    "speculation.profile_seconds=0", f"run.num_steps={STEPS}", f"checkpoint.every_steps={SAVED}",
-]  # fmt: skip
 
 
 # -- the lines that commit a step ----------------------------------------------------------------------------------
@@ -203,25 +198,17 @@ def test_a_line_of_an_earlier_version_commits_nothing() -> None:
 
 
 def train(folder: Path, ranks: int = 2, status: int = 0) -> str:
-    command = [sys.executable, "-m", "tlt_hpc", "train", str(ROOT / "jobs" / "tiny.toml"), *OVERRIDES]
-    command += [f"run.folder={folder}", f"run.ranks={ranks}"]
+    arguments = [str(ROOT / "jobs" / "tiny.toml"), *REFERENCE, f"run.folder={folder}", f"run.ranks={ranks}"]
     (folder / "tiny" / "finished.json").unlink(missing_ok=True)  # with it, a finished run looks no further
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = tlt(ranks, "train", *arguments, python=OWN if status else None)
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight")
-    train(folder)
-    return folder
-
-
 @pytest.fixture
-def broken(straight: Path, tmp_path: Path) -> Path:
+def broken(reference_run: Path, tmp_path: Path) -> Path:
     """The run as a kill leaves it before its last checkpoint is whole."""
-    shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(reference_run, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS:06d}")
     return tmp_path
 
@@ -253,15 +240,15 @@ def assert_same_policy(folder: Path, straight: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_logged_steps_end_in_the_same_policy_and_generate_nothing(straight: Path, broken: Path) -> None:
+def test_logged_steps_end_in_the_same_policy_and_generate_nothing(reference_run: Path, broken: Path) -> None:
     before = [logs(broken, step) for step in range(STEPS)]
     shown = train(broken)
     for step in range(SAVED, STEPS):
         assert f"step {step}: its update repeated" in shown
     assert f"going on from step {STEPS}" in shown
     assert [logs(broken, step) for step in range(STEPS)] == before
-    assert_same_policy(broken, straight)
-    assert read_lines(broken / "tiny" / "metrics.jsonl") == read_lines(straight / "tiny" / "metrics.jsonl")
+    assert_same_policy(broken, reference_run)
+    assert read_lines(broken / "tiny" / "metrics.jsonl") == read_lines(reference_run / "tiny" / "metrics.jsonl")
     # the drafter was saved alone after three steps, and as many micro-steps are taken again on the features of step 3,
     # where a merge counts those of the rank with the most
     saves = CheckpointStore(RunFolder(broken / "tiny").drafter_checkpoints, keep=2).within(0, STEPS)
@@ -285,7 +272,7 @@ def test_a_drafter_that_was_not_saved_alone_is_trained_again(broken: Path) -> No
 
 
 @pytest.mark.mpi
-def test_a_damaged_log_is_named_and_its_step_generated_again(straight: Path, broken: Path) -> None:
+def test_a_damaged_log_is_named_and_its_step_generated_again(reference_run: Path, broken: Path) -> None:
     (kept, _), (damaged, inode) = logs(broken, 3)
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 0xFF
@@ -295,31 +282,31 @@ def test_a_damaged_log_is_named_and_its_step_generated_again(straight: Path, bro
     assert "step 3 and those after it are generated again" in shown and damaged.name in shown
     assert "going on from step 3" in shown
     assert dict(logs(broken, 3))[damaged] != inode
-    assert_same_policy(broken, straight)
+    assert_same_policy(broken, reference_run)
     assert len(read_lines(broken / "tiny" / "metrics.jsonl")) == STEPS
     assert kept.exists()
 
 
 @pytest.mark.mpi
-def test_a_step_without_its_line_was_under_way(straight: Path, broken: Path) -> None:
+def test_a_step_without_its_line_was_under_way(reference_run: Path, broken: Path) -> None:
     drop_lines(broken / "tiny" / "metrics.jsonl", 3)
     before = logs(broken, 3)
     shown = train(broken)
     assert "going on from step 3" in shown and "are generated again" not in shown
     assert all(new != old for new, old in zip(logs(broken, 3), before, strict=True))
-    assert_same_policy(broken, straight)
+    assert_same_policy(broken, reference_run)
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_a_missing_rank_and_other_rewards_are_not_taken_for_the_step(straight: Path, broken: Path) -> None:
+def test_a_missing_rank_and_other_rewards_are_not_taken_for_the_step(reference_run: Path, broken: Path) -> None:
     (first, _), _ = logs(broken, 2)
     record = read_step(first)
     first.unlink()
     shown = train(broken)
     assert "lacks 8 of the 16 responses of step 2" in shown
     assert f"{STEPS - 2} steps that were committed (3 to {STEPS}) are generated again: no checkpoint has them;" in shown
-    assert_same_policy(broken, straight)
+    assert_same_policy(broken, reference_run)
 
     shutil.rmtree(broken / "tiny" / "checkpoints" / f"step-{STEPS:06d}")
     write_step(first, replace(record, rewards=1 - record.rewards))
@@ -329,11 +316,11 @@ def test_a_missing_rank_and_other_rewards_are_not_taken_for_the_step(straight: P
 
 
 @pytest.mark.mpi
-def test_another_number_of_ranks_takes_the_log_up_too(straight: Path, broken: Path) -> None:
+def test_another_number_of_ranks_takes_the_log_up_too(reference_run: Path, broken: Path) -> None:
     before = [logs(broken, step) for step in range(STEPS)]
     assert f"going on from step {STEPS}" in train(broken, ranks=1)
     assert [logs(broken, step) for step in range(STEPS)] == before
-    wanted, got = policy(straight), policy(broken)
+    wanted, got = policy(reference_run), policy(broken)
     # keys' biases have no gradient but rounding, of which Adam makes full steps
     for name in (name for name in wanted if name.endswith(".master") and "k_proj.bias" not in name):
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-4, atol=1e-5)

@@ -8,10 +8,10 @@ import math
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launch_ranks import tlt
 
 from tlt_hpc.cli import main as cli
 from tlt_hpc.cluster.stopping import StopFlag
@@ -50,18 +50,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tlt_hpc", "train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={folder}"]
-    return subprocess.run(
-        [*command, *SMALL, *overrides], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
+def train(folder: Path, ranks: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    arguments = [str(ROOT / "jobs" / "tiny.toml"), f"run.folder={folder}", f"run.ranks={ranks}", *SMALL, *overrides]
+    return tlt(ranks, "train", *arguments, timeout=120)
 
 
 @pytest.mark.mpi
 def test_a_run_whose_server_is_killed_twice_has_the_rewards_that_the_text_deserves(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     spec = f"{tmp_path / 'own.py'}:compute_score"
-    done = train(tmp_path, "run.ranks=2", "reward.default=function", f"reward.function={spec}")
+    done = train(tmp_path, 2, "reward.default=function", f"reward.function={spec}")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "first").exists() and (tmp_path / "second").exists()
     rows = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
@@ -132,8 +130,7 @@ def test_a_function_that_judges_no_response_ends_the_run(
     (tmp_path / "own.py").write_text(f"def compute_score(**given): {body}\n")
     function = f"reward.function={tmp_path / 'own.py'}:compute_score"
     done = train(
-        tmp_path, "reward.default=function", function, "rollout.max_new_tokens=32", "run.ranks=1", "run.num_steps=1",
-        *settings,
+        tmp_path, 1, "reward.default=function", function, "rollout.max_new_tokens=32", "run.num_steps=1", *settings,
     )  # fmt: skip
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("tlt: none of the ")]
@@ -151,9 +148,7 @@ def test_what_some_responses_fail_with_is_counted_and_said_once_a_step(tmp_path:
         "    return 1 / (place - 1) if place == 1 else 1.0 * (place == 2)\n"
     )
     function = f"reward.function={tmp_path / 'own.py'}:compute_score"
-    done = train(
-        tmp_path, "reward.default=function", function, "rollout.max_new_tokens=32", "run.ranks=2", "run.num_steps=1"
-    )
+    done = train(tmp_path, 2, "reward.default=function", function, "rollout.max_new_tokens=32", "run.num_steps=1")
     assert done.returncode == 0, done.stderr
     (row,) = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
     crashes, errors = int(row["reward/failed/crash"]), int(row["reward/failed/error"])
@@ -166,7 +161,7 @@ def test_what_some_responses_fail_with_is_counted_and_said_once_a_step(tmp_path:
 def test_a_function_that_fails_at_import_ends_the_job_with_one_line_and_nothing_written(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def f(*_): return 0\nraise RuntimeError('planted')\n")
     spec = f"{tmp_path / 'own.py'}:f"
-    done = train(tmp_path / "runs", "run.ranks=1", "reward.default=function", f"reward.function={spec}")
+    done = train(tmp_path / "runs", 1, "reward.default=function", f"reward.function={spec}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("tlt: ")]
     assert line == (

@@ -6,10 +6,12 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from textwrap import indent
@@ -17,7 +19,8 @@ from textwrap import indent
 import numpy as np
 import pytest
 import torch
-from launch_ranks import mpiexec, run_on_ranks
+from launch_ranks import OWN, forked, mpiexec, run_on_ranks, tlt
+from whole_run import REFERENCE, SMALL
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.errors import UserError
@@ -32,7 +35,6 @@ pytestmark = [pytest.mark.mpi]
 
 ROOT = Path(__file__).parent.parent
 CAPTURED = {"capture_output": True, "text": True, "cwd": ROOT}
-SMALL = ["rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "checkpoint.every_steps=2"]
 
 
 def command(
@@ -42,8 +44,12 @@ def command(
     return [sys.executable, "-m", "tlt_hpc", what, str(ROOT / "jobs" / "tiny.toml"), *options, *extra]
 
 
-def run_tlt(*arguments, status: int = 0, **options) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command(*arguments, **options), check=False, **CAPTURED, timeout=240)
+def run_tlt(
+    *arguments, status: int = 0, own: bool = False, ranks: int = 2, **options
+) -> subprocess.CompletedProcess[str]:
+    """``own``, and where it is to fail: as a user starts it, by a process that starts the ranks; else on forks."""
+    words = command(*arguments, ranks=ranks, **options)
+    done = subprocess.run(words, check=False, **CAPTURED, timeout=240) if own or status else tlt(ranks, *words[3:])
     assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -65,12 +71,10 @@ def policy_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read("policy", name) for name in checkpoint.names("policy")}
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory) -> Path:
+@pytest.fixture
+def straight(reference_run) -> Path:
     """Four steps without a break."""
-    folder = tmp_path_factory.mktemp("straight")
-    run_tlt(folder, "run.num_steps=4")
-    return folder / "tiny"
+    return reference_run / "tiny"
 
 
 def test_a_run_keeps_what_rounds_cost_on_its_machine(straight):
@@ -154,7 +158,7 @@ def test_the_first_rollout_is_the_same_on_any_rank_count_and_shard(straight, tmp
 
 def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
     process = subprocess.Popen(
-        ranks_with(tmp_path, "if step == 3:\n    time.sleep(600)"), cwd=ROOT, stdout=subprocess.PIPE,
+        ranks_with(tmp_path, "if step == 3:\n    time.sleep(600)", forked()), cwd=ROOT, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, start_new_session=True, env=RANKS_ENVIRONMENT,
     )  # fmt: skip
     wait_for(tmp_path / "tiny" / "checkpoints" / "step-000002", process)
@@ -178,7 +182,7 @@ def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
 RANKS_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def ranks_with(folder: Path, statement: str) -> list[str]:
+def ranks_with(folder: Path, statement: str, python: Sequence[str] = OWN) -> list[str]:
     """Two ranks of a run of four steps that do this before each step, which is ``step`` of ``job``."""
     program = (
         "import sys, time, tlt_hpc.train as run, tlt_hpc.cli.main as cli\n"
@@ -191,7 +195,7 @@ def ranks_with(folder: Path, statement: str) -> list[str]:
     )
     (folder / "ranks.py").write_text(program)
     arguments = command(folder, "run.num_steps=4")[3:]
-    return [mpiexec(), "-n", "2", sys.executable, "-m", "mpi4py", str(folder / "ranks.py"), *arguments]
+    return [mpiexec(), "-n", "2", *python, str(folder / "ranks.py"), *arguments]
 
 
 def test_resume_on_another_rank_count_rolls_out_the_same(straight, tmp_path):
@@ -294,19 +298,20 @@ def test_what_one_rank_cannot_write_ends_all_with_its_line(failing):
     assert told[0][0].startswith("cannot write log.h5: No space left on device; what was there is as before")
 
 
-def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):
-    done = run_tlt(straight.parent, "run.num_steps=4")
+def test_a_finished_run_says_so_and_a_changed_one_is_refused(reference_run, tmp_path):
+    shutil.copytree(reference_run, tmp_path, dirs_exist_ok=True)
+    done = run_tlt(tmp_path, *REFERENCE, own=True)
     assert re.fullmatch(
         r"checking \S+\nalready finished: 4 steps in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n",
         done.stdout,
     )
-    word = straight / "finished.json"
+    word = tmp_path / "tiny" / "finished.json"
     told = word.read_text()
     word.write_text(told[:20])
-    refused = run_tlt(straight.parent, "run.num_steps=4", status=2)
+    refused = run_tlt(tmp_path, *REFERENCE, status=2)
     assert re.fullmatch(rf"tlt: {word} is damaged \(.*\); remove it, and the run looks for itself\n", refused.stderr)
     word.write_text(told)
-    refused = run_tlt(straight.parent, "run.num_steps=5", "rollout.temperature=0.9", status=2)
+    refused = run_tlt(tmp_path, *REFERENCE, "run.num_steps=5", "rollout.temperature=0.9", status=2)
     lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
     assert len(lines) == 1
     assert "rollout.temperature = 1.0, now 0.9" in lines[0]

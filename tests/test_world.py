@@ -329,11 +329,43 @@ def raise_on(rank: int) -> None:
 
 
 @pytest.mark.mpi
-def test_a_rank_that_raises_ends_the_job_with_its_traceback() -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(own: bool) -> None:
     with pytest.raises(
         AssertionError, match=r"(?s)ended with status [1-9].*in raise_on.*ZeroDivisionError: the rank that fails"
     ):
-        run_on_ranks(4, raise_on, 2)
+        run_on_ranks(4, raise_on, 2, own=own)
+
+
+def die_on(rank: int) -> None:
+    world = World.connect()
+    if world.rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_fork_that_dies_ends_its_job_and_no_other(rank: int) -> None:
+    with pytest.raises(AssertionError, match=r"4 ranks of die_on ended with status [1-9]"):
+        run_on_ranks(4, die_on, rank)
+    assert run_on_ranks(4, describe)[3]["rank"] == 3
+
+
+def surroundings() -> list[Any]:
+    found = [os.environ.get("TLT_TEST"), str(Path.cwd()), hash("word"), signal.getsignal(signal.SIGTERM) == 0]
+    os.environ["TLT_TEST"] = "left behind"
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return found
+
+
+@pytest.mark.mpi
+def test_a_fork_has_the_surroundings_of_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("first", "second"):
+        monkeypatch.setenv("TLT_TEST", given)
+        ranks = run_on_ranks(2, surroundings)
+        assert [[*rank[:2], rank[3]] for rank in ranks] == [[given, str(ROOT), True]] * 2
+        assert ranks[0][2] != ranks[1][2], "an order that depends on hashes would differ between ranks of a run too"
 
 
 def note_and_sleep(folder: str) -> None:
@@ -351,11 +383,12 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="reads /proc; run on Linux: pytest tests/test_world.py"
 )
-def test_a_job_past_its_time_is_killed_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_a_job_past_its_time_is_killed_whole(own: bool, tmp_path: Path) -> None:
     pids = list[int]()
     for seconds in (3, 10, 30, 100):  # until both are at work when their time is over
-        with pytest.raises(AssertionError, match=f"ran past {seconds} s"):
-            run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=seconds)
+        with pytest.raises(AssertionError, match=f"ranks of .*note_and_sleep.* ran past {seconds} s"):
+            run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=seconds, own=own)
         pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
         if len(pids) == 2:
             break

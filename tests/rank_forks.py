@@ -1,0 +1,154 @@
+"""Owns a process that has imported the large libraries once and forks a rank for each connection.
+
+``python rank_forks.py LISTENER``, the number of a listening socket; a connection, from ``forked_rank.py``, stands for
+one rank, and a kill of either ends both. A fork has its client's files, environment and working folder, starts MPI
+itself, and takes with it whatever it leaves behind. Before a fork neither MPI nor a thread may be started. Ends with
+its standard input.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import marshal
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+ENVIRONMENT = set(os.environ)
+
+# What a rank of a test imports: third parties' libraries, and the package.
+import h5py  # noqa: E402, F401
+import mpi4py.run  # noqa: E402
+import pytest  # noqa: E402, F401
+import torch  # noqa: E402
+
+# What these two import on their own only once they are used takes three times as long as all else.
+import torch._inductor.compile_fx  # noqa: E402
+import torch.distributed.tensor  # noqa: E402
+import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
+
+import tlt_hpc.evaluate.command  # noqa: E402
+import tlt_hpc.run  # noqa: E402
+import tlt_hpc.warmup.command  # noqa: E402, F401
+from tlt_hpc.mpi.library import MPI  # noqa: E402  (which does not start it)
+
+if torch.version.cuda is None:  # elsewhere DeepSpeed looks, as it is imported, which device a rank has chosen
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+
+LIBC = ctypes.CDLL(None)
+LIFELINE = 0
+"""The standard input, which ends with whoever started this process."""
+_FREE = 512
+"""A rank's files have lower numbers."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is to be."""
+
+    numbers: list[int]
+    """Of its files."""
+    arguments: list[str]
+    folder: str
+    environment: dict[str, str]
+    files: list[int]
+    """The same files here."""
+
+    @classmethod
+    def receive(cls, client: socket.socket) -> Job:
+        """From ``forked_rank.py``."""
+        head, files, _, _ = socket.recv_fds(client, 8, 253)
+        with client.makefile("rb") as stream:
+            numbers, arguments, folder, environment = marshal.loads(stream.read(int.from_bytes(head, "little")))
+        return cls(numbers, arguments, folder, environment, files)
+
+    def become(self) -> None:
+        """Be ``python -m mpi4py ARGUMENTS``, started by the client."""
+        os.setsid()
+        high = [fcntl.fcntl(file, fcntl.F_DUPFD, _FREE) for file in self.files]
+        for file in self.files:
+            os.close(file)
+        for number, file in zip(self.numbers, high, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        imported = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+        os.environ.clear()
+        os.environ.update(imported | self.environment)
+        os.chdir(self.folder)
+        sys.path[0] = self.folder
+        sys.argv = ["mpi4py", *self.arguments]
+        sys.orig_argv = [sys.executable, "-m", *sys.argv]
+        LIBC.on_exit(LIBC._exit, None)  # after what MPI does at the end: nothing of the large libraries is torn down
+        try:
+            mpi4py.run.main()
+        except SystemExit as end:
+            if end.code:
+                raise
+        end_well()
+
+
+def end_well() -> None:
+    """End this process with status 0 as Python does, but for the second that it takes to forget what was imported."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush(), sys.stderr.flush()
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+    LIBC.exit(0)
+
+
+def serve(listener: socket.socket) -> Job | None:
+    """Fork a rank for each connection: its job there, and None here once the standard input has ended."""
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(LIFELINE, selectors.EVENT_READ)
+    clients: dict[int, tuple[int, socket.socket]] = {}
+    """File of a process -> its number, and whom it stands for."""
+    while True:
+        key = selector.select()[0][0]  # one at a time: what is done about one event may close another's file
+        if key.fileobj == LIFELINE:
+            for pid, _ in clients.values():
+                os.kill(pid, signal.SIGKILL)
+            return None
+        if key.fileobj is listener:
+            client = listener.accept()[0]
+            job = Job.receive(client)
+            pid = os.fork()
+            if pid == 0:
+                for process, (_, other) in clients.items():
+                    os.close(process), other.close()
+                selector.close(), listener.close(), client.close()
+                return job
+            for file in job.files:
+                os.close(file)
+            clients[process := os.pidfd_open(pid)] = (pid, client)
+            selector.register(process, selectors.EVENT_READ)
+            selector.register(client, selectors.EVENT_READ, process)
+        elif key.data is not None:  # the client was killed
+            selector.unregister(key.fileobj)
+            os.kill(clients[key.data][0], signal.SIGKILL)
+        else:
+            pid, client = clients.pop(key.fd)
+            _, status = os.waitpid(pid, 0)
+            if client in selector.get_map():
+                selector.unregister(client)
+                with contextlib.suppress(BrokenPipeError):  # it was killed at the same time
+                    client.sendall(status.to_bytes(4, "little"))
+            selector.unregister(key.fd)
+            os.close(key.fd), client.close()
+
+
+if __name__ == "__main__":
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import has started a thread, which no fork would have"
+    gc.freeze()  # a collection in a fork would copy the pages of all that was imported
+    if (job := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
+        job.become()
