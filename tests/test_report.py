@@ -17,12 +17,12 @@ from small_run import LAST_TOKENS, line_of, small_record, small_run
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Rollout, SampleKey
-from tlt_hpc.look.figures.page import NAMES, as_element, variables
+from tlt_hpc.look.figures.inline_svg import NAMES, as_element, variables
 from tlt_hpc.look.report.advice import advise
-from tlt_hpc.look.report.command import gain_of
 from tlt_hpc.look.report.findings import find, typical_steps
 from tlt_hpc.look.report.gain import interval
 from tlt_hpc.look.report.verdict import answers, cards
+from tlt_hpc.look.report.write_report import gain_of
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 

@@ -22,7 +22,7 @@ from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
 from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.look.timing import PhaseTimer
-from tlt_hpc.look.tracking.follow import Tracking
+from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World

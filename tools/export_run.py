@@ -28,8 +28,8 @@ import numpy as np
 from look import open_run
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.trace import trace_events
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.log_columns import Columns
 
 _KEY = ("seed", "stream", "draw", "sample")

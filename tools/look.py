@@ -14,8 +14,8 @@ if str(ROOT) not in sys.path[:1]:
     sys.path.insert(0, str(ROOT))
 
 from tlt_hpc.common.errors import UserError  # noqa: E402
-from tlt_hpc.look.analysis.result import Analysis  # noqa: E402
-from tlt_hpc.look.analysis.run_log import RunLog  # noqa: E402
+from tlt_hpc.look.analysis.analysis import Analysis  # noqa: E402
+from tlt_hpc.look.run_log import RunLog  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.look.analysis.analysis import Analysis, listed, share, span_of
 from tlt_hpc.look.analysis.kinds import OFF
-from tlt_hpc.look.analysis.result import Analysis, listed, share, span_of
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.survey import StepLogs, Survey, take
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.log_columns import Columns
 
 _SPANS = ("spans/strategy_index", "spans/num_live", "spans/num_tokens", "spans/seconds")

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.analysis.result import Analysis, count, listed, share
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.analysis import Analysis, count, listed, share
+from tlt_hpc.look.run_log import RunLog
 
 IDLE, HARVESTED = "idle_rank_seconds", "harvested_rank_seconds"
 _METRICS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tlt_hpc.look.analysis.result import Analysis, count, listed
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.analysis import Analysis, count, listed
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.environment_lines import Environment, Host, read_environments
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, read_toml, told
+from tlt_hpc.look.analysis.analysis import Analysis, count, listed
 from tlt_hpc.look.analysis.processes import map_tasks
-from tlt_hpc.look.analysis.result import Analysis, count, listed
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.finished_word import read_finished
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside

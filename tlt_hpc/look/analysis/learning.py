@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.result import Analysis, listed
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.analysis import Analysis, listed
+from tlt_hpc.look.run_log import RunLog
 
 SCORE = "critic/score/mean"
 FIGURES = {

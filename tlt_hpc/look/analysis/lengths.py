@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason
-from tlt_hpc.look.analysis.result import Analysis, count, share, span_of
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.analysis import Analysis, count, share, span_of
 from tlt_hpc.look.analysis.survey import StepLogs, Survey, take
+from tlt_hpc.look.run_log import RunLog
 
 COLUMNS = ("rollouts/response_ends", "rollouts/finish_reason")
 _QUANTILES = (50, 90, 99)

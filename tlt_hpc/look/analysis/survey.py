@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tlt_hpc.look.analysis.processes import map_tasks
-from tlt_hpc.look.analysis.run_log import RunLog, read_ranks
+from tlt_hpc.look.run_log import RunLog, read_ranks
 from tlt_hpc.storage.log_columns import Columns
 
 Row = TypeVar("Row")

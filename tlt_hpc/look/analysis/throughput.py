@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.look.analysis.analysis import Analysis, listed, seconds, share, span_of
 from tlt_hpc.look.analysis.environment import read_environment
 from tlt_hpc.look.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
-from tlt_hpc.look.analysis.result import Analysis, listed, seconds, share, span_of
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.survey import StepLogs, Survey, take
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.log_columns import Columns
 
 _SPANS = ("spans/strategy_index", "spans/num_tokens", "spans/seconds")

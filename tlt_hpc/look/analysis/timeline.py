@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import PREFILL, EngineSpans, MicroStepRecord, PhaseSpan, RolloutTiming
+from tlt_hpc.look.analysis.analysis import Analysis, count, listed, seconds, share
 from tlt_hpc.look.analysis.kinds import Kind, Pieces, merged, pieces_of
-from tlt_hpc.look.analysis.result import Analysis, count, listed, seconds, share
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.rollout_log import StepSummary
 
 Timed = TypeVar("Timed", MicroStepRecord, PhaseSpan)

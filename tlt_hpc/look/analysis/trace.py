@@ -10,7 +10,7 @@ from typing import Any
 
 from tlt_hpc.common.records import EngineSpans, RolloutTiming
 from tlt_hpc.look.analysis.kinds import KINDS, engine_kinds
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.rollout_log import StepSummary
 
 Event = dict[str, Any]

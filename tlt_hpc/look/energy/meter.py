@@ -10,11 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tlt_hpc.look.energy.counter import Counter, NoCounterError
-from tlt_hpc.look.energy.nvml import Nvml
-from tlt_hpc.look.energy.rapl import Rapl
+from tlt_hpc.look.energy.counters import CPU, GPU, Counter, NoCounterError, Nvml, Rapl
 
-GPU, CPU = "gpu", "cpu"
 PREFIX = "energy/"
 
 logger = logging.getLogger(__name__)

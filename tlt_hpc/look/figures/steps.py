@@ -13,11 +13,11 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 
 from tlt_hpc.look.analysis.acceptance import Acceptance
+from tlt_hpc.look.analysis.analysis import count, span_of
 from tlt_hpc.look.analysis.comparison import HARVESTED, IDLE, SHOWN, Comparison
 from tlt_hpc.look.analysis.kinds import Kind
 from tlt_hpc.look.analysis.learning import Learning, moving_mean, window_of
 from tlt_hpc.look.analysis.lengths import Lengths
-from tlt_hpc.look.analysis.result import count, span_of
 from tlt_hpc.look.analysis.throughput import Throughput
 from tlt_hpc.look.figures.style import (
     HATCHES,

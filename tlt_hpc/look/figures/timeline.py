@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from tlt_hpc.look.analysis.analysis import count, seconds, share
 from tlt_hpc.look.analysis.kinds import KINDS, Kind
-from tlt_hpc.look.analysis.result import count, seconds, share
 from tlt_hpc.look.analysis.timeline import Lane, Timeline
 from tlt_hpc.look.figures.style import (
     HATCHES,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlt_hpc.look.analysis.analysis import share
 from tlt_hpc.look.analysis.kinds import Kind
-from tlt_hpc.look.analysis.result import share
 from tlt_hpc.look.report.findings import Findings
 from tlt_hpc.look.report.gain import Gain
 

@@ -10,17 +10,17 @@ import numpy as np
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.analysis.acceptance import ACCEPTANCE, Acceptance
+from tlt_hpc.look.analysis.analysis import count
 from tlt_hpc.look.analysis.comparison import Comparison, analyse_comparison
-from tlt_hpc.look.analysis.energy import Energy, analyse_energy
 from tlt_hpc.look.analysis.environment import Environments, analyse_environment
 from tlt_hpc.look.analysis.learning import Learning, analyse_learning
 from tlt_hpc.look.analysis.lengths import LENGTHS, Lengths
-from tlt_hpc.look.analysis.result import count
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.survey import take_all
 from tlt_hpc.look.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.look.analysis.timeline import Timeline, analyse_timeline
+from tlt_hpc.look.energy.usage import Energy, analyse_energy
 from tlt_hpc.look.report.rounds import ROUNDS
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.plan.simulate.rank_step import RankStep
 from tlt_hpc.storage.finished_word import FinishedWord, read_finished
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.look.analysis.analysis import count, listed, seconds, share
 from tlt_hpc.look.analysis.comparison import RunSeries
 from tlt_hpc.look.analysis.environment import read_environment
-from tlt_hpc.look.analysis.result import count, listed, seconds, share
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.report.findings import Findings
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.plan.simulate.counterfactual import estimate_of, estimate_plain
 from tlt_hpc.plan.simulate.run_log import run_of
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from tlt_hpc import __version__
 from tlt_hpc.common.files import read_text, told
 from tlt_hpc.common.printable import printable
+from tlt_hpc.look.analysis.analysis import Analysis, count, share, span_of
 from tlt_hpc.look.analysis.learning import window_of
-from tlt_hpc.look.analysis.result import Analysis, count, share, span_of
 from tlt_hpc.look.analysis.throughput import KEPT_TOKENS
 from tlt_hpc.look.analysis.timeline import Timeline, thinned
-from tlt_hpc.look.figures.page import Draw, PageFigure, draw_for_page, variables
+from tlt_hpc.look.figures.inline_svg import Draw, PageFigure, draw_for_page, variables
 from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
 from tlt_hpc.look.figures.timeline import draw_timeline
 from tlt_hpc.look.report.advice import advise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.survey import StepLogs, Survey
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.plan.simulate.rank_step import ATTRIBUTES, COLUMNS, RankStep, rank_step
 
 Ranks = tuple[RankStep, ...]

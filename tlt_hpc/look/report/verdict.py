@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tlt_hpc.look.analysis.analysis import count, listed, seconds, share
 from tlt_hpc.look.analysis.learning import change_of
-from tlt_hpc.look.analysis.result import count, listed, seconds, share
 from tlt_hpc.look.report.findings import Findings
 from tlt_hpc.look.report.gain import Gain, other_settings
 

@@ -21,7 +21,7 @@ from uuid import uuid4
 from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.tracking import asked_for, check_installed
-from tlt_hpc.look.tracking.trackers import (
+from tlt_hpc.look.trackers import (
     Figures,
     TensorBoard,
     Tracker,

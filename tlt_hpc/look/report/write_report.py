@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, read_text
-from tlt_hpc.look.analysis.result import plain
+from tlt_hpc.look.analysis.analysis import plain
 from tlt_hpc.look.report.findings import Findings, find
 from tlt_hpc.look.report.gain import Gain, estimated_gain, measured_gain
 from tlt_hpc.look.report.page import render

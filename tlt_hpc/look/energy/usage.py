@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.look.analysis.analysis import Analysis, count, listed, share, span_of
 from tlt_hpc.look.analysis.environment import read_environment
-from tlt_hpc.look.analysis.result import Analysis, count, listed, share, span_of
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.run_log import RunLog
 
 KINDS = {"gpu": "GPUs", "cpu": "processors"}
 """Kind of counter, as metrics name it -> in words."""
