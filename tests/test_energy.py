@@ -21,7 +21,7 @@ from tlt_hpc.look.analysis.comparison import analyse_comparison
 from tlt_hpc.look.energy import counters as energy_counters
 from tlt_hpc.look.energy.counters import NoCounterError, Nvml, Rapl
 from tlt_hpc.look.energy.meter import Counters, Meter, Reach, told_kinds
-from tlt_hpc.look.energy.usage import analyse_energy, joules_in_words
+from tlt_hpc.look.energy.usage import analyse_energy
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.step_lines import read_lines
@@ -412,4 +412,4 @@ def test_energy_is_compared_where_both_tell_it(tmp_path: Path) -> None:
     ("joules", "words"), ((0.5, "0.5 J"), (999.4, "999 J"), (999.9, "1 kJ"), (12345, "12.3 kJ"), (4.56e9, "4.56 GJ"))
 )
 def test_joules_for_people(joules: float, words: str) -> None:
-    assert joules_in_words(joules) == words
+    assert joules(joules) == words

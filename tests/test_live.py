@@ -20,8 +20,10 @@ from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, claim_verdic
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
 from tlt_hpc.look.live.samples import DRAFTED, pieces_of, sample_text, show_samples
-from tlt_hpc.look.live.state import read_last_lines, read_state
-from tlt_hpc.look.live.view import duration, render
+from tlt_hpc.look.live.state import read_state
+from tlt_hpc.look.live.view import render
+from tlt_hpc.look.run_log import read_last_lines
+from tlt_hpc.look.words import duration
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step

@@ -241,7 +241,7 @@ def test_slower_and_as_fast_are_said(tmp_path: Path, run: RunFolder) -> None:
     assert slower["Gained"][0] == "0.50\u00d7" and slower["Gained"][2] == "bad"
     words = words_of(run.path, tmp_path / "a")["What did speculation gain?"]
     assert "they are slower by a factor of 2.00" in words
-    assert "they are as fast" in words_of(run.path, make_plain(tmp_path / "b", 6.5).path)["What did speculation gain?"]
+    assert "they are equally fast" in words_of(run.path, make_plain(tmp_path / "b", 6.5).path)["What did speculation gain?"]
 
 
 def test_other_tokens_are_no_equal_work(tmp_path: Path, run: RunFolder) -> None:

@@ -14,7 +14,7 @@ if str(ROOT) not in sys.path[:1]:
     sys.path.insert(0, str(ROOT))
 
 from tlt_hpc.common.errors import UserError  # noqa: E402
-from tlt_hpc.look.analysis.analysis import Analysis  # noqa: E402
+from tlt_hpc.look.analysis.base import Analysis  # noqa: E402
 from tlt_hpc.look.run_log import RunLog  # noqa: E402
 
 if TYPE_CHECKING:

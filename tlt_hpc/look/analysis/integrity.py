@@ -1,7 +1,7 @@
-"""Whether a run's files are whole: every log read with its checksums, every step with all its ranks, every line of
-metrics and every small file what a run writes. Checkpoints and feature caches are left to the starts that load them.
+"""Checks a run's files: checksums of all logs, all ranks of each step, lines of metrics.jsonl and small files.
 
-``repair`` takes a torn last line off metrics.jsonl and touches nothing else: it commits no step.
+Checkpoints and feature caches are checked by the starts that load them. ``repair`` removes an incomplete last line of
+metrics.jsonl and changes nothing else; it commits no step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, read_toml, told
-from tlt_hpc.look.analysis.analysis import Analysis, count, listed
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.processes import map_tasks
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.finished_word import read_finished
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside
@@ -29,40 +31,44 @@ ALWAYS = (
     "rollout/seconds", "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds", "perf/total_num_tokens",
     "timing_s/step",
 )  # fmt: skip
-"""Figures that every line has."""
+"""Metrics that every line has."""
 
 
 @dataclass(frozen=True)
 class Integrity(Analysis):
-    """What was looked at, and what is wrong with it; ``is_sound`` where nothing is that a run cannot mend alone."""
+    """What was checked, and what is wrong. ``is_sound``: all faults, if any, are such that a resumed run fixes them."""
 
     schema: int
     num_files: int
     num_bytes: int
-    """On disk, of the logs that were read."""
+    """Size on disk of the logs that were read."""
     read_whole: bool
-    """Whether every array was read; otherwise only what each file says of itself."""
+    """Whether every array was read; otherwise only the attributes."""
     num_lines: int
     damaged: tuple[str, ...]
     missing: tuple[str, ...]
-    """Of a step that has a line, or of one that is not the last: logs that are not there."""
+    """Missing logs of steps that have a line or are not the last."""
     under_way: tuple[int, ...]
-    """Steps with logs and no line: they are not committed."""
+    """Steps with logs but no line, which are not committed."""
     without_logs: tuple[int, ...]
-    """Steps with a line and no logs."""
+    """Steps with a line but no logs."""
     parts: tuple[str, ...]
-    """Files half written: a run is at them, or was killed there."""
+    """Unfinished files: a run is writing them, or was killed while it did."""
     torn_tail: str
-    """What follows the last whole line of metrics.jsonl."""
+    """The incomplete last line of metrics.jsonl."""
     lines: tuple[str, ...]
-    """What is wrong with metrics.jsonl but for that."""
+    """Other faults of metrics.jsonl."""
     num_documents: int
     documents: tuple[str, ...]
-    """What is wrong with the run's small files."""
+    """Faults of the run's small files."""
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self)
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Each in a line."""
+        """One line for each fault."""
         return (*self.damaged, *self.missing, *self.lines, *self.documents)
 
     @property
@@ -71,7 +77,7 @@ class Integrity(Analysis):
 
 
 def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
-    """Look at every file; ``read_whole`` reads all of it."""
+    """Check every file; ``read_whole`` reads all of its content."""
     num_files = num_bytes = 0
     damaged, missing = list[str](), list[str]()
     lines = run.lines
@@ -84,9 +90,8 @@ def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
         if absent and (task.step in lines or task.step != run.logged_steps[-1]):
             missing.append(f"step {task.step}: no log of rank {', '.join(map(str, absent))}")
     num_documents, documents = _look_at_documents(run.folder)
-    found = Integrity(
+    return Integrity(
         run=run.name,
-        verdict="",
         problems=run.problems,
         schema=KIND.schema,
         num_files=num_files,
@@ -103,7 +108,6 @@ def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
         num_documents=num_documents,
         documents=tuple(documents),
     )
-    return Integrity(**{**vars(found), "verdict": _verdict(found)})
 
 
 def repair(run: RunLog, say: Callable[[str], None]) -> bool:

@@ -12,12 +12,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.acceptance import Acceptance
-from tlt_hpc.look.analysis.analysis import count, span_of
-from tlt_hpc.look.analysis.comparison import HARVESTED, IDLE, SHOWN, Comparison
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.acceptance import AcceptLengths
+from tlt_hpc.look.analysis.comparison import HARVESTED, IDLE, SHOWN, RunComparison
 from tlt_hpc.look.analysis.kinds import Kind
 from tlt_hpc.look.analysis.learning import Learning, moving_mean, window_of
-from tlt_hpc.look.analysis.lengths import Lengths
+from tlt_hpc.look.analysis.lengths import ResponseLengths
 from tlt_hpc.look.analysis.throughput import Throughput
 from tlt_hpc.look.figures.style import (
     HATCHES,
@@ -35,12 +35,13 @@ from tlt_hpc.look.figures.style import (
     title,
     whole_steps,
 )
+from tlt_hpc.look.words import span_of
 
 _MOST_BARS = 120
 
 
-def draw_lengths(found: Lengths) -> Figure:
-    """Lengths and cut responses over the steps, and the distribution over all of them."""
+def draw_lengths(found: ResponseLengths) -> Figure:
+    """ResponseLengths and cut responses over the steps, and the distribution over all of them."""
     if layout().is_narrow:
         figure, (over, cut, whole) = below_each_other((2.0, 0.8, 1.7))
     else:
@@ -74,7 +75,7 @@ def draw_lengths(found: Lengths) -> Figure:
     return figure
 
 
-def draw_acceptance(found: Acceptance) -> Figure:
+def draw_acceptance(found: AcceptLengths) -> Figure:
     """Accept length over steps and by live sequences, and which strategies gave the tokens."""
     if layout().is_narrow:
         figure, (by_step, by_live, step_shares, live_shares) = below_each_other((1.7, 1.7, 1.5, 1.5))
@@ -176,7 +177,7 @@ def draw_throughput(found: Throughput) -> Figure:
     return figure
 
 
-def draw_comparison(found: Comparison) -> Figure:
+def draw_comparison(found: RunComparison) -> Figure:
     """A panel a figure, a line a run."""
     shown = [name for name in SHOWN if any(np.isfinite(run.series[name]).any() for run in found.runs)]
     num_panels = max(1, len(shown))
@@ -285,7 +286,7 @@ def _from_one(axes: Axes, *values: NDArray[np.float64]) -> None:
     whole_steps(axes)
 
 
-def _updates(axes: Axes, found: Acceptance) -> None:
+def _updates(axes: Axes, found: AcceptLengths) -> None:
     """The drafter's updates so far, in place of the steps' label."""
     told = found.drafter_version[np.isfinite(found.drafter_version)]
     axes.set_xlabel(f"step ({told[-1]:,.0f} drafter updates by the last)" if len(told) else "step")

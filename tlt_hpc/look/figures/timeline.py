@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from tlt_hpc.look.analysis.analysis import count, seconds, share
+from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.kinds import KINDS, Kind
 from tlt_hpc.look.analysis.timeline import Lane, Timeline
 from tlt_hpc.look.figures.style import (
@@ -22,6 +22,7 @@ from tlt_hpc.look.figures.style import (
     theme,
     title,
 )
+from tlt_hpc.look.words import seconds, share
 
 _MOST_TOLD = 24
 """Ranks that have room for their own figures beside their lane."""

@@ -14,7 +14,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.common.words import count
-from tlt_hpc.look.live.state import read_last_lines
+from tlt_hpc.look.run_log import read_last_lines
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile

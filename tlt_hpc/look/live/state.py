@@ -5,7 +5,6 @@ Nothing is opened for writing, nothing is locked and nobody is asked: any number
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,15 +17,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import Count, DamagedText, naming, open_regular, read_toml, told
-from tlt_hpc.common.words import count
+from tlt_hpc.common.files import Count, DamagedText, read_toml, told
+from tlt_hpc.look.run_log import read_last_lines
 from tlt_hpc.mpi.owner import read_owner
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.no_run import no_run
-from tlt_hpc.storage.step_lines import Line, parse_lines
+from tlt_hpc.storage.step_lines import Line
 
-TAIL_BYTES = 1 << 18
-"""Of the metrics' end that is read: some tens of steps, whatever the run's length."""
 SPEED_STEPS = 10
 """Steps that the time to go is reckoned from."""
 STEP_SECONDS = "timing_s/step"
@@ -171,29 +168,6 @@ def read_state(path: Path) -> RunState:
         verdict=_verdict_of(folder.status, start, problems),
         problems=tuple(problems),
     )
-
-
-def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:
-    """The last committed steps' lines by step, of the file's last ``TAIL_BYTES``; none where there is no file.
-
-    ``problems`` grows by a line for what is left out.
-    """
-    try:
-        with open_regular(path) as file, naming(path):
-            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-            file.seek(start)
-            data = file.read(TAIL_BYTES)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        problems.append(told(error))
-        return {}
-    found = parse_lines(data.partition(b"\n")[2] if start else data)  # the first of a part is likely cut
-    if found.faults:
-        number, why = found.faults[-1]
-        problems.append(f"{path}: {count(len(found.faults), 'line')} that no run writes, such as line {number}"
-                        f"{' of its end' if start else ''} ({why})")  # fmt: skip
-    return found.by_step
 
 
 def _read_facts(folder: RunFolder) -> RunFacts:

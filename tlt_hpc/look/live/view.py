@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -17,6 +16,7 @@ from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.words import count
 from tlt_hpc.look.live.state import STEP_SECONDS, RunState
+from tlt_hpc.look.words import duration
 from tlt_hpc.storage.step_lines import Line
 
 _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harv. s", "rollout s", "step s", "tok/s")
@@ -185,14 +185,3 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         words = "nobody is at work here, unless a start has just begun; start it with the command that made this folder"
         return Text(words, "yellow")
     return Text("running" if is_alive else "", "green")
-
-
-def duration(seconds: float) -> str:
-    """In words of two parts at most: 45 s, 3 min 20 s, 5 h 10 min, 2 d 3 h."""
-    left = max(0, round(seconds))
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (name, size), (part, part_size) in pairwise(units):
-        if left >= size:
-            rest = left % size // part_size
-            return f"{left // size} {name}" + (f" {rest} {part}" if rest else "")
-    return f"{left} s"

@@ -1,4 +1,4 @@
-"""What to change, from what a run's figures show: each piece says what was seen, and what to set."""
+"""Advice from a run's figures: what was seen, and what to change."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tlt_hpc.look.analysis.analysis import share
 from tlt_hpc.look.analysis.kinds import Kind
 from tlt_hpc.look.report.findings import Findings
-from tlt_hpc.look.report.gain import Gain
+from tlt_hpc.look.report.gain import RunGain
+from tlt_hpc.look.words import share
 
 _LONG_WAIT, _MUCH_CUT, _LITTLE_USED = 0.25, 0.05, 0.5
 _LITTLE_TAUGHT, _MUCH_UPDATE, _MUCH_SAVE = 0.5, 0.6, 0.05
 _APART = 0.01
-"""Mean distance of the rollout's probabilities from the trainer's, from which corrections are worth while."""
+"""Mean difference of the rollout's and the trainer's probabilities above which a correction is worthwhile."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``seen``: the figure behind it; ``change``: what to type or set."""
+    """``seen``: what the figures show; ``change``: what to set or run."""
 
     seen: str
     change: str
 
 
-def advise(found: Findings, gain: Gain | None) -> list[Advice]:
-    """All that applies, what costs most first; nothing where all is well."""
+def advise(found: Findings, gain: RunGain | None) -> list[Advice]:
+    """All advice that applies, the most important first."""
     if not found.is_begun or len(found.throughput.steps) == 0:
         return []
     pieces = [rule(found) for rule in _RULES]
     return [piece for piece in [_speculation(found, gain), *pieces] if piece is not None]
 
 
-def _speculation(found: Findings, gain: Gain | None) -> Advice | None:
+def _speculation(found: Findings, gain: RunGain | None) -> Advice | None:
     if found.mode == "plain":
         return Advice(
             "Speculation was off.",
@@ -65,7 +65,7 @@ def _not_finite(found: Findings) -> Advice | None:
 
 
 def _teaching(found: Findings) -> Advice | None:
-    teaching = found.mean("rollout/teaching_share")
+    teaching = found.log.mean("rollout/teaching_share")
     group = found.log.setting("rollout", "group_size")
     if not teaching < _LITTLE_TAUGHT or (isinstance(group, int) and group < 2):
         return None
@@ -89,7 +89,7 @@ def _cut(found: Findings) -> Advice | None:
 
 
 def _waiting(found: Findings) -> Advice | None:
-    idle, whole = found.idle
+    idle, whole = found.throughput.whole_idle, found.throughput.whole_rollout
     if found.num_ranks < 2 or not idle > _LONG_WAIT * whole:
         return None
     if found.log.setting("rollout", "shard") == "group" and (found.log.setting("rollout", "group_size") or 1) > 1:
@@ -103,7 +103,8 @@ def _waiting(found: Findings) -> Advice | None:
 
 
 def _harvest(found: Findings) -> Advice | None:
-    (idle, whole), harvested = found.idle, found.harvested
+    idle, whole = found.throughput.whole_idle, found.throughput.whole_rollout
+    harvested = found.throughput.whole_harvested
     is_on = found.mode == "full" and found.log.setting("drafter", "train") is not False
     if not is_on or found.log.setting("drafter", "place") == "serial" or idle < 0.05 * whole:
         return None
@@ -137,16 +138,16 @@ def _save(found: Findings) -> Advice | None:
 
 
 def _preempted(found: Findings) -> Advice | None:
-    if not found.mean("rollout/preemptions") > 0.05 * found.mean("rollout/samples"):
+    if not found.log.mean("rollout/preemptions") > 0.05 * found.log.mean("rollout/samples"):
         return None
     return Advice(
-        f"{found.mean('rollout/preemptions'):,.0f} responses a step gave up their memory and were read anew.",
+        f"{found.log.mean('rollout/preemptions'):,.0f} responses a step gave up their memory and were read anew.",
         "Lower rollout.max_live, or give the engine more room (rollout.kv_bytes; tlt plan).",
     )
 
 
 def _mismatch(found: Findings) -> Advice | None:
-    apart = found.mean("training/rollout_probs_diff_mean")
+    apart = found.log.mean("training/rollout_probs_diff_mean")
     if not apart > _APART or found.log.setting("algorithm", "rollout_correction") not in (None, "none"):
         return None
     return Advice(
@@ -156,7 +157,7 @@ def _mismatch(found: Findings) -> Advice | None:
 
 
 def _faults(found: Findings) -> Advice | None:
-    faults = found.mean("rollout/drafter_faults")
+    faults = found.log.mean("rollout/drafter_faults")
     if not faults > 0:
         return None
     return Advice(
@@ -180,7 +181,7 @@ _RULES: tuple[Callable[[Findings], Advice | None], ...] = (
 
 
 def _seconds(found: Findings, kind: Kind) -> float:
-    """Of a kind over all steps, as a mean of the ranks."""
+    """Seconds of a kind over all steps, mean over the ranks."""
     if kind not in found.throughput.kinds:
         return 0.0
     return float(found.throughput.seconds[:, found.throughput.kinds.index(kind)].sum())

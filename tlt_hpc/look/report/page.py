@@ -1,4 +1,4 @@
-"""The page: what was found, as one file of HTML that needs nothing but itself."""
+"""Renders a report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from numpy.typing import NDArray
 from tlt_hpc import __version__
 from tlt_hpc.common.files import read_text, told
 from tlt_hpc.common.printable import printable
-from tlt_hpc.look.analysis.analysis import Analysis, count, share, span_of
+from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.learning import window_of
 from tlt_hpc.look.analysis.throughput import KEPT_TOKENS
 from tlt_hpc.look.analysis.timeline import Timeline, thinned
+from tlt_hpc.look.environment import host_in_words
 from tlt_hpc.look.figures.inline_svg import Draw, PageFigure, draw_for_page, variables
 from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
 from tlt_hpc.look.figures.timeline import draw_timeline
 from tlt_hpc.look.report.advice import advise
 from tlt_hpc.look.report.findings import Findings
-from tlt_hpc.look.report.gain import Gain
+from tlt_hpc.look.report.gain import RunGain
 from tlt_hpc.look.report.verdict import answers, cards
-from tlt_hpc.storage.environment_lines import Host
+from tlt_hpc.look.words import share, span_of
 
 Found = TypeVar("Found", bound=Analysis)
 
 _MOST_ROWS = 60
-"""Of the table of steps; of more steps, means of neighbours."""
+"""Rows of the table of steps; with more steps, a row is the mean of neighbours."""
 _MOST_HOSTS, _MOST_STARTS = 64, 20
 _OPTION = re.compile(r"(--[a-z][a-z-]*)")
 _HOW = (
@@ -45,7 +46,7 @@ _HOW = (
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, ready to print."""
+    """A table of formatted cells."""
 
     heading: str
     heads: tuple[str, ...]
@@ -53,8 +54,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A heading, what is to be said, and a picture with its tables."""
+class PageSection:
+    """A heading, text, and a figure with its tables."""
 
     heading: str
     words: str
@@ -63,8 +64,8 @@ class Section:
     tables: tuple[Table, ...] = ()
 
 
-def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float, is_typical: bool = True) -> str:
-    """The whole page; ``made_at`` in seconds since the epoch, ``is_typical``: nobody chose the step that is drawn."""
+def render(found: Findings, gain: RunGain | None, why_no_gain: str, made_at: float, is_typical: bool = True) -> str:
+    """The page; ``made_at`` in seconds since the epoch; ``is_typical``: the drawn step was not chosen by the user."""
     loader = jinja2.PackageLoader("tlt_hpc.look.report", ".")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False, lstrip_blocks=True
@@ -76,7 +77,7 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float,
         light=variables("light"),
         dark=variables("dark"),
         cards=cards(found, gain),
-        how=_HOW if found.harvested > 0 else "",
+        how=_HOW if found.throughput.whole_harvested > 0 else "",
         problems=found.log.problems,
         answers=answers(found, gain, why_no_gain),
         advice=advise(found, gain),
@@ -93,11 +94,11 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float,
 
 
 def _with_options(words: str) -> markupsafe.Markup:
-    """Words in which a line does not end within ``--an-option``."""
+    """Keep ``--an-option`` on one line."""
     return markupsafe.Markup(_OPTION.sub(r'<span class="option">\1</span>', str(markupsafe.escape(words))))
 
 
-def _sections(found: Findings, is_typical: bool) -> list[Section | None]:
+def _sections(found: Findings, is_typical: bool) -> list[PageSection | None]:
     return [
         _step(found, is_typical),
         _drawn("seconds", "Where the seconds go", found.throughput, draw_throughput, (_steps_table(found),), words=""),
@@ -112,7 +113,7 @@ def _sections(found: Findings, is_typical: bool) -> list[Section | None]:
             caption=_smoothing(found.learning.steps),
             words="",
         ),
-        Section("What energy it took", found.energy.verdict) if found.is_begun else None,
+        PageSection("What energy it took", found.energy.verdict) if found.is_begun else None,
     ]
 
 
@@ -124,12 +125,12 @@ def _drawn(
     tables: tuple[Table, ...] = (),
     caption: str = "",
     words: str | None = None,
-) -> Section | None:
-    """With the verdict above the picture, or other ``words``: nothing where the verdict stands at the page's top."""
+) -> PageSection | None:
+    """A section with the verdict above the figure, or ``words``; none if there is nothing to draw."""
     if not part.has_data:
         return None
     above = part.verdict if words is None else words
-    return Section(heading, above, draw_for_page(name, part.verdict, draw, part), caption, tables)
+    return PageSection(heading, above, draw_for_page(name, part.verdict, draw, part), caption, tables)
 
 
 def _smoothing(steps: NDArray[np.int64]) -> str:
@@ -137,7 +138,7 @@ def _smoothing(steps: NDArray[np.int64]) -> str:
     return f"Bold: mean of {window} neighbouring steps; faint: single steps." if window > 1 else ""
 
 
-def _step(found: Findings, is_typical: bool) -> Section | None:
+def _step(found: Findings, is_typical: bool) -> PageSection | None:
     if found.timeline is None:
         return None
     shown = thinned(found.timeline)
@@ -149,10 +150,10 @@ def _step(found: Findings, is_typical: bool) -> Section | None:
         order = "evenly through the order in which they finished"
         caption += f" {len(shown.lanes)} of {len(found.timeline.lanes)} ranks are drawn, {order}."
     heading = f"One step, as each rank spent it: step {found.timeline.step}"
-    return Section(heading, found.timeline.verdict, figure, caption, (_ranks_table(found.timeline),))
+    return PageSection(heading, found.timeline.verdict, figure, caption, (_ranks_table(found.timeline),))
 
 
-def _comparison(found: Findings) -> Section | None:
+def _comparison(found: Findings) -> PageSection | None:
     if found.comparison is None or found.other is None:
         return None
     heading = f"Against {found.comparison.runs[0].name}"
@@ -219,7 +220,7 @@ def _ranks_table(found: Timeline) -> Table:
 
 
 def _starts(found: Findings) -> list[Table]:
-    """A table for each start of the run, the last one first."""
+    """A table for each start of the run, newest first."""
     tables = []
     for number, start in reversed(list(enumerate(found.environments.starts, 1))):
         rows = [
@@ -230,7 +231,7 @@ def _starts(found: Findings) -> list[Table]:
             *((name, version) for name, version in start.packages.items()),
             ("CUDA", start.cuda or "none: torch is a build for CPUs"),
             ("MPI", " ".join(start.mpi.split())),
-            *((host.name, _host(host)) for host in start.hosts[:_MOST_HOSTS]),
+            *((host.name, host_in_words(host)) for host in start.hosts[:_MOST_HOSTS]),
             ("threads a rank", start.threads or "not set"),
             ("started by", start.launcher),
             *((f"Slurm {name}", value) for name, value in start.slurm.items()),
@@ -240,12 +241,6 @@ def _starts(found: Findings) -> list[Table]:
         heading = f"Start {number} of {len(found.environments.starts)}"
         tables.append(Table(heading, (), tuple(rows)))
     return tables[:_MOST_STARTS]
-
-
-def _host(host: Host) -> str:
-    gpus = [f"{number} x {name}" for name, number in sorted(host.gpus.items())]
-    parts = [count(host.num_ranks, "rank"), f"{count(host.num_cores, 'core')} of {host.processor}"]
-    return ", ".join([*parts, f"{host.memory_bytes / 1e9:,.0f} GB", *gpus])
 
 
 def _strategies(found: Findings) -> tuple[Table, ...]:
@@ -279,7 +274,7 @@ def _subtitle(found: Findings) -> str:
         return "no step is committed yet"
     parts = [f"{span_of(found.learning.steps)} (counted from 0)"]
     if found.num_ranks:
-        parts.append(found.ranks_in_words)
+        parts.append(found.throughput.ranks_in_words)
     if found.mode:
         named = {"plain": "no speculation", "ngram": "n-gram speculation", "full": "full speculation"}
         parts.append(named.get(found.mode, found.mode))

@@ -1,4 +1,4 @@
-"""The rounds of all steps, from the pass that the analyses make: what a gain is estimated from. Draws nothing."""
+"""Survey that collects the rounds of all steps, to estimate the gain from."""
 
 from __future__ import annotations
 
