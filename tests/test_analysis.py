@@ -284,7 +284,7 @@ def test_the_first_step_with_another_token_is_named(tmp_path: Path) -> None:
     found = analyse_comparison([RunLog(run.path) for run in runs])
     assert found.first_difference == {"b": None, "c": 1}
     assert "b has the same tokens and c differs from step 1 on" in found.tokens_in_words
-    few = analyse_comparison([RunLog(run.path) for run in runs], most_tokens=1)
+    few = analyse_comparison([RunLog(run.path) for run in runs], max_tokens=1)
     assert few.compared_steps.tolist() == [0] and "1 step compared, up to step 0" in few.tokens_in_words
 
 

@@ -395,7 +395,7 @@ def test_steps_that_do_not_tell_are_counted_apart(tmp_path: Path) -> None:
 def test_a_run_without_counters_says_why(tmp_path: Path) -> None:
     folder = small_run(tmp_path / "run")
     found = analyse_energy(RunLog(folder.path))
-    assert not found.has_data and found.verdict == "Energy is not told: this machine lets no counter be read."
+    assert not found.has_data and found.verdict == "Energy is unknown: no counter of this machine can be read."
     folder.metrics.write_text("")
     assert "no step is committed" in analyse_energy(RunLog(folder.path)).verdict
 

@@ -99,7 +99,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
 def test_a_run_without_the_file(tmp_path: Path) -> None:
     run = RunLog(small_run(tmp_path / "run").path)
     assert run.starts == () and run.problems == ()
-    assert "does not tell on what it ran" in analyse_environment(run).verdict
+    assert "What the run ran on is unknown" in analyse_environment(run).verdict
 
 
 def test_starts_in_words(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def host_in_words(host: Host) -> str:
 
 def _verdict(starts: Sequence[Environment]) -> str:
     if not starts:
-        return "The run does not tell on what it ran: its folder has no environment.jsonl."
+        return "What the run ran on is unknown: its folder has no environment.jsonl."
     last, parts = starts[-1], [environment_in_words(starts[-1])]
     if len(starts) > 1:
         odd = sum(_what_counts(start) != _what_counts(last) for start in starts[:-1])

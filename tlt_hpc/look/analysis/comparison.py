@@ -15,30 +15,35 @@ from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, share, times_as_fast
 
 IDLE, HARVESTED = "idle_rank_seconds", "harvested_rank_seconds"
-_METRICS = {
-    "score": "critic/score/mean",
-    "length": "response_length/mean",
-    "accept_length": "drafter/spec_decode/mean_acceptance_length",
-    "rollout_seconds": "rollout/seconds",
-    "step_seconds": "timing_s/step",
-    IDLE: f"rollout/{IDLE}",
-    HARVESTED: f"rollout/{HARVESTED}",
-    "kept_tokens": "rollout/kept_tokens",
-    "gpu_joules": "energy/gpu_joules",
-    "cpu_joules": "energy/cpu_joules",
+
+
+@dataclass(frozen=True)
+class ComparedMetric:
+    """A metric of which runs are compared; without a heading it is not drawn, without words not in the verdict."""
+
+    name: str
+    heading: str = ""
+    unit: str = ""
+    starts_at_zero: bool = True
+    words: str = ""
+    form: str = ".2f"
+
+
+METRICS = {
+    "score": ComparedMetric("critic/score/mean", "Score", "mean score", False, "score", ".3f"),
+    "length": ComparedMetric("response_length/mean", "Mean response", "tokens", True, "mean response", ".1f"),
+    "accept_length": ComparedMetric(
+        "drafter/spec_decode/mean_acceptance_length", "Accept length", "tokens per pass", False, "accept length"
+    ),
+    "rollout_seconds": ComparedMetric("rollout/seconds", "Rollout", "seconds", True, "rollout seconds"),
+    "step_seconds": ComparedMetric("timing_s/step", "Step", "seconds", True, "step seconds"),
+    IDLE: ComparedMetric(f"rollout/{IDLE}", "Waiting; filled: harvested", "rank-seconds"),
+    HARVESTED: ComparedMetric(f"rollout/{HARVESTED}"),
+    "kept_tokens": ComparedMetric("rollout/kept_tokens"),
+    "gpu_joules": ComparedMetric("energy/gpu_joules", "Energy of GPUs", "joules"),
+    "cpu_joules": ComparedMetric("energy/cpu_joules", "Energy of processors", "joules"),
 }
-SHOWN = {
-    "score": ("Score", "mean score", False),
-    "length": ("Mean response", "tokens", True),
-    "accept_length": ("Accept length", "tokens per pass", False),
-    "rollout_seconds": ("Rollout", "seconds", True),
-    "step_seconds": ("Step", "seconds", True),
-    IDLE: ("Waiting; filled: harvested", "rank-seconds", True),
-    "gpu_joules": ("Energy of GPUs", "joules", True),
-    "cpu_joules": ("Energy of processors", "joules", True),
-}
-"""Series -> heading, unit, and whether its axis starts at zero."""
-MOST_TOKENS = 8_000_000
+MAX_TOKENS = 8_000_000
 """Response tokens of a run that are compared, from the first common step on."""
 _KEY = ("draw", "sample", "stream")
 _TOKENS = ("rollouts/response_ends", "rollouts/response_tokens", *(f"rollouts/{name}" for name in _KEY))
@@ -94,7 +99,7 @@ class RunComparison(Analysis):
         return replace(self, runs=tuple(run.on(self.common_steps) for run in self.runs))
 
 
-def analyse_comparison(runs: Sequence[RunLog], most_tokens: int = MOST_TOKENS) -> RunComparison:
+def analyse_comparison(runs: Sequence[RunLog], max_tokens: int = MAX_TOKENS) -> RunComparison:
     """Compare two runs or more.
 
     Raises:
@@ -105,7 +110,7 @@ def analyse_comparison(runs: Sequence[RunLog], most_tokens: int = MOST_TOKENS) -
     names = _names(runs)
     series = tuple(_series(run, name) for run, name in zip(runs, names, strict=True))
     common = sorted(set.intersection(*(set(run.lines) for run in runs)))
-    compared, differences = _compare_tokens(runs, names, most_tokens)
+    compared, differences = _compare_tokens(runs, names, max_tokens)
     problems = tuple(f"{name}: {each}" for run, name in zip(runs, names, strict=True) for each in run.problems)
     return RunComparison(
         run=", ".join(names),
@@ -127,7 +132,7 @@ def _names(runs: Sequence[RunLog]) -> list[str]:
 
 
 def _series(run: RunLog, name: str) -> RunSeries:
-    series = {key: run.metric(metric) for key, metric in _METRICS.items()}
+    series = {key: run.metric(metric.name) for key, metric in METRICS.items()}
     return RunSeries(name, np.array(list(run.lines), np.int64), series, _num_logs(run))
 
 
@@ -137,9 +142,9 @@ def _num_logs(run: RunLog) -> NDArray[np.int64]:
 
 
 def _compare_tokens(
-    runs: Sequence[RunLog], names: Sequence[str], most_tokens: int
+    runs: Sequence[RunLog], names: Sequence[str], max_tokens: int
 ) -> tuple[list[int], dict[str, int | None]]:
-    """Compare step by step until ``most_tokens`` were read, or all runs differ from the first."""
+    """Compare step by step until ``max_tokens`` were read, or all runs differ from the first."""
     common = sorted(set.intersection(*(set(run.steps) for run in runs)))
     compared, num_tokens = list[int](), 0
     differences: dict[str, int | None] = dict.fromkeys(names[1:])
@@ -153,7 +158,7 @@ def _compare_tokens(
             if other is not None and other != first:
                 differences[name] = step
         num_tokens += sum(len(tokens) // 4 for tokens in first.values())
-        if num_tokens >= most_tokens or None not in differences.values():
+        if num_tokens >= max_tokens or None not in differences.values():
             break
     return compared, differences
 
@@ -225,7 +230,11 @@ def _verdict(found: RunComparison) -> str:
     first, parts = series[0], [words]
     over = f"over their {count(len(common), 'common step')}"
     for other in series[1:]:
-        told = [f"{text} {_against(first, other, name, common, form)}" for name, text, form in _TOLD]
+        told = [
+            f"{metric.words} {_against(first, other, name, common, metric.form)}"
+            for name, metric in METRICS.items()
+            if metric.words
+        ]
         faster = _faster(first, other)
         if faster and found.first_difference[other.name] is not None:
             faster += ", though of other tokens"
@@ -233,15 +242,6 @@ def _verdict(found: RunComparison) -> str:
         parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{faster}.")
     parts.append(_harvests(series, common))
     return " ".join(filter(None, parts))
-
-
-_TOLD = (
-    ("score", "score", ".3f"),
-    ("length", "mean response", ".1f"),
-    ("accept_length", "accept length", ".2f"),
-    ("rollout_seconds", "rollout seconds", ".2f"),
-    ("step_seconds", "step seconds", ".2f"),
-)
 
 
 def _against(first: RunSeries, other: RunSeries, name: str, steps: list[int], form: str) -> str:

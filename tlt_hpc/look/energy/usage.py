@@ -110,4 +110,4 @@ def _not_told(found: Energy) -> str:
     if len(found.steps) == 0:
         return "metrics.jsonl has no line yet: no step is committed."
     why = f" ({'; '.join(found.reasons)})" if found.reasons else ""
-    return f"Energy is not told: this machine lets no counter be read{why}."
+    return f"Energy is unknown: no counter of this machine can be read{why}."

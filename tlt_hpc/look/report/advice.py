@@ -13,8 +13,8 @@ from tlt_hpc.look.report.gain import RunGain
 from tlt_hpc.look.words import share
 
 _LONG_WAIT, _MUCH_CUT, _LITTLE_USED = 0.25, 0.05, 0.5
-_LITTLE_TAUGHT, _MUCH_UPDATE, _MUCH_SAVE = 0.5, 0.6, 0.05
-_APART = 0.01
+_LITTLE_INFORMATIVE, _MUCH_UPDATE, _MUCH_SAVE = 0.5, 0.6, 0.05
+_MAX_DIFFERENCE = 0.01
 """Mean difference of the rollout's and the trainer's probabilities above which a correction is worthwhile."""
 
 
@@ -59,21 +59,21 @@ def _not_finite(found: Findings) -> Advice | None:
         return None
     name, step = min(found.learning.not_finite.items(), key=lambda each: each[1])
     return Advice(
-        f"{name} is no number from step {step} on.",
+        f"{name} is not finite from step {step} on.",
         f"Go back to a checkpoint before step {step} and lower optimizer.learning_rate.",
     )
 
 
-def _teaching(found: Findings) -> Advice | None:
-    teaching = found.log.mean("rollout/teaching_share")
+def _informative(found: Findings) -> Advice | None:
+    informative = found.log.mean("rollout/teaching_share")
     group = found.log.setting("rollout", "group_size")
-    if not teaching < _LITTLE_TAUGHT or (isinstance(group, int) and group < 2):
+    if not informative < _LITTLE_INFORMATIVE or (isinstance(group, int) and group < 2):
         return None
-    nearer = "choose prompts nearer to what the policy can just do."
+    nearer = "choose prompts that the policy solves some of the time."
     has_refills = bool(found.log.setting("algorithm", "max_refills"))
-    change = f"Set algorithm.max_refills (groups that teach nothing are drawn anew), or {nearer}"
+    change = f"Set algorithm.max_refills (groups with equal rewards are replaced by new prompts), or {nearer}"
     return Advice(
-        f"Only {share(teaching, 1)} of the groups taught anything: in the others all responses had the same reward.",
+        f"Only {share(informative, 1)} of the groups were informative: in the others all rewards were equal.",
         nearer.capitalize() if has_refills else change,
     )
 
@@ -93,12 +93,12 @@ def _waiting(found: Findings) -> Advice | None:
     if found.num_ranks < 2 or not idle > _LONG_WAIT * whole:
         return None
     if found.log.setting("rollout", "shard") == "group" and (found.log.setting("rollout", "group_size") or 1) > 1:
-        change = 'Try rollout.shard = "sample": it deals single responses over the ranks, not whole groups.'
+        change = 'Try rollout.shard = "sample": it distributes single responses over the ranks instead of whole groups.'
     else:
-        change = "More prompts a step (rollout.prompts_per_step) or fewer ranks leave less to wait for."
+        change = "More prompts a step (rollout.prompts_per_step) or fewer ranks shorten the wait."
     return Advice(
         f"Ranks waited for {share(idle, whole)} of their rollout time.",
-        f"{change} tlt simulate --from RUN says what either would bring.",
+        f"{change} tlt simulate --from RUN estimates the effect.",
     )
 
 
@@ -123,7 +123,7 @@ def _update(found: Findings) -> Advice | None:
         return None
     return Advice(
         f"The policy's update takes {share(update, whole)} of a step, which speculation cannot shorten.",
-        "Larger micro-batches (optimizer.micro_batch_tokens) as memory allows (tlt plan); on a GPU, flash-attn.",
+        "Use larger micro-batches (optimizer.micro_batch_tokens) if memory allows (tlt plan); on a GPU, flash-attn.",
     )
 
 
@@ -141,17 +141,17 @@ def _preempted(found: Findings) -> Advice | None:
     if not found.log.mean("rollout/preemptions") > 0.05 * found.log.mean("rollout/samples"):
         return None
     return Advice(
-        f"{found.log.mean('rollout/preemptions'):,.0f} responses a step gave up their memory and were read anew.",
+        f"{found.log.mean('rollout/preemptions'):,.0f} responses a step were preempted and had to be prefilled again.",
         "Lower rollout.max_live, or give the engine more room (rollout.kv_bytes; tlt plan).",
     )
 
 
 def _mismatch(found: Findings) -> Advice | None:
-    apart = found.log.mean("training/rollout_probs_diff_mean")
-    if not apart > _APART or found.log.setting("algorithm", "rollout_correction") not in (None, "none"):
+    difference = found.log.mean("training/rollout_probs_diff_mean")
+    if not difference > _MAX_DIFFERENCE or found.log.setting("algorithm", "rollout_correction") not in (None, "none"):
         return None
     return Advice(
-        f"The rollout's probabilities lie {apart:.3f} from the trainer's on average.",
+        f"The rollout's probabilities differ from the trainer's by {difference:.3f} on average.",
         "Set algorithm.rollout_correction, or a model.dtype of more bits.",
     )
 
@@ -161,14 +161,14 @@ def _faults(found: Findings) -> Advice | None:
     if not faults > 0:
         return None
     return Advice(
-        "The drafter gave figures that are no numbers, and was left out of rounds for it.",
-        "Lower drafter.learning_rate; a drafter from an earlier checkpoint serves meanwhile (drafter.init).",
+        "The drafter's output was not finite in some rounds, which ran without it.",
+        "Lower drafter.learning_rate; until then, use a drafter from an earlier checkpoint (drafter.init).",
     )
 
 
 _RULES: tuple[Callable[[Findings], Advice | None], ...] = (
     _not_finite,
-    _teaching,
+    _informative,
     _waiting,
     _harvest,
     _update,

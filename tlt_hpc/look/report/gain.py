@@ -85,8 +85,8 @@ def measured_gain(found: Findings) -> tuple[RunGain | None, str]:
     if not is_even:
         assert pace is not None
         words += (
-            f" Mind the machine: the policy's updates, the same work, took {pace:.2f} times as long there, so the runs "
-            "did not have it to themselves alike; whole steps are told with this run's own seconds beside the rollouts."
+            f" The machine was not equally fast: the policy's updates, the same work, took {pace:.2f} times as long "
+            "there. The figure for whole steps uses this run's own seconds outside of the rollouts."
         )
     words += f" Not like for like: {'; '.join(unlike)}." if unlike else ""
     return RunGain(rollout, step, low, high, True, is_of_speculation, is_even, len(steps), other.name, words), ""

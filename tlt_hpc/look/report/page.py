@@ -32,15 +32,14 @@ from tlt_hpc.look.words import share, span_of
 
 Found = TypeVar("Found", bound=Analysis)
 
-_MOST_ROWS = 60
+_MAX_ROWS = 60
 """Rows of the table of steps; with more steps, a row is the mean of neighbours."""
-_MOST_HOSTS, _MOST_STARTS = 64, 20
+_MAX_HOSTS, _MAX_STARTS = 64, 20
 _OPTION = re.compile(r"(--[a-z][a-z-]*)")
 _HOW = (
     "In a step every rank generates its share of the responses. A few are very long, so ranks that are done wait for "
     "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that is "
-    "harvested time. The draft model, as it began and as it was trained, proposes tokens, of which the policy verifies "
-    "several at once: that is the gain."
+    "harvested time. The draft model proposes tokens, and the policy verifies several at once: that is the gain."
 )
 
 
@@ -99,20 +98,14 @@ def _with_options(words: str) -> markupsafe.Markup:
 
 
 def _sections(found: Findings, is_typical: bool) -> list[PageSection | None]:
+    smoothing = _smoothing(found.learning.steps)
     return [
         _step(found, is_typical),
         _drawn("seconds", "Where the seconds go", found.throughput, draw_throughput, (_steps_table(found),), words=""),
         _comparison(found),
         _drawn("lengths", "How long the responses are", found.lengths, draw_lengths),
         _drawn("speculation", "What speculation gives", found.acceptance, draw_acceptance, _strategies(found)),
-        _drawn(
-            "learning",
-            "How the policy learns",
-            found.learning,
-            draw_learning,
-            caption=_smoothing(found.learning.steps),
-            words="",
-        ),
+        _drawn("learning", "How the policy learns", found.learning, draw_learning, caption=smoothing, words=""),
         PageSection("What energy it took", found.energy.verdict) if found.is_begun else None,
     ]
 
@@ -165,43 +158,38 @@ def _comparison(found: Findings) -> PageSection | None:
 
 
 def _steps_table(found: Findings) -> Table:
-    series, throughput = found.learning.series, found.throughput
-    place = {step: i for i, step in enumerate(throughput.steps.tolist())}
-    heads = ("step", "score", "tokens, mean", "longest", "accept length", "rollout s", "step s", "idle rank-s",
-             "harvested rank-s", "drafter updates")  # fmt: skip
-    none = np.full(len(throughput.steps), np.nan)
-    partial = ~throughput.is_whole
-    told = (
-        found.acceptance.accept_length,
-        throughput.rollout_seconds,
-        throughput.step_seconds,
-        np.where(partial, np.nan, throughput.idle_rank_seconds),
-        np.where(partial, np.nan, throughput.harvested_rank_seconds),
-        found.acceptance.drafter_version,
+    steps, series, throughput = found.learning.steps, found.learning.series, found.throughput
+    _, here, there = np.intersect1d(steps, throughput.steps, return_indices=True)
+
+    def logged(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Values of the logged steps, on the committed steps; NaN on those without a log."""
+        aligned = np.full(len(steps), np.nan)
+        aligned[here] = values[there]
+        return aligned
+
+    columns = (
+        ("score", series["score"], ".3f"),
+        ("tokens, mean", series["length"], ",.0f"),
+        ("longest", series["longest"], ",.0f"),
+        ("accept length", logged(found.acceptance.accept_length), ".2f"),
+        ("rollout s", logged(throughput.rollout_seconds), ".2f"),
+        ("step s", logged(throughput.step_seconds), ".2f"),
+        ("idle rank-s", logged(np.where(throughput.is_whole, throughput.idle_rank_seconds, np.nan)), ".2f"),
+        ("harvested rank-s", logged(np.where(throughput.is_whole, throughput.harvested_rank_seconds, np.nan)), ".2f"),
+        ("drafter updates", logged(found.acceptance.drafter_version), ",.0f"),
     )
-    logged = [each if len(each) == len(none) else none for each in told]
-    steps = found.learning.steps.tolist()
-    rows = []
-    for i, step in enumerate(steps):
-        at = place.get(step)
-        own = [series[name][i] for name in ("score", "length", "longest")]
-        rows.append([*own, *(each[at] if at is not None else np.nan for each in logged)])
-    values = np.array(rows, np.float64).reshape(-1, len(heads) - 1)
-    size = max(1, -(-len(steps) // _MOST_ROWS))
+    size = max(1, -(-len(steps) // _MAX_ROWS))
     cut = found.log.metric(KEPT_TOKENS) > 0
-    forms = (".3f", ",.0f", ",.0f", ".2f", ".2f", ".2f", ".2f", ".2f", ",.0f")
-    lines = []
+    rows = []
     for start in range(0, len(steps), size):
-        some = values[start : start + size]
-        means = [_mean(some[:, column]) for column in range(some.shape[1])]
-        is_cut = cut[start : start + size].any()
-        name = str(steps[start]) if len(some) == 1 else f"{steps[start]}\u2013{steps[start + len(some) - 1]}"
-        lines.append(
-            (name + ("*" if is_cut else ""), *(_cell(mean, form) for mean, form in zip(means, forms, strict=True)))
-        )
+        some = slice(start, start + size)
+        own = steps[some]
+        name = str(own[0]) if len(own) == 1 else f"{own[0]}\u2013{own[-1]}"
+        cells = (_cell(_mean(values[some]), form) for _, values, form in columns)
+        rows.append((name + "*" * bool(cut[some].any()), *cells))
     heading = "By step" if size == 1 else f"By step, means of {size} neighbours"
     heading += " (*: an earlier start had generated a part of it)" if cut.any() else ""
-    return Table(heading, heads, tuple(lines))
+    return Table(heading, ("step", *(head for head, _, _ in columns)), tuple(rows))
 
 
 def _ranks_table(found: Timeline) -> Table:
@@ -213,8 +201,8 @@ def _ranks_table(found: Timeline) -> Table:
         used = share(lane.harvested_seconds, lane.idle_seconds) if lane.idle_seconds > 0 else "\u2013"
         cells = (f"{last:.2f}", f"{lane.idle_seconds:.2f}", f"{lane.harvested_seconds:.2f}", used)
         rows.append((str(lane.rank), *cells, f"{lane.num_micro_steps:,}"))
-    if len(rows) > _MOST_ROWS:
-        half = _MOST_ROWS // 2
+    if len(rows) > _MAX_ROWS:
+        half = _MAX_ROWS // 2
         rows = [*rows[:half], ("...", *[""] * (len(heads) - 1)), *rows[-half:]]
     return Table("Ranks of this step, as they finished", heads, tuple(rows))
 
@@ -231,16 +219,16 @@ def _starts(found: Findings) -> list[Table]:
             *((name, version) for name, version in start.packages.items()),
             ("CUDA", start.cuda or "none: torch is a build for CPUs"),
             ("MPI", " ".join(start.mpi.split())),
-            *((host.name, host_in_words(host)) for host in start.hosts[:_MOST_HOSTS]),
+            *((host.name, host_in_words(host)) for host in start.hosts[:_MAX_HOSTS]),
             ("threads a rank", start.threads or "not set"),
             ("started by", start.launcher),
             *((f"Slurm {name}", value) for name, value in start.slurm.items()),
         ]
-        if len(start.hosts) > _MOST_HOSTS:
-            rows.append(("", f"and {len(start.hosts) - _MOST_HOSTS} more nodes"))
+        if len(start.hosts) > _MAX_HOSTS:
+            rows.append(("", f"and {len(start.hosts) - _MAX_HOSTS} more nodes"))
         heading = f"Start {number} of {len(found.environments.starts)}"
         tables.append(Table(heading, (), tuple(rows)))
-    return tables[:_MOST_STARTS]
+    return tables[:_MAX_STARTS]
 
 
 def _strategies(found: Findings) -> tuple[Table, ...]:

@@ -100,8 +100,8 @@ def brought(found: Findings) -> str:
         how_much = f"{share(abs(grew), 1)} {'more' if grew > 0 else 'less'}"
     return (
         f"The draft model's own drafts (chain of 4) came to {change.first:.2f} tokens a pass in the first "
-        f"{count(change.quarter, 'step')} and {change.last:.2f} in the last: {how_much}. The policy changed meanwhile, "
-        "too; what training alone brings, tlt ablate tells."
+        f"{count(change.quarter, 'step')} and {change.last:.2f} in the last: {how_much}. The policy changed "
+        "meanwhile, too; tlt ablate measures what training alone brings."
     )
 
 
@@ -126,7 +126,7 @@ def text_in_words(found: Findings) -> str:
     if found.is_guarded:
         return (
             "By construction, yes: the same noise decides every token, and near-ties were decided alike on all paths. "
-            "To see it proved, give a run of the same seed without speculation: tlt report RUN --against PLAIN_RUN."
+            "To verify it, compare with a run of the same seed without speculation: tlt report RUN --against PLAIN_RUN."
         )
     return (
         "Nearly: the same noise decides every token, but in this precision near-ties may fall either way. Every path "
@@ -138,8 +138,7 @@ def _compared(found: Findings, text: TextMatch) -> str:
     assert found.comparison is not None and found.other is not None
     other, steps = found.comparison.runs[0].name, len(found.comparison.compared_steps)
     if text is TextMatch.SAME:
-        held = f"every token of {count(steps, 'step')} was held against {other}"
-        return f"Yes: {held}, and all are the same{_same_policy(found)}."
+        return f"Yes: every token of {count(steps, 'step')} is the same as in {other}{_same_policy(found)}."
     first = next(step for step in found.comparison.first_difference.values() if step is not None)
     if text is TextMatch.OTHER_JOB:
         changed = other_settings(found.other.config, found.log.config)
@@ -160,7 +159,7 @@ def _steps(found: Findings) -> str:
     """Number of steps, and of how many."""
     num_steps, planned = len(found.learning.steps), found.log.setting("run", "num_steps")
     if found.num_lines_before:
-        return f"the last {count(num_steps, 'step')} of {found.num_lines_before + num_steps} are looked at here"
+        return f"the last {count(num_steps, 'step')} of {found.num_lines_before + num_steps} are shown here"
     if isinstance(planned, int) and planned > num_steps:
         return f"{num_steps} of {planned} steps"
     return count(num_steps, "step")
@@ -171,7 +170,7 @@ def _clock(found: Findings) -> str:
     starts = len(found.environments.starts)
     again = f", {count(starts, 'start')}" if starts > 1 else ""
     if found.is_set_back:
-        return f"How long it took is not known: its clock was set back{again}."
+        return f"How long it took is unknown: its clock was set back{again}."
     if found.clock_seconds is None:
         return f"It was started {starts} times." if starts > 1 else ""
     hours = found.clock_seconds * found.num_ranks / 3600
@@ -182,15 +181,15 @@ def _logs(found: Findings) -> str:
     lines, logs = len(found.learning.steps), len(found.throughput.steps)
     if logs >= lines:
         return ""
-    return f"Of {count(lines, 'step')} only {logs} have their logs here: what follows from logs is of those."
+    return f"Of {count(lines, 'step')} only {logs} have their logs here: what needs logs covers only those."
 
 
 def _state(found: Findings) -> str:
     if found.log.finished:
         return f"It has finished; the policy's digest is {found.log.finished.policy_sha256[:12]}."
     if found.is_begun:
-        return "It has not finished; this is how far it has come."
-    return "Whether a step is committed is not known: metrics.jsonl has no line."
+        return "It has not finished; this is its state so far."
+    return "It is unknown whether a step is committed: metrics.jsonl has no line."
 
 
 def _same_policy(found: Findings) -> str:

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 def _write(path: Path, text: str) -> None:
     try:
         with writing_beside(path) as part:
-            part.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names need not be valid text
     except WriteError as error:
         raise UserError(f"{error.fact}; give another place, such as --out report.html") from None
 
