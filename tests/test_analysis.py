@@ -14,17 +14,19 @@ from small_run import NAMES, START, line_of, small_record, small_run, spans_of
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import NO_SPANS, FinishReason, MicroStepRecord, PhaseSpan, RolloutTiming
+from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.acceptance import analyse_acceptance
+from tlt_hpc.look.analysis.base import plain
 from tlt_hpc.look.analysis.comparison import analyse_comparison
 from tlt_hpc.look.analysis.integrity import analyse_integrity, repair
 from tlt_hpc.look.analysis.kinds import KINDS, Kind, Pieces, merged
 from tlt_hpc.look.analysis.learning import analyse_learning, moving_mean
 from tlt_hpc.look.analysis.lengths import analyse_lengths
-from tlt_hpc.look.analysis.result import count, listed, plain, seconds, share
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.throughput import analyse_throughput
 from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.analysis.trace import trace_events
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed, seconds, share
 from tlt_hpc.storage.environment_lines import Environment, Host, add_environment
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
@@ -271,7 +273,7 @@ def test_the_same_tokens_on_another_number_of_ranks(tmp_path: Path) -> None:
     found = analyse_comparison([RunLog(b.path), RunLog(a.path)])
     assert found.first_difference == {"a": None} and found.compared_steps.tolist() == [0, 1, 2]
     assert "The same tokens in all runs (3 steps compared, up to step 2)" in found.verdict
-    assert "its rollouts are 2.00 times as fast." in found.verdict
+    assert "its rollouts are 2.00 times as fast on 2 ranks instead of 1." in found.verdict
 
 
 def test_the_first_step_with_another_token_is_named(tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_the_first_step_with_another_token_is_named(tmp_path: Path) -> None:
     found = analyse_comparison([RunLog(run.path) for run in runs])
     assert found.first_difference == {"b": None, "c": 1}
     assert "b has the same tokens and c differs from step 1 on" in found.tokens_in_words
-    few = analyse_comparison([RunLog(run.path) for run in runs], most_tokens=1)
+    few = analyse_comparison([RunLog(run.path) for run in runs], max_tokens=1)
     assert few.compared_steps.tolist() == [0] and "1 step compared, up to step 0" in few.tokens_in_words
 
 
@@ -384,7 +386,7 @@ def test_a_replicas_rounds_count_once(folder: RunFolder) -> None:
     alone = analyse_acceptance(RunLog(folder.path)), analyse_throughput(RunLog(folder.path))
     folder.config.write_text("[rollout]\nmax_new_tokens = 8\ntensor_parallel = 2\n")
     run = RunLog(folder.path)
-    assert run.speaks_for(0) and not run.speaks_for(1)
+    assert run.is_first_of_replica(0) and not run.is_first_of_replica(1)
     assert analyse_acceptance(run).tokens.sum() == 3 * 8 < alone[0].tokens.sum(), "rank 0's rounds alone"
     assert analyse_throughput(run).engine_tokens[:, 1:].sum() == 3 * 8 < alone[1].engine_tokens[:, 1:].sum()
     assert analyse_timeline(run).live.max() == 2

@@ -18,13 +18,11 @@ from test_metrics import RECORDS, UPDATE
 
 from tlt_hpc.common.source import git_commit
 from tlt_hpc.look.analysis.comparison import analyse_comparison
-from tlt_hpc.look.analysis.energy import analyse_energy, joules_in_words
-from tlt_hpc.look.analysis.run_log import RunLog
-from tlt_hpc.look.energy import rapl
-from tlt_hpc.look.energy.counter import NoCounterError
+from tlt_hpc.look.energy import counters as energy_counters
+from tlt_hpc.look.energy.counters import NoCounterError, Nvml, Rapl
 from tlt_hpc.look.energy.meter import Counters, Meter, Reach, told_kinds
-from tlt_hpc.look.energy.nvml import Nvml
-from tlt_hpc.look.energy.rapl import Rapl
+from tlt_hpc.look.energy.usage import analyse_energy
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.step_lines import read_lines
 
@@ -67,7 +65,7 @@ class Powercap:
 
 @pytest.fixture
 def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Powercap:
-    monkeypatch.setattr(rapl, "POWERCAP", tmp_path / "powercap")
+    monkeypatch.setattr(energy_counters, "POWERCAP", tmp_path / "powercap")
     return Powercap(tmp_path / "powercap")
 
 
@@ -94,7 +92,7 @@ def test_a_wrapped_counter_goes_on(powercap: Powercap) -> None:
 
 
 def test_wraps_between_two_readings_of_the_run_are_seen(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rapl, "KEEP_UP_SECONDS", 0.01)
+    monkeypatch.setattr(energy_counters, "KEEP_UP_SECONDS", 0.01)
     counter = Rapl()
     for microjoules in (RANGE - 10, 10, RANGE - 10, 20):
         powercap.set("intel-rapl:0", microjoules)
@@ -114,7 +112,7 @@ def num_readers() -> int:
 
 
 def test_a_machine_without_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rapl, "POWERCAP", tmp_path / "none")
+    monkeypatch.setattr(energy_counters, "POWERCAP", tmp_path / "none")
     with pytest.raises(NoCounterError, match="has no intel-rapl"):
         Rapl()
 
@@ -273,7 +271,7 @@ def test_what_one_node_lacks_is_told_by_none() -> None:
 
 
 def test_where_nothing_can_be_read_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rapl, "POWERCAP", tmp_path)
+    monkeypatch.setattr(energy_counters, "POWERCAP", tmp_path)
     counters = Counters("a", "", True)
     meter = Meter(counters, [counters.reach], 0)
     meter.begin_step()
@@ -346,15 +344,15 @@ def train_beside_a_counter(folder: str) -> None:
     from tlt_hpc.train import run
 
     world = World.connect()
-    rapl.POWERCAP = Path(folder) / "powercap"
+    energy_counters.POWERCAP = Path(folder) / "powercap"
     if world.rank == 0:
-        Powercap(rapl.POWERCAP)
+        Powercap(energy_counters.POWERCAP)
     world.barrier()
     true_joules, readings = Rapl.joules, []
 
     def count(counter: Rapl) -> float:
         readings.append(true_joules(counter))
-        (rapl.POWERCAP / "intel-rapl:0" / "energy_uj").write_text(f"{len(readings) * 1_000_000}\n")
+        (energy_counters.POWERCAP / "intel-rapl:0" / "energy_uj").write_text(f"{len(readings) * 1_000_000}\n")
         return readings[-1]
 
     Rapl.joules = count  # type: ignore[method-assign]
@@ -400,7 +398,7 @@ def test_steps_that_do_not_tell_are_counted_apart(tmp_path: Path) -> None:
 def test_a_run_without_counters_says_why(tmp_path: Path) -> None:
     folder = small_run(tmp_path / "run")
     found = analyse_energy(RunLog(folder.path))
-    assert not found.has_data and found.verdict == "Energy is not told: this machine lets no counter be read."
+    assert not found.has_data and found.verdict == "Energy is unknown: no counter of this machine can be read."
     folder.metrics.write_text("")
     assert "no step is committed" in analyse_energy(RunLog(folder.path)).verdict
 
@@ -417,4 +415,4 @@ def test_energy_is_compared_where_both_tell_it(tmp_path: Path) -> None:
     ("joules", "words"), ((0.5, "0.5 J"), (999.4, "999 J"), (999.9, "1 kJ"), (12345, "12.3 kJ"), (4.56e9, "4.56 GJ"))
 )
 def test_joules_for_people(joules: float, words: str) -> None:
-    assert joules_in_words(joules) == words
+    assert joules(joules) == words

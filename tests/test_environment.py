@@ -21,9 +21,16 @@ from small_run import small_run
 import tlt_hpc
 from tlt_hpc.common.source import git_commit
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.look.analysis.environment import analyse_environment, environment_in_words, read_environment
-from tlt_hpc.look.analysis.run_log import RunLog
-from tlt_hpc.look.facts import Gpu, Place, find_environment, hosts_of, launcher_of
+from tlt_hpc.look.environment import (
+    RankGpu,
+    RankPlace,
+    analyse_environment,
+    environment_in_words,
+    find_environment,
+    hosts_of,
+    launcher_of,
+)
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.environment_lines import Environment, Host, add_environment, read_environments
 from tlt_hpc.storage.folder import RunFolder, WriteError
@@ -91,8 +98,8 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
 
 def test_a_run_without_the_file(tmp_path: Path) -> None:
     run = RunLog(small_run(tmp_path / "run").path)
-    assert read_environment(run) == () and run.problems == ()
-    assert "does not tell on what it ran" in analyse_environment(run).verdict
+    assert run.starts == () and run.problems == ()
+    assert "What the run ran on is unknown" in analyse_environment(run).verdict
 
 
 def test_starts_in_words(tmp_path: Path) -> None:
@@ -120,8 +127,8 @@ def test_alike_nodes_are_told_of_once() -> None:
 
 
 def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
-    one, other = Gpu("H100", "GPU-1"), Gpu("H100", "GPU-2")
-    places = [Place(host, "EPYC", cores, 8, gpu) for host, cores, gpu in (
+    one, other = RankGpu("H100", "GPU-1"), RankGpu("H100", "GPU-2")
+    places = [RankPlace(host, "EPYC", cores, 8, gpu) for host, cores, gpu in (
         ("b", 0b001, one), ("a", 0b1, None), ("b", 0b011, one), ("b", 0b110, other)
     )]  # fmt: skip
     assert hosts_of(places) == (Host("b", 3, "EPYC", 3, 8, {"H100": 2}), Host("a", 1, "EPYC", 1, 8, {}))
@@ -142,7 +149,7 @@ def test_who_started_the_ranks(variables: tuple[str, ...], launcher: str) -> Non
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    place = Place.here("here", None)
+    place = RankPlace.here("here", None)
     assert place.cores.bit_count() == len(os.sched_getaffinity(0)) and place.memory_bytes > 2**28 and place.processor
     found = find_environment(SimpleNamespace(library="MPICH 5\n\0"), [place], "", {"cpu": "none"})
     assert found.version == tlt_hpc.__version__ and found.mpi == "MPICH 5" and found.slurm["job"] == "12"

@@ -21,12 +21,24 @@ from tlt_hpc.look.analysis.comparison import analyse_comparison
 from tlt_hpc.look.analysis.kinds import Kind
 from tlt_hpc.look.analysis.learning import analyse_learning
 from tlt_hpc.look.analysis.lengths import analyse_lengths
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.throughput import analyse_throughput
 from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
-from tlt_hpc.look.figures.style import DARK, HATCHES, LIGHT, PAGE, PHONE, THEMES, WIDE, Layout, save, theme, themed
+from tlt_hpc.look.figures.style import (
+    DARK,
+    HATCHES,
+    LIGHT,
+    PAGE,
+    PHONE,
+    THEMES,
+    WIDE,
+    FigureLayout,
+    save,
+    theme,
+    themed,
+)
 from tlt_hpc.look.figures.timeline import draw_timeline
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
@@ -109,7 +121,9 @@ def overlap(a: Bbox, b: Bbox) -> float:
 @pytest.mark.parametrize("arranged", (WIDE, PAGE, PHONE), ids=lambda layout: layout.name)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", FIGURES)
-def test_nothing_is_cut_off_or_written_over(runs: dict[str, RunLog], name: str, case: str, arranged: Layout) -> None:
+def test_nothing_is_cut_off_or_written_over(
+    runs: dict[str, RunLog], name: str, case: str, arranged: FigureLayout
+) -> None:
     if arranged is PAGE and case != "few":
         pytest.skip("differs from the wide one by its title alone")
     if case == "begun" and name == "timeline":

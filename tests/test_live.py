@@ -18,10 +18,12 @@ from rich.console import Console
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, status_file, write_record
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
-from tlt_hpc.look.live import command
+from tlt_hpc.look.live import watch_run
 from tlt_hpc.look.live.samples import DRAFTED, pieces_of, sample_text, show_samples
-from tlt_hpc.look.live.state import read_last_lines, read_state
-from tlt_hpc.look.live.view import duration, render
+from tlt_hpc.look.live.state import read_state
+from tlt_hpc.look.live.view import render
+from tlt_hpc.look.run_log import read_last_lines
+from tlt_hpc.look.words import duration
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
@@ -152,7 +154,7 @@ def test_once_tells_how_it_stands_by_its_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     what(run)
-    monkeypatch.setattr(command, "_ONCE_SECONDS", 0.3)
+    monkeypatch.setattr(watch_run, "_ONCE_SECONDS", 0.3)
     assert main(["watch", str(run.path), "--once"]) == status
     assert says in " ".join(capsys.readouterr().out.split())
 
@@ -165,13 +167,13 @@ def test_a_heartbeat_between_two_looks_is_life(run: RunFolder, monkeypatch: pyte
         reads.append(path)
         return read_state(path)
 
-    monkeypatch.setattr(command, "read_state", read)
+    monkeypatch.setattr(watch_run, "read_state", read)
     assert main(["watch", str(run.path), "--once"]) == 0
     assert len(reads) == 2, "the first sign of life is enough"
 
 
 def test_a_healthy_rank_is_looked_at_for_longer_than_it_may_be_silent() -> None:
-    assert command._ONCE_SECONDS > HEARTBEAT_SECONDS and command.DEAD_SECONDS > 2 * HEARTBEAT_SECONDS
+    assert watch_run._ONCE_SECONDS > HEARTBEAT_SECONDS and watch_run.DEAD_SECONDS > 2 * HEARTBEAT_SECONDS
 
 
 def test_of_a_replica_its_first_rank_alone_counts(run: RunFolder) -> None:

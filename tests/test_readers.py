@@ -23,7 +23,7 @@ from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.look.analysis.integrity import analyse_integrity
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
 from tlt_hpc.storage.rollout_log import write_step
 

@@ -17,12 +17,12 @@ from small_run import LAST_TOKENS, line_of, small_record, small_run
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import Rollout, SampleKey
-from tlt_hpc.look.figures.page import NAMES, as_element, variables
+from tlt_hpc.look.figures.inline_svg import NAMES, as_element, variables
 from tlt_hpc.look.report.advice import advise
-from tlt_hpc.look.report.command import gain_of
 from tlt_hpc.look.report.findings import find, typical_steps
 from tlt_hpc.look.report.gain import interval
 from tlt_hpc.look.report.verdict import answers, cards
+from tlt_hpc.look.report.write_report import gain_of
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
@@ -143,13 +143,13 @@ def test_a_machine_that_others_used_is_told(tmp_path: Path, run: RunFolder) -> N
     ]
     plain.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = words_of(run.path, plain.path)["What did speculation gain?"]
-    assert "Mind the machine" in words and "took 2.00 times as long there" in words
+    assert "not equally fast" in words and "took 2.00 times as long there" in words
     card = card_texts(run.path, plain.path)["Gained"][1]
     assert f"whole steps: {16.1 / 9.6:.2f}" in card, "at this run's own pace"
     assert "on a machine that others used" in card
     lines = [{**line, "timing_s/update_actor": 2.1} for line in lines]
     plain.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "Mind the machine" not in words_of(run.path, plain.path)["What did speculation gain?"]
+    assert "not equally fast" not in words_of(run.path, plain.path)["What did speculation gain?"]
     assert f"whole steps: {19.2 / 9.6:.2f}" in card_texts(run.path, plain.path)["Gained"][1]
 
 
@@ -194,7 +194,7 @@ def test_steps_of_other_numbers_of_ranks_are_not_compared(tmp_path: Path, run: R
 def test_the_last_steps_say_that_they_are_not_all(run: RunFolder) -> None:
     found = find(run.path, last=2)
     words = answers(found, *gain_of(found))[0].words
-    assert "the last 2 steps of 3 are looked at here" in words and "42 response tokens" in words
+    assert "the last 2 steps of 3 are shown here" in words and "42 response tokens" in words
 
 
 def test_logs_that_are_not_here_are_missed(run: RunFolder) -> None:
@@ -241,7 +241,10 @@ def test_slower_and_as_fast_are_said(tmp_path: Path, run: RunFolder) -> None:
     assert slower["Gained"][0] == "0.50\u00d7" and slower["Gained"][2] == "bad"
     words = words_of(run.path, tmp_path / "a")["What did speculation gain?"]
     assert "they are slower by a factor of 2.00" in words
-    assert "they are as fast" in words_of(run.path, make_plain(tmp_path / "b", 6.5).path)["What did speculation gain?"]
+    assert (
+        "they are equally fast"
+        in words_of(run.path, make_plain(tmp_path / "b", 6.5).path)["What did speculation gain?"]
+    )
 
 
 def test_other_tokens_are_no_equal_work(tmp_path: Path, run: RunFolder) -> None:
@@ -315,9 +318,13 @@ def test_trained_says_what_and_whether_it_has_ended(run: RunFolder) -> None:
 ADVICE: dict[str, tuple[dict[str, float], str, str]] = {
     "taught": ({"rollout/teaching_share": 0.25}, "25 % of the groups", "algorithm.max_refills"),
     "preempted": ({"rollout/preemptions": 9.0, "rollout/samples": 64.0}, "9 responses a step", "rollout.max_live"),
-    "mismatch": ({"training/rollout_probs_diff_mean": 0.05}, "0.050 from the trainer", "rollout_correction"),
-    "faults": ({"rollout/drafter_faults": 1.0}, "no numbers", "drafter.learning_rate"),
-    "not finite": ({"actor/grad_norm": float("nan")}, "grad_norm is no number from step 0", "checkpoint before step 0"),
+    "mismatch": ({"training/rollout_probs_diff_mean": 0.05}, "by 0.050 on average", "rollout_correction"),
+    "faults": ({"rollout/drafter_faults": 1.0}, "not finite", "drafter.learning_rate"),
+    "not finite": (
+        {"actor/grad_norm": float("nan")},
+        "grad_norm is not finite from step 0",
+        "checkpoint before step 0",
+    ),
 }
 
 

@@ -31,7 +31,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import load_config
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, figures_of
 from tlt_hpc.evaluate.tally import Results
-from tlt_hpc.look.metrics import StepSummary
+from tlt_hpc.look.metrics import StepMetrics
 from tlt_hpc.plan.preflight import command
 from tlt_hpc.plan.preflight.verdict import Finding, ok
 from tlt_hpc.storage.folder import RunFolder
@@ -382,13 +382,13 @@ def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path, words: lis
 # -- the live table -------------------------------------------------------------------------------------------------
 
 
-def summary_of(step: int) -> StepSummary:
+def summary_of(step: int) -> StepMetrics:
     names = (
         "critic/score/mean", "response_length/mean", "response_length/max", "rollout/seconds", "timing_s/step",
         "drafter/spec_decode/mean_acceptance_length", "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds",
         "drafter/version", "rollout/refills",
     )  # fmt: skip
-    return StepSummary(step, dict.fromkeys(names, 0.0))
+    return StepMetrics(step, dict.fromkeys(names, 0.0))
 
 
 def test_a_comparison_keeps_the_rows_of_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:

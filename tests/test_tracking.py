@@ -20,9 +20,9 @@ from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.config import Config, UserError, load_config
-from tlt_hpc.look.tracking import follow as follow_module
-from tlt_hpc.look.tracking import trackers
-from tlt_hpc.look.tracking.follow import Tracking
+from tlt_hpc.look import trackers
+from tlt_hpc.look import tracking as tracking_module
+from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi import ending
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
@@ -168,7 +168,7 @@ def test_what_nobody_asked_for_is_not_imported(tmp_path):
     commit(folder, 0)
     code = (
         "import sys; from pathlib import Path; from tlt_hpc.config import load_config\n"
-        "from tlt_hpc.storage.folder import RunFolder; from tlt_hpc.look.tracking.follow import Tracking\n"
+        "from tlt_hpc.storage.folder import RunFolder; from tlt_hpc.look.tracking import Tracking\n"
         f"Tracking(load_config({str(TINY)!r}), RunFolder(Path({str(folder.path)!r}))).follow(1)\n"
         "print({'tensorboard', 'wandb'} & {name.split('.')[0] for name in sys.modules})"
     )
@@ -217,7 +217,7 @@ def library(monkeypatch) -> FakeWandb:
     """Stands in for wandb."""
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(follow_module, "check_installed", lambda section: None)
+    monkeypatch.setattr(tracking_module, "check_installed", lambda section: None)
     return fake
 
 
@@ -475,7 +475,7 @@ def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
     code = (
         "from pathlib import Path; from tlt_hpc.config import load_config\n"
         "from tlt_hpc.storage.folder import RunFolder\n"
-        "from tlt_hpc.look.tracking.follow import Tracking; from tlt_hpc.look.tracking.trackers import start_early\n"
+        "from tlt_hpc.look.tracking import Tracking; from tlt_hpc.look.trackers import start_early\n"
         f"config = load_config({str(TINY)!r}, ['tracking.wandb=offline']); start_early(config.tracking)\n"
         f"tracking = Tracking(config, RunFolder(Path({str(folder.path)!r})))\n"
         "tracking.follow(2); tracking.close()"

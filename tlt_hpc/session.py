@@ -35,7 +35,7 @@ from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy.meter import Counters, Meter, told_kinds
-from tlt_hpc.look.facts import Gpu, Place, find_environment
+from tlt_hpc.look.environment import RankGpu, RankPlace, find_environment
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
@@ -197,9 +197,9 @@ def look_around(world: World, device: torch.device) -> tuple[Meter, Environment 
     gpu = None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        gpu = Gpu(properties.name, f"GPU-{properties.uuid}")
+        gpu = RankGpu(properties.name, f"GPU-{properties.uuid}")
     counters = Counters(world.hostname, gpu.uuid if gpu else "", world.local_rank == 0)
-    ranks = world.allgather((Place.here(world.hostname, gpu), counters.reach))
+    ranks = world.allgather((RankPlace.here(world.hostname, gpu), counters.reach))
     reaches = [reach for _, reach in ranks]
     meter = Meter(counters, reaches, world.rank)
     if world.rank:

@@ -20,9 +20,9 @@ from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
-from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
+from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepMetrics, summarise
 from tlt_hpc.look.timing import PhaseTimer
-from tlt_hpc.look.tracking.follow import Tracking
+from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
@@ -64,7 +64,7 @@ class Reporter(Protocol):
 
     def phase(self, step: int, name: str) -> None: ...
 
-    def stepped(self, summary: StepSummary) -> None: ...
+    def stepped(self, summary: StepMetrics) -> None: ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -265,7 +265,7 @@ def together(world: World, write: Callable[[], None]) -> None:
         raise UserError(error)
 
 
-def warn_of_mismatch(job: Job, summary: StepSummary) -> None:
+def warn_of_mismatch(job: Job, summary: StepMetrics) -> None:
     """Say why rollout and trainer disagree, where they do: at the first such step, and every tenth after it."""
 
     def first() -> Mismatch | None:

@@ -22,10 +22,8 @@ from tlt_hpc.common.script import ending
 # isort: split
 import numpy as np
 
-from tlt_hpc.look.energy import rapl
-from tlt_hpc.look.energy.counter import Counter, NoCounterError
-from tlt_hpc.look.energy.nvml import Nvml
-from tlt_hpc.look.energy.rapl import Rapl
+from tlt_hpc.look.energy import counters as energy_counters
+from tlt_hpc.look.energy.counters import Counter, NoCounterError, Nvml, Rapl
 
 _TIMES, _READINGS = 20, 1000
 _MADE = {"intel-rapl:0": "package-0", "intel-rapl:0:0": "dram", "intel-rapl:1": "package-1"}
@@ -41,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except NoCounterError as error:
         print(f"processors: {error}")
         with tempfile.TemporaryDirectory() as folder:
-            rapl.POWERCAP = make_files(Path(folder))
+            energy_counters.POWERCAP = make_files(Path(folder))
             show("processors, of files made for it", Rapl())
     if options.gpu:
         try:

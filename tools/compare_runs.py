@@ -1,8 +1,8 @@
-"""Several runs side by side: the same tokens or not, reward, lengths, seconds, accept length, waiting and harvest.
+"""Compares runs: equal tokens, reward, lengths, seconds, accept length, idle and harvested time.
 
     python tools/compare_runs.py runs/plain runs/full --theme both
 
-Figures go to the first run's folder where no other is given. Knows no torch and no MPI.
+Figures go to the first run's folder unless --out is given. Needs neither torch nor MPI.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tlt_hpc.common.script import ending
 # isort: split
 from look import make_parser, open_run, show
 
-from tlt_hpc.look.analysis.comparison import MOST_TOKENS, analyse_comparison
+from tlt_hpc.look.analysis.comparison import MAX_TOKENS, analyse_comparison
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the verdict and write the figure."""
-    parser = make_parser("Hold several runs side by side.", several=True)
+    parser = make_parser("Compare several runs.", several=True)
     parser.add_argument(
         "--tokens",
         type=int,
-        default=MOST_TOKENS,
-        help=f"response tokens of a run to hold against the others' (default {MOST_TOKENS:,})",
+        default=MAX_TOKENS,
+        help=f"response tokens of a run to compare (default {MAX_TOKENS:,})",
     )
     options = parser.parse_args(arguments)
     found = analyse_comparison([open_run(path, options.last) for path in options.run], options.tokens)

@@ -5,7 +5,7 @@
 
 Tables: ``steps`` (the lines of metrics.jsonl), ``responses``, ``micro_steps``, ``phases`` and ``rounds``, each with the
 step and the rank; times are seconds since the epoch. Tokens are left out. Open the trace at https://ui.perfetto.dev:
-a process a rank, arrows from phase to phase. Knows no torch and no MPI.
+a process a rank, arrows from phase to phase. Needs neither torch nor MPI.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import numpy as np
 from look import open_run
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.trace import trace_events
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.log_columns import Columns
 
 _KEY = ("seed", "stream", "draw", "sample")
@@ -71,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def steps_of(run: RunLog, text: str | None) -> list[int]:
-    """The steps that were asked for.
+    """The steps of a range such as ``4:8``; all steps by default.
 
     Raises:
-        UserError: it is no such range, or there is none of them.
+        UserError: the range is invalid or empty.
     """
     there = sorted({*run.steps, *run.lines})
     if text is None:
@@ -94,13 +94,13 @@ Part = dict[str, Any]
 
 
 def line_parts(run: RunLog, steps: list[int]) -> Iterator[Part]:
-    """The lines, with all names that any of them has."""
+    """The lines of metrics.jsonl, with every name that any of them has."""
     lines = [run.lines[step] for step in steps if step in run.lines]
     yield {name: [line.get(name) for line in lines] for name in dict.fromkeys(name for line in lines for name in line)}
 
 
 def table_parts(run: RunLog, table: str, steps: list[int]) -> Iterator[Part]:
-    """A part a file."""
+    """One part for each file."""
     names = TABLES[table]
     more = ("strategy/names",) if table == "rounds" else ()
     for step, ranks in run.columns((*names, *more), steps=[step for step in steps if step in run.steps]):
@@ -111,7 +111,7 @@ def table_parts(run: RunLog, table: str, steps: list[int]) -> Iterator[Part]:
 
 
 def _named(table: str, rank: Columns, part: Part) -> Part:
-    """What is stored as ends or as indices, as lengths and names."""
+    """Replace stored ends and indices by lengths and names."""
     if table == "responses":
         for which in ("prompt", "response"):
             part[f"{which}_length"] = np.diff(part.pop(f"{which}_ends"), prepend=0)
@@ -124,7 +124,7 @@ def _named(table: str, rank: Columns, part: Part) -> Part:
 
 
 def put_trace(path: Path, events: Iterable[dict[str, Any]]) -> None:
-    """Write Chrome's trace format event by event: a few steps of many ranks have millions."""
+    """Write Chrome's trace format event by event, since a few steps of many ranks have millions."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for number, event in enumerate(events):
@@ -149,7 +149,7 @@ def put_csv(path: Path, parts: Iterator[Part]) -> int:
 
 
 def parquet_writer() -> Any:
-    """As ``put_csv``, for parquet.
+    """Return a function like ``put_csv`` for parquet.
 
     Raises:
         UserError: pyarrow is not installed.

@@ -91,9 +91,9 @@ COMMANDS: dict[str, Callable[[Case, Path], int]] = {
     command.__name__: command for command in (train, watch, report, evaluate, inspect, check)
 }
 _MODULES = (
-    "inspect_run", "tlt_hpc.cli.main", "tlt_hpc.look.live.command", "tlt_hpc.look.report.command",
+    "inspect_run", "tlt_hpc.cli.main", "tlt_hpc.look.live.watch_run", "tlt_hpc.look.report.write_report",
     "tlt_hpc.look.figures.style", "tlt_hpc.evaluate.command", "tlt_hpc.plan.memory.command", "tlt_hpc.plan.inputs",
-    "tlt_hpc.look.tracking.trackers", "tlt_hpc.models.drafter_file", "tlt_hpc.look.analysis.integrity",
+    "tlt_hpc.look.trackers", "tlt_hpc.models.drafter_file", "tlt_hpc.look.analysis.integrity",
     "tlt_hpc.storage.feature_file",
 )  # fmt: skip
 """Imported once, before the first child."""

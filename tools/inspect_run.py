@@ -1,13 +1,13 @@
-"""Prints what lies in a run's HDF5 files: steps, ranks, lengths, rewards, idle and harvested rank-seconds, the proof
-that drafter updates ran while another rank still decoded, and whether the files are whole. Knows no torch and no MPI.
+"""Prints the content of a run's HDF5 files: steps, ranks, lengths, rewards, idle and harvested rank-seconds, proof that
+drafter updates ran while another rank was decoding, and whether the files are intact. Needs neither torch nor MPI.
 
     python tools/inspect_run.py runs/tiny --last 10
     python tools/inspect_run.py runs/tiny --check     # reads every file whole, with its checksums
     python tools/inspect_run.py runs/tiny --repair    # takes a torn last line off metrics.jsonl, nothing else
 
-Status 1: --check or --repair found what is not sound.
+Exit status 1: --check or --repair found a fault.
 
-Times of different ranks are compared as their nodes' clocks gave them.
+Times of different ranks are compared as their nodes' clocks show them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEADER = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report; exit status 2 and one line on a folder that holds no run."""
+    """Print the report; exit status 2 and one line if the folder holds no run."""
     parser = argparse.ArgumentParser(description="Print what a run's HDF5 files hold.")
     parser.add_argument("folder", type=Path, help="the run's folder, e.g. runs/tiny")
     parser.add_argument("--last", type=int, default=10, help="number of last steps to show (default 10, 0 for all)")
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def look(options: argparse.Namespace) -> int:
-    """Print what was asked for; 1 where something is not sound.
+    """Print what was requested; returns 1 if there is a fault.
 
     Raises:
         UserError, OSError: there is no run, or its folder cannot be read.
@@ -78,7 +78,7 @@ def look(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Look at every file, after a repair where that is asked for; 1 where something is not sound."""
+    """Check every file, after a repair if requested; returns 1 if there is a fault."""
     if options.repair:
         repair(open_run(options.folder), print)
     found = analyse_integrity(open_run(options.folder), read_whole=options.check)
@@ -94,7 +94,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def micro_step_seconds(folder: RunFolder) -> float | None:
-    """The time budget of a micro-step, as the run was configured; None where that cannot be read."""
+    """The configured time budget of a micro-step; None if it cannot be read."""
     try:
         return float(read_toml(folder.config)["drafter"]["micro_step_seconds"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -102,7 +102,7 @@ def micro_step_seconds(folder: RunFolder) -> float | None:
 
 
 def print_tails(ranks: list[StepSummary], budget: float | None) -> None:
-    """How soon ranks left the loop once they knew of the release, and what else their waiting was used for."""
+    """How quickly ranks left the loop after the release, and what else idle time was used for."""
     late = np.array([rank.metrics["rollout/late_seconds"] for rank in ranks if "rollout/late_seconds" in rank.metrics])
     if len(late) == 0:
         return
@@ -123,7 +123,7 @@ def print_tails(ranks: list[StepSummary], budget: float | None) -> None:
 
 
 def read_ranks(folder: RunFolder, step: int) -> list[StepSummary]:
-    """A step's files by rank; a damaged one is named and left out."""
+    """Summaries of a step by rank; a damaged file is reported and left out."""
     summaries = []
     for path in folder.rollout_logs(step):
         try:
@@ -165,7 +165,7 @@ def step_line(step: int, ranks: list[StepSummary]) -> str:
 
 
 def proof_lines(step: int, ranks: list[StepSummary]) -> list[str]:
-    """How many updates had ended while another rank decoded, and the last of them with both timestamps."""
+    """How many updates ended while another rank was decoding, and the last of them with both timestamps."""
     pairs = [
         (micro_step, trainer, decoder)
         for trainer in ranks
@@ -185,7 +185,7 @@ def proof_lines(step: int, ranks: list[StepSummary]) -> list[str]:
 
 
 def print_caches(folder: RunFolder) -> None:
-    """One line per step of the feature cache, and what was left half-written."""
+    """One line for each step of the feature cache, and the unfinished files."""
     for step in folder.cache_steps():
         num_documents = num_tokens = num_bytes = num_files = 0
         for path in folder.feature_caches(step):
@@ -208,7 +208,7 @@ def print_caches(folder: RunFolder) -> None:
 def _last_decoder(
     ranks: list[StepSummary], trainer: StepSummary, micro_step: MicroStepRecord
 ) -> tuple[int, RolloutTiming] | None:
-    """The rank that decoded longest beyond a micro-step, and in which of the step's rollouts."""
+    """The rank that decoded longest after a micro-step, and its times in that rollout."""
     decoding = [
         (rank.rank, timing)
         for rank in ranks

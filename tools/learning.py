@@ -2,7 +2,7 @@
 
     python tools/learning.py runs/tiny --theme both
 
-Knows no torch and no MPI: it runs on a login node, or on a laptop over a copy of the run's folder.
+Needs neither torch nor MPI: it runs on a login node, or on a laptop with a copy of the run's folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tools that look at runs share: their command line, where they write, what they print. Knows no figure."""
+"""Shared by the tools that show runs: command line, output files and printed text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if str(ROOT) not in sys.path[:1]:
     sys.path.insert(0, str(ROOT))
 
 from tlt_hpc.common.errors import UserError  # noqa: E402
-from tlt_hpc.look.analysis.result import Analysis  # noqa: E402
-from tlt_hpc.look.analysis.run_log import RunLog  # noqa: E402
+from tlt_hpc.look.analysis.base import Analysis  # noqa: E402
+from tlt_hpc.look.run_log import RunLog  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ Found = TypeVar("Found", bound=Analysis)
 
 
 def make_parser(describe: str, several: bool = False) -> argparse.ArgumentParser:
-    """Options that all of them have."""
+    """A parser with the options that all these tools have."""
     parser = argparse.ArgumentParser(description=describe)
     what = "the runs' folders, two or more" if several else "the run's folder, e.g. runs/tiny, or a copy of it"
     parser.add_argument("run", metavar="RUN", type=Path, nargs="+" if several else None, help=what)
@@ -36,10 +36,10 @@ def make_parser(describe: str, several: bool = False) -> argparse.ArgumentParser
 
 
 def open_run(path: Path, last: int | None = None) -> RunLog:
-    """A run to look at, its last steps alone where ``last`` says how many.
+    """Open a run, or its ``last`` steps.
 
     Raises:
-        UserError: there is none, or none of it is asked for.
+        UserError: there is no run, or ``last`` is less than 1.
     """
     if last is not None and last < 1:
         raise UserError(f"--last {last}: give 1 or more")
@@ -47,7 +47,7 @@ def open_run(path: Path, last: int | None = None) -> RunLog:
 
 
 def show(options: argparse.Namespace, name: str, found: Found, draw: Callable[[Found], Figure]) -> None:
-    """Print the verdict, draw, and say what was written."""
+    """Print the verdict, draw the figure, and print what was written."""
     first: Path = options.run[0] if isinstance(options.run, list) else options.run
     to_standard_output = options.json == "-"
     say = print_to_errors if to_standard_output else print
@@ -66,7 +66,7 @@ def show(options: argparse.Namespace, name: str, found: Found, draw: Callable[[F
 
 
 def write_json(tree: dict[str, Any], place: str) -> None:
-    """To a file, or for ``-`` to standard output."""
+    """Write JSON to a file, or to standard output for ``-``."""
     text = json.dumps(tree, indent=1, allow_nan=False) + "\n"
     if place == "-":
         sys.stdout.write(text)
@@ -75,7 +75,7 @@ def write_json(tree: dict[str, Any], place: str) -> None:
 
 
 def print_to_errors(text: str) -> None:
-    """Where standard output is for the figures alone."""
+    """Print to standard error: standard output is for JSON."""
     print(text, file=sys.stderr)
 
 

@@ -16,7 +16,7 @@ from tlt_hpc.cluster.local import TERMINAL_VARIABLE
 from tlt_hpc.common.console import TextConsole, make_bar, start_escaped
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config
-from tlt_hpc.look.metrics import StepSummary
+from tlt_hpc.look.metrics import StepMetrics
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.storage.drafter_facts import CurvePoint
 from tlt_hpc.storage.folder import RunFolder
@@ -40,7 +40,7 @@ def make_console() -> Console:
     return TextConsole(force_terminal=True, width=int(width)) if width else TextConsole(width=120, force_terminal=False)
 
 
-def step_cells(summary: StepSummary) -> tuple[str, ...]:
+def step_cells(summary: StepMetrics) -> tuple[str, ...]:
     """The figures of a step, in the order of the table's columns."""
     return (
         f"{summary.step + 1}",
@@ -91,7 +91,7 @@ class SilentReporter:
 
     def phase(self, step: int, name: str) -> None: ...
 
-    def stepped(self, summary: StepSummary) -> None: ...
+    def stepped(self, summary: StepMetrics) -> None: ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -117,7 +117,7 @@ class LineReporter:
 
     def phase(self, step: int, name: str) -> None: ...
 
-    def stepped(self, summary: StepSummary) -> None:
+    def stepped(self, summary: StepMetrics) -> None:
         self._console.print("".join(f"{cell:>12}" for cell in step_cells(summary)))
         if refilled := refill_line(summary):
             self._console.print(refilled)
@@ -126,7 +126,7 @@ class LineReporter:
         self._console.print(evaluation_line(step, metrics), soft_wrap=True)
 
 
-def refill_line(summary: StepSummary) -> str:
+def refill_line(summary: StepMetrics) -> str:
     """What dynamic sampling did in a step; empty where there was no refill."""
     if not summary["rollout/refills"]:
         return ""
@@ -197,7 +197,7 @@ class LiveReporter:
     def phase(self, step: int, name: str) -> None:
         self._show(name)
 
-    def stepped(self, summary: StepSummary) -> None:
+    def stepped(self, summary: StepMetrics) -> None:
         if self._is_left():
             self._rows = [step_cells(summary)]
             self._bar.console.print(self._table())

@@ -41,8 +41,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
 from tlt_hpc.evaluate import options as evaluate_options
 from tlt_hpc.export import options as export_options
-from tlt_hpc.look.live import options as live_options
-from tlt_hpc.look.report import options as report_options
+from tlt_hpc.look.arguments import add_report_arguments, add_watch_arguments
 from tlt_hpc.plan.memory import options as memory_plan_options
 from tlt_hpc.plan.preflight import options as preflight_options
 from tlt_hpc.plan.simulate import options as simulate_options
@@ -53,7 +52,7 @@ from tlt_hpc.studies.ablate import options as ablate_options
 from tlt_hpc.studies.bench import options as bench_options
 
 if TYPE_CHECKING:
-    from tlt_hpc.look.tracking.follow import Tracking
+    from tlt_hpc.look.tracking import Tracking
     from tlt_hpc.mpi.world import World
 
 USER_ERROR = 2
@@ -450,10 +449,10 @@ def make_parser() -> argparse.ArgumentParser:
     preflight_options.add_preflight_options(
         commands.add_parser("preflight", help="find before a job what would end it; status 1: something would")
     )
-    live_options.add_watch_options(
+    add_watch_arguments(
         commands.add_parser("watch", help="follow a run by its files alone; status 1: it stands still or is dead")
     )
-    report_options.add_report_options(
+    add_report_arguments(
         commands.add_parser("report", help="one page of HTML: what a run learned, where its time went, what it gained")
     )
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
@@ -521,14 +520,14 @@ def run_preflight(options: argparse.Namespace) -> int:
 
 def run_watch(options: argparse.Namespace) -> int:
     """``tlt watch``."""
-    from tlt_hpc.look.live.command import run
+    from tlt_hpc.look.live.watch_run import run
 
     return run(options)
 
 
 def run_report(options: argparse.Namespace) -> int:
     """``tlt report``."""
-    from tlt_hpc.look.report.command import run
+    from tlt_hpc.look.report.write_report import run
 
     return run(options)
 
@@ -597,7 +596,7 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
 
 def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt train`` on this rank."""
-    from tlt_hpc.look.tracking.trackers import start_early
+    from tlt_hpc.look.trackers import start_early
 
     start_rewards(config)
     if not launched_rank(os.environ):

@@ -1,1 +1,1 @@
-"""What a run measures, and everything that reads and shows it."""
+"""Reads and shows runs: metrics, environment, energy, trackers, analyses, figures, ``tlt report`` and ``tlt watch``."""

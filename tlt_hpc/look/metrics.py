@@ -1,4 +1,4 @@
-"""One step's figures over all ranks, under the field's metric names. Knows records, not how they came about."""
+"""Metrics of one step over all ranks, under the names that are usual in the field."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ SCORE, TOKENS, TRAINED_TOKENS = "critic/score/mean", "perf/total_num_tokens", "a
 PROBS_DIFF = "training/rollout_probs_diff_mean"
 K3 = "training/rollout_k3"
 KEPT_TOKENS = "rollout/kept_tokens"
-"""Tokens of responses that an earlier start has generated and kept: none of this one's seconds are theirs."""
+"""Tokens that an earlier start generated: none of this start's seconds belong to them."""
 LATE = "rollout/late_seconds"
-"""From a rank's knowing of the release to its leaving the loop."""
+"""Time from a rank's learning of the release to its leaving the loop."""
 MERGE_EXPOSED = "drafter/merge_exposed_seconds"
 DUE = "drafter/due"
 """1 where the step was to train the drafter."""
-_LONGEST = {LATE, MERGE_EXPOSED, DUE}
-"""Figures of which the largest of any rank counts; the others are summed."""
+_MAXIMA = {LATE, MERGE_EXPOSED, DUE}
+"""Metrics that are the maximum over the ranks; the others are sums."""
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """The part of a step record that the figures over all ranks need."""
+    """The part of a rank's step record that the metrics need."""
 
     lengths: np.ndarray
     rewards: np.ndarray
     num_cut: int
     num_row_passes: int
     timings: tuple[RolloutTiming, ...]
-    """Of the step's own rollout, and of each refill."""
+    """Times of the step's rollout and of each refill."""
     harvested_seconds: float
     num_micro_steps: int
     drafter_loss: float
     num_guarded: int
     strategy_tokens: dict[str, int]
     own: dict[str, float]
-    """The rank's other figures, which are summed over the ranks but for a few."""
+    """Other metrics of the rank."""
 
 
 @dataclass(frozen=True)
-class StepSummary:
-    """The figures of one step, the same on every rank but for the seconds of phases."""
+class StepMetrics:
+    """Metrics of one step; equal on all ranks except for the seconds of phases."""
 
     step: int
     metrics: dict[str, float]
@@ -61,10 +61,10 @@ class StepSummary:
 
 def summarise(
     world: World, record: StepRecord, update: Update, merge: MergeReport | None, seconds: Mapping[str, float]
-) -> StepSummary:
-    """Gather all ranks' records of a step into one set of figures; collective.
+) -> StepMetrics:
+    """Combine all ranks' records of a step; collective.
 
-    Seconds of phases are this rank's own; idle and harvested rank-seconds are sums over the ranks.
+    Seconds of phases are this rank's; idle and harvested rank-seconds are sums over the ranks.
     """
     ranks = world.allgather(summarise_rank(record))
     lengths = np.concatenate([rank.lengths for rank in ranks])
@@ -106,18 +106,18 @@ def summarise(
     }
     for name in ranks[0].own:
         values = [rank.own[name] for rank in ranks]
-        figure = max(values) if name in _LONGEST else sum(values)
+        figure = max(values) if name in _MAXIMA else sum(values)
         if not (name.startswith(ENERGY) and np.isnan(figure)):  # a counter was lost: the rest is not the whole
             metrics[name] = figure
     if merge:
         metrics |= _own_drafts(DraftCounts.from_metrics(metrics))
     for name in ranks[0].strategy_tokens:
         metrics[f"rollout/strategy_share/{name}"] = sum(r.strategy_tokens[name] for r in ranks) / max(generated, 1)
-    return StepSummary(record.step, metrics)
+    return StepMetrics(record.step, metrics)
 
 
 def _own_drafts(counts: DraftCounts) -> dict[str, float]:
-    """How good the learned drafter's own drafts were, from counts over all ranks."""
+    """Quality of the learned drafter's own drafts, from counts over all ranks."""
     return {
         "drafter/own_accept_length": counts.accept_length,
         "drafter/own_first_draft_share": counts.first_draft_share,
@@ -126,7 +126,7 @@ def _own_drafts(counts: DraftCounts) -> dict[str, float]:
 
 
 def summarise_rank(record: StepRecord) -> RankSummary:
-    """This rank's part."""
+    """Summarise this rank's record."""
     return RankSummary(
         lengths=np.array([len(rollout.response_tokens) for rollout in record.rollouts]),
         rewards=record.rewards,
@@ -148,7 +148,7 @@ def _released(times: Sequence[RolloutTiming]) -> float:
 
 
 def mean_of(values: np.ndarray) -> float:
-    """Mean, summed in float64: whichever rank had which value makes no difference that counts."""
+    """Mean in float64, so that the result does not depend on which rank had which value."""
     return float(values.astype(np.float64).mean())
 
 

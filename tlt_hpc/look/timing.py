@@ -1,4 +1,4 @@
-"""Wall-clock seconds by phase of a step, and which of them the watch is told of. Knows nothing of what they do."""
+"""Measures the phases of a step, and reports them to the watch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WATCHED = {
     "update_actor": Phase.UPDATE,
     "refresh": Phase.REFRESH,
 }
-"""Phase of a step, as metrics name it -> the watch's."""
+"""Name of a phase in the metrics -> phase of the watch."""
 
 
 class PhaseTimer:
@@ -37,7 +37,7 @@ class PhaseTimer:
 
     @contextmanager
     def between_steps(self, phase: str) -> Iterator[None]:
-        """Note when a block was that is no part of a step's seconds, such as a save."""
+        """Record a block that is not part of a step's seconds, such as a save."""
         start = time.time()
         try:
             yield
@@ -45,11 +45,11 @@ class PhaseTimer:
             self._spans.append((phase, start, time.time()))
 
     def take_spans(self) -> list[tuple[str, float, float]]:
-        """Name, start and end, since the epoch, of all blocks since the last call, in the order of their ends."""
+        """Name, start and end (seconds since the epoch) of all blocks since the last call, ordered by end."""
         taken, self._spans = self._spans, []
         return taken
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, with their sum under ``step``; starts new ones."""
+        """Seconds by phase since the last call, and their sum as ``step``; resets them."""
         taken, self._seconds = self._seconds, {}
         return {**taken, "step": sum(taken.values())}

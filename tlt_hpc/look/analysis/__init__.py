@@ -1,1 +1,1 @@
-"""What a run's files say about it, as arrays and a verdict in words. Knows numpy: no torch, no MPI, no pictures."""
+"""Analyses of a run's files; each gives data and a verdict in words."""

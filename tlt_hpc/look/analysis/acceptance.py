@@ -1,4 +1,4 @@
-"""How many tokens a target pass gives a sequence: by step, by live sequences, by strategy; and which strategies ran."""
+"""Accept length (tokens per target pass and sequence) by step, by live sequences and by strategy; strategies used."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.kinds import OFF
-from tlt_hpc.look.analysis.result import Analysis, listed, share, span_of
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.survey import StepLogs, Survey, take
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed, share, span_of
 from tlt_hpc.storage.log_columns import Columns
 
 _SPANS = ("spans/strategy_index", "spans/num_live", "spans/num_tokens", "spans/seconds")
@@ -23,13 +24,13 @@ _NUM_BUCKETS = 24
 
 
 @dataclass(frozen=True)
-class Acceptance(Analysis):
+class AcceptLengths(Analysis):
     """``steps`` [S], ``strategies`` [G], buckets of live sequences [B]: 1, 2, 3-4, 5-8, ... up to ``bucket_tops``.
 
     ``accept_length`` [S]: tokens per target pass and sequence, of all responses. ``own_accept_length`` and
-    ``drafter_version`` [S]: of the learned drafter alone, and its updates so far, from metrics.jsonl; NaN where it does
-    not tell, or the drafter was not asked. ``step_tokens`` and ``step_rounds`` [S, G]. ``rounds``, ``tokens``,
-    ``row_passes`` and ``seconds`` [G, B]: of rounds, over all steps; empty sums where the files tell of no rounds.
+    ``drafter_version`` [S]: the same for the learned drafter alone, and its updates so far, from metrics.jsonl; NaN
+    where they are missing or the drafter was not used. ``step_tokens`` and ``step_rounds`` [S, G]. ``rounds``,
+    ``tokens``, ``row_passes`` and ``seconds`` [G, B]: sums over all steps; zero if the logs have no rounds.
     """
 
     steps: NDArray[np.int64]
@@ -47,22 +48,26 @@ class Acceptance(Analysis):
     seconds: NDArray[np.float64]
 
     @property
+    def verdict(self) -> str:
+        return _verdict(self)
+
+    @property
     def has_data(self) -> bool:
         return len(self.steps) > 0
 
     @property
     def by_bucket(self) -> NDArray[np.float64]:
-        """Accept length [G, B]; NaN where no such round ran."""
+        """Accept length, [G, B]; NaN where no such round ran."""
         return _ratio(self.tokens, self.row_passes)
 
     @property
     def by_strategy(self) -> NDArray[np.float64]:
-        """Accept length of each strategy's rounds, [G]."""
+        """Accept length by strategy, [G]."""
         return _ratio(self.tokens.sum(1), self.row_passes.sum(1))
 
     @property
     def by_step(self) -> NDArray[np.float64]:
-        """Accept length of each strategy's rounds in each step, [S, G]."""
+        """Accept length by step and strategy, [S, G]."""
         return _ratio(self.step_tokens, self.step_row_passes)
 
     def bucket_names(self) -> list[str]:
@@ -73,27 +78,27 @@ class Acceptance(Analysis):
 
 @dataclass(frozen=True)
 class _Row:
-    """What is kept of a step."""
+    """One step."""
 
     by_name: dict[str, NDArray[np.int64]]
-    """By strategy, in the order in which they came: rounds, tokens, row passes, [3]."""
+    """By strategy, in order of first use: rounds, tokens, row passes, [3]."""
     cells: dict[str, NDArray[np.float64]]
     """By strategy: rounds, tokens, row passes and seconds, [4, buckets]."""
     accept_length: float
 
 
-def analyse_acceptance(run: RunLog) -> Acceptance:
-    """Of all steps that have a readable log."""
+def analyse_acceptance(run: RunLog) -> AcceptLengths:
+    """Analyse all steps with a readable log."""
     return take(run, ACCEPTANCE)
 
 
 def _row(logs: StepLogs) -> _Row:
     by_name, cells = dict[str, NDArray[np.int64]](), dict[str, NDArray[np.float64]]()
-    for rank, speaks in zip(logs.ranks, logs.speaks, strict=True):
+    for rank, is_first in zip(logs.ranks, logs.is_first_of_replica, strict=True):
         names = rank.texts("strategy/names")
         sums = np.zeros((len(names), 3), np.int64)
         sums[:, 0], sums[:, 1] = rank["strategy/rounds"], rank["strategy/tokens"]
-        if len(rank[_SPANS[0]]) and speaks:
+        if len(rank[_SPANS[0]]) and is_first:
             tables = _tables(rank, len(names))
             sums[:, 2] = tables[:, 2].sum(1)
             _add(cells, names, tables)
@@ -109,7 +114,7 @@ def _add(sums: dict[str, NDArray[Any]], names: Iterable[str], values: Iterable[N
 
 
 def _tables(rank: Columns, num_strategies: int) -> NDArray[np.float64]:
-    """Of a rank's rounds [G, 4, buckets]: their number, tokens, row passes and seconds."""
+    """Number, tokens, row passes and seconds of a rank's rounds, [G, 4, buckets]."""
     index, live, tokens, taken = (rank[name] for name in _SPANS)
     rounds = index >= 0
     buckets = np.ceil(np.log2(np.maximum(live[rounds], 1))).astype(np.int64)
@@ -119,7 +124,7 @@ def _tables(rank: Columns, num_strategies: int) -> NDArray[np.float64]:
     return np.stack([np.bincount(cell, w, size).reshape(-1, _NUM_BUCKETS) for w in weights], 1)
 
 
-def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Acceptance:
+def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
     names = tuple(dict.fromkeys(name for row in rows for name in row.by_name))
     none = np.zeros(3, np.int64)
     by_step = np.array([[row.by_name.get(name, none) for name in names] for row in rows], np.int64)
@@ -130,9 +135,8 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Acceptance:
     table = np.array([cells[name] for name in names]).reshape(-1, 4, _NUM_BUCKETS)
     used = np.flatnonzero(table[:, 0].sum(0))
     table = table[:, :, : used[-1] + 1 if len(used) else 0]
-    found = Acceptance(
+    return AcceptLengths(
         run=run.name,
-        verdict="",
         problems=run.problems,
         steps=np.array(steps, np.int64),
         accept_length=np.array([row.accept_length for row in rows], np.float64),
@@ -148,7 +152,6 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Acceptance:
         row_passes=table[:, 2].astype(np.int64),
         seconds=table[:, 3],
     )
-    return Acceptance(**{**vars(found), "verdict": _verdict(found)})
 
 
 ACCEPTANCE = Survey(COLUMNS, (), _row, _found)
@@ -158,7 +161,7 @@ def _ratio(above: NDArray[np.int64], below: NDArray[np.int64]) -> NDArray[np.flo
     return np.where(below > 0, above / np.maximum(below, 1), np.nan)
 
 
-def _verdict(found: Acceptance) -> str:
+def _verdict(found: AcceptLengths) -> str:
     if len(found.steps) == 0:
         return "No step is in the rollout log yet."
     tokens = found.step_tokens.sum(0)
@@ -177,8 +180,8 @@ def _verdict(found: Acceptance) -> str:
     return " ".join(filter(None, parts))
 
 
-def _extremes(found: Acceptance) -> str:
-    """The accept length with few live sequences and with many."""
+def _extremes(found: AcceptLengths) -> str:
+    """Compares the accept length with few and with many live sequences."""
     with_draft = [i for i, name in enumerate(found.strategies) if name != OFF]
     passes = found.row_passes[with_draft].sum(0)
     used = np.flatnonzero(passes)
@@ -192,8 +195,8 @@ def _extremes(found: Acceptance) -> str:
     return f"Speculative rounds gave {ratio[few]:.2f} with {names[few]} live and {ratio[many]:.2f} with {names[many]}."
 
 
-def _own(found: Acceptance) -> str:
-    """How the learned drafter came along, by its own drafts."""
+def _own(found: AcceptLengths) -> str:
+    """How the accept length of the learned drafter's own drafts changed."""
     told = np.flatnonzero(np.isfinite(found.own_accept_length))
     if len(told) < 2:
         return ""
@@ -205,7 +208,7 @@ def _own(found: Acceptance) -> str:
     return f"The drafter's own drafts (chain of 4) went from {first:.2f} to {last:.2f}{after}."
 
 
-def _most_used(found: Acceptance) -> str:
+def _most_used(found: AcceptLengths) -> str:
     tokens = found.step_tokens.sum(0)
     if tokens.sum() == 0:
         return ""

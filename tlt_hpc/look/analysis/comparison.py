@@ -1,4 +1,4 @@
-"""Several runs side by side: the same tokens or not, and reward, length, seconds, acceptance and waiting of each."""
+"""Compares runs: whether tokens are equal, and score, length, seconds, accept length, energy and idle time of each."""
 
 from __future__ import annotations
 
@@ -6,110 +6,125 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.analysis.result import Analysis, count, listed, share
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed, share, times_as_fast
 
 IDLE, HARVESTED = "idle_rank_seconds", "harvested_rank_seconds"
-_METRICS = {
-    "score": "critic/score/mean",
-    "length": "response_length/mean",
-    "accept_length": "drafter/spec_decode/mean_acceptance_length",
-    "rollout_seconds": "rollout/seconds",
-    "step_seconds": "timing_s/step",
-    IDLE: f"rollout/{IDLE}",
-    HARVESTED: f"rollout/{HARVESTED}",
-    "kept_tokens": "rollout/kept_tokens",
-    "gpu_joules": "energy/gpu_joules",
-    "cpu_joules": "energy/cpu_joules",
+
+
+@dataclass(frozen=True)
+class ComparedMetric:
+    """A metric of which runs are compared; without a heading it is not drawn, without words not in the verdict."""
+
+    name: str
+    heading: str = ""
+    unit: str = ""
+    starts_at_zero: bool = True
+    words: str = ""
+    form: str = ".2f"
+
+
+METRICS = {
+    "score": ComparedMetric("critic/score/mean", "Score", "mean score", False, "score", ".3f"),
+    "length": ComparedMetric("response_length/mean", "Mean response", "tokens", True, "mean response", ".1f"),
+    "accept_length": ComparedMetric(
+        "drafter/spec_decode/mean_acceptance_length", "Accept length", "tokens per pass", False, "accept length"
+    ),
+    "rollout_seconds": ComparedMetric("rollout/seconds", "Rollout", "seconds", True, "rollout seconds"),
+    "step_seconds": ComparedMetric("timing_s/step", "Step", "seconds", True, "step seconds"),
+    IDLE: ComparedMetric(f"rollout/{IDLE}", "Waiting; filled: harvested", "rank-seconds"),
+    HARVESTED: ComparedMetric(f"rollout/{HARVESTED}"),
+    "kept_tokens": ComparedMetric("rollout/kept_tokens"),
+    "gpu_joules": ComparedMetric("energy/gpu_joules", "Energy of GPUs", "joules"),
+    "cpu_joules": ComparedMetric("energy/cpu_joules", "Energy of processors", "joules"),
 }
-SHOWN = {
-    "score": ("Score", "mean score", False),
-    "length": ("Mean response", "tokens", True),
-    "accept_length": ("Accept length", "tokens per pass", False),
-    "rollout_seconds": ("Rollout", "seconds", True),
-    "step_seconds": ("Step", "seconds", True),
-    IDLE: ("Waiting; filled: harvested", "rank-seconds", True),
-    "gpu_joules": ("Energy of GPUs", "joules", True),
-    "cpu_joules": ("Energy of processors", "joules", True),
-}
-"""Series -> heading, unit, and whether its axis begins at zero."""
-MOST_TOKENS = 8_000_000
-"""Response tokens a run of which two runs' tokens are held against each other, from their first common step on."""
+MAX_TOKENS = 8_000_000
+"""Response tokens of a run that are compared, from the first common step on."""
 _KEY = ("draw", "sample", "stream")
 _TOKENS = ("rollouts/response_ends", "rollouts/response_tokens", *(f"rollouts/{name}" for name in _KEY))
 
 
 @dataclass(frozen=True)
 class RunSeries:
-    """One run's figures by step, [S] each; NaN where its lines do not tell."""
+    """One run's metrics by step, [S] each; NaN where a line lacks one. ``num_logs``: ranks whose logs are there."""
 
     name: str
     steps: NDArray[np.int64]
     series: dict[str, NDArray[np.float64]]
+    num_logs: NDArray[np.int64]
 
     def on(self, steps: NDArray[np.int64]) -> RunSeries:
-        """Of these steps alone."""
+        """The same run on these steps only."""
         told = np.isin(self.steps, steps)
-        return RunSeries(self.name, self.steps[told], {name: values[told] for name, values in self.series.items()})
+        series = {name: values[told] for name, values in self.series.items()}
+        return RunSeries(self.name, self.steps[told], series, self.num_logs[told])
 
-    def mean(self, name: str, steps: Sequence[int]) -> float:
-        """Over the given steps, as far as they are told."""
-        values = self.series[name][np.isin(self.steps, steps)]
+    def values(self, name: str, steps: ArrayLike) -> NDArray[np.float64]:
+        """A series on the given steps."""
+        return self.series[name][np.isin(self.steps, steps)]
+
+    def mean(self, name: str, steps: ArrayLike) -> float:
+        """Mean over the given steps that have a value; NaN if none has."""
+        values = self.values(name, steps)
         return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
 
 
 @dataclass(frozen=True)
-class Comparison(Analysis):
-    """``common_steps``: those that all runs have a line of. Tokens are held against the first run's."""
+class RunComparison(Analysis):
+    """``common_steps``: those that all runs have a line of. Tokens are compared with the first run's."""
 
     runs: tuple[RunSeries, ...]
     common_steps: NDArray[np.int64]
     compared_steps: NDArray[np.int64]
-    """Steps whose tokens were held against each other."""
+    """Steps whose tokens were compared."""
     first_difference: dict[str, int | None]
-    """By run, from the second on: the first of the compared steps whose tokens differ."""
+    """Name of each run but the first -> first compared step whose tokens differ, or None."""
     tokens_in_words: str
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self)
 
     @property
     def has_data(self) -> bool:
         return any(len(run.steps) for run in self.runs)
 
-    def on_common_steps(self) -> Comparison:
-        """The series over the steps that all runs have, for curves that can lie on each other."""
+    def on_common_steps(self) -> RunComparison:
+        """The same comparison on the steps that all runs have."""
         return replace(self, runs=tuple(run.on(self.common_steps) for run in self.runs))
 
 
-def analyse_comparison(runs: Sequence[RunLog], most_tokens: int = MOST_TOKENS) -> Comparison:
-    """Two runs or more.
+def analyse_comparison(runs: Sequence[RunLog], max_tokens: int = MAX_TOKENS) -> RunComparison:
+    """Compare two runs or more.
 
     Raises:
-        UserError: fewer.
+        UserError: there are fewer.
     """
     if len(runs) < 2:
         raise UserError("one run has nothing to be compared with; give two folders or more")
     names = _names(runs)
     series = tuple(_series(run, name) for run, name in zip(runs, names, strict=True))
     common = sorted(set.intersection(*(set(run.lines) for run in runs)))
-    compared, differences = _compare_tokens(runs, names, most_tokens)
-    words = _tokens_in_words(names, compared, differences)
+    compared, differences = _compare_tokens(runs, names, max_tokens)
     problems = tuple(f"{name}: {each}" for run, name in zip(runs, names, strict=True) for each in run.problems)
-    return Comparison(
+    return RunComparison(
         run=", ".join(names),
-        verdict=_verdict(series, common, words, differences),
         problems=problems,
         runs=series,
         common_steps=np.array(common, np.int64),
         compared_steps=np.array(compared, np.int64),
         first_difference=differences,
-        tokens_in_words=words,
+        tokens_in_words=_tokens_in_words(names, compared, differences),
     )
 
 
 def _names(runs: Sequence[RunLog]) -> list[str]:
-    """The folders' names; with their parents' where two are alike, and numbered where those are too."""
+    """The folders' names; with their parents if two are equal, and numbered if those are equal, too."""
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = ["/".join(run.folder.path.resolve().parts[-2:]) for run in runs]
@@ -117,33 +132,39 @@ def _names(runs: Sequence[RunLog]) -> list[str]:
 
 
 def _series(run: RunLog, name: str) -> RunSeries:
-    return RunSeries(name, np.array(list(run.lines), np.int64), {key: run.metric(m) for key, m in _METRICS.items()})
+    series = {key: run.metric(metric.name) for key, metric in METRICS.items()}
+    return RunSeries(name, np.array(list(run.lines), np.int64), series, _num_logs(run))
+
+
+def _num_logs(run: RunLog) -> NDArray[np.int64]:
+    logged = set(run.logged_steps)
+    return np.array([len(run.files(step)) if step in logged else 0 for step in run.lines], np.int64)
 
 
 def _compare_tokens(
-    runs: Sequence[RunLog], names: Sequence[str], most_tokens: int
+    runs: Sequence[RunLog], names: Sequence[str], max_tokens: int
 ) -> tuple[list[int], dict[str, int | None]]:
-    """Step by step until so many tokens were read, or all runs differ from the first."""
+    """Compare step by step until ``max_tokens`` were read, or all runs differ from the first."""
     common = sorted(set.intersection(*(set(run.steps) for run in runs)))
     compared, num_tokens = list[int](), 0
     differences: dict[str, int | None] = dict.fromkeys(names[1:])
     for step in common:
         own = [_responses(run, step) if i == 0 or differences[names[i]] is None else None for i, run in enumerate(runs)]
         first = own[0]
-        if not first or any(other == {} for other in own[1:]):  # some rank's log is not here, or damaged
+        if not first or any(other == {} for other in own[1:]):  # some rank's log is missing or damaged
             continue
         compared.append(step)
         for name, other in zip(names[1:], own[1:], strict=True):
             if other is not None and other != first:
                 differences[name] = step
         num_tokens += sum(len(tokens) // 4 for tokens in first.values())
-        if num_tokens >= most_tokens or None not in differences.values():
+        if num_tokens >= max_tokens or None not in differences.values():
             break
     return compared, differences
 
 
 def _responses(run: RunLog, step: int) -> dict[tuple[int, ...], bytes]:
-    """A step's response tokens by draw, sample and stream, whichever rank had them; none unless all ranks' are here."""
+    """A step's response tokens by draw, sample and stream, whichever rank generated them; empty if a log is missing."""
     found = dict[tuple[int, ...], bytes]()
     for _, ranks in run.columns(_TOKENS, steps=[step]):
         if len(ranks) < max(rank.num_ranks for rank in ranks):
@@ -171,15 +192,51 @@ def _tokens_in_words(names: Sequence[str], compared: list[int], differences: dic
     return f"Against {names[0]}: {listed(parts)} ({span})."
 
 
-def _verdict(series: tuple[RunSeries, ...], common: list[int], words: str, differences: dict[str, int | None]) -> str:
+@dataclass(frozen=True)
+class TimedSteps:
+    """Steps whose seconds of two runs can be compared; ``ranks``: both runs' numbers of ranks, if they differ."""
+
+    steps: NDArray[np.int64]
+    ranks: tuple[int, int] | None
+
+
+def timed_steps(first: RunSeries, other: RunSeries) -> TimedSteps:
+    """The steps that both runs have timed completely: no part was generated by an earlier start.
+
+    Only steps with the same number of ranks in both runs; if there are none, all, and both numbers of ranks.
+    """
+    runs = (first, other)
+    common = np.array(sorted(_whole(first) & _whole(other)), np.int64)
+    if not len(common):
+        return TimedSteps(common, None)
+    numbers = [run.num_logs[np.isin(run.steps, common)] for run in runs]
+    alike = (numbers[0] == numbers[1]) | (np.minimum(*numbers) == 0)  # 0: the logs are not here
+    if alike.any():
+        return TimedSteps(common[alike], None)
+    return TimedSteps(common, (int(numbers[0][0]), int(numbers[1][0])))
+
+
+def _whole(run: RunSeries) -> set[int]:
+    """Steps that have all their seconds."""
+    rollout, step = run.series["rollout_seconds"], run.series["step_seconds"]
+    is_timed = (rollout > 0) & (step > 0) & np.isfinite(rollout + step)
+    return set(run.steps[is_timed & ~(run.series["kept_tokens"] > 0)].tolist())
+
+
+def _verdict(found: RunComparison) -> str:
+    series, common, words = found.runs, found.common_steps.tolist(), found.tokens_in_words
     if not common:
         return f"{words} No step has a line in all runs: nothing else can be held side by side."
     first, parts = series[0], [words]
     over = f"over their {count(len(common), 'common step')}"
     for other in series[1:]:
-        told = [f"{text} {_against(first, other, name, common, form)}" for name, text, form in _TOLD]
-        faster = _faster(first, other, common)
-        if faster and differences[other.name] is not None:
+        told = [
+            f"{metric.words} {_against(first, other, name, common, metric.form)}"
+            for name, metric in METRICS.items()
+            if metric.words
+        ]
+        faster = _faster(first, other)
+        if faster and found.first_difference[other.name] is not None:
             faster += ", though of other tokens"
         told += _energy(first, other, common)
         parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{faster}.")
@@ -187,22 +244,15 @@ def _verdict(series: tuple[RunSeries, ...], common: list[int], words: str, diffe
     return " ".join(filter(None, parts))
 
 
-_TOLD = (
-    ("score", "score", ".3f"),
-    ("length", "mean response", ".1f"),
-    ("accept_length", "accept length", ".2f"),
-    ("rollout_seconds", "rollout seconds", ".2f"),
-    ("step_seconds", "step seconds", ".2f"),
-)
-
-
 def _against(first: RunSeries, other: RunSeries, name: str, steps: list[int], form: str) -> str:
     return f"{other.mean(name, steps):{form}} and {first.mean(name, steps):{form}}"
 
 
 def _energy(first: RunSeries, other: RunSeries, steps: list[int]) -> list[str]:
-    """What steps took, of each kind of counter that both runs tell of; of the steps that they do."""
-    steps, told = _whole_steps(first, other, steps), []
+    """Joules of a step by kind of counter, over the steps for which both runs have them."""
+    told = []
+    cut = {int(step) for run in (first, other) for step in run.steps[run.series["kept_tokens"] > 0]}
+    steps = [step for step in steps if step not in cut]
     for name, what in (("gpu_joules", "of GPUs"), ("cpu_joules", "of processors")):
         finite = [run.steps[np.isfinite(run.series[name])] for run in (first, other)]
         both = [step for step in steps if all(step in own for own in finite)]
@@ -211,28 +261,13 @@ def _energy(first: RunSeries, other: RunSeries, steps: list[int]) -> list[str]:
     return told
 
 
-def _whole_steps(first: RunSeries, other: RunSeries, steps: list[int]) -> list[int]:
-    """Without those of which an earlier start has generated something, for none of this one's seconds."""
-    kept = [run.series["kept_tokens"] > 0 for run in (first, other)]
-    cut = {int(step) for run, own in zip((first, other), kept, strict=True) for step in run.steps[own]}
-    return [step for step in steps if step not in cut]
-
-
-def _faster(first: RunSeries, other: RunSeries, steps: list[int]) -> str:
-    steps = _whole_steps(first, other, steps)
-    if not steps:
+def _faster(first: RunSeries, other: RunSeries) -> str:
+    timed = timed_steps(first, other)
+    if not len(timed.steps):
         return ""
-    a, b = (run.mean("rollout_seconds", steps) for run in (first, other))
-    if not (np.isfinite(a) and np.isfinite(b)) or min(a, b) <= 0:
-        return ""
-    ratio = a / b
-    if abs(ratio - 1) < 0.02:
-        return "; rollouts take the same time"
-    return (
-        f"; its rollouts are {ratio:.2f} times as fast"
-        if ratio > 1
-        else f"; its rollouts take {1 / ratio:.2f} times as long"
-    )
+    ratio = first.mean("rollout_seconds", timed.steps) / other.mean("rollout_seconds", timed.steps)
+    ranks = f" on {count(timed.ranks[1], 'rank')} instead of {timed.ranks[0]}" if timed.ranks else ""
+    return f"; its rollouts are {times_as_fast(ratio)}{ranks}"
 
 
 def _harvests(series: tuple[RunSeries, ...], steps: list[int]) -> str:

@@ -1,7 +1,7 @@
-"""Whether a run's files are whole: every log read with its checksums, every step with all its ranks, every line of
-metrics and every small file what a run writes. Checkpoints and feature caches are left to the starts that load them.
+"""Checks a run's files: checksums of all logs, all ranks of each step, lines of metrics.jsonl and small files.
 
-``repair`` takes a torn last line off metrics.jsonl and touches nothing else: it commits no step.
+Checkpoints and feature caches are checked by the starts that load them. ``repair`` removes an incomplete last line of
+metrics.jsonl and changes nothing else; it commits no step.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, read_toml, told
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.processes import map_tasks
-from tlt_hpc.look.analysis.result import Analysis, count, listed
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.finished_word import read_finished
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside
@@ -29,40 +32,44 @@ ALWAYS = (
     "rollout/seconds", "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds", "perf/total_num_tokens",
     "timing_s/step",
 )  # fmt: skip
-"""Figures that every line has."""
+"""Metrics that every line has."""
 
 
 @dataclass(frozen=True)
 class Integrity(Analysis):
-    """What was looked at, and what is wrong with it; ``is_sound`` where nothing is that a run cannot mend alone."""
+    """What was checked, and what is wrong. ``is_sound``: all faults, if any, are such that a resumed run fixes them."""
 
     schema: int
     num_files: int
     num_bytes: int
-    """On disk, of the logs that were read."""
+    """Size on disk of the logs that were read."""
     read_whole: bool
-    """Whether every array was read; otherwise only what each file says of itself."""
+    """Whether every array was read; otherwise only the attributes."""
     num_lines: int
     damaged: tuple[str, ...]
     missing: tuple[str, ...]
-    """Of a step that has a line, or of one that is not the last: logs that are not there."""
+    """Missing logs of steps that have a line or are not the last."""
     under_way: tuple[int, ...]
-    """Steps with logs and no line: they are not committed."""
+    """Steps with logs but no line, which are not committed."""
     without_logs: tuple[int, ...]
-    """Steps with a line and no logs."""
+    """Steps with a line but no logs."""
     parts: tuple[str, ...]
-    """Files half written: a run is at them, or was killed there."""
+    """Unfinished files: a run is writing them, or was killed while it did."""
     torn_tail: str
-    """What follows the last whole line of metrics.jsonl."""
+    """The incomplete last line of metrics.jsonl."""
     lines: tuple[str, ...]
-    """What is wrong with metrics.jsonl but for that."""
+    """Other faults of metrics.jsonl."""
     num_documents: int
     documents: tuple[str, ...]
-    """What is wrong with the run's small files."""
+    """Faults of the run's small files."""
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self)
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Each in a line."""
+        """One line for each fault."""
         return (*self.damaged, *self.missing, *self.lines, *self.documents)
 
     @property
@@ -71,22 +78,24 @@ class Integrity(Analysis):
 
 
 def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
-    """Look at every file; ``read_whole`` reads all of it."""
-    num_files = num_bytes = 0
+    """Check every file; ``read_whole`` reads all of its content."""
+    num_bytes = 0
     damaged, missing = list[str](), list[str]()
     lines = run.lines
-    tasks = [_Task(step, run.files(step), read_whole) for step in run.logged_steps]
-    for task, seen in zip(tasks, map_tasks(_look, tasks, sum(len(task.files) for task in tasks)), strict=True):
-        num_files += len(task.files)
-        num_bytes += seen.num_bytes
-        damaged += seen.faults
-        absent = sorted(set(range(seen.num_ranks)) - set(task.files))
-        if absent and (task.step in lines or task.step != run.logged_steps[-1]):
-            missing.append(f"step {task.step}: no log of rank {', '.join(map(str, absent))}")
-    num_documents, documents = _look_at_documents(run.folder)
-    found = Integrity(
+    tasks = [(step, run.files(step)) for step in run.logged_steps]
+    num_files = sum(len(files) for _, files in tasks)
+    for (step, files), seen in zip(
+        tasks, map_tasks(partial(_check_step, read_whole=read_whole), tasks, num_files), strict=True
+    ):
+        size, num_ranks, faults = seen
+        num_bytes += size
+        damaged += faults
+        absent = sorted(set(range(num_ranks)) - set(files))
+        if absent and (step in lines or step != run.logged_steps[-1]):
+            missing.append(f"step {step}: no log of rank {', '.join(map(str, absent))}")
+    num_documents, documents = _check_documents(run.folder)
+    return Integrity(
         run=run.name,
-        verdict="",
         problems=run.problems,
         schema=KIND.schema,
         num_files=num_files,
@@ -103,18 +112,16 @@ def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
         num_documents=num_documents,
         documents=tuple(documents),
     )
-    return Integrity(**{**vars(found), "verdict": _verdict(found)})
 
 
 def repair(run: RunLog, say: Callable[[str], None]) -> bool:
-    """Take a torn last line off metrics.jsonl, after ``say`` has been told exactly what; False where there is none.
+    """Remove an incomplete last line of metrics.jsonl, and ``say`` what is removed; False if there is none.
 
-    What was taken off is kept beside, in ``metrics.torn``. A line that is whole but for its line feed is a step's and
-    stays, as does everything else.
+    The removed text is kept in ``metrics.torn``. A line that lacks only its line feed is complete and stays.
 
     Raises:
-        UserError: the file has changed since it was read: a run is at work there.
-        WriteError: no room or no permission; the file is as before.
+        UserError: the file has changed since it was read, because a run is active.
+        WriteError: no space or no permission; the file is unchanged.
     """
     path = run.folder.metrics
     count_lines = len(run.lines)
@@ -144,11 +151,11 @@ def _torn_tail(run: RunLog) -> bytes:
 
 
 def _faults_of_lines(run: RunLog) -> Iterator[str]:
-    """What a run does not write: no line at all, no file, steps out of order or left out, figures that are missing."""
+    """Faults of metrics.jsonl: invalid lines, steps out of order or missing, missing metrics."""
     path, found = run.folder.metrics, run.step_lines
     try:
         read_bytes(path, LINES_BYTES)
-    except FileNotFoundError:  # of a copy, or before the first commit
+    except FileNotFoundError:  # a partial copy, or no step is committed yet
         return
     except OSError as error:
         yield told(error)
@@ -167,8 +174,8 @@ def _read_object(path: Path) -> object:
     return parse_object(read_bytes(path))
 
 
-def _look_at_documents(folder: RunFolder) -> tuple[int, list[str]]:
-    """How many small files there are, and what is wrong with them."""
+def _check_documents(folder: RunFolder) -> tuple[int, list[str]]:
+    """Number of small files, and their faults."""
     faults, num_found = list[str](), 0
     readers: dict[Path, Callable[[Path], object]] = {
         folder.config: read_toml,
@@ -191,55 +198,23 @@ def _look_at_documents(folder: RunFolder) -> tuple[int, list[str]]:
     return num_found + len(starts), faults + problems
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A step's files by rank."""
-
-    step: int
-    files: dict[int, Path]
-    read_whole: bool
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What its files were found to be."""
-
-    num_bytes: int
-    num_ranks: int
-    faults: list[str]
-
-
-def _look(task: _Task) -> _Seen:
-    num_bytes = num_ranks = 0
-    faults = list[str]()
-    look = _looks_whole if task.read_whole else _looks_committed
-    for rank, path in task.files.items():
-        fault, told_ranks = look(path, task.step, rank)
-        num_bytes += 0 if fault else path.stat().st_size
-        num_ranks = max(num_ranks, told_ranks)
-        faults += [fault] if fault else []
-    return _Seen(num_bytes, num_ranks, faults)
-
-
-def _looks_whole(path: Path, step: int, rank: int) -> tuple[str, int]:
-    """What is wrong with a file, empty where nothing is, and how many ranks it tells of."""
-    fault, num_ranks = _looks_committed(path, step, rank)
-    if not fault:
+def _check_step(task: tuple[int, dict[int, Path]], read_whole: bool) -> tuple[int, int, list[str]]:
+    """Bytes and faults of a step's logs, and the number of ranks that they name: bytes, ranks, faults."""
+    step, files = task
+    num_bytes, num_ranks, faults = 0, 0, list[str]()
+    for rank, path in files.items():
         try:
-            check_whole(path)
+            log = read_columns(path, ("rollouts/response_ends",))
+            num_ranks = max(num_ranks, log.num_ranks)
+            if (log.step, log.rank) != (step, rank):
+                faults.append(f"{path}: it is of step {log.step} and rank {log.rank}")
+                continue
+            if read_whole:
+                check_whole(path)
+            num_bytes += path.stat().st_size
         except (DamagedFile, FileNotFoundError) as error:
-            fault = str(error)
-    return fault, num_ranks
-
-
-def _looks_committed(path: Path, step: int, rank: int) -> tuple[str, int]:
-    try:
-        told = read_columns(path, ("rollouts/response_ends",))
-    except (DamagedFile, FileNotFoundError) as error:
-        return str(error), 0
-    if (told.step, told.rank) != (step, rank):
-        return f"{path}: it is of step {told.step} and rank {told.rank}", told.num_ranks
-    return "", told.num_ranks
+            faults.append(str(error))
+    return num_bytes, num_ranks, faults
 
 
 def _verdict(found: Integrity) -> str:

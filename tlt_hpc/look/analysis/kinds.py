@@ -1,4 +1,4 @@
-"""What a rank can be at in a step, and from which records that is told. Pure; knows no picture."""
+"""What a rank can do in a step, and how its log is cut into pieces of one kind each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import PREFILL, EngineSpans, MicroStepRecord, PhaseSpan, RolloutTiming
 
 OFF = "off"
-"""The strategy that drafts nothing."""
+"""The strategy without drafting."""
 
 
 class Kind(StrEnum):
-    """What a rank does with its time; the order is that of a step, and of legends."""
+    """What a rank does, in the order of a step and of legends."""
 
     PREFILL = "prefill"
     DECODE = "plain decoding"
@@ -40,12 +40,12 @@ OF_PHASE = {
     "testing": Kind.EVALUATE,
     "drafter": Kind.SERIAL,
 }
-"""Phase of a step, as the log names it -> its kind. ``gen`` is told in more detail by rounds and micro-steps."""
+"""Name of a phase in the log -> its kind. ``gen`` is missing: rounds and micro-steps show it in more detail."""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Stretches of one rank's time, ascending and apart: ``kinds`` [K] int8 index ``KINDS``, times [K] float64."""
+    """Pieces of one rank's time, ascending and disjoint: ``kinds`` [K] int8 index ``KINDS``, times [K] float64."""
 
     kinds: NDArray[np.int8]
     starts: NDArray[np.float64]
@@ -55,7 +55,7 @@ class Pieces:
         return len(self.kinds)
 
     def seconds(self) -> dict[Kind, float]:
-        """Sums by kind, of those there are."""
+        """Seconds by kind, without kinds that do not occur."""
         sums = np.bincount(self.kinds, self.ends - self.starts, minlength=len(KINDS))
         return {kind: float(value) for kind, value in zip(KINDS, sums, strict=True) if value > 0}
 
@@ -67,7 +67,7 @@ def pieces_of(
     micro_steps: tuple[MicroStepRecord, ...],
     phases: tuple[PhaseSpan, ...],
 ) -> Pieces:
-    """All that a rank's log tells of one step, in order; where two overlap, the later begins where the first ends."""
+    """Cut a rank's step into pieces. If two overlap, the later one starts where the earlier one ends."""
     rows = [_engine_pieces(timings, spans, strategies)]
     in_tail = [_waits(timings, m.start_seconds) for m in micro_steps]
     kinds = [KINDS.index(Kind.TRAIN if is_in else Kind.SERIAL) for is_in in in_tail]
@@ -84,9 +84,9 @@ def pieces_of(
 
 
 def merged(pieces: Pieces, tolerance: float, most: int = 3000) -> Pieces:
-    """Neighbours of one kind in one piece, where less than ``tolerance`` seconds lie between them.
+    """Join neighbours of one kind with less than ``tolerance`` seconds between them.
 
-    Where more than ``most`` are left, the time is cut in that many equal bins, each of the kind that has most of it.
+    If more than ``most`` pieces are left, time is cut into that many bins, each with the kind that fills most of it.
     """
     if len(pieces) < 2:
         return pieces
@@ -103,13 +103,13 @@ def _joined(pieces: Pieces, tolerance: float) -> Pieces:
 
 
 def _binned(pieces: Pieces, num_bins: int) -> Pieces:
-    """A piece a bin: of the kind with the most seconds in it, none where nothing is told of most of it."""
+    """One piece for each bin, of the kind with the most seconds in it; none if most of the bin is empty."""
     edges = np.linspace(pieces.starts[0], pieces.ends[-1], num_bins + 1)
     filled = np.zeros((len(KINDS), num_bins))
     for kind in np.unique(pieces.kinds):
         own = pieces.kinds == kind
         starts, ends = pieces.starts[own], pieces.ends[own]
-        until = np.concatenate([[0.0], np.cumsum(ends - starts)])  # seconds of the kind before each of its pieces
+        until = np.concatenate([[0.0], np.cumsum(ends - starts)])  # seconds of this kind before each of its pieces
         times = np.stack([starts, ends], 1).ravel()
         values = np.stack([until[:-1], until[1:]], 1).ravel()
         filled[kind] = np.diff(np.interp(edges, times, values))
@@ -140,7 +140,7 @@ def engine_kinds(strategy_index: NDArray[np.int16], strategies: tuple[str, ...])
 def _idle(
     timings: tuple[RolloutTiming, ...], trained: list[tuple[int, float, float]]
 ) -> list[tuple[int, float, float]]:
-    """What is left between a rank's last token and the release, without its micro-steps."""
+    """The time between a rank's last token and the release, without its micro-steps."""
     kind, left = KINDS.index(Kind.IDLE), []
     for timing in timings:
         at = timing.last_token_seconds
@@ -155,7 +155,7 @@ def _idle(
 
 
 def _waits(timings: tuple[RolloutTiming, ...], second: float) -> bool:
-    """Whether the rank waits for others then."""
+    """Whether the rank waits for others at that time."""
     return any(timing.last_token_seconds <= second < timing.release_seconds for timing in timings)
 
 

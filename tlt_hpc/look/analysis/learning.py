@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.result import Analysis, listed
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed
 
 SCORE = "critic/score/mean"
 FIGURES = {
@@ -23,39 +24,42 @@ FIGURES = {
     "longest": "response_length/max",
     "cut_share": "response_length/clip_ratio",
 }
-"""Name of a series -> of the metric."""
+"""Name of a series -> name of the metric."""
 _CORE = "val-core/"
 
 
 @dataclass(frozen=True)
 class Learning(Analysis):
-    """Series by name, [S] each; NaN where a line does not tell. ``evaluations``: scores by data set and measure."""
+    """Series by name, [S] each; NaN where a line lacks it. ``evaluations``: scores by data set and measure."""
 
     steps: NDArray[np.int64]
     series: dict[str, NDArray[np.float64]]
     evaluations: dict[str, NDArray[np.float64]]
     not_finite: dict[str, int]
-    """By name of a series: the first step whose figure is there and is no number."""
+    """Name of a series -> the first step whose value is NaN or infinite."""
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self)
 
     @property
     def has_data(self) -> bool:
         return len(self.steps) > 0
 
     def has(self, name: str) -> bool:
-        """Whether a series tells anything but zero."""
+        """Whether a series has any value but zero."""
         values = self.series[name]
         return bool((np.isfinite(values) & (values != 0)).any())
 
 
 def analyse_learning(run: RunLog) -> Learning:
-    """Of all steps that have a line."""
+    """Analyse all steps that have a line."""
     steps = list(run.lines)
     names = sorted({name for line in run.lines.values() for name in line if name.startswith(_CORE)})
     series = {name: run.metric(metric) for name, metric in FIGURES.items()}
     evaluations = {name.removeprefix(_CORE): run.metric(name) for name in names if not name.endswith("/stderr")}
     bad = {name: step for name, metric in FIGURES.items() if (step := _first_not_finite(run, metric)) is not None}
-    found = Learning(run.name, "", run.problems, np.array(steps, np.int64), series, evaluations, bad)
-    return Learning(**{**vars(found), "verdict": _verdict(found)})
+    return Learning(run.name, run.problems, np.array(steps, np.int64), series, evaluations, bad)
 
 
 def _first_not_finite(run: RunLog, metric: str) -> int | None:
@@ -64,12 +68,12 @@ def _first_not_finite(run: RunLog, metric: str) -> int | None:
 
 
 def window_of(num_steps: int) -> int:
-    """Steps of a moving mean: a tenth of them, odd, from none to 21."""
+    """Window of a moving mean: about a tenth of the steps, odd, from 1 to 21."""
     return min(21, 1 + 2 * (num_steps // 20))
 
 
 def moving_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """The mean of each value and its neighbours, as many as there are and are numbers."""
+    """Mean of each value and its neighbours in the window; missing values do not count."""
     half = window // 2
     padded = np.concatenate([np.full(half, np.nan), values, np.full(half, np.nan)])
     rows = np.lib.stride_tricks.sliding_window_view(padded, window) if len(values) else padded.reshape(0, 1)
@@ -103,9 +107,9 @@ def _verdict(found: Learning) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """Means of the first and last quarter of the steps; ``error``: standard error of their difference, None of too few.
+    """Means of the first and last quarter of the steps; ``error``: standard error of their difference, None if unknown.
 
-    The error is taken from what neighbouring steps differ by, so a slow drift is not in it.
+    The error is estimated from the differences of neighbouring steps, so that a slow drift does not enlarge it.
     """
 
     first: float
@@ -115,12 +119,12 @@ class Change:
 
     @property
     def is_clear(self) -> bool:
-        """Whether it stands out of what goes up and down from step to step."""
+        """Whether the change is at least two standard errors."""
         return self.error is not None and self.first != self.last and abs(self.last - self.first) >= 2 * self.error
 
 
 def change_of(values: NDArray[np.float64]) -> Change | None:
-    """Of the steps that tell; None of fewer than two."""
+    """The change over the steps that have a value; None for fewer than two."""
     told = values[np.isfinite(values)]
     if len(told) < 2:
         return None
@@ -130,18 +134,15 @@ def change_of(values: NDArray[np.float64]) -> Change | None:
 
 
 def _change(what: str, values: NDArray[np.float64], form: str, unit: str = "") -> str:
-    """From the mean of the first quarter of the steps to that of the last."""
-    told = values[np.isfinite(values)]
-    if len(told) < 2:
+    change = change_of(values)
+    if change is None:
         return ""
-    quarter = max(1, len(told) // 4)
-    first, last = told[:quarter].mean(), told[-quarter:].mean()
-    over = "first and last step" if quarter == 1 else f"means of the first and last {quarter} steps"
-    return f"{what} went from {first:{form}} to {last:{form}}{unit} ({over})."
+    over = "first and last step" if change.quarter == 1 else f"means of the first and last {change.quarter} steps"
+    return f"{what} went from {change.first:{form}} to {change.last:{form}}{unit} ({over})."
 
 
 def _noise(score: NDArray[np.float64]) -> str:
-    """Whether a change stands out of what goes up and down from step to step."""
+    """Whether the change of the score is larger than the variation from step to step."""
     change = change_of(score)
     if change is None or change.error is None:
         return "That is too few steps to tell a trend from chance."

@@ -1,4 +1,4 @@
-"""How long responses are: by step, over all, and how many were cut at the cap. Reads no token."""
+"""Response lengths by step and over all steps, and how many responses were cut at the cap. Reads no tokens."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason
-from tlt_hpc.look.analysis.result import Analysis, count, share, span_of
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.survey import StepLogs, Survey, take
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import share, span_of
 
 COLUMNS = ("rollouts/response_ends", "rollouts/finish_reason")
 _QUANTILES = (50, 90, 99)
 _NUM_BINS = 40
 _NO_TAIL = 2.0
-"""Longest over median below which a step has no long tail."""
+"""Ratio of the longest to the median response below which a step has no long tail."""
 
 
 @dataclass(frozen=True)
-class Lengths(Analysis):
-    """By step, [S]: tokens of the median, the 90th and 99th of a hundred, the longest, the mean; counts.
+class ResponseLengths(Analysis):
+    """By step, [S]: percentiles, maximum and mean of the response lengths in tokens, and counts.
 
-    ``edges`` [B + 1] and ``histogram`` [B]: responses of all steps by length, in bins that grow alike.
+    ``edges`` [B + 1] and ``histogram`` [B]: all responses by length, in bins of equal width on a logarithmic axis.
     """
 
     steps: NDArray[np.int64]
@@ -34,11 +36,15 @@ class Lengths(Analysis):
     mean: NDArray[np.float64]
     num_responses: NDArray[np.int64]
     num_cut: NDArray[np.int64]
-    """Responses that ended at the cap."""
+    """Number of responses that ended at the cap."""
     cap: int | None
-    """``rollout.max_new_tokens``, where the configuration tells it."""
+    """``rollout.max_new_tokens``; None if the configuration lacks it."""
     edges: NDArray[np.float64]
     histogram: NDArray[np.int64]
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self)
 
     @property
     def has_data(self) -> bool:
@@ -47,14 +53,14 @@ class Lengths(Analysis):
 
 @dataclass(frozen=True)
 class _Row:
-    """What is kept of a step: each response's length, and how many of them were cut."""
+    """One step: each response's length, and how many were cut."""
 
     lengths: NDArray[np.int32]
     num_cut: int
 
 
-def analyse_lengths(run: RunLog) -> Lengths:
-    """Of all steps that have a readable log with a response in it."""
+def analyse_lengths(run: RunLog) -> ResponseLengths:
+    """Analyse all steps with a readable log that has a response."""
     return take(run, LENGTHS)
 
 
@@ -64,16 +70,15 @@ def _row(logs: StepLogs) -> _Row:
     return _Row(lengths.astype(np.int32), num_cut)
 
 
-def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> Lengths:
+def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengths:
     steps = [step for step, row in zip(all_steps, rows, strict=True) if len(row.lengths)]
     rows = [row for row in rows if len(row.lengths)]
     all_lengths = [row.lengths.astype(np.int64) for row in rows]
     quantiles = np.array([np.percentile(lengths, _QUANTILES) for lengths in all_lengths]).reshape(-1, len(_QUANTILES))
     cap = run.setting("rollout", "max_new_tokens")
     edges, histogram = _histogram(np.concatenate([np.empty(0, np.int64), *all_lengths]))
-    found = Lengths(
+    return ResponseLengths(
         run=run.name,
-        verdict="",
         problems=run.problems,
         steps=np.array(steps, np.int64),
         p50=quantiles[:, 0],
@@ -87,14 +92,13 @@ def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> Lengths:
         edges=edges,
         histogram=histogram,
     )
-    return Lengths(**{**vars(found), "verdict": _verdict(found)})
 
 
 LENGTHS = Survey(COLUMNS, (), _row, _found)
 
 
 def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Bins from the shortest to the longest, equal in the logarithm, none of them without a whole number in it."""
+    """Bins of equal width on a logarithmic axis; each contains at least one whole number."""
     if len(lengths) == 0:
         return np.empty(0), np.empty(0, np.int64)
     low, high = max(1, int(lengths.min())), int(lengths.max())
@@ -103,7 +107,7 @@ def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray
     return edges, np.histogram(lengths, edges)[0].astype(np.int64)
 
 
-def _verdict(found: Lengths) -> str:
+def _verdict(found: ResponseLengths) -> str:
     if len(found.steps) == 0:
         return "No response is in the rollout log yet."
     ratio = found.longest / np.maximum(found.p50, 1)
@@ -129,8 +133,8 @@ def _verdict(found: Lengths) -> str:
     return " ".join([*parts, _trend(found)]).strip()
 
 
-def _trend(found: Lengths) -> str:
-    """Mean length of the first quarter of the steps against the last's."""
+def _trend(found: ResponseLengths) -> str:
+    """Compares the mean length of the first and the last quarter of the steps."""
     quarter = len(found.steps) // 4
     if quarter == 0:
         return ""

@@ -1,4 +1,4 @@
-"""Work over a run's files, spread over processes where there is much of it. Knows no file."""
+"""Applies a function to many files, in several processes if that is faster."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import TypeVar
 from tlt_hpc.common.errors import UserError
 
 FEW_FILES = 200
-"""Below it processes take longer to start than the files to read."""
-MOST_PROCESSES = 8
+"""With fewer files, starting processes takes longer than reading."""
+MAX_PROCESSES = 8
 _PARTS = 16
-"""Portions a process gets: many, so that all end at about the same time."""
+"""Portions for each process: many, so that all end at about the same time."""
 
 Task = TypeVar("Task")
 Answer = TypeVar("Answer")
 
 
 def map_tasks(work: Callable[[Task], Answer], tasks: Sequence[Task], num_files: int) -> Iterator[Answer]:
-    """``work`` of each task, in their order, as soon as it is there.
+    """Yield ``work(task)`` for each task, in order.
 
     Args:
-        work: can be pickled, as tasks and answers can; what it raises is raised here.
-        num_files: how much there is to read, of which it depends whether it is worth processes.
+        work: can be pickled, as can tasks and answers; its exceptions are raised here.
+        num_files: number of files to read, which decides whether processes are used.
 
     Raises:
-        UserError: a process was killed, so that its answers are missing.
+        UserError: a process was killed.
     """
-    processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
+    processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
     if num_files < FEW_FILES or processes < 2:
         yield from map(work, tasks)
         return
-    # Spawned, not forked: whoever asks may have threads. They import numpy and h5py, no more.
+    # Spawned, not forked, because this process may have threads.
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         try:
             yield from pool.map(work, tasks, chunksize=max(1, len(tasks) // (_PARTS * processes)))

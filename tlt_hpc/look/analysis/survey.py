@@ -1,8 +1,4 @@
-"""One pass over the logs of all steps for several analyses at once: each file is opened once. Knows no figure.
-
-An analysis says which columns it needs, what it keeps of one step (small, since it may come from another process), and
-what it makes of all steps.
-"""
+"""One pass over the logs of all steps for several analyses at once, so that each file is opened once."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tlt_hpc.look.analysis.processes import map_tasks
-from tlt_hpc.look.analysis.run_log import RunLog, read_ranks
+from tlt_hpc.look.run_log import RunLog, read_ranks
 from tlt_hpc.storage.log_columns import Columns
 
 Row = TypeVar("Row")
@@ -22,19 +18,22 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class StepLogs:
-    """A step's columns, of each rank whose log can be read, one at least."""
+    """Columns of one step, for each rank whose log can be read; at least one."""
 
     step: int
     ranks: tuple[Columns, ...]
-    speaks: tuple[bool, ...]
-    """Whether each tells of its replica's rounds, which the others of it went through with it."""
+    is_first_of_replica: tuple[bool, ...]
+    """By rank; the other ranks of a replica ran the same rounds, which count once."""
 
 
 @dataclass(frozen=True)
 class Survey(Generic[Row, Found]):
-    """Arrays and attributes as ``read_columns`` takes them; ``row`` is a module's function, so that it can be pickled.
+    """The part of an analysis that reads logs.
 
-    ``found`` gets the steps of which something can be read, ascending, and the row of each.
+    Args:
+        arrays: to read of each file, as for ``read_columns``; so are ``attributes``.
+        row: reduces one step to a small row; a module's function, since it may run in another process.
+        found: combines the rows of all readable steps, ascending, to the result.
     """
 
     arrays: tuple[str, ...]
@@ -44,7 +43,7 @@ class Survey(Generic[Row, Found]):
 
 
 def take(run: RunLog, survey: Survey[Row, Found]) -> Found:
-    """One survey alone.
+    """Run one survey.
 
     Raises:
         UserError: as ``take_all``.
@@ -54,45 +53,41 @@ def take(run: RunLog, survey: Survey[Row, Found]) -> Found:
 
 
 def take_all(run: RunLog, surveys: Sequence[Survey[Any, Any]]) -> list[Any]:
-    """What each of them finds; a file that is damaged in a column of one is left out of all, and noted.
+    """Run several surveys in one pass. A file with any damaged column is noted and left out of all of them.
 
     Raises:
-        UserError: a process that read for this one was killed.
+        UserError: a reading process was killed.
     """
-    tasks = [_Task(step, tuple(run.files(step).values())) for step in run.steps]
-    look = partial(
-        _look,
+    tasks = [(step, tuple(run.files(step).values())) for step in run.steps]
+    read = partial(
+        _read_step,
         arrays=tuple(dict.fromkeys(name for survey in surveys for name in survey.arrays)),
         attributes=tuple(dict.fromkeys(name for survey in surveys for name in survey.attributes)),
         rows=tuple(survey.row for survey in surveys),
         replica_size=run.replica_size,
     )
+    num_files = sum(len(paths) for _, paths in tasks)
     steps, rows = list[int](), list[tuple[Any, ...]]()
-    for task, (row, problems) in zip(tasks, map_tasks(look, tasks, sum(len(t.files) for t in tasks)), strict=True):
+    for (step, _), (row, problems) in zip(tasks, map_tasks(read, tasks, num_files), strict=True):
         for problem in problems:
             run.note(problem)
         if row is not None:
-            steps.append(task.step)
+            steps.append(step)
             rows.append(row)
     return [survey.found(run, steps, [row[i] for row in rows]) for i, survey in enumerate(surveys)]
 
 
-@dataclass(frozen=True)
-class _Task:
-    step: int
-    files: tuple[Path, ...]
-
-
-def _look(
-    task: _Task,
+def _read_step(
+    task: tuple[int, tuple[Path, ...]],
     arrays: Sequence[str],
     attributes: Sequence[str],
     rows: Sequence[Callable[[StepLogs], Any]],
     replica_size: int,
 ) -> tuple[tuple[Any, ...] | None, list[str]]:
-    """A step's row for each survey, None where nothing of it can be read; and what cannot."""
-    ranks, problems = read_ranks(task.step, task.files, arrays, attributes)
+    """A step's row for each survey, or None if nothing of the step can be read; and a line for each problem."""
+    step, paths = task
+    ranks, problems = read_ranks(step, paths, arrays, attributes)
     if not ranks:
         return None, problems
-    logs = StepLogs(task.step, tuple(ranks), tuple(rank.rank % replica_size == 0 for rank in ranks))
+    logs = StepLogs(step, tuple(ranks), tuple(rank.rank % replica_size == 0 for rank in ranks))
     return tuple(row(logs) for row in rows), problems

@@ -1,4 +1,4 @@
-"""Where the seconds go, and how many tokens they give: a step's shares by kind, tokens a second, idle and harvested."""
+"""Where the time goes: seconds of a step by kind, tokens per second, and idle and harvested rank-seconds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.environment import read_environment
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
-from tlt_hpc.look.analysis.result import Analysis, listed, seconds, share, span_of
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.survey import StepLogs, Survey, take
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed, seconds, share, span_of
 from tlt_hpc.storage.log_columns import Columns
 
 _SPANS = ("spans/strategy_index", "spans/num_tokens", "spans/seconds")
@@ -22,19 +23,19 @@ ATTRIBUTES = ("timing/start_seconds", "timing/last_token_seconds", "timing/relea
 KEPT_TOKENS = "rollout/kept_tokens"
 ENGINE = (Kind.PREFILL, Kind.DECODE, Kind.SPECULATE)
 _FEWEST = 0.02
-"""Of the decoded tokens, from which a kind of decoding has a rate."""
+"""Share of the decoded tokens from which a kind of decoding gets a rate."""
 _NOT_THE_STEPS = {Kind.SAVE, Kind.EVALUATE}
-"""Between two steps."""
+"""Kinds that happen between two steps."""
 
 
 @dataclass(frozen=True)
 class Throughput(Analysis):
-    """By step, [S]; ``seconds`` [S, K]: of each of ``kinds``, a mean over the ranks.
+    """By step, [S]. ``seconds`` [S, K]: mean over the ranks for each of ``kinds``.
 
-    ``engine_tokens`` and ``engine_seconds`` [S, 3]: of prefill, plain and speculative decoding, sums over the ranks.
-    ``idle_rank_seconds``: from a rank's last token to the release; ``harvested_rank_seconds``: the part of them in
-    drafter updates that entered the merge. ``rollout_seconds`` and ``step_seconds``: of the clock, the latter without
-    what lies between steps.
+    ``engine_tokens`` and ``engine_seconds`` [S, 3]: sums over the ranks for prefill, plain and speculative decoding.
+    ``idle_rank_seconds``: from a rank's last token to the release. ``harvested_rank_seconds``: the part of the idle
+    time used for drafter updates that were kept. ``rollout_seconds`` and ``step_seconds``: wall-clock time; the latter
+    excludes the time between steps.
     """
 
     steps: NDArray[np.int64]
@@ -44,7 +45,7 @@ class Throughput(Analysis):
     engine_seconds: NDArray[np.float64]
     tokens: NDArray[np.int64]
     kept_tokens: NDArray[np.int64]
-    """Of the tokens, those of responses that an earlier start had generated: none of the seconds are theirs."""
+    """The part of ``tokens`` that an earlier start generated: none of the seconds belong to them."""
     num_ranks: NDArray[np.int64]
     is_whole: NDArray[np.bool_]
     """Whether all ranks' logs were read."""
@@ -56,7 +57,11 @@ class Throughput(Analysis):
     ended: NDArray[np.float64]
     """First start of a rollout and last end of a phase, in seconds since the epoch."""
     is_on_gpu: bool
-    """Then the log has when a prefill pass was handed over, and not when the GPU was done with it: it has no rate."""
+    """On a GPU the log has the launch of a prefill pass, not its end, so that prefill has no rate."""
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self)
 
     @property
     def has_data(self) -> bool:
@@ -64,9 +69,9 @@ class Throughput(Analysis):
 
     @property
     def rates(self) -> dict[str, float]:
-        """Tokens a second over all steps: of a rank's engine by kind, of all ranks in rollouts and in whole steps."""
+        """Tokens per second over all steps: a rank's engine by kind, and all ranks in rollouts and in whole steps."""
         taken, given = self.engine_seconds.sum(0), self.engine_tokens.sum(0)
-        few = _FEWEST * given[1:].sum()  # of a few rounds, mostly trials, a rate would mislead
+        few = _FEWEST * given[1:].sum()  # the rate of a few rounds, mostly trials, would mislead
         least = (np.inf if self.is_on_gpu else 0.0, few, few)
         rates = {
             str(kind): float(own / s)
@@ -79,11 +84,36 @@ class Throughput(Analysis):
         sums = {name: (generated[told[name]].sum(), each[told[name]].sum()) for name, each in whole.items()}
         return rates | {name: float(given / taken) for name, (given, taken) in sums.items() if taken > 0}
 
+    @property
+    def whole_idle(self) -> float:
+        """Idle rank-seconds of the steps with the logs of all ranks."""
+        return float(self.idle_rank_seconds[self.is_whole].sum())
+
+    @property
+    def whole_harvested(self) -> float:
+        """Harvested rank-seconds of the same steps."""
+        return float(self.harvested_rank_seconds[self.is_whole].sum())
+
+    @property
+    def whole_rollout(self) -> float:
+        """Rank-seconds of the same steps' rollouts."""
+        return float((self.rollout_seconds * self.num_ranks)[self.is_whole].sum())
+
+    @property
+    def ranks_in_words(self) -> str:
+        """``2 ranks``, or ``2 to 4 ranks`` of a run that resumed with another number; ``no rank`` without logs."""
+        numbers = sorted(set(self.num_ranks.tolist()))
+        if len(numbers) > 1:
+            return f"{numbers[0]} to {numbers[-1]} ranks"
+        return count(numbers[0], "rank") if numbers else "no rank"
+
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one file adds to its step."""
+    """One rank in one step."""
 
+    num_ranks: int
+    """Of the whole step."""
     by_kind: NDArray[np.float64]
     engine_tokens: NDArray[np.int64]
     engine_seconds: NDArray[np.float64]
@@ -95,31 +125,21 @@ class _Rank:
     ended: float
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What is kept of a step."""
-
-    ranks: list[_Rank]
-    num_ranks: int
-
-
 def analyse_throughput(run: RunLog) -> Throughput:
-    """Of all steps that have a readable log."""
+    """Analyse all steps with a readable log."""
     return take(run, THROUGHPUT)
 
 
-def _row(logs: StepLogs) -> _Row:
-    ranks = [_rank(columns, speaks) for columns, speaks in zip(logs.ranks, logs.speaks, strict=True)]
-    return _Row(ranks, max(columns.num_ranks for columns in logs.ranks))
+def _row(logs: StepLogs) -> list[_Rank]:
+    return [_rank(*each) for each in zip(logs.ranks, logs.is_first_of_replica, strict=True)]
 
 
-def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
-    ranks, sizes = [row.ranks for row in rows], [row.num_ranks for row in rows]
+def _found(run: RunLog, steps: list[int], ranks: list[list[_Rank]]) -> Throughput:
+    sizes = [max(rank.num_ranks for rank in of) for of in ranks]
     table = np.array([np.mean([rank.by_kind for rank in of], 0) for of in ranks]).reshape(-1, len(KINDS))
     used = np.flatnonzero(table.sum(0) > 1e-3 * table.sum() / 10)
-    found = Throughput(
+    return Throughput(
         run=run.name,
-        verdict="",
         problems=run.problems,
         steps=np.array(steps, np.int64),
         kinds=tuple(KINDS[i] for i in used),
@@ -136,15 +156,14 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
         step_seconds=run.metric("timing_s/step", steps),
         began=np.array([min(r.rollouts[0, 0] for r in of) for of in ranks]),
         ended=np.array([max(r.ended for r in of) for of in ranks]),
-        is_on_gpu=any(host.gpus for start in read_environment(run) for host in start.hosts),
+        is_on_gpu=any(host.gpus for start in run.starts for host in start.hosts),
     )
-    return Throughput(**{**vars(found), "verdict": _verdict(found)})
 
 
 THROUGHPUT = Survey(COLUMNS, ATTRIBUTES, _row, _found)
 
 
-def _rank(columns: Columns, speaks: bool) -> _Rank:
+def _rank(columns: Columns, is_first_of_replica: bool) -> _Rank:
     own = [columns.attributes[name] for name in ATTRIBUTES[:3]]
     rollouts = np.concatenate([[own], columns["timing/refills"].reshape(-1, 3)])
     by_kind = dict.fromkeys(KINDS, 0.0)
@@ -160,9 +179,10 @@ def _rank(columns: Columns, speaks: bool) -> _Rank:
     harvested = columns.attributes["harvested_seconds"]
     by_kind[Kind.TRAIN], by_kind[Kind.IDLE] = harvested, max(0.0, idle - harvested)
     return _Rank(
+        num_ranks=columns.num_ranks,
         by_kind=np.array([by_kind[kind] for kind in KINDS]),
-        engine_tokens=tokens * speaks,
-        engine_seconds=taken * speaks,
+        engine_tokens=tokens * is_first_of_replica,
+        engine_seconds=taken * is_first_of_replica,
         tokens=int(columns["rollouts/response_ends"][-1]) if columns.num_rollouts else 0,
         idle=idle,
         harvested=harvested,
@@ -185,7 +205,7 @@ def _engine(columns: Columns) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def _clock_seconds(ranks: Sequence[_Rank]) -> float:
-    """From the first rank's start to the last's release, of each rollout of a step."""
+    """Sum over a step's rollouts of the time from the first rank's start to the last release."""
     rollouts = np.stack([rank.rollouts[: min(len(r.rollouts) for r in ranks)] for rank in ranks])
     return float((rollouts[:, :, 2].max(0) - rollouts[:, :, 0].min(0)).sum())
 
@@ -220,11 +240,9 @@ def _shares(found: Throughput) -> str:
 def _waiting(found: Throughput) -> str:
     if found.num_ranks.max() == 1:
         return "With one rank nobody waits for another."
-    told = found.is_whole
-    if not told.any():
+    if not found.is_whole.any():
         return "Of no step are the logs of all ranks here, so what they waited for is not told."
-    idle, harvested = float(found.idle_rank_seconds[told].sum()), float(found.harvested_rank_seconds[told].sum())
-    whole = float((found.rollout_seconds * found.num_ranks)[told].sum())
+    idle, harvested, whole = found.whole_idle, found.whole_harvested, found.whole_rollout
     waited = f"Ranks waited for {share(idle, whole)} of their time in rollouts ({seconds(idle)} of {seconds(whole)})"
     if harvested == 0:
         return f"{waited}; nothing of it was harvested."

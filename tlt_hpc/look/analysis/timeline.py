@@ -1,6 +1,6 @@
-"""Which rank did what when, in one step: the picture of a tail, of what was idle in it and what was harvested.
+"""What each rank did when in one step: the tail, and its idle and harvested time.
 
-Times of different ranks are compared as their nodes' clocks gave them.
+Times of different ranks are compared as their nodes' clocks show them.
 """
 
 from __future__ import annotations
@@ -13,39 +13,41 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import PREFILL, EngineSpans, MicroStepRecord, PhaseSpan, RolloutTiming
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.kinds import Kind, Pieces, merged, pieces_of
-from tlt_hpc.look.analysis.result import Analysis, count, listed, seconds, share
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed, seconds, share
 from tlt_hpc.storage.rollout_log import StepSummary
 
 Timed = TypeVar("Timed", MicroStepRecord, PhaseSpan)
 
 _FINEST = 1 / 2000
-"""Of the time shown: gaps below it join two pieces of a kind."""
+"""Share of the shown time: shorter gaps between two pieces of a kind are closed."""
 _GRID = 1200
 _NO_TAIL = 0.02
-"""Idle share of the ranks' rollout time below which there is no tail to speak of."""
+"""Idle share of the ranks' rollout time below which a step has no tail."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One rank: its pieces, merged for a picture, and exact sums; times in seconds since the rollout began."""
+    """One rank: its pieces, merged for drawing, and exact sums; times in seconds since the rollout began."""
 
     rank: int
     pieces: Pieces
     rollouts: tuple[RolloutTiming, ...]
     seconds: dict[Kind, float]
     idle_seconds: float
-    """From the rank's last token to the release, trained or not."""
+    """From the rank's last token to the release, including harvested time."""
     harvested_seconds: float
     num_micro_steps: int
     is_told: bool
-    """Whether the log tells of rounds; one of an earlier version does not."""
+    """Whether the log has rounds; logs of early versions do not."""
 
 
 @dataclass(frozen=True)
 class Timeline(Analysis):
-    """A step's ranks; ``live`` [T] are the sequences still being generated on all of them at ``live_seconds`` [T]."""
+    """The ranks of a step. ``live`` [T]: sequences still being generated on all ranks at ``live_seconds`` [T]."""
 
     step: int
     num_ranks: int
@@ -53,17 +55,21 @@ class Timeline(Analysis):
     live_seconds: NDArray[np.float64]
     live: NDArray[np.int64]
     tails: tuple[tuple[float, float], ...]
-    """Of each rollout of the step: from the first rank's last token to the release; of one rank, none."""
+    """For each rollout of the step: start (the first rank's last token) and end (release); none with one rank."""
     rollout_seconds: float
     start_seconds: float
-    """Since the epoch, where the times count from."""
+    """Time 0, in seconds since the epoch."""
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self)
 
 
 def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
-    """A step's ranks, the last step's that has all where ``step`` is None.
+    """Analyse a step; by default the last one with the logs of all its ranks.
 
     Raises:
-        UserError: there is no such step, or nothing of it can be read.
+        UserError: there is no such step, or none of its logs can be read.
     """
     chosen = run.last_whole_step() if step is None else step
     if chosen is None or chosen not in run.logged_steps:
@@ -74,22 +80,18 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
     zero = min(summary.timing.start_seconds for summary in summaries)
     spans = {summary.rank: _shifted(run.spans(chosen, summary.rank), zero) for summary in summaries}
     lanes = tuple(_lane(summary, spans[summary.rank], zero) for summary in summaries)
-    told = [lane for lane in lanes if run.speaks_for(lane.rank)]
+    told = [lane for lane in lanes if run.is_first_of_replica(lane.rank)]
     times, live = _live(tuple(told), [spans[lane.rank] for lane in told])
-    tails = _tails(lanes)
-    rollout = _rollout_seconds(lanes)
-    num_ranks = summaries[0].num_ranks
     return Timeline(
         run=run.name,
-        verdict=_verdict(chosen, num_ranks, lanes, tails, rollout),
         problems=run.problems,
         step=chosen,
-        num_ranks=num_ranks,
+        num_ranks=summaries[0].num_ranks,
         lanes=lanes,
         live_seconds=times,
         live=live,
-        tails=tails,
-        rollout_seconds=rollout,
+        tails=_tails(lanes),
+        rollout_seconds=_rollout_seconds(lanes),
         start_seconds=zero,
     )
 
@@ -129,12 +131,12 @@ def _timing_since(timing: RolloutTiming, zero: float) -> RolloutTiming:
 
 
 def _since(record: Timed, zero: float) -> Timed:
-    """A record with its two times counted from ``zero``."""
+    """The record with its times relative to ``zero``."""
     return replace(record, start_seconds=record.start_seconds - zero, end_seconds=record.end_seconds - zero)
 
 
 def _live(lanes: tuple[Lane, ...], spans: list[EngineSpans]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Sequences live on all ranks over the time of the rollouts; nothing where no rank tells."""
+    """Live sequences of all ranks over the time of the rollouts; empty if no log has rounds."""
     if not any(lane.is_told for lane in lanes):
         return np.empty(0), np.empty(0, np.int64)
     last = max(timing.release_seconds for lane in lanes for timing in lane.rollouts)
@@ -166,15 +168,13 @@ def _rollout_seconds(lanes: tuple[Lane, ...]) -> float:
 # -- in words -------------------------------------------------------------------------------------------------------
 
 
-def _verdict(
-    step: int, num_ranks: int, lanes: tuple[Lane, ...], tails: tuple[tuple[float, float], ...], rollout: float
-) -> str:
+def _verdict(found: Timeline) -> str:
+    lanes, num_ranks = found.lanes, found.num_ranks
     of = f"{len(lanes)} of {num_ranks} ranks" if len(lanes) < num_ranks else count(num_ranks, "rank")
     refills = len(lanes[0].rollouts) - 1
     again = f" with {count(refills, 'refill')}" if refills else ""
-    parts = [f"Step {step}, {of}: its rollout{again} took {seconds(rollout)}.", _speculation(lanes)]
-    parts += [_tail(num_ranks, lanes, tails, rollout), _rest(lanes)]
-    return " ".join(filter(None, parts))
+    head = f"Step {found.step}, {of}: its rollout{again} took {seconds(found.rollout_seconds)}."
+    return " ".join(filter(None, [head, _speculation(lanes), _tail(found), _rest(lanes)]))
 
 
 def _speculation(lanes: tuple[Lane, ...]) -> str:
@@ -188,15 +188,16 @@ def _speculation(lanes: tuple[Lane, ...]) -> str:
     return f"Of the decoding time {share(drafted, plain + drafted)} were speculative."
 
 
-def _tail(num_ranks: int, lanes: tuple[Lane, ...], tails: tuple[tuple[float, float], ...], rollout: float) -> str:
+def _tail(found: Timeline) -> str:
+    lanes, num_ranks = found.lanes, found.num_ranks
     idle = sum(lane.idle_seconds for lane in lanes)
     harvested = sum(lane.harvested_seconds for lane in lanes)
     if num_ranks == 1:
         return f"With one rank nobody waits; it was idle for {seconds(idle)}."
     if len(lanes) < num_ranks:
         return f"Of the others there is no log, so the tail is not told; these were idle for {seconds(idle)} together."
-    total = len(lanes) * rollout
-    length = sum(end - start for start, end in tails)
+    total = len(lanes) * found.rollout_seconds
+    length = sum(end - start for start, end in found.tails)
     last = max(lanes, key=lambda lane: lane.rollouts[-1].last_token_seconds)
     first = min(lanes, key=lambda lane: lane.rollouts[-1].last_token_seconds)
     if idle < _NO_TAIL * total:
@@ -214,7 +215,7 @@ def _tail(num_ranks: int, lanes: tuple[Lane, ...], tails: tuple[tuple[float, flo
 
 
 def _rest(lanes: tuple[Lane, ...]) -> str:
-    """What the step spent beside its rollout, as a mean over the ranks."""
+    """Time of the step outside its rollout, mean over the ranks."""
     names = {
         Kind.SERIAL: "serial drafter training",
         Kind.REWARD: "rewards",
@@ -229,7 +230,7 @@ def _rest(lanes: tuple[Lane, ...]) -> str:
 
 
 def thinned(found: Timeline, most_lanes: int = 32, most_pieces: int = 4000) -> Timeline:
-    """The same step with fewer lanes, evenly through the order in which they finished, and coarser pieces."""
+    """The same step with fewer lanes, chosen evenly by finishing order, and coarser pieces."""
     lanes = found.lanes
     if len(lanes) > most_lanes:
         order = sorted(range(len(lanes)), key=lambda i: lanes[i].rollouts[-1].last_token_seconds)

@@ -1,6 +1,6 @@
-"""A step's ranks as events of Chrome's trace format: a process a rank, with tracks of phases, engine and drafter.
+"""Events of steps in Chrome's trace format: a process for each rank, with tracks for phases, engine and drafter.
 
-Arrows lead from each phase of a rank to its next. Times are microseconds since the first event's second.
+Arrows connect the phases of a rank. Times are microseconds since the second of the first event.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from tlt_hpc.common.records import EngineSpans, RolloutTiming
 from tlt_hpc.look.analysis.kinds import KINDS, engine_kinds
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.rollout_log import StepSummary
 
 Event = dict[str, Any]
@@ -20,7 +20,7 @@ _TRACKS = {_PHASES: "phases", _ENGINE: "engine", _DRAFTER: "drafter and waiting"
 
 
 def trace_events(run: RunLog, steps: Sequence[int]) -> Iterator[Event]:
-    """Of all ranks in the given steps, metadata first."""
+    """Yield the events of all ranks in the given steps, metadata first."""
     named = set[int]()
     zero: float | None = None
     for step in steps:
@@ -67,7 +67,7 @@ def _rank_events(summary: StepSummary, spans: EngineSpans, zero: float) -> Itera
 
 
 def _phase_events(summary: StepSummary, zero: float) -> Iterator[Event]:
-    """Each phase, and an arrow from its end to the next one's start."""
+    """The phases, and an arrow from each to the next."""
     for number, phase in enumerate(summary.phases):
         start, end = phase.start_seconds - zero, phase.end_seconds - zero
         more = {"step": summary.step}
@@ -82,7 +82,7 @@ def _phase_events(summary: StepSummary, zero: float) -> Iterator[Event]:
 
 
 def _rollout_events(rank: int, timing: RolloutTiming, zero: float) -> Iterator[Event]:
-    """Where a rank waits, behind its updates."""
+    """The time in which a rank waits, drawn behind its updates."""
     start = timing.last_token_seconds - zero
     yield _complete(rank, _DRAFTER, "waiting for the last rank", start, timing.idle_seconds, "idle", {})
     at = _microseconds(timing.release_seconds - zero)

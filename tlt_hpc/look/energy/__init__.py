@@ -1,1 +1,1 @@
-"""Joules that a run's GPUs and processors take, from their own counters, where a machine lets them be read."""
+"""Energy of GPUs and processors: counters, the meter of a run's steps, and what a run used."""

@@ -1,6 +1,6 @@
-"""Joules of a step and of its rollout, on this rank; which counters are read is agreed on by all ranks. Knows no MPI.
+"""Measures the energy of steps and their rollouts on one rank. All ranks agree on the counters that are read.
 
-A kind of counter that one node or GPU lacks is told by none: a part of a run would pass for the whole.
+If one node or GPU lacks a kind of counter, no rank reports that kind: part of a run would pass for the whole.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tlt_hpc.look.energy.counter import Counter, NoCounterError
-from tlt_hpc.look.energy.nvml import Nvml
-from tlt_hpc.look.energy.rapl import Rapl
+from tlt_hpc.look.energy.counters import CPU, GPU, Counter, NoCounterError, Nvml, Rapl
 
-GPU, CPU = "gpu", "cpu"
 PREFIX = "energy/"
 
 logger = logging.getLogger(__name__)
@@ -22,17 +19,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reach:
-    """What a rank could read, for all ranks to know."""
+    """The counters that a rank can read; all ranks exchange these."""
 
     hostname: str
     gpu: str = ""
-    """UUID of the GPU that it uses; empty without one."""
+    """UUID of the rank's GPU; empty without one."""
     lacking: Mapping[str, str] = field(default_factory=dict)
     """Kind of counter -> why it cannot be read."""
 
 
 class Counters:
-    """A rank's counters: of its GPU, if it has one, and for the first rank of a node of the node's processors."""
+    """A rank's counters: its GPU's, and on the first rank of a node those of the processors."""
 
     def __init__(self, hostname: str, gpu: str, is_first_of_node: bool) -> None:
         self.open: dict[str, Counter] = {}
@@ -50,15 +47,15 @@ class Counters:
         self.reach = Reach(hostname, gpu, lacking)
 
     def close(self) -> None:
-        """Close those that are open."""
+        """Close all open counters."""
         while self.open:
             self.open.popitem()[1].close()
 
 
 def told_kinds(ranks: Sequence[Reach]) -> dict[str, str]:
-    """Kind of counter -> empty where all that have one can read theirs, else the first's reason; the same on all ranks.
+    """Kind of counter -> empty if all ranks that have one can read it, else a reason; equal on all ranks.
 
-    Of GPUs, only where every rank uses one.
+    GPUs are included only if every rank uses one.
     """
     kinds = (GPU, CPU) if all(rank.gpu for rank in ranks) else (CPU,)
     reasons = {kind: [rank for rank in ranks if kind in rank.lacking] for kind in kinds}
@@ -66,18 +63,18 @@ def told_kinds(ranks: Sequence[Reach]) -> dict[str, str]:
 
 
 class Meter:
-    """Takes the counters at the start of a step, at the end of its rollout and at its own end.
+    """Reads the counters at the start of a step, at the end of its rollout and at the end of the step.
 
     Args:
-        counters: this rank's; closed here.
-        ranks: what all ranks can read, in their order.
+        counters: this rank's; the meter closes them.
+        ranks: the counters that each rank can read, by rank.
     """
 
     def __init__(self, counters: Counters, ranks: Sequence[Reach], rank: int) -> None:
         self._kinds = [kind for kind, reason in told_kinds(ranks).items() if not reason]
         own = ranks[rank]
         is_double = any((one.hostname, one.gpu) == (own.hostname, own.gpu) for one in ranks[:rank])
-        skipped = {GPU} if is_double else set()  # of ranks that share a GPU, the first reads it
+        skipped = {GPU} if is_double else set()  # the first of several ranks that share a GPU reads it
         self._close = counters.close
         self._lost: set[str] = set()
         self._counters = {k: c for k, c in counters.open.items() if k in self._kinds and k not in skipped}
@@ -87,7 +84,7 @@ class Meter:
         self._rollout: dict[str, float] = {}
 
     def begin_step(self) -> None:
-        """A step begins, with its rollout."""
+        """A step and its rollout begin."""
         self._start, self._rollout = self._read(), {}
 
     def end_rollout(self) -> None:
@@ -95,9 +92,9 @@ class Meter:
         self._rollout = self._read()
 
     def end_step(self) -> dict[str, float]:
-        """This rank's part of a step's joules, to be summed over the ranks; alike named on all of them.
+        """This rank's joules of the step, to be summed over the ranks; all ranks have the same keys.
 
-        NaN where a counter was lost: it makes the sum one.
+        NaN after a counter was lost, so that the sum is NaN, too.
         """
         end, taken = self._read(), {}
         for kind in self._kinds:
@@ -115,7 +112,7 @@ class Meter:
         if kind not in self._counters:
             return 0.0
         joules = values.get(kind, math.nan) - begun
-        return joules if joules > 0 else math.nan  # counted from zero anew by a driver, or a counter that stands still
+        return joules if joules > 0 else math.nan  # a driver restarted the counter, or it does not change
 
     def _read(self) -> dict[str, float]:
         return {kind: self._joules(kind, counter) for kind, counter in self._counters.items()}

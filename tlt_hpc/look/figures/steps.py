@@ -1,6 +1,6 @@
-"""Pictures with the steps of a run along the axis: lengths, acceptance, learning, throughput, several runs.
+"""Figures with the steps of a run on the axis: lengths, accept lengths, learning, throughput, several runs.
 
-A run of very many steps is thinned to means of neighbouring steps, so that a picture stays small.
+Bars of a run with very many steps are means of neighbouring steps, so that a figure stays small.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.acceptance import Acceptance
-from tlt_hpc.look.analysis.comparison import HARVESTED, IDLE, SHOWN, Comparison
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.acceptance import AcceptLengths
+from tlt_hpc.look.analysis.comparison import HARVESTED, IDLE, METRICS, RunComparison
 from tlt_hpc.look.analysis.kinds import Kind
 from tlt_hpc.look.analysis.learning import Learning, moving_mean, window_of
-from tlt_hpc.look.analysis.lengths import Lengths
-from tlt_hpc.look.analysis.result import count, span_of
+from tlt_hpc.look.analysis.lengths import ResponseLengths
 from tlt_hpc.look.analysis.throughput import Throughput
 from tlt_hpc.look.figures.style import (
     HATCHES,
     below_each_other,
     colour,
-    label_of,
+    kind_patch,
     layout,
     legend_above,
     legend_below,
     line,
     new_figure,
     panel,
+    panel_grid,
     rectangles,
     theme,
     title,
     whole_steps,
 )
+from tlt_hpc.look.words import span_of
 
 _MOST_BARS = 120
 
 
-def draw_lengths(found: Lengths) -> Figure:
-    """Lengths and cut responses over the steps, and the distribution over all of them."""
+def draw_lengths(found: ResponseLengths) -> Figure:
+    """Lengths and cut responses by step, and the distribution over all steps."""
     if layout().is_narrow:
         figure, (over, cut, whole) = below_each_other((2.0, 0.8, 1.7))
     else:
@@ -70,20 +72,20 @@ def draw_lengths(found: Lengths) -> Figure:
         whole.xaxis.set_minor_formatter("")
         whole.set_ylim(0, shares.max() * 1.05)
     panel(whole, "All responses, by length", x="tokens (logarithmic)", y="% of responses")
-    title(figure, "How long responses are", _of(found.run, found.steps, int(found.num_responses.sum()), "response"))
+    below = f"{found.run}, {_steps(found.steps)}, {count(int(found.num_responses.sum()), 'response')}"
+    title(figure, "How long responses are", below)
     return figure
 
 
-def draw_acceptance(found: Acceptance) -> Figure:
-    """Accept length over steps and by live sequences, and which strategies gave the tokens."""
+def draw_acceptance(found: AcceptLengths) -> Figure:
+    """Accept length by step and by live sequences, and the strategies that produced the tokens."""
     if layout().is_narrow:
         figure, (by_step, by_live, step_shares, live_shares) = below_each_other((1.7, 1.7, 1.5, 1.5))
     else:
         figure = new_figure(6.4)
         (by_step, by_live), (step_shares, live_shares) = figure.subplots(2, 2)
-    line(
-        by_step, found.steps, found.accept_length, 0, "all responses", color=theme().ink
-    )  # colours are strategies' here
+    # in this figure the colours of series stand for strategies
+    line(by_step, found.steps, found.accept_length, 0, "all responses", color=theme().ink)
     if np.isfinite(found.own_accept_length).any():
         line(by_step, found.steps, found.own_accept_length, 1, "drafter's own drafts, chain of 4", color=theme().faint)
     _from_one(by_step, found.accept_length, found.own_accept_length)
@@ -112,15 +114,12 @@ def draw_acceptance(found: Acceptance) -> Figure:
 
 
 def draw_learning(found: Learning) -> Figure:
-    """A panel a figure; those of which nothing is told are left out."""
+    """A panel for each metric that has data."""
     panels = [(name, *_LEARNING[name]) for name in _LEARNING if found.has(name)]
-    panels = [each for each in panels if each[0] != "reward" or not _alike(found, "reward", "score")]
+    if np.allclose(found.series["reward"], found.series["score"], equal_nan=True):
+        panels = [each for each in panels if each[0] != "reward"]
     evaluated = {name: v for name, v in found.evaluations.items() if np.isfinite(v).any() and "/acc/" in name}
-    num_panels = max(1, len(panels) + bool(evaluated))
-    num_columns = 1 if layout().is_narrow else min(3, num_panels)
-    num_rows = -(-num_panels // num_columns)
-    figure = new_figure(0.9 + 2.25 * num_rows + 0.3 * bool(evaluated))
-    places = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
+    figure, places = panel_grid(len(panels) + bool(evaluated), 2.25, 0.9 + 0.3 * bool(evaluated))
     window = window_of(len(found.steps))
     for axes, (name, heading, unit) in zip(places, panels, strict=False):
         _smoothed(axes, found.steps, found.series[name], window)
@@ -133,8 +132,6 @@ def draw_learning(found: Learning) -> Figure:
         panel(axes, "Evaluations", x="step", y="share right")
         legend_above(axes, 1)
         whole_steps(axes)
-    for axes in places[num_panels if panels or evaluated else 0 :]:
-        axes.set_visible(False)
     below = f"{found.run}, {_steps(found.steps)}"
     if window > 1:
         below += f"; bold: mean of {window} neighbouring steps, faint: single steps"
@@ -155,7 +152,7 @@ _LEARNING = {
 
 
 def draw_throughput(found: Throughput) -> Figure:
-    """Seconds of a step by kind, what waiting there was and what was harvested of it, and tokens a second."""
+    """Seconds of a step by kind, idle and harvested time, and tokens per second."""
     if layout().is_narrow:
         figure, (shares, waiting, rates) = below_each_other((2.6, 1.7, 1.5))
     else:
@@ -171,20 +168,17 @@ def draw_throughput(found: Throughput) -> Figure:
     _bars(waiting, found.steps, [(kept, colours[Kind.TRAIN], None), (rest, colours[Kind.IDLE], HATCHES[Kind.IDLE])])
     panel(waiting, "Waiting: harvested, and not", x="step", y="rank-seconds")
     _rates(rates, found.rates)
-    legend_below(figure, [_patch(kind) for kind in found.kinds], 4)
-    title(figure, "Where the seconds go", f"{found.run}, {_steps(found.steps)}, {_ranks(found)}")
+    legend_below(figure, [kind_patch(kind) for kind in found.kinds], 4)
+    title(figure, "Where the seconds go", f"{found.run}, {_steps(found.steps)}, {found.ranks_in_words}")
     return figure
 
 
-def draw_comparison(found: Comparison) -> Figure:
-    """A panel a figure, a line a run."""
-    shown = [name for name in SHOWN if any(np.isfinite(run.series[name]).any() for run in found.runs)]
-    num_panels = max(1, len(shown))
-    num_columns = 1 if layout().is_narrow else min(3, num_panels)
-    num_rows = -(-num_panels // num_columns)
-    figure = new_figure(1.2 + 2.3 * num_rows)
-    places = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
-    window = min((window_of(len(run.steps)) for run in found.runs), default=1)  # alike, so that like curves look alike
+def draw_comparison(found: RunComparison) -> Figure:
+    """A panel for each metric, with a line for each run."""
+    drawn = {name: metric for name, metric in METRICS.items() if metric.heading}
+    shown = [name for name in drawn if any(np.isfinite(run.series[name]).any() for run in found.runs)]
+    figure, places = panel_grid(len(shown), 2.3, 1.2)
+    window = min((window_of(len(run.steps)) for run in found.runs), default=1)  # the same for all runs
     for axes, name in zip(places, shown, strict=False):
         for index, run in enumerate(found.runs):
             if window > 1:
@@ -194,13 +188,10 @@ def draw_comparison(found: Comparison) -> Figure:
             if name == IDLE:
                 harvested = moving_mean(run.series[HARVESTED], window)
                 axes.fill_between(run.steps, harvested, color=colour(index), alpha=0.25, linewidth=0)
-        heading, unit, from_zero = SHOWN[name]
-        panel(axes, heading, x="step", y=unit)
+        panel(axes, drawn[name].heading, x="step", y=drawn[name].unit)
         whole_steps(axes)
-        if from_zero:
+        if drawn[name].starts_at_zero:
             axes.set_ylim(bottom=0)
-    for axes in places[len(shown) :]:
-        axes.set_visible(False)
     if shown:
         legend_below(figure, [h for h in places[0].get_lines() if not str(h.get_label()).startswith("_")], 4)
     title(figure, "Runs side by side", found.tokens_in_words)
@@ -211,7 +202,7 @@ def draw_comparison(found: Comparison) -> Figure:
 
 
 def _bars(axes: Axes, steps: NDArray[np.int64], rows: list[tuple[NDArray[np.float64], str, str | None]]) -> None:
-    """Bars on top of each other, one a step; of very many steps, means of neighbours."""
+    """Stacked bars, one for each step; with very many steps, means of neighbours."""
     if len(steps) == 0:
         return
     size = -(-len(steps) // _MOST_BARS)
@@ -222,7 +213,7 @@ def _bars(axes: Axes, steps: NDArray[np.int64], rows: list[tuple[NDArray[np.floa
     bottom = np.zeros(len(places))
     for values, face, hatch in rows:
         heights = np.add.reduceat(np.nan_to_num(values), edges) / counts
-        thin = 0.4 if len(places) <= 40 else 0.0  # parts its neighbours where colours are alike in grey
+        thin = 0.4 if len(places) <= 40 else 0.0  # separates neighbours whose colours are similar in grey
         edge = theme().faint if hatch else theme().background
         rectangles(axes, places - width / 2, bottom, width, heights, face, hatch, edge, thin)
         bottom += heights
@@ -279,39 +270,17 @@ def _kind(name: str) -> Kind | None:
 
 
 def _from_one(axes: Axes, *values: NDArray[np.float64]) -> None:
-    """An accept length cannot be below one token a pass."""
+    """Start the axis at 1: an accept length is at least one token per pass."""
     told = np.concatenate([each[np.isfinite(each)] for each in values]) if values else np.empty(0)
     axes.set_ylim(min(1.0, float(told.min(initial=1.0))) - 0.05, max(1.5, float(told.max(initial=1.0)) * 1.06))
     whole_steps(axes)
 
 
-def _updates(axes: Axes, found: Acceptance) -> None:
-    """The drafter's updates so far, in place of the steps' label."""
+def _updates(axes: Axes, found: AcceptLengths) -> None:
+    """Add the number of drafter updates to the axis label."""
     told = found.drafter_version[np.isfinite(found.drafter_version)]
     axes.set_xlabel(f"step ({told[-1]:,.0f} drafter updates by the last)" if len(told) else "step")
 
 
-def _alike(found: Learning, a: str, b: str) -> bool:
-    return bool(np.allclose(found.series[a], found.series[b], equal_nan=True))
-
-
-def _patch(kind: Kind) -> Patch:
-    edge = theme().faint if kind in HATCHES else theme().kinds[kind]
-    return Patch(
-        facecolor=theme().kinds[kind], hatch=HATCHES.get(kind), edgecolor=edge, linewidth=0.5, label=label_of(kind)
-    )
-
-
 def _steps(steps: NDArray[np.int64]) -> str:
     return span_of(steps) if len(steps) else "no step yet"
-
-
-def _of(run: str, steps: NDArray[np.int64], number: int, noun: str) -> str:
-    return f"{run}, {_steps(steps)}, {count(number, noun)}"
-
-
-def _ranks(found: Throughput) -> str:
-    numbers = sorted(set(found.num_ranks.tolist()))
-    if len(numbers) > 1:
-        return f"{numbers[0]} to {numbers[-1]} ranks"
-    return count(numbers[0], "rank") if numbers else "no rank"

@@ -1,7 +1,7 @@
-"""How all figures look: one palette, two themes, two layouts, and how they are saved. Knows no figure.
+"""The style of all figures: one palette in two themes, layouts for screens and phones, and how figures are saved.
 
-The colours are Okabe and Ito's, with the lightness moved so that what lies side by side differs in grey too; some
-kinds of a timeline have hatches. SVG keeps text as text, and the same figure is the same bytes each time.
+The colours are Okabe and Ito's, with the lightness changed so that neighbouring areas differ in grey, too; some kinds
+of a timeline have hatches. SVG keeps text as text, and the same figure gives the same bytes each time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch
+from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator
 
@@ -30,25 +30,25 @@ from tlt_hpc.look.analysis.kinds import Kind
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How wide figures are, in inches, so that their letters are as large side by side, and what they leave out."""
+class FigureLayout:
+    """Width of figures in inches, and what they leave out."""
 
     name: str
     width: float
     is_narrow: bool
-    """Panels one below the other: for a telephone."""
+    """Panels below each other, for a phone."""
     has_title: bool
-    """False where a page has its own headings."""
+    """False for a page with headings of its own."""
 
 
-WIDE = Layout("wide", 9.0, is_narrow=False, has_title=True)
-PAGE = Layout("page", 9.0, is_narrow=False, has_title=False)
-PHONE = Layout("phone", 3.9, is_narrow=True, has_title=False)
+WIDE = FigureLayout("wide", 9.0, is_narrow=False, has_title=True)
+PAGE = FigureLayout("page", 9.0, is_narrow=False, has_title=False)
+PHONE = FigureLayout("phone", 3.9, is_narrow=True, has_title=False)
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one theme; ``series`` are told apart by ``MARKERS`` and ``DASHES`` as well."""
+    """Colours of one theme. ``series`` also differ by ``MARKERS`` and ``DASHES``."""
 
     name: str
     background: str
@@ -60,6 +60,21 @@ class Theme:
     series: tuple[str, ...]
 
 
+_KINDS = {
+    Kind.PREFILL: ("#f0e442", "#f5ec6b"),
+    Kind.DECODE: ("#9ad1f0", "#a9daf5"),
+    Kind.SPECULATE: ("#00527f", "#1f7ab8"),
+    Kind.GENERATE: ("#9ad1f0", "#a9daf5"),
+    Kind.TRAIN: ("#e8800c", "#f5931e"),
+    Kind.SERIAL: ("#b35c00", "#c06a0a"),
+    Kind.IDLE: ("#ffffff", "#0d1117"),
+    Kind.REWARD: ("#cc79a7", "#dc93bb"),
+    Kind.UPDATE: ("#00805d", "#12a37a"),
+    Kind.REFRESH: ("#7d4a94", "#9c6bb5"),
+    Kind.SAVE: ("#8c959f", "#768390"),
+    Kind.EVALUATE: ("#3d444d", "#cdd9e5"),
+}
+"""Kind -> its colour in the light and in the dark theme."""
 LIGHT = Theme(
     name="light",
     background="#ffffff",
@@ -67,20 +82,7 @@ LIGHT = Theme(
     faint="#59636e",
     grid="#d1d9e0",
     tail="#fff1d6",
-    kinds={
-        Kind.PREFILL: "#f0e442",
-        Kind.DECODE: "#9ad1f0",
-        Kind.SPECULATE: "#00527f",
-        Kind.GENERATE: "#9ad1f0",
-        Kind.TRAIN: "#e8800c",
-        Kind.SERIAL: "#b35c00",
-        Kind.IDLE: "#ffffff",
-        Kind.REWARD: "#cc79a7",
-        Kind.UPDATE: "#00805d",
-        Kind.REFRESH: "#7d4a94",
-        Kind.SAVE: "#8c959f",
-        Kind.EVALUATE: "#3d444d",
-    },
+    kinds={kind: light for kind, (light, _) in _KINDS.items()},
     series=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#3d444d", "#56b4e9", "#e69f00", "#8c6d00"),
 )
 DARK = Theme(
@@ -90,20 +92,7 @@ DARK = Theme(
     faint="#9da7b3",
     grid="#30363d",
     tail="#3a2c12",
-    kinds={
-        Kind.PREFILL: "#f5ec6b",
-        Kind.DECODE: "#a9daf5",
-        Kind.SPECULATE: "#1f7ab8",
-        Kind.GENERATE: "#a9daf5",
-        Kind.TRAIN: "#f5931e",
-        Kind.SERIAL: "#c06a0a",
-        Kind.IDLE: "#0d1117",
-        Kind.REWARD: "#dc93bb",
-        Kind.UPDATE: "#12a37a",
-        Kind.REFRESH: "#9c6bb5",
-        Kind.SAVE: "#768390",
-        Kind.EVALUATE: "#cdd9e5",
-    },
+    kinds={kind: dark for kind, (_, dark) in _KINDS.items()},
     series=("#3d9fe0", "#f27c2a", "#1fbf8f", "#dc93bb", "#cdd9e5", "#8fd0f5", "#f5b83d", "#bfa24a"),
 )
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
@@ -111,11 +100,11 @@ HATCHES = {Kind.IDLE: "////", Kind.SERIAL: "....", Kind.GENERATE: "xxx"}
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)), (0, (3, 1)))
 
-_MOST_LETTERS = 125
-"""Of a line below a headline: what a wide figure has room for."""
+_MAX_LETTERS = 125
+"""Length of a line below a headline in a wide figure."""
 
 _THEME: ContextVar[Theme] = ContextVar("theme", default=LIGHT)
-_LAYOUT: ContextVar[Layout] = ContextVar("layout", default=WIDE)
+_LAYOUT: ContextVar[FigureLayout] = ContextVar("layout", default=WIDE)
 
 
 def theme() -> Theme:
@@ -123,14 +112,14 @@ def theme() -> Theme:
     return _THEME.get()
 
 
-def layout() -> Layout:
+def layout() -> FigureLayout:
     """The layout in use."""
     return _LAYOUT.get()
 
 
 @contextmanager
-def themed(name: str | Theme, arranged: Layout = WIDE) -> Iterator[Theme]:
-    """Draw and save in a theme, ``light``, ``dark`` or one's own, and in a layout."""
+def themed(name: str | Theme, arranged: FigureLayout = WIDE) -> Iterator[Theme]:
+    """Draw and save in a theme (``light``, ``dark``, or any ``Theme``) and a layout."""
     chosen = THEMES[name] if isinstance(name, str) else name
     tokens = _THEME.set(chosen), _LAYOUT.set(arranged)
     try:
@@ -142,21 +131,32 @@ def themed(name: str | Theme, arranged: Layout = WIDE) -> Iterator[Theme]:
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure of the layout's width that lays itself out; drawn without a screen."""
+    """An empty figure of the layout's width; needs no display."""
     figure = Figure(figsize=(layout().width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def below_each_other(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """A narrow figure's panels, each ``heights`` inches high, and room for what is written around each."""
+    """A narrow figure with one panel of each height, in inches, below each other."""
     figure = new_figure(sum(heights) + 0.75 * len(heights))
     grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     return figure, [figure.add_subplot(grid[row]) for row in range(len(heights))]
 
 
+def panel_grid(num_panels: int, panel_height: float, extra_height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with up to three panels in a row, one in a narrow layout; panels beyond ``num_panels`` are hidden."""
+    num_columns = 1 if layout().is_narrow else min(3, max(1, num_panels))
+    num_rows = -(-max(1, num_panels) // num_columns)
+    figure = new_figure(extra_height + panel_height * num_rows)
+    panels = list(figure.subplots(num_rows, num_columns, squeeze=False).ravel())
+    for axes in panels[num_panels:]:
+        axes.set_visible(False)
+    return figure, panels
+
+
 def save(figure: Figure, folder: FilePath, name: str) -> list[FilePath]:
-    """Write ``NAME-THEME.png`` and ``.svg`` into a folder, which is made; returns their paths."""
+    """Write ``NAME-THEME.png`` and ``.svg`` into a folder, which is created; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}-{theme().name}.{ending}" for ending in ("png", "svg")]
     figure.savefig(paths[0], dpi=160, metadata={"Software": None})
@@ -167,12 +167,12 @@ def save(figure: Figure, folder: FilePath, name: str) -> list[FilePath]:
 
 
 def title(figure: Figure, text: str, below: str = "") -> None:
-    """The figure's headline, and a line below it in a fainter colour; the panels get what is left."""
+    """Add a headline, and a fainter line below it; the panels get the remaining space."""
     if not layout().has_title:
         return
     height = figure.get_figheight()
     top = 1 - 0.08 / height
-    lines = textwrap.wrap(below, _MOST_LETTERS)
+    lines = textwrap.wrap(below, _MAX_LETTERS)
     words = [figure.text(0.008, top, text, ha="left", va="top", fontsize=12, fontweight="bold")]
     for number, each in enumerate(lines):
         place = top - (0.27 + 0.17 * number) / height
@@ -186,27 +186,29 @@ def title(figure: Figure, text: str, below: str = "") -> None:
 
 
 def panel(axes: Axes, heading: str, x: str = "", y: str = "") -> None:
-    """A panel's heading and labels, with units, on the house's axes."""
+    """Set a panel's heading and axis labels."""
     axes.set_title(heading, loc="left", fontsize=9.5)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
 
 
 def whole_steps(axes: Axes) -> None:
-    """Steps have no halves."""
+    """Put ticks on whole numbers only."""
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
 
 
 def line(axes: Axes, x: Any, y: Any, index: int, label: str = "", **more: Any) -> None:
-    """A series: its colour, its dashes, and its marker where there are few points."""
+    """Plot a series in its colour and dashes, with markers if there are few points."""
     marker = MARKERS[index % len(MARKERS)] if len(x) <= 30 else ""
     settings: dict[str, Any] = {"color": colour(index), "linestyle": DASHES[index % len(DASHES)], "marker": marker}
     axes.plot(x, y, label=label or None, **(settings | more))
 
 
-def label_of(kind: Kind) -> str:
-    """How a legend names it: beside what was harvested, idle is the rest."""
-    return "idle, not harvested" if kind is Kind.IDLE else str(kind)
+def kind_patch(kind: Kind) -> Patch:
+    """The legend entry of a kind."""
+    edge = theme().faint if kind in HATCHES else theme().kinds[kind]
+    label = "idle, not harvested" if kind is Kind.IDLE else str(kind)
+    return Patch(facecolor=theme().kinds[kind], hatch=HATCHES.get(kind), edgecolor=edge, linewidth=0.5, label=label)
 
 
 def colour(index: int) -> str:
@@ -226,7 +228,7 @@ def rectangles(
     edge: str,
     linewidth: float,
 ) -> None:
-    """Bars or bricks of one look as one path, [K] each or scalars: a picture of thousands stays small."""
+    """Draw rectangles of one style, [K] each or scalars, as a single path: thousands stay a small file."""
     corners = np.broadcast_arrays(*(np.asarray(each, np.float64) for each in (left, bottom, width, height)))
     x, y, w, h = (each.ravel() for each in corners)
     points = np.stack([x, y, x, y + h, x + w, y + h, x + w, y, x, y], 1).reshape(-1, 2)
@@ -237,23 +239,21 @@ def rectangles(
     axes.add_patch(patch)
 
 
-def legend_above(axes: Axes, num_columns: int, handles: Sequence[Artist] | None = None, narrow: int = 1) -> None:
-    """A legend between a panel's heading and its data, over neither; of ``narrow`` columns in a narrow layout."""
+def legend_above(axes: Axes, num_columns: int, narrow: int = 1) -> None:
+    """A legend between a panel's heading and its data; ``narrow``: columns in a narrow layout."""
     num_columns = narrow if layout().is_narrow else num_columns
-    known, labels = axes.get_legend_handles_labels()
-    chosen = list(handles) if handles is not None else known
-    names = [str(handle.get_label()) for handle in chosen] if handles is not None else labels
-    if not chosen:
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
         return
-    rows = -(-len(chosen) // num_columns)
+    rows = -(-len(handles) // num_columns)
     axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=9.5, pad=8 + 13 * rows)
     axes.legend(
-        chosen, names, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=num_columns, borderaxespad=0.25, **_TIGHT
+        handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=num_columns, borderaxespad=0.25, **_TIGHT
     )
 
 
 def legend_below(figure: Figure, handles: Iterable[Artist], num_columns: int, narrow: int = 1) -> None:
-    """One legend for the whole figure, under it; of ``narrow`` columns in a narrow layout."""
+    """One legend below the whole figure; ``narrow``: columns in a narrow layout."""
     num_columns = narrow if layout().is_narrow else num_columns
     chosen = list(handles)
     figure.legend(

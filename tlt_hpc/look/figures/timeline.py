@@ -1,4 +1,4 @@
-"""The picture of a step: a lane a rank, and how many sequences are left; idle, harvested and tail at a glance."""
+"""The figure of one step: a lane for each rank, and the sequences still being generated."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.kinds import KINDS, Kind
-from tlt_hpc.look.analysis.result import count, seconds, share
 from tlt_hpc.look.analysis.timeline import Lane, Timeline
 from tlt_hpc.look.figures.style import (
     HATCHES,
-    label_of,
+    kind_patch,
     layout,
     legend_below,
     new_figure,
@@ -22,21 +22,22 @@ from tlt_hpc.look.figures.style import (
     theme,
     title,
 )
+from tlt_hpc.look.words import seconds, share
 
 _MOST_TOLD = 24
-"""Ranks that have room for their own figures beside their lane."""
+"""Number of ranks up to which idle and harvested seconds are written beside the lanes."""
 _VISIBLE = 1 / 1500
-"""Of the time shown: a kind with less of it on all ranks together is not in the legend."""
+"""Share of the shown time that a kind needs on some rank to be in the legend."""
 _ENLARGED = 0.7
-"""Of the time shown: a rollout that is less of it is shown enlarged, too."""
+"""Share of the shown time below which the rollout is also drawn enlarged."""
 _BEFORE = 0.15
-"""Of the time shown, what the save and evaluation before the rollout may take."""
+"""Largest share of the axis for the save and the evaluation before the rollout."""
 
 
 def draw_timeline(found: Timeline) -> Figure:
-    """Lanes over the sequences that are left, on one axis of time.
+    """Lanes of all ranks, and live sequences below them, on one time axis.
 
-    Where a step is much more than its rollout, the whole of it comes first, and then its rollout alone, enlarged.
+    If a step is much longer than its rollout, the whole step is drawn first, and then the rollout, enlarged.
     """
     lanes = max(0.8, min(0.42, max(0.04, 6.0 / len(found.lanes))) * len(found.lanes))
     has_live = len(found.live) > 0
@@ -67,7 +68,7 @@ def draw_timeline(found: Timeline) -> Figure:
     last.set_xlabel("seconds since the rollout began")
     title(figure, f"Step {found.step}: what each rank did when", _below(found))
     blank = Patch(facecolor="none", edgecolor=theme().faint, linewidth=0.5, label="blank: between passes")
-    legend_below(figure, [*(_patch(kind) for kind in _kinds_shown(found)), blank], 5)
+    legend_below(figure, [*(kind_patch(kind) for kind in _kinds_shown(found)), blank], 5)
     return figure
 
 
@@ -127,7 +128,7 @@ def _draw_live(axes: Axes, found: Timeline) -> None:
 
 
 def _shade(axes: Axes, found: Timeline) -> None:
-    """The tail behind the data, and the release at its end."""
+    """Shade the tails behind the data, and mark the releases."""
     for start, end in found.tails:
         axes.axvspan(start, end, color=theme().tail, linewidth=0, zorder=0)
         axes.axvline(end, color=theme().faint, linewidth=0.9, linestyle=(0, (3, 2)), zorder=3)
@@ -157,16 +158,9 @@ def _first(found: Timeline) -> float:
 
 
 def _released(found: Timeline) -> float:
-    """When the last rank left the step's last rollout."""
+    """When the last rank left the last rollout of the step."""
     return max(timing.release_seconds for lane in found.lanes for timing in lane.rollouts)
 
 
 def _right_edge(found: Timeline) -> float:
     return max((float(lane.pieces.ends[-1]) for lane in found.lanes if len(lane.pieces)), default=1.0)
-
-
-def _patch(kind: Kind) -> Patch:
-    edge = theme().faint if kind in HATCHES else theme().kinds[kind]
-    return Patch(
-        facecolor=theme().kinds[kind], hatch=HATCHES.get(kind), edgecolor=edge, linewidth=0.5, label=label_of(kind)
-    )

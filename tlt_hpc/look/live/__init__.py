@@ -1,1 +1,1 @@
-"""``tlt watch``: what a run is at, from its files alone."""
+"""``tlt watch``: the state of a run, from its files."""

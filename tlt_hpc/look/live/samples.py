@@ -1,4 +1,4 @@
-"""Responses of a run's newest committed step, for people: prompt, response, reward, and which tokens came as drafts."""
+"""Responses of a run's newest committed step as text, with rewards, and with accepted draft tokens coloured."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.common.words import count
-from tlt_hpc.look.live.state import read_last_lines
+from tlt_hpc.look.run_log import read_last_lines
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_step
 
 _CONTEXT = 8
-"""Tokens before a piece that it is decoded with: what one says may hang on them, as a space before it does."""
+"""Tokens before a piece that are decoded with it, because its text may depend on them (leading spaces, for example)."""
 DRAFTED = "black on bright_cyan"
-"""Style of tokens that were drafts, and that the policy itself would have said."""
+"""Style of accepted draft tokens."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response of a step, and what it was given."""
+    """One response of a step and its reward."""
 
     step: int
     rank: int
@@ -37,7 +37,7 @@ class Sample:
 
 
 def draw_samples(folder: RunFolder, count: int, seed: int | None = None) -> list[Sample]:
-    """``count`` responses of the newest step, drawn from all ranks' logs; ordered by key.
+    """Draw ``count`` responses of the newest step from all ranks' logs; ordered by key.
 
     Raises:
         UserError: there is no committed step, or its logs are damaged.
@@ -54,7 +54,7 @@ def _of_step(folder: RunFolder, step: int) -> Iterator[Sample]:
     for path in folder.rollout_logs(step):
         try:
             record = read_step(path)
-        except FileNotFoundError:  # taken back by a start that goes on from an earlier step
+        except FileNotFoundError:  # removed by a start that resumed from an earlier step
             continue
         except DamagedFile as error:
             raise UserError(str(error)) from None
@@ -63,7 +63,7 @@ def _of_step(folder: RunFolder, step: int) -> Iterator[Sample]:
 
 
 def tokenizer_of(model_path: str) -> Tokenizer | None:
-    """The model's; None where the model is not on this machine, and token ids have to do."""
+    """The model's tokenizer; None if the model is not on this machine, so that token ids are shown."""
     try:
         return load_tokenizer(find_model(model_path))
     except ValueError:
@@ -71,7 +71,7 @@ def tokenizer_of(model_path: str) -> Tokenizer | None:
 
 
 def sample_text(sample: Sample, tokenizer: Tokenizer | None) -> Text:
-    """A head line, the prompt, and the response, its drafted tokens coloured."""
+    """A headline, the prompt, and the response with accepted draft tokens coloured."""
     rollout = sample.rollout
     num_tokens, num_passes = len(rollout.response_tokens), max(1, rollout.num_target_passes)
     key = rollout.key
@@ -93,10 +93,10 @@ def sample_text(sample: Sample, tokenizer: Tokenizer | None) -> Text:
 
 
 def pieces_of(rollout: Rollout) -> Iterator[tuple[list[int], bool]]:
-    """The response's tokens in runs, each with whether they were drafts that stood.
+    """The response's tokens in pieces, each with whether they were accepted drafts.
 
-    A pass emits the drafts that stood and then one token of the policy's own, but for a response's last pass, which may
-    be cut before it. Where the passes were not logged all is the policy's.
+    A pass emits the accepted drafts and then one token of the policy's own, except a response's last pass, which may be
+    cut before it. If the passes were not logged, all tokens count as the policy's own.
     """
     tokens: Sequence[int] = rollout.response_tokens.tolist()
     lengths = rollout.pass_lengths.tolist()

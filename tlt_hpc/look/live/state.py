@@ -1,37 +1,34 @@
-"""What a run's files say of it at one moment. Reads status files and the last lines of metrics; knows no screen.
+"""The state of a run at one moment, from its status files and the last lines of metrics.jsonl.
 
-Nothing is opened for writing, nothing is locked and nobody is asked: any number of readers change nothing for the job.
+Files are only read, without locks: any number of readers do not affect the job.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge
 from pydantic import TypeAdapter, ValidationError
 
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import Count, DamagedText, naming, open_regular, read_toml, told
-from tlt_hpc.common.words import count
+from tlt_hpc.common.files import Count, DamagedText, read_toml, told
+from tlt_hpc.look.run_log import read_last_lines
 from tlt_hpc.mpi.owner import read_owner
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.no_run import no_run
-from tlt_hpc.storage.step_lines import Line, parse_lines
+from tlt_hpc.storage.step_lines import Line
 
-TAIL_BYTES = 1 << 18
-"""Of the metrics' end that is read: some tens of steps, whatever the run's length."""
 SPEED_STEPS = 10
-"""Steps that the time to go is reckoned from."""
+"""Number of last steps that the remaining time is estimated from."""
 STEP_SECONDS = "timing_s/step"
-_MOST_SECONDS = 1e9
-"""That a step can take: more is no time."""
+_MAX_STEP_SECONDS = 1e9
+"""Longer steps are not plausible."""
 
 
 @dataclass(frozen=True)
@@ -58,87 +55,75 @@ class _Model:
 
 
 @dataclass(frozen=True)
-class _Config:
-    """What a view needs of a run's configuration, and no more: of another version, too, it can be told."""
+class WatchedConfig:
+    """The part of a run's configuration that a view needs. Other keys are ignored, so that any version can be read."""
 
     run: _Run
     rollout: _Rollout
     speculation: _Speculation
     model: _Model = _Model()
 
-
-_CONFIG = TypeAdapter(_Config)
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What of a run's configuration a view needs."""
-
-    name: str
-    mode: str
-    num_steps: int
-    num_responses: int
-    """Of a step, before any refills."""
-    ranks_per_replica: int
-    model: str = ""
-    """Its path; empty where the configuration does not tell."""
+    @property
+    def num_responses(self) -> int:
+        """Responses of a step, without refills."""
+        return self.rollout.prompts_per_step * self.rollout.group_size
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What the files said when they were read (``seconds``, monotonic)."""
+    """What the files said when they were read, at ``seconds`` of the monotonic clock."""
 
     seconds: float
     folder: Path
-    facts: RunFacts
+    config: WatchedConfig
     lines: Mapping[int, Line]
     """The last committed steps."""
     records: tuple[Record, ...]
-    """The ranks', of the newest start alone, by rank."""
+    """Status records of the newest start, by rank."""
     age: float | None
-    """Seconds since a rank has last written its record, by the file system's clock; None without records."""
+    """Seconds since the last record was written, by the file system's clock; None without records."""
     owner: str
-    """Job, host and process of that start; empty where nobody has claimed the folder."""
+    """Job, host and process of that start; empty if nobody has claimed the folder."""
     ends_at: float | None
-    """When its allocation ends, in seconds since the epoch; None where that is not known."""
+    """End of its allocation, in seconds since the epoch; None if unknown."""
     is_finished: bool
     verdict: str
-    """Why the watch has ended it; empty where it has not."""
+    """Why the watch has ended it; empty if it has not."""
     problems: tuple[str, ...] = ()
-    """What could not be read and is left out, a line each."""
+    """One line for each thing that could not be read."""
 
     @property
     def num_done(self) -> int:
-        """Committed steps."""
+        """Number of committed steps."""
         return max(self.lines, default=-1) + 1
 
     @property
     def ending(self) -> str:
-        """How the ranks ended; empty while one of them has not said so."""
+        """How the ranks ended; empty while any rank has not."""
         endings = {record.ending for record in self.records}
         return "" if not endings or "" in endings else ", ".join(sorted(endings))
 
     @property
     def num_left(self) -> int | None:
-        """Responses of the rollout under way that are not finished; None where no rank is in one."""
+        """Unfinished responses of the current rollout; None if no rank is in one."""
         told = [left for left in self.left_by_replica if left >= 0]
         return sum(told) if told else None
 
     @property
     def left_by_replica(self) -> tuple[int, ...]:
-        """Responses that each replica has to go, as its first rank tells; -1 where it is in no rollout."""
-        firsts = [record for record in self.records if record.rank % self.facts.ranks_per_replica == 0]
+        """Unfinished responses of each replica, from its first rank; -1 outside of a rollout."""
+        firsts = [record for record in self.records if record.rank % self.config.rollout.tensor_parallel == 0]
         return tuple(record.sequences_left if record.phase == "rollout" else -1 for record in firsts)
 
     @property
     def seconds_to_go(self) -> float | None:
-        """Of the steps that are left, at the speed of the last ones; None before there is one."""
+        """Estimated time of the remaining steps, at the speed of the last ones; None before the first."""
         last = list(self.lines.values())[-SPEED_STEPS:]
-        seconds = [line[STEP_SECONDS] for line in last if 0 <= line.get(STEP_SECONDS, -1) < _MOST_SECONDS]
-        return (self.facts.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
+        seconds = [line[STEP_SECONDS] for line in last if 0 <= line.get(STEP_SECONDS, -1) < _MAX_STEP_SECONDS]
+        return (self.config.run.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
 
     def moved_since(self, before: RunState) -> bool:
-        """Whether any rank has given a sign of life in between."""
+        """Whether any rank's heartbeat has changed since ``before``."""
         beats = {(record.start, record.rank): record.heartbeat for record in before.records}
         return any(beats.get((record.start, record.rank)) != record.heartbeat for record in self.records)
 
@@ -150,18 +135,18 @@ def read_state(path: Path) -> RunState:
         UserError: there is no run.
     """
     folder, problems = RunFolder(path), list[str]()
-    facts = _read_facts(folder)
+    config = _read_config(folder)
     owner = None
     try:
         owner = read_owner(folder.status)
-    except OSError as error:  # a file system that hesitates: the next look tells
+    except OSError as error:  # a slow file system: the next look may succeed
         problems.append(told(error))
     records = _read_records(folder.status, owner.start if owner else "", problems)
     start = records[0].start if records else owner.start if owner else ""
     return RunState(
         seconds=time.monotonic(),
         folder=path,
-        facts=facts,
+        config=config,
         lines=read_last_lines(folder.metrics, problems),
         records=records,
         age=_age_of(folder.status, records),
@@ -173,63 +158,23 @@ def read_state(path: Path) -> RunState:
     )
 
 
-def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:
-    """The last committed steps' lines by step, of the file's last ``TAIL_BYTES``; none where there is no file.
-
-    ``problems`` grows by a line for what is left out.
-    """
+def _read_config(folder: RunFolder) -> WatchedConfig:
     try:
-        with open_regular(path) as file, naming(path):
-            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-            file.seek(start)
-            data = file.read(TAIL_BYTES)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        problems.append(told(error))
-        return {}
-    found = parse_lines(data.partition(b"\n")[2] if start else data)  # the first of a part is likely cut
-    if found.faults:
-        number, why = found.faults[-1]
-        problems.append(f"{path}: {count(len(found.faults), 'line')} that no run writes, such as line {number}"
-                        f"{' of its end' if start else ''} ({why})")  # fmt: skip
-    return found.by_step
-
-
-def _read_facts(folder: RunFolder) -> RunFacts:
-    try:
-        return parse_facts(read_toml(folder.config))
+        return TypeAdapter(WatchedConfig).validate_python(read_toml(folder.config))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(no_run(folder.path, "config.toml")) from None
     except OSError as error:
         raise UserError(told(error)) from None
     except DamagedText as error:
-        raise UserError(f"{folder.config} is no run's configuration ({error}); give a run's folder") from None
-
-
-def parse_facts(tree: dict[str, Any]) -> RunFacts:
-    """What a configuration says of a run.
-
-    Raises:
-        DamagedText: it is none.
-    """
-    try:
-        found = _CONFIG.validate_python(tree)
+        why = str(error)
     except ValidationError as error:
         first = error.errors()[0]
-        raise DamagedText(f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from None
-    return RunFacts(
-        found.run.name,
-        found.speculation.mode,
-        found.run.num_steps,
-        found.rollout.prompts_per_step * found.rollout.group_size,
-        found.rollout.tensor_parallel,
-        found.model.path,
-    )
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
+    raise UserError(f"{folder.config} is no run's configuration ({why}); give a run's folder")
 
 
 def _read_records(status: Path, start: str, problems: list[str]) -> tuple[Record, ...]:
-    """By rank; without an owner those of the lowest rank's start. One that cannot be read just now is left out."""
+    """Records by rank; without an owner, those of the first rank's start. Unreadable ones are left out."""
     found: list[Record] = []
     try:
         names = {path.name for path in status.iterdir()}
@@ -243,7 +188,7 @@ def _read_records(status: Path, start: str, problems: list[str]) -> tuple[Record
             break
         try:
             record = _read_record(path)
-        except FileNotFoundError:  # it was removed since
+        except FileNotFoundError:  # removed in the meantime
             break
         except OSError as error:
             problems.append(told(error))
@@ -254,10 +199,10 @@ def _read_records(status: Path, start: str, problems: list[str]) -> tuple[Record
 
 
 def _read_record(path: Path) -> Record | None:
-    """A rank's, read up to three times: one that is just being written over a network may be seen in part.
+    """Read a rank's record, up to three times: while it is written over a network, it may be seen in part.
 
     Raises:
-        OSError: there is none, or it cannot be read.
+        OSError: it does not exist or cannot be read.
     """
     for _ in range(3):
         with suppress(DamagedRecordError):
@@ -274,7 +219,7 @@ def _age_of(status: Path, records: Sequence[Record]) -> float | None:
 
 
 def _verdict_of(status: Path, start: str, problems: list[str]) -> str:
-    """Why this start was ended; an earlier one's is none of it."""
+    """Why the watch ended this start; verdicts on earlier starts are ignored."""
     try:
         word = read_verdict(status)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A run's state as a screen of any size from 80 by 24 on. Draws what it is given; reads nothing."""
+"""Renders a run's state for a screen of at least 80 by 24 characters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -17,24 +16,25 @@ from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.words import count
 from tlt_hpc.look.live.state import STEP_SECONDS, RunState
+from tlt_hpc.look.words import duration
 from tlt_hpc.storage.step_lines import Line
 
 _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harv. s", "rollout s", "step s", "tok/s")
-_MOST_RANKS = 8
-_FEWEST_STEPS = 3
+_MAX_RANKS = 8
+_MIN_STEPS = 3
 _OTHER_LINES = 11
-"""Of the screen: head, bars, time limit, the tables' heads, blank lines, and a last word of two lines."""
+"""Lines for the head, bars, time limit, table headings, blank lines, and a final message of two lines."""
 _BAR_WIDTH = 16
-_MOST_PROBLEMS = 2
+_MAX_PROBLEMS = 2
 _MANY_DIGITS = 1e10
 
 
 def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
-    """The whole screen, ``height`` lines at most; ``is_alive`` is None where only one look was taken so far."""
-    ranks = rank_rows(state.records, min(_MOST_RANKS, height - _OTHER_LINES - _FEWEST_STEPS))
-    num_steps = max(_FEWEST_STEPS, height - _OTHER_LINES - len(ranks))
+    """The whole screen, at most ``height`` lines; ``is_alive`` is None after only one look."""
+    ranks = rank_rows(state.records, min(_MAX_RANKS, height - _OTHER_LINES - _MIN_STEPS))
+    num_steps = max(_MIN_STEPS, height - _OTHER_LINES - len(ranks))
     parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
-    parts += [Text(f"left out: {problem}", "yellow") for problem in state.problems[:_MOST_PROBLEMS]]
+    parts += [Text(f"left out: {problem}", "yellow") for problem in state.problems[:_MAX_PROBLEMS]]
     parts += [rank_table(ranks, as_of(state)), Text()] if ranks else []
     if state.lines:
         parts += [steps_table(list(state.lines.values())[-num_steps:]), Text()]
@@ -42,18 +42,18 @@ def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
 
 
 def head(state: RunState) -> Text:
-    """Whose run it is."""
+    """Name, mode, ranks and owner of the run."""
     hosts = len({record.host for record in state.records})
     where = f"{count(len(state.records), 'rank')} on {count(hosts, 'node')}" if state.records else "no rank yet"
-    text = Text.assemble((printable(state.facts.name), "bold"), f"  {state.facts.mode}, {where}")
+    text = Text.assemble((printable(state.config.run.name), "bold"), f"  {state.config.speculation.mode}, {where}")
     text.append(f"  ({state.owner})" if state.owner else "", "dim")
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
 def whole_bar(state: RunState) -> Table:
-    """Steps done, and when it will be over."""
-    total, done = state.facts.num_steps, state.num_done
+    """Steps done and the remaining time."""
+    total, done = state.config.run.num_steps, state.num_done
     words = f"{done} of {count(total, 'step')}"
     if (left := state.seconds_to_go) is not None and done < total:
         words += f", about {duration(left)} to go"
@@ -61,14 +61,14 @@ def whole_bar(state: RunState) -> Table:
 
 
 def bar(total: int, done: int, words: str) -> Table:
-    """A bar, and what it says in words on the same line."""
+    """A progress bar with text beside it."""
     row = Table.grid(padding=(0, 1))
     row.add_row(ProgressBar(total, done, width=_BAR_WIDTH), Text(words, no_wrap=True, overflow="ellipsis"))
     return row
 
 
 def limit_line(state: RunState) -> Text:
-    """The allocation's end, and whether the run will be over before it."""
+    """When the allocation ends, and whether the run will end before it."""
     if state.ends_at is None or state.ending:
         return Text()
     left, to_go = state.ends_at - time.time(), state.seconds_to_go
@@ -78,23 +78,23 @@ def limit_line(state: RunState) -> Text:
 
 
 def step_line(state: RunState) -> Table | Text:
-    """How far the step under way is."""
+    """Progress of the current step."""
     if not state.records or state.ending:
         return Text()
     first = state.records[0]
     phases = Counter(record.phase for record in state.records)
     if state.num_left is None:
         return Text(", ".join(f"{name}: {count(num, 'rank')}" for name, num in phases.most_common()))
-    total = max(state.facts.num_responses, state.num_left)
+    total = max(state.config.num_responses, state.num_left)
     left = state.left_by_replica
-    of = "rank" if state.facts.ranks_per_replica == 1 else "replica"
+    of = "rank" if state.config.rollout.tensor_parallel == 1 else "replica"
     words = f"step {(first.step or 0) + 1}: {state.num_left} of {count(total, 'response')} to go, "
     words += f"{sum(one > 0 for one in left)} of {count(len(left), of)} decoding"
     return bar(total, total - state.num_left, words)
 
 
 def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str, str]]:
-    """Rank, node, phase, and how far: those that hold up the others first where there are more than fit."""
+    """Rank, node, phase and progress; if not all ranks fit, those that are furthest behind."""
     shown = list(records)
     if len(shown) > most:
         shown = sorted(shown, key=lambda record: (-record.still, -record.sequences_left, record.rank))[: most - 1]
@@ -106,7 +106,7 @@ def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str,
 
 
 def doing(record: Record) -> str:
-    """What a rank is at, in a few words."""
+    """What a rank is doing, in a few words."""
     if record.ending:
         return f"ended: {record.ending}"
     if record.stalled:
@@ -117,7 +117,7 @@ def doing(record: Record) -> str:
 
 
 def as_of(state: RunState) -> str:
-    """When what the ranks are at was written: a rank tells every few seconds."""
+    """The age of the ranks' status, which they write every few seconds."""
     return "" if state.age is None or state.ending else f"as of {duration(state.age)} ago"
 
 
@@ -134,7 +134,7 @@ def rank_table(rows: Sequence[tuple[str, str, str, str]], when: str) -> Table:
 
 
 def steps_table(lines: Sequence[Line]) -> Table:
-    """The last committed steps."""
+    """A table of the last committed steps."""
     table = Table(*_COLUMNS, box=None, header_style="bold", pad_edge=False)
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
@@ -144,7 +144,7 @@ def steps_table(lines: Sequence[Line]) -> Table:
 
 
 def step_cells(line: Line) -> tuple[str, ...]:
-    """A step's figures in the order of the columns; a step is counted from 1, as in the job's own log."""
+    """A step's values in the order of the columns; steps count from 1, as in the job's output."""
     rollout, tokens = line.get("rollout/seconds", 0.0), line.get("perf/total_num_tokens", math.nan)
     return (
         f"{int(line['training/global_step']) + 1}",
@@ -161,17 +161,17 @@ def step_cells(line: Line) -> tuple[str, ...]:
 
 
 def _cell(line: Line, name: str, form: str) -> str:
-    """A figure, or nothing where the line has none."""
+    """A formatted value; empty if the line lacks it."""
     return _figure(line[name], form) if name in line else ""
 
 
 def _figure(value: float, form: str) -> str:
-    """As it is written; of hundreds of digits the first ones."""
+    """A formatted number; very large ones in scientific notation."""
     return f"{value:{form}}" if abs(value) < _MANY_DIGITS else f"{value:.1g}"
 
 
 def last_word(state: RunState, is_alive: bool | None) -> Text:
-    """Whether it runs, has ended, or stands still, and what to do then."""
+    """Whether the run is active, has ended or hangs, and what to do."""
     if state.ending == "finished" or (state.is_finished and not is_alive):
         return Text("finished; tlt report on this folder says what it learned and gained", "bold green")
     if state.ending:
@@ -185,14 +185,3 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         words = "nobody is at work here, unless a start has just begun; start it with the command that made this folder"
         return Text(words, "yellow")
     return Text("running" if is_alive else "", "green")
-
-
-def duration(seconds: float) -> str:
-    """In words of two parts at most: 45 s, 3 min 20 s, 5 h 10 min, 2 d 3 h."""
-    left = max(0, round(seconds))
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (name, size), (part, part_size) in pairwise(units):
-        if left >= size:
-            rest = left % size // part_size
-            return f"{left // size} {name}" + (f" {rest} {part}" if rest else "")
-    return f"{left} s"

@@ -1,1 +1,1 @@
-"""One page that says what a run did, what it learned, where its time went and what speculation gained."""
+"""``tlt report``: one page on what a run learned, where its time went and what speculation gained."""

@@ -1,4 +1,4 @@
-"""What to change, from what a run's figures show: each piece says what was seen, and what to set."""
+"""Advice from a run's figures: what was seen, and what to change."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt_hpc.look.analysis.kinds import Kind
-from tlt_hpc.look.analysis.result import share
 from tlt_hpc.look.report.findings import Findings
-from tlt_hpc.look.report.gain import Gain
+from tlt_hpc.look.report.gain import RunGain
+from tlt_hpc.look.words import share
 
 _LONG_WAIT, _MUCH_CUT, _LITTLE_USED = 0.25, 0.05, 0.5
-_LITTLE_TAUGHT, _MUCH_UPDATE, _MUCH_SAVE = 0.5, 0.6, 0.05
-_APART = 0.01
-"""Mean distance of the rollout's probabilities from the trainer's, from which corrections are worth while."""
+_LITTLE_INFORMATIVE, _MUCH_UPDATE, _MUCH_SAVE = 0.5, 0.6, 0.05
+_MAX_DIFFERENCE = 0.01
+"""Mean difference of the rollout's and the trainer's probabilities above which a correction is worthwhile."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``seen``: the figure behind it; ``change``: what to type or set."""
+    """``seen``: what the figures show; ``change``: what to set or run."""
 
     seen: str
     change: str
 
 
-def advise(found: Findings, gain: Gain | None) -> list[Advice]:
-    """All that applies, what costs most first; nothing where all is well."""
+def advise(found: Findings, gain: RunGain | None) -> list[Advice]:
+    """All advice that applies, the most important first."""
     if not found.is_begun or len(found.throughput.steps) == 0:
         return []
     pieces = [rule(found) for rule in _RULES]
     return [piece for piece in [_speculation(found, gain), *pieces] if piece is not None]
 
 
-def _speculation(found: Findings, gain: Gain | None) -> Advice | None:
+def _speculation(found: Findings, gain: RunGain | None) -> Advice | None:
     if found.mode == "plain":
         return Advice(
             "Speculation was off.",
@@ -59,21 +59,21 @@ def _not_finite(found: Findings) -> Advice | None:
         return None
     name, step = min(found.learning.not_finite.items(), key=lambda each: each[1])
     return Advice(
-        f"{name} is no number from step {step} on.",
+        f"{name} is not finite from step {step} on.",
         f"Go back to a checkpoint before step {step} and lower optimizer.learning_rate.",
     )
 
 
-def _teaching(found: Findings) -> Advice | None:
-    teaching = found.mean("rollout/teaching_share")
+def _informative(found: Findings) -> Advice | None:
+    informative = found.log.mean("rollout/teaching_share")
     group = found.log.setting("rollout", "group_size")
-    if not teaching < _LITTLE_TAUGHT or (isinstance(group, int) and group < 2):
+    if not informative < _LITTLE_INFORMATIVE or (isinstance(group, int) and group < 2):
         return None
-    nearer = "choose prompts nearer to what the policy can just do."
+    nearer = "choose prompts that the policy solves some of the time."
     has_refills = bool(found.log.setting("algorithm", "max_refills"))
-    change = f"Set algorithm.max_refills (groups that teach nothing are drawn anew), or {nearer}"
+    change = f"Set algorithm.max_refills (groups with equal rewards are replaced by new prompts), or {nearer}"
     return Advice(
-        f"Only {share(teaching, 1)} of the groups taught anything: in the others all responses had the same reward.",
+        f"Only {share(informative, 1)} of the groups were informative: in the others all rewards were equal.",
         nearer.capitalize() if has_refills else change,
     )
 
@@ -89,21 +89,22 @@ def _cut(found: Findings) -> Advice | None:
 
 
 def _waiting(found: Findings) -> Advice | None:
-    idle, whole = found.idle
+    idle, whole = found.throughput.whole_idle, found.throughput.whole_rollout
     if found.num_ranks < 2 or not idle > _LONG_WAIT * whole:
         return None
     if found.log.setting("rollout", "shard") == "group" and (found.log.setting("rollout", "group_size") or 1) > 1:
-        change = 'Try rollout.shard = "sample": it deals single responses over the ranks, not whole groups.'
+        change = 'Try rollout.shard = "sample": it distributes single responses over the ranks instead of whole groups.'
     else:
-        change = "More prompts a step (rollout.prompts_per_step) or fewer ranks leave less to wait for."
+        change = "More prompts a step (rollout.prompts_per_step) or fewer ranks shorten the wait."
     return Advice(
         f"Ranks waited for {share(idle, whole)} of their rollout time.",
-        f"{change} tlt simulate --from RUN says what either would bring.",
+        f"{change} tlt simulate --from RUN estimates the effect.",
     )
 
 
 def _harvest(found: Findings) -> Advice | None:
-    (idle, whole), harvested = found.idle, found.harvested
+    idle, whole = found.throughput.whole_idle, found.throughput.whole_rollout
+    harvested = found.throughput.whole_harvested
     is_on = found.mode == "full" and found.log.setting("drafter", "train") is not False
     if not is_on or found.log.setting("drafter", "place") == "serial" or idle < 0.05 * whole:
         return None
@@ -122,7 +123,7 @@ def _update(found: Findings) -> Advice | None:
         return None
     return Advice(
         f"The policy's update takes {share(update, whole)} of a step, which speculation cannot shorten.",
-        "Larger micro-batches (optimizer.micro_batch_tokens) as memory allows (tlt plan); on a GPU, flash-attn.",
+        "Use larger micro-batches (optimizer.micro_batch_tokens) if memory allows (tlt plan); on a GPU, flash-attn.",
     )
 
 
@@ -137,37 +138,37 @@ def _save(found: Findings) -> Advice | None:
 
 
 def _preempted(found: Findings) -> Advice | None:
-    if not found.mean("rollout/preemptions") > 0.05 * found.mean("rollout/samples"):
+    if not found.log.mean("rollout/preemptions") > 0.05 * found.log.mean("rollout/samples"):
         return None
     return Advice(
-        f"{found.mean('rollout/preemptions'):,.0f} responses a step gave up their memory and were read anew.",
+        f"{found.log.mean('rollout/preemptions'):,.0f} responses a step were preempted and had to be prefilled again.",
         "Lower rollout.max_live, or give the engine more room (rollout.kv_bytes; tlt plan).",
     )
 
 
 def _mismatch(found: Findings) -> Advice | None:
-    apart = found.mean("training/rollout_probs_diff_mean")
-    if not apart > _APART or found.log.setting("algorithm", "rollout_correction") not in (None, "none"):
+    difference = found.log.mean("training/rollout_probs_diff_mean")
+    if not difference > _MAX_DIFFERENCE or found.log.setting("algorithm", "rollout_correction") not in (None, "none"):
         return None
     return Advice(
-        f"The rollout's probabilities lie {apart:.3f} from the trainer's on average.",
+        f"The rollout's probabilities differ from the trainer's by {difference:.3f} on average.",
         "Set algorithm.rollout_correction, or a model.dtype of more bits.",
     )
 
 
 def _faults(found: Findings) -> Advice | None:
-    faults = found.mean("rollout/drafter_faults")
+    faults = found.log.mean("rollout/drafter_faults")
     if not faults > 0:
         return None
     return Advice(
-        "The drafter gave figures that are no numbers, and was left out of rounds for it.",
-        "Lower drafter.learning_rate; a drafter from an earlier checkpoint serves meanwhile (drafter.init).",
+        "The drafter's output was not finite in some rounds, which ran without it.",
+        "Lower drafter.learning_rate; until then, use a drafter from an earlier checkpoint (drafter.init).",
     )
 
 
 _RULES: tuple[Callable[[Findings], Advice | None], ...] = (
     _not_finite,
-    _teaching,
+    _informative,
     _waiting,
     _harvest,
     _update,
@@ -180,7 +181,7 @@ _RULES: tuple[Callable[[Findings], Advice | None], ...] = (
 
 
 def _seconds(found: Findings, kind: Kind) -> float:
-    """Of a kind over all steps, as a mean of the ranks."""
+    """Seconds of a kind over all steps, mean over the ranks."""
     if kind not in found.throughput.kinds:
         return 0.0
     return float(found.throughput.seconds[:, found.throughput.kinds.index(kind)].sum())

@@ -1,4 +1,4 @@
-"""All that a report is made of, read once. Decides nothing and words nothing."""
+"""Everything that a report is made of, read once."""
 
 from __future__ import annotations
 
@@ -9,47 +9,42 @@ from typing import Any
 import numpy as np
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.analysis.acceptance import ACCEPTANCE, Acceptance
-from tlt_hpc.look.analysis.comparison import Comparison, analyse_comparison
-from tlt_hpc.look.analysis.energy import Energy, analyse_energy
-from tlt_hpc.look.analysis.environment import Environments, analyse_environment
+from tlt_hpc.look.analysis.acceptance import ACCEPTANCE, AcceptLengths
+from tlt_hpc.look.analysis.comparison import RunComparison, analyse_comparison
 from tlt_hpc.look.analysis.learning import Learning, analyse_learning
-from tlt_hpc.look.analysis.lengths import LENGTHS, Lengths
-from tlt_hpc.look.analysis.result import count
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.lengths import LENGTHS, ResponseLengths
 from tlt_hpc.look.analysis.survey import take_all
 from tlt_hpc.look.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.look.analysis.timeline import Timeline, analyse_timeline
+from tlt_hpc.look.energy.usage import Energy, analyse_energy
+from tlt_hpc.look.environment import Environments, analyse_environment
 from tlt_hpc.look.report.rounds import ROUNDS
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.plan.simulate.rank_step import RankStep
-from tlt_hpc.storage.finished_word import FinishedWord, read_finished
 
 _MOST_TRIED = 5
-"""Steps of which a timeline is tried."""
+"""Number of steps that are tried for the timeline."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """A run, and what the analyses found in it; ``comparison`` holds it against ``other``, a run of the same seed."""
+    """A run and the results of all analyses. ``comparison``: with ``other``, a run of the same seed."""
 
     log: RunLog
     learning: Learning
-    lengths: Lengths
-    acceptance: Acceptance
+    lengths: ResponseLengths
+    acceptance: AcceptLengths
     throughput: Throughput
     energy: Energy
     environments: Environments
     timeline: Timeline | None
-    """None where no step is logged."""
+    """None if no step is logged."""
     other: RunLog | None
-    other_final: FinishedWord | None
-    comparison: Comparison | None
+    comparison: RunComparison | None
     num_lines_before: int
-    """Committed steps that are not looked at."""
+    """Committed steps before those that are shown."""
     rounds: dict[int, tuple[RankStep, ...]]
-    """By step, of a run that speculates and is not held against another: what its gain is estimated from."""
-    final: FinishedWord | None
-    """None while a run has not finished."""
+    """Of each step, to estimate the gain from; empty if the run does not speculate or is compared with another."""
 
     @property
     def is_begun(self) -> bool:
@@ -58,18 +53,12 @@ class Findings:
 
     @property
     def num_ranks(self) -> int:
-        """The most that a step had."""
+        """The largest number of ranks of a step."""
         return int(self.throughput.num_ranks.max(initial=0))
 
     @property
-    def ranks_in_words(self) -> str:
-        """``2 ranks``; of a run that went on with another number, ``2 to 4 ranks``."""
-        fewest = int(self.throughput.num_ranks.min(initial=self.num_ranks))
-        return count(self.num_ranks, "rank") if fewest == self.num_ranks else f"{fewest} to {self.num_ranks} ranks"
-
-    @property
     def clock_seconds(self) -> float | None:
-        """From the first step's start to the last's end; None where either is not logged, or ``is_set_back``."""
+        """From the first step's start to the last one's end; None if either is not logged, or ``is_set_back``."""
         steps, logged = self.learning.steps, self.throughput.steps
         if len(steps) == 0 or len(logged) == 0 or (steps[0], steps[-1]) != (logged[0], logged[-1]):
             return None
@@ -77,40 +66,23 @@ class Findings:
 
     @property
     def is_set_back(self) -> bool:
-        """Whether the clock went back between two steps, so that it does not tell what lies between them."""
+        """Whether the clock was set back between two steps, so that wall-clock times are unknown."""
         began, ended = self.throughput.began, self.throughput.ended
         return not bool(np.all(ended >= began) and np.all(began[1:] >= began[:-1]))
 
     @property
-    def idle(self) -> tuple[float, float]:
-        """Idle rank-seconds, and all rank-seconds of the rollouts, of the steps with the logs of all ranks."""
-        told = self.throughput.is_whole
-        whole = (self.throughput.rollout_seconds * self.throughput.num_ranks)[told].sum()
-        return float(self.throughput.idle_rank_seconds[told].sum()), float(whole)
-
-    @property
-    def harvested(self) -> float:
-        """Rank-seconds of the same steps."""
-        return float(self.throughput.harvested_rank_seconds[self.throughput.is_whole].sum())
-
-    @property
     def mode(self) -> str:
-        """``plain``, ``ngram``, ``full``, or nothing where the configuration does not tell."""
+        """``plain``, ``ngram`` or ``full``; empty if unknown."""
         return str(self.log.setting("speculation", "mode") or "")
 
     @property
     def is_guarded(self) -> bool:
-        """Whether near-ties were decided the same way on every path, so that the text cannot depend on speculation."""
+        """Whether the tie guard was on, so that the text cannot depend on speculation."""
         guard, dtype = self.log.setting("rollout", "tie_guard"), self.log.setting("model", "dtype")
         return bool(guard == "on" or (guard == "auto" and dtype == "float32"))
 
-    def mean(self, metric: str) -> float:
-        """Of a metric over the steps that tell it; NaN where none does."""
-        values = self.log.metric(metric)
-        return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
-
     def to_json(self) -> dict[str, Any]:
-        """Every analysis as its own JSON."""
+        """The JSON of each analysis, by name."""
         parts = {
             "learning": self.learning,
             "lengths": self.lengths,
@@ -125,7 +97,7 @@ class Findings:
 
 
 def find(path: Path, against: Path | None = None, step: int | None = None, last: int | None = None) -> Findings:
-    """Read a run, and one to hold it against.
+    """Read a run and the one to compare it with.
 
     Raises:
         UserError: there is no such run or step.
@@ -148,10 +120,8 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         timeline=_timeline(log, throughput, step),
         num_lines_before=0 if last is None else len(RunLog(path).lines) - len(log.lines),
         other=other,
-        other_final=None if other is None else read_final(other),
         comparison=None if other is None else analyse_comparison([other, log]),
         rounds=more[0] if more else {},
-        final=read_final(log),
     )
 
 
@@ -161,14 +131,16 @@ def _timeline(log: RunLog, throughput: Throughput, step: int | None) -> Timeline
     for each in typical_steps(throughput)[:_MOST_TRIED]:
         try:
             return analyse_timeline(log, each)
-        except UserError as error:  # damaged logs: another step's will do
+        except UserError as error:  # damaged logs: try another step
             log.note(str(error))
     return None
 
 
 def typical_steps(found: Throughput) -> list[int]:
-    """Steps by how near their share of waiting is to the run's; those with the logs of all ranks first, like ones last
-    to first."""
+    """Steps ordered by how close their idle share is to the run's, later steps first among equals.
+
+    Steps without the logs of all ranks come last.
+    """
     if not len(found.steps):
         return []
     whole = np.maximum(found.rollout_seconds * found.num_ranks, 1e-9)
@@ -177,12 +149,3 @@ def typical_steps(found: Throughput) -> list[int]:
     mean = found.idle_rank_seconds[told].sum() / whole[told].sum()
     distance = np.where(told, np.abs(shares - mean), np.inf)
     return [int(found.steps[i]) for i in np.lexsort((-found.steps, distance.round(9)))]
-
-
-def read_final(log: RunLog) -> FinishedWord | None:
-    """What a run's ``finished.json`` says; None while it has not finished, or where the file is damaged."""
-    try:
-        return read_finished(log.folder.finished)
-    except UserError as error:
-        log.note(str(error))
-        return None

@@ -1,4 +1,4 @@
-"""What speculation gained at equal rollouts: measured against another run's, or estimated from the run's own rounds."""
+"""How much faster a run is on the same rollouts: measured against another run, or estimated from its own rounds."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.comparison import RunSeries
-from tlt_hpc.look.analysis.environment import read_environment
-from tlt_hpc.look.analysis.result import count, listed, seconds, share
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.comparison import timed_steps
 from tlt_hpc.look.report.findings import Findings
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed, seconds, share, times_as_fast
 from tlt_hpc.plan.simulate.counterfactual import estimate_of, estimate_plain
 from tlt_hpc.plan.simulate.run_log import run_of
 
 _NO_MATTER = {"speculation", "drafter", "checkpoint", "tracking", "evaluation", "warmup"} | {
     f"run.{key}" for key in ("name", "folder", "num_steps", "stall_factor")
 }
-"""Sections and keys that may differ between a run and the one that it is held against."""
+"""Sections and keys that may differ between two runs that are compared."""
 _MOST_NAMED = 4
 _EVEN_PACE = 0.10
-"""Difference of the policy updates' seconds, the same work in both runs, up to which they ran at one pace."""
+"""Policy updates are the same work in both runs: up to this difference in time the machine was equally fast."""
 _ERROR, _DOUBTED_ERROR = 0.12, 0.26
-"""Of an estimate that is trusted, and of one that is not: the largest of six each (docs/simulator.md)."""
+"""Relative error of trusted and of other estimates: the largest of six each (docs/simulator.md)."""
 _RESAMPLES = 2000
 _FEWEST_STEPS = 3
-"""From which an interval can be told."""
+"""Fewest steps for an interval."""
 
 
 @dataclass(frozen=True)
-class Gain:
-    """The other run's seconds over this one's, above 1 where this one is faster; ``words`` say how that is known.
+class RunGain:
+    """The other run's seconds divided by this run's: above 1 if this run is faster. ``words`` say how that is known.
 
-    ``low`` and ``high``: of ``rollout``, by the steps it rests on or the error that estimates have had.
-    ``is_of_speculation``: whether the other one decoded plainly, on a job that is otherwise alike.
+    ``low`` and ``high``: interval of ``rollout``, from the variation of steps or the known error of estimates.
+    ``is_of_speculation``: whether the other run decoded without speculation, and is otherwise the same job.
     """
 
     rollout: float
@@ -45,54 +45,55 @@ class Gain:
     is_measured: bool
     is_of_speculation: bool
     is_even: bool
-    """Whether the machine gave both runs as much, by what the same updates took."""
+    """Whether the machine was equally fast for both runs, judged by the policy updates."""
     num_steps: int
     against: str
     words: str
 
     @property
     def pays(self) -> bool | None:
-        """Whether it does; None where that cannot be told from the steps or the error of the estimate."""
+        """Whether the run is faster; None if 1 lies within the interval."""
         return True if self.low > 1 else False if self.high < 1 else None
 
 
-def measured_gain(found: Findings) -> tuple[Gain | None, str]:
-    """Against the other run, over the steps that both have timed; or why there is none."""
+def measured_gain(found: Findings) -> tuple[RunGain | None, str]:
+    """Measure against the other run, over the steps that both have timed; None and the reason if there are none."""
     assert found.comparison is not None and found.other is not None
     other, own = found.comparison.runs
-    steps, ranks_differ = fair_steps(found.other, found.log, other, own)
+    timed = timed_steps(other, own)
+    steps = timed.steps
     if len(steps) == 0:
         return None, f"no step was timed both here and in {other.name}"
-    theirs, ours = (_values(run, "rollout_seconds", steps) for run in (other, own))
-    whole = tuple(float(_values(run, "step_seconds", steps).sum()) for run in (other, own))
+    theirs, ours = (run.values("rollout_seconds", steps) for run in (other, own))
+    whole = tuple(float(run.values("step_seconds", steps).sum()) for run in (other, own))
     rollout = float(theirs.sum() / ours.sum())
     pace = _pace(found, steps)
     is_even = pace is None or abs(pace - 1) <= _EVEN_PACE
-    # at another pace of the machine the rest of a step took other seconds for the same work: this run's stand for both
+    # if the machine was not equally fast, this run's seconds outside of rollouts stand for both
     rest = whole[1] - ours.sum()
     step = whole[0] / whole[1] if is_even else float((theirs.sum() + rest) / whole[1])
     low, high = interval(theirs, ours)
     mode = str(found.other.setting("speculation", "mode") or "")
-    unlike = _unlike(found, ranks_differ)
+    unlike = _unlike(found, timed.ranks)
     is_of_speculation = mode == "plain" and found.mode in ("ngram", "full") and not unlike
     named = other.name + {"plain": " (without speculation)", "": ""}.get(mode, f" (speculation: {mode})")
     words = (
         f"Measured: the rollouts of {count(len(steps), 'step')} took {seconds(float(ours.sum()))} here and "
-        f"{seconds(float(theirs.sum()))} in {named}: they are {faster(rollout)}{_range(low, high)}, whole steps, "
-        f"with the policy's update, {faster(step)}."
+        f"{seconds(float(theirs.sum()))} in {named}: they are {times_as_fast(rollout)}{_range(low, high)}, "
+        f"whole steps, with the policy's update, {times_as_fast(step)}."
     )
     if not is_even:
         assert pace is not None
         words += (
-            f" Mind the machine: the policy's updates, the same work, took {pace:.2f} times as long there, so the runs "
-            "did not have it to themselves alike; whole steps are told with this run's own seconds beside the rollouts."
+            f" The machine was not equally fast: the policy's updates, the same work, took {pace:.2f} times as long "
+            "there. The figure for whole steps uses this run's own seconds outside of the rollouts."
         )
     words += f" Not like for like: {'; '.join(unlike)}." if unlike else ""
-    return Gain(rollout, step, low, high, True, is_of_speculation, is_even, len(steps), other.name, words), ""
+    return RunGain(rollout, step, low, high, True, is_of_speculation, is_even, len(steps), other.name, words), ""
 
 
-def estimated_gain(found: Findings) -> tuple[Gain | None, str]:
-    """From the run's own plain rounds, without another run; or why that cannot be."""
+def estimated_gain(found: Findings) -> tuple[RunGain | None, str]:
+    """Estimate from the run's own plain rounds, without another run; None and the reason if that is impossible."""
     how = "To measure it, give a run of the same seed without speculation: tlt report RUN --against PLAIN_RUN."
     try:
         path = found.log.folder.path
@@ -108,22 +109,15 @@ def estimated_gain(found: Findings) -> tuple[Gain | None, str]:
     off = _ERROR if estimate.is_trusted else _DOUBTED_ERROR
     words = (
         f"Estimated: the rollouts of {count(int(told.sum()), 'step')} took {seconds(own)}, and without speculation "
-        f"would have taken about {seconds(plain)}: they are {faster(rollout)}, whole steps {faster(step)}. It rests on "
-        f"{estimate.basis}; estimates like it were up to {share(off, 1)} off. {how}"
+        f"would have taken about {seconds(plain)}: they are {times_as_fast(rollout)}, whole steps "
+        f"{times_as_fast(step)}. It rests on {estimate.basis}; estimates like it were up to {share(off, 1)} off. {how}"
     )
     low, high = rollout * (1 - off), rollout * (1 + off)
-    return Gain(rollout, step, low, high, False, True, True, int(told.sum()), "", words), ""
-
-
-def faster(ratio: float) -> str:
-    """``1.52 times as fast``, or slower, or neither."""
-    if abs(ratio - 1) < 0.02:
-        return "as fast"
-    return f"{ratio:.2f} times as fast" if ratio > 1 else f"slower by a factor of {1 / ratio:.2f}"
+    return RunGain(rollout, step, low, high, False, True, True, int(told.sum()), "", words), ""
 
 
 def interval(theirs: NDArray[np.float64], ours: NDArray[np.float64]) -> tuple[float, float]:
-    """Of the ratio of sums, 95 of 100 by resampling steps; nothing to infinity of fewer than three."""
+    """95 % interval of the ratio of sums, by resampling steps; 0 to infinity for fewer than three steps."""
     number = len(ours)
     if number < _FEWEST_STEPS:
         return 0.0, float("inf")
@@ -133,45 +127,19 @@ def interval(theirs: NDArray[np.float64], ours: NDArray[np.float64]) -> tuple[fl
     return float(low), float(high)
 
 
-def fair_steps(
-    theirs: RunLog, ours: RunLog, other: RunSeries, own: RunSeries
-) -> tuple[NDArray[np.int64], tuple[int, int] | None]:
-    """Steps that both have timed, without those of which an earlier start had generated a part.
-
-    Of them those that had as many ranks in both; where none had, all of them, and both numbers.
-    """
-    cut = {int(step) for run in (other, own) for step in run.steps[run.series["kept_tokens"] > 0]}
-    names = ("rollout_seconds", "step_seconds")
-    common = sorted(set(other.steps.tolist()) & set(own.steps.tolist()) - cut)
-    timed = [
-        step
-        for step in common
-        if all(np.isfinite(v) and v > 0 for run in (other, own) for name in names for v in _values(run, name, [step]))
-    ]
-    ranks = {step: (len(theirs.files(step)), len(ours.files(step))) for step in timed}
-    alike = [step for step in timed if ranks[step][0] == ranks[step][1] or 0 in ranks[step]]
-    if alike or not timed:
-        return np.array(alike, np.int64), None
-    return np.array(timed, np.int64), ranks[timed[0]]
-
-
 def other_settings(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Keys that two configurations have otherwise and that are no part of speculation, nor of where a run lies."""
+    """Keys whose values differ between two configurations, except those of speculation and of the run's folder."""
     flat = [
         {f"{section}.{key}": value for section, table in config.items() if isinstance(table, dict)
          for key, value in table.items() if section not in _NO_MATTER}
         for config in (theirs, ours)
     ]  # fmt: skip
-    names = sorted(set(flat[0]) & set(flat[1]))  # a key that one of them lacks is of another version's
+    names = sorted(set(flat[0]) & set(flat[1]))  # a key that one of them lacks belongs to another version
     return [name for name in names if flat[0][name] != flat[1][name] and name not in _NO_MATTER]
 
 
-def _values(run: RunSeries, name: str, steps: Any) -> NDArray[np.float64]:
-    return run.series[name][np.isin(run.steps, steps)]
-
-
 def _pace(found: Findings, steps: NDArray[np.int64]) -> float | None:
-    """Seconds of the policy's updates there over those here, which are the same work; None where one does not tell."""
+    """Seconds of the other run's policy updates divided by this run's; None if either lacks them."""
     assert found.other is not None
     theirs, ours = (
         float(log.metric("timing_s/update_actor", steps.tolist()).sum()) for log in (found.other, found.log)
@@ -184,7 +152,7 @@ def _range(low: float, high: float) -> str:
 
 
 def _unlike(found: Findings, ranks: tuple[int, int] | None) -> list[str]:
-    """What makes the comparison unfair, in words."""
+    """What makes the comparison unfair, one phrase each."""
     assert found.other is not None and found.comparison is not None
     parts = [f"it ran on {count(ranks[0], 'rank')}, this on {ranks[1]}"] if ranks else []
     if changed := other_settings(found.other.config, found.log.config):
@@ -198,6 +166,6 @@ def _unlike(found: Findings, ranks: tuple[int, int] | None) -> list[str]:
 
 
 def _machines(run: RunLog) -> set[str]:
-    """Kinds of processors and GPUs that a run was on."""
-    hosts = [host for start in read_environment(run) for host in start.hosts]
+    """Names of the processors and GPUs that a run used."""
+    hosts = [host for start in run.starts for host in start.hosts]
     return {name for host in hosts for name in (host.gpus or {host.processor: 1})}

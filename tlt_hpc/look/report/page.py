@@ -1,4 +1,4 @@
-"""The page: what was found, as one file of HTML that needs nothing but itself."""
+"""Renders a report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from numpy.typing import NDArray
 from tlt_hpc import __version__
 from tlt_hpc.common.files import read_text, told
 from tlt_hpc.common.printable import printable
+from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.learning import window_of
-from tlt_hpc.look.analysis.result import Analysis, count, share, span_of
 from tlt_hpc.look.analysis.throughput import KEPT_TOKENS
 from tlt_hpc.look.analysis.timeline import Timeline, thinned
-from tlt_hpc.look.figures.page import Draw, PageFigure, draw_for_page, variables
+from tlt_hpc.look.environment import host_in_words
+from tlt_hpc.look.figures.inline_svg import Draw, PageFigure, draw_for_page, variables
 from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
 from tlt_hpc.look.figures.timeline import draw_timeline
 from tlt_hpc.look.report.advice import advise
 from tlt_hpc.look.report.findings import Findings
-from tlt_hpc.look.report.gain import Gain
+from tlt_hpc.look.report.gain import RunGain
 from tlt_hpc.look.report.verdict import answers, cards
-from tlt_hpc.storage.environment_lines import Host
+from tlt_hpc.look.words import share, span_of
 
 Found = TypeVar("Found", bound=Analysis)
 
-_MOST_ROWS = 60
-"""Of the table of steps; of more steps, means of neighbours."""
-_MOST_HOSTS, _MOST_STARTS = 64, 20
+_MAX_ROWS = 60
+"""Rows of the table of steps; with more steps, a row is the mean of neighbours."""
+_MAX_HOSTS, _MAX_STARTS = 64, 20
 _OPTION = re.compile(r"(--[a-z][a-z-]*)")
 _HOW = (
     "In a step every rank generates its share of the responses. A few are very long, so ranks that are done wait for "
     "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that is "
-    "harvested time. The draft model, as it began and as it was trained, proposes tokens, of which the policy verifies "
-    "several at once: that is the gain."
+    "harvested time. The draft model proposes tokens, and the policy verifies several at once: that is the gain."
 )
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, ready to print."""
+    """A table of formatted cells."""
 
     heading: str
     heads: tuple[str, ...]
@@ -53,8 +53,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A heading, what is to be said, and a picture with its tables."""
+class PageSection:
+    """A heading, text, and a figure with its tables."""
 
     heading: str
     words: str
@@ -63,8 +63,8 @@ class Section:
     tables: tuple[Table, ...] = ()
 
 
-def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float, is_typical: bool = True) -> str:
-    """The whole page; ``made_at`` in seconds since the epoch, ``is_typical``: nobody chose the step that is drawn."""
+def render(found: Findings, gain: RunGain | None, why_no_gain: str, made_at: float, is_typical: bool = True) -> str:
+    """The page; ``made_at`` in seconds since the epoch; ``is_typical``: the drawn step was not chosen by the user."""
     loader = jinja2.PackageLoader("tlt_hpc.look.report", ".")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False, lstrip_blocks=True
@@ -76,7 +76,7 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float,
         light=variables("light"),
         dark=variables("dark"),
         cards=cards(found, gain),
-        how=_HOW if found.harvested > 0 else "",
+        how=_HOW if found.throughput.whole_harvested > 0 else "",
         problems=found.log.problems,
         answers=answers(found, gain, why_no_gain),
         advice=advise(found, gain),
@@ -93,26 +93,20 @@ def render(found: Findings, gain: Gain | None, why_no_gain: str, made_at: float,
 
 
 def _with_options(words: str) -> markupsafe.Markup:
-    """Words in which a line does not end within ``--an-option``."""
+    """Keep ``--an-option`` on one line."""
     return markupsafe.Markup(_OPTION.sub(r'<span class="option">\1</span>', str(markupsafe.escape(words))))
 
 
-def _sections(found: Findings, is_typical: bool) -> list[Section | None]:
+def _sections(found: Findings, is_typical: bool) -> list[PageSection | None]:
+    smoothing = _smoothing(found.learning.steps)
     return [
         _step(found, is_typical),
         _drawn("seconds", "Where the seconds go", found.throughput, draw_throughput, (_steps_table(found),), words=""),
         _comparison(found),
         _drawn("lengths", "How long the responses are", found.lengths, draw_lengths),
         _drawn("speculation", "What speculation gives", found.acceptance, draw_acceptance, _strategies(found)),
-        _drawn(
-            "learning",
-            "How the policy learns",
-            found.learning,
-            draw_learning,
-            caption=_smoothing(found.learning.steps),
-            words="",
-        ),
-        Section("What energy it took", found.energy.verdict) if found.is_begun else None,
+        _drawn("learning", "How the policy learns", found.learning, draw_learning, caption=smoothing, words=""),
+        PageSection("What energy it took", found.energy.verdict) if found.is_begun else None,
     ]
 
 
@@ -124,12 +118,12 @@ def _drawn(
     tables: tuple[Table, ...] = (),
     caption: str = "",
     words: str | None = None,
-) -> Section | None:
-    """With the verdict above the picture, or other ``words``: nothing where the verdict stands at the page's top."""
+) -> PageSection | None:
+    """A section with the verdict above the figure, or ``words``; none if there is nothing to draw."""
     if not part.has_data:
         return None
     above = part.verdict if words is None else words
-    return Section(heading, above, draw_for_page(name, part.verdict, draw, part), caption, tables)
+    return PageSection(heading, above, draw_for_page(name, part.verdict, draw, part), caption, tables)
 
 
 def _smoothing(steps: NDArray[np.int64]) -> str:
@@ -137,7 +131,7 @@ def _smoothing(steps: NDArray[np.int64]) -> str:
     return f"Bold: mean of {window} neighbouring steps; faint: single steps." if window > 1 else ""
 
 
-def _step(found: Findings, is_typical: bool) -> Section | None:
+def _step(found: Findings, is_typical: bool) -> PageSection | None:
     if found.timeline is None:
         return None
     shown = thinned(found.timeline)
@@ -149,10 +143,10 @@ def _step(found: Findings, is_typical: bool) -> Section | None:
         order = "evenly through the order in which they finished"
         caption += f" {len(shown.lanes)} of {len(found.timeline.lanes)} ranks are drawn, {order}."
     heading = f"One step, as each rank spent it: step {found.timeline.step}"
-    return Section(heading, found.timeline.verdict, figure, caption, (_ranks_table(found.timeline),))
+    return PageSection(heading, found.timeline.verdict, figure, caption, (_ranks_table(found.timeline),))
 
 
-def _comparison(found: Findings) -> Section | None:
+def _comparison(found: Findings) -> PageSection | None:
     if found.comparison is None or found.other is None:
         return None
     heading = f"Against {found.comparison.runs[0].name}"
@@ -164,43 +158,38 @@ def _comparison(found: Findings) -> Section | None:
 
 
 def _steps_table(found: Findings) -> Table:
-    series, throughput = found.learning.series, found.throughput
-    place = {step: i for i, step in enumerate(throughput.steps.tolist())}
-    heads = ("step", "score", "tokens, mean", "longest", "accept length", "rollout s", "step s", "idle rank-s",
-             "harvested rank-s", "drafter updates")  # fmt: skip
-    none = np.full(len(throughput.steps), np.nan)
-    partial = ~throughput.is_whole
-    told = (
-        found.acceptance.accept_length,
-        throughput.rollout_seconds,
-        throughput.step_seconds,
-        np.where(partial, np.nan, throughput.idle_rank_seconds),
-        np.where(partial, np.nan, throughput.harvested_rank_seconds),
-        found.acceptance.drafter_version,
+    steps, series, throughput = found.learning.steps, found.learning.series, found.throughput
+    _, here, there = np.intersect1d(steps, throughput.steps, return_indices=True)
+
+    def logged(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Values of the logged steps, on the committed steps; NaN on those without a log."""
+        aligned = np.full(len(steps), np.nan)
+        aligned[here] = values[there]
+        return aligned
+
+    columns = (
+        ("score", series["score"], ".3f"),
+        ("tokens, mean", series["length"], ",.0f"),
+        ("longest", series["longest"], ",.0f"),
+        ("accept length", logged(found.acceptance.accept_length), ".2f"),
+        ("rollout s", logged(throughput.rollout_seconds), ".2f"),
+        ("step s", logged(throughput.step_seconds), ".2f"),
+        ("idle rank-s", logged(np.where(throughput.is_whole, throughput.idle_rank_seconds, np.nan)), ".2f"),
+        ("harvested rank-s", logged(np.where(throughput.is_whole, throughput.harvested_rank_seconds, np.nan)), ".2f"),
+        ("drafter updates", logged(found.acceptance.drafter_version), ",.0f"),
     )
-    logged = [each if len(each) == len(none) else none for each in told]
-    steps = found.learning.steps.tolist()
-    rows = []
-    for i, step in enumerate(steps):
-        at = place.get(step)
-        own = [series[name][i] for name in ("score", "length", "longest")]
-        rows.append([*own, *(each[at] if at is not None else np.nan for each in logged)])
-    values = np.array(rows, np.float64).reshape(-1, len(heads) - 1)
-    size = max(1, -(-len(steps) // _MOST_ROWS))
+    size = max(1, -(-len(steps) // _MAX_ROWS))
     cut = found.log.metric(KEPT_TOKENS) > 0
-    forms = (".3f", ",.0f", ",.0f", ".2f", ".2f", ".2f", ".2f", ".2f", ",.0f")
-    lines = []
+    rows = []
     for start in range(0, len(steps), size):
-        some = values[start : start + size]
-        means = [_mean(some[:, column]) for column in range(some.shape[1])]
-        is_cut = cut[start : start + size].any()
-        name = str(steps[start]) if len(some) == 1 else f"{steps[start]}\u2013{steps[start + len(some) - 1]}"
-        lines.append(
-            (name + ("*" if is_cut else ""), *(_cell(mean, form) for mean, form in zip(means, forms, strict=True)))
-        )
+        some = slice(start, start + size)
+        own = steps[some]
+        name = str(own[0]) if len(own) == 1 else f"{own[0]}\u2013{own[-1]}"
+        cells = (_cell(_mean(values[some]), form) for _, values, form in columns)
+        rows.append((name + "*" * bool(cut[some].any()), *cells))
     heading = "By step" if size == 1 else f"By step, means of {size} neighbours"
     heading += " (*: an earlier start had generated a part of it)" if cut.any() else ""
-    return Table(heading, heads, tuple(lines))
+    return Table(heading, ("step", *(head for head, _, _ in columns)), tuple(rows))
 
 
 def _ranks_table(found: Timeline) -> Table:
@@ -212,14 +201,14 @@ def _ranks_table(found: Timeline) -> Table:
         used = share(lane.harvested_seconds, lane.idle_seconds) if lane.idle_seconds > 0 else "\u2013"
         cells = (f"{last:.2f}", f"{lane.idle_seconds:.2f}", f"{lane.harvested_seconds:.2f}", used)
         rows.append((str(lane.rank), *cells, f"{lane.num_micro_steps:,}"))
-    if len(rows) > _MOST_ROWS:
-        half = _MOST_ROWS // 2
+    if len(rows) > _MAX_ROWS:
+        half = _MAX_ROWS // 2
         rows = [*rows[:half], ("...", *[""] * (len(heads) - 1)), *rows[-half:]]
     return Table("Ranks of this step, as they finished", heads, tuple(rows))
 
 
 def _starts(found: Findings) -> list[Table]:
-    """A table for each start of the run, the last one first."""
+    """A table for each start of the run, newest first."""
     tables = []
     for number, start in reversed(list(enumerate(found.environments.starts, 1))):
         rows = [
@@ -230,22 +219,16 @@ def _starts(found: Findings) -> list[Table]:
             *((name, version) for name, version in start.packages.items()),
             ("CUDA", start.cuda or "none: torch is a build for CPUs"),
             ("MPI", " ".join(start.mpi.split())),
-            *((host.name, _host(host)) for host in start.hosts[:_MOST_HOSTS]),
+            *((host.name, host_in_words(host)) for host in start.hosts[:_MAX_HOSTS]),
             ("threads a rank", start.threads or "not set"),
             ("started by", start.launcher),
             *((f"Slurm {name}", value) for name, value in start.slurm.items()),
         ]
-        if len(start.hosts) > _MOST_HOSTS:
-            rows.append(("", f"and {len(start.hosts) - _MOST_HOSTS} more nodes"))
+        if len(start.hosts) > _MAX_HOSTS:
+            rows.append(("", f"and {len(start.hosts) - _MAX_HOSTS} more nodes"))
         heading = f"Start {number} of {len(found.environments.starts)}"
         tables.append(Table(heading, (), tuple(rows)))
-    return tables[:_MOST_STARTS]
-
-
-def _host(host: Host) -> str:
-    gpus = [f"{number} x {name}" for name, number in sorted(host.gpus.items())]
-    parts = [count(host.num_ranks, "rank"), f"{count(host.num_cores, 'core')} of {host.processor}"]
-    return ", ".join([*parts, f"{host.memory_bytes / 1e9:,.0f} GB", *gpus])
+    return tables[:_MAX_STARTS]
 
 
 def _strategies(found: Findings) -> tuple[Table, ...]:
@@ -279,7 +262,7 @@ def _subtitle(found: Findings) -> str:
         return "no step is committed yet"
     parts = [f"{span_of(found.learning.steps)} (counted from 0)"]
     if found.num_ranks:
-        parts.append(found.ranks_in_words)
+        parts.append(found.throughput.ranks_in_words)
     if found.mode:
         named = {"plain": "no speculation", "ngram": "n-gram speculation", "full": "full speculation"}
         parts.append(named.get(found.mode, found.mode))

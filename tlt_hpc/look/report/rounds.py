@@ -1,9 +1,9 @@
-"""The rounds of all steps, from the pass that the analyses make: what a gain is estimated from. Draws nothing."""
+"""Survey that collects the rounds of all steps, to estimate the gain from."""
 
 from __future__ import annotations
 
-from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.look.analysis.survey import StepLogs, Survey
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.plan.simulate.rank_step import ATTRIBUTES, COLUMNS, RankStep, rank_step
 
 Ranks = tuple[RankStep, ...]

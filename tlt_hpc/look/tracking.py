@@ -1,9 +1,9 @@
-"""Keeps the trackers in step with ``metrics.jsonl``, whatever is killed, resumed or taken back. Knows no library.
+"""Keeps TensorBoard and Weights & Biases in step with ``metrics.jsonl`` through kills and resumes.
 
-``tracking.json`` in the run's folder says from which step on each tracker is still to be told, so one that failed, or
-was switched on late, catches up at the next start, and no step shows twice. Steps count as taken back where the log
-lacks what was told. The last step's line may be given an evaluation's figures after it was told: at each start
-TensorBoard is told it again, W&B cannot be.
+``tracking.json`` in the run's folder has the first step that each tracker has not been given. A tracker that failed, or
+was switched on late, catches up at the next start, and no step appears twice. Steps that the log no longer has were
+taken back. The line of the last step may get evaluation metrics after it was tracked: TensorBoard gets it again at each
+start, which W&B does not support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from uuid import uuid4
 from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.config.tracking import asked_for, check_installed
-from tlt_hpc.look.tracking.trackers import (
+from tlt_hpc.look.trackers import (
     Figures,
     TensorBoard,
     Tracker,
@@ -39,13 +39,13 @@ _LOOK_SECONDS = 0.05
 
 
 class Tracking:
-    """The trackers of a run; on rank 0 alone."""
+    """The trackers of a run; used on rank 0 only."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
-        """Nothing is opened before the first step is told.
+        """Trackers are opened with the first step.
 
         Raises:
-            UserError: a package that is asked for is not installed.
+            UserError: a required package is not installed.
         """
         check_installed(config.tracking)
         self._config, self._folder = config, folder
@@ -61,9 +61,9 @@ class Tracking:
         self.close(failed=kind is not None)
 
     def follow(self, num_steps: int) -> None:
-        """Tell every tracker what it has not been told of the first ``num_steps`` steps, as the log has them.
+        """Give every tracker the steps below ``num_steps`` that it has not had.
 
-        A tracker that fails is warned of and told no more until the next start.
+        A tracker that fails causes a warning and is not used again until the next start.
         """
         if not self._waiting and not self._trackers:
             return
@@ -75,13 +75,13 @@ class Tracking:
         self._trackers = [tracker for tracker in self._trackers if self._tell(tracker, lines, num_steps)]
 
     def close(self, failed: bool = False) -> None:
-        """Let go of all trackers; ``failed`` where an exception ends the run."""
+        """Close all trackers; ``failed``: an exception ends the run."""
         for tracker in self._trackers:
             self._close(tracker, failed)
         self._trackers = []
 
     def close_within(self, seconds_left: Callable[[], float]) -> bool:
-        """The same as long as there is time, which may become less meanwhile; False where one did not end by then."""
+        """Close all trackers while there is time left, which may shrink meanwhile; False if one did not finish."""
         trackers, self._trackers = self._trackers, []
         threads = [threading.Thread(target=self._close, args=(tracker, False), daemon=True) for tracker in trackers]
         for thread in threads:
@@ -100,11 +100,11 @@ class Tracking:
         _attempt(tracker.name, tracker.failures, lambda: tracker.close(failed))
 
     def _tell(self, tracker: Tracker, lines: dict[int, Line], num_steps: int) -> bool:
-        """Tell a tracker; False where it failed."""
+        """Give a tracker its missing steps; False if it failed."""
 
         def tell() -> bool:
             for step in range(self._next(tracker.name), num_steps):
-                if tracker.name == WeightsAndBiases.name:  # it cannot take a step back: better none than twice
+                if tracker.name == WeightsAndBiases.name:  # it cannot replace a step: better none than two
                     self._note({tracker.name: step + 1})
                 if step in lines:
                     tracker.log(step, figures_of(lines[step]))
@@ -116,11 +116,11 @@ class Tracking:
 
     def _open(self, name: str, num_steps: int, lines: dict[int, Line]) -> Tracker:
         is_ahead = self._next(name) > num_steps
-        # otherwise all that was told still stands, but the last step's evaluation has been stopped: it goes on later
+        # if its last step is still in the log, only that step's evaluation was interrupted, and will be completed later
         taken_back = is_ahead and self._next(name) - 1 not in lines
         if name == TensorBoard.name:
             if taken_back or not is_ahead:
-                # with the last one again: its line may have been given an evaluation's figures since
+                # repeat the last step: its line may have got evaluation metrics since
                 self._note({name: max(0, min(self._next(name), num_steps) - 1)})
             return TensorBoard(self._folder.path / name, self._next(name))
         if taken_back or _RUN_ID not in self._state():
@@ -148,12 +148,12 @@ class Tracking:
 
 
 def figures_of(line: Line) -> Figures:
-    """What of a step's line is a number."""
+    """The numbers of a step's line."""
     return {name: value for name, value in line.items() if isinstance(value, int | float)}
 
 
 def _attempt(name: str, failures: tuple[type[Exception], ...], action: Callable[[], T]) -> T | None:
-    """What the action returns; where it fails a warning, and None."""
+    """The result of ``action``; if it fails, a warning and None."""
     try:
         return action()
     except failures as error:

@@ -1,10 +1,11 @@
-"""A run's files, as they lie there: steps, lines of metrics, ranks' logs. Names what it cannot read, and leaves it out.
+"""Reads a run's folder for everything that shows runs. What cannot be read is noted as a problem and left out.
 
-Knows no figure. A folder may be a copy, and part of a run; a run may still be going on.
+The folder may be a copy, or part of a run, and the run may still be active.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, read_bytes, read_toml, told
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, naming, open_regular, read_bytes, read_toml, told
 from tlt_hpc.common.records import NO_SPANS, EngineSpans
+from tlt_hpc.common.words import count
+from tlt_hpc.look.words import first_few
+from tlt_hpc.storage.environment_lines import Environment, read_environments
+from tlt_hpc.storage.finished_word import FinishedWord, read_finished
 from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.log_columns import Columns, read_columns
@@ -23,15 +28,18 @@ from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.rollout_log import StepSummary, read_spans, read_summary
 from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
 
+TAIL_BYTES = 1 << 18
+"""Size of the end of metrics.jsonl that ``read_last_lines`` reads: some tens of steps."""
+
 
 class RunLog:
-    """The files of one run below ``path``; ``problems`` grows by a line for each thing that could not be read.
+    """The files of the run in folder ``path``. Each is read once, when it is first asked for.
 
     Args:
-        last: so many last steps alone, of a run that is too large to read all of.
+        last: read only this number of last steps; default all.
 
     Raises:
-        UserError: there is no run.
+        UserError: the folder holds no run.
     """
 
     def __init__(self, path: Path, last: int | None = None) -> None:
@@ -45,10 +53,11 @@ class RunLog:
 
     @property
     def name(self) -> str:
-        return self.folder.path.resolve().name.encode(errors="replace").decode()  # a name of a file may be no text
+        return self.folder.path.resolve().name.encode(errors="replace").decode()  # file names need not be valid text
 
     @property
     def problems(self) -> tuple[str, ...]:
+        """One line for each thing that could not be read so far."""
         return tuple(self._problems)
 
     def note(self, problem: str) -> None:
@@ -57,7 +66,7 @@ class RunLog:
 
     @cached_property
     def logged_steps(self) -> tuple[int, ...]:
-        """Steps that have a folder with a rank's closed log in it, ascending."""
+        """Steps with at least one rank's finished log, ascending."""
         try:
             steps = self.folder.rollout_steps()
         except OSError as error:
@@ -71,30 +80,29 @@ class RunLog:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """Those of them that are committed; all, where the folder has no line of any.
+        """The logged steps that are committed; all logged steps if metrics.jsonl has no line.
 
-        A run that went on from an earlier step has left the logs of later ones, which are no part of it.
+        A run that resumed from an earlier step may have left logs of later steps, which are not part of it.
         """
         if not self.lines:
             return self.logged_steps
         left = [step for step in self.logged_steps if step not in self.lines]
         if left:
-            shown = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
-            self.note(f"not committed, and left out: the logs of step {shown}")
+            self.note(f"not committed, and left out: the logs of step {first_few(left)}")
         return tuple(step for step in self.logged_steps if step in self.lines)
 
     @property
     def replica_size(self) -> int:
-        """Ranks that go through the same rounds together, of which the first tells."""
+        """Ranks of a tensor-parallel replica, which run the same rounds."""
         parallel = self.setting("rollout", "tensor_parallel")
         return parallel if isinstance(parallel, int) and parallel > 0 else 1
 
-    def speaks_for(self, rank: int) -> bool:
-        """Whether a rank tells of its replica's rounds, which the others of it went through with it."""
+    def is_first_of_replica(self, rank: int) -> bool:
+        """Whether the rounds of this rank are counted: the other ranks of its replica ran the same ones."""
         return rank % self.replica_size == 0
 
     def files(self, step: int) -> dict[int, Path]:
-        """A step's closed logs by rank."""
+        """Paths of a step's finished logs, by rank."""
         try:
             paths, others = self.folder.rollout_files(step)
         except OSError as error:
@@ -106,7 +114,7 @@ class RunLog:
 
     @cached_property
     def step_lines(self) -> StepLines:
-        """The lines of metrics.jsonl in their order, and what is no line."""
+        """The lines of metrics.jsonl in file order, and what is wrong with the file."""
         path = self.folder.metrics
         try:
             found = parse_lines(read_bytes(path, LINES_BYTES))
@@ -121,13 +129,13 @@ class RunLog:
 
     @cached_property
     def lines(self) -> dict[int, Line]:
-        """The lines of metrics.jsonl by step, ascending; of a step that was done again, the last."""
+        """The lines of metrics.jsonl by step, ascending; the last one of a step that was repeated."""
         ordered = sorted(self.step_lines.by_step.items())
         return dict(ordered[-self._last if self._last else 0 :])
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved configuration; empty where it cannot be read."""
+        """The resolved configuration; empty if it cannot be read."""
         try:
             return read_toml(self.folder.config)
         except OSError as error:
@@ -137,17 +145,44 @@ class RunLog:
         return {}
 
     def setting(self, section: str, name: str) -> Any:
-        """A setting, or None where the configuration does not tell it."""
+        """A value of the configuration; None if it is missing."""
         table = self.config.get(section)
         return table.get(name) if isinstance(table, dict) else None
 
     def metric(self, name: str, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
-        """A figure by step, of ``steps`` or of all lines; NaN where a line or its figure is missing."""
+        """A metric by step, for ``steps`` or all lines, [S]; NaN where it is missing."""
         chosen = list(self.lines) if steps is None else steps
         return np.array([_number(self.lines.get(step, {}).get(name)) for step in chosen], np.float64)
 
+    def mean(self, name: str) -> float:
+        """Mean of a metric over the steps that have it; NaN if none has."""
+        values = self.metric(name)
+        return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+
+    def total(self, name: str) -> float:
+        """Sum of a metric over the steps that have it; 0 if none has."""
+        values = self.metric(name)
+        return float(values[np.isfinite(values)].sum())
+
+    @cached_property
+    def starts(self) -> tuple[Environment, ...]:
+        """The environment of each start of the run, oldest first."""
+        found, problems = read_environments(self.folder.environment)
+        for problem in problems:
+            self.note(problem)
+        return tuple(found)
+
+    @cached_property
+    def finished(self) -> FinishedWord | None:
+        """The content of finished.json; None if the run has not finished, or the file is damaged."""
+        try:
+            return read_finished(self.folder.finished)
+        except UserError as error:
+            self.note(str(error))
+            return None
+
     def ranks(self, step: int) -> list[StepSummary]:
-        """A step's summaries, by rank."""
+        """Summaries of a step, one for each rank, ascending."""
         summaries = []
         for path in self.files(step).values():
             try:
@@ -160,7 +195,7 @@ class RunLog:
         return summaries
 
     def spans(self, step: int, rank: int) -> EngineSpans:
-        """What a rank's engine did when; none where the file is damaged or of an earlier version."""
+        """Rounds of a rank's engine; empty if the file is damaged or an earlier version wrote it."""
         try:
             return read_spans(self.folder.rollout_log(step, rank))
         except (DamagedFile, FileNotFoundError) as error:
@@ -170,7 +205,7 @@ class RunLog:
     def columns(
         self, arrays: Sequence[str], attributes: Sequence[str] = (), steps: Sequence[int] | None = None
     ) -> Iterator[tuple[int, list[Columns]]]:
-        """Columns of all ranks, step by step; a step of which nothing can be read is left out."""
+        """Columns of all ranks, step by step, without steps that cannot be read at all."""
         for step in self.steps if steps is None else steps:
             ranks, problems = read_ranks(step, self.files(step).values(), arrays, attributes)
             for problem in problems:
@@ -179,7 +214,7 @@ class RunLog:
                 yield step, ranks
 
     def last_whole_step(self) -> int | None:
-        """The last step with the logs of all its ranks; the last with any where there is none."""
+        """The last step with the logs of all its ranks; if there is none, the last step with any."""
         for step in reversed(self.steps):
             files = self.files(step)
             try:
@@ -193,7 +228,7 @@ class RunLog:
 def read_ranks(
     step: int, paths: Iterable[Path], arrays: Sequence[str], attributes: Sequence[str]
 ) -> tuple[list[Columns], list[str]]:
-    """A step's columns by rank, of the files that can be read, and a line for each thing that cannot."""
+    """Columns of a step, one for each readable file, and a line for each problem."""
     ranks, problems = list[Columns](), list[str]()
     for path in paths:
         try:
@@ -205,12 +240,35 @@ def read_ranks(
 
 
 def _missing(step: int, found: list[int], num_ranks: int) -> str:
-    """Which ranks' logs are not there, in words; nothing where all are."""
+    """One line that names the ranks without a log; empty if no log is missing."""
     missing = sorted(set(range(num_ranks)) - set(found))
     if not missing:
         return ""
-    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return f"step {step}: no log of rank {shown} ({len(missing)} of {num_ranks} ranks)"
+    return f"step {step}: no log of rank {first_few(missing)} ({len(missing)} of {num_ranks} ranks)"
+
+
+def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:
+    """Read the last steps' lines of a metrics.jsonl of any size, by step; empty if there is no file.
+
+    Args:
+        problems: gets a line for each thing that is left out.
+    """
+    try:
+        with open_regular(path) as file, naming(path):
+            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            file.seek(start)
+            data = file.read(TAIL_BYTES)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        problems.append(told(error))
+        return {}
+    found = parse_lines(data.partition(b"\n")[2] if start else data)  # the first line is probably incomplete
+    if found.faults:
+        number, why = found.faults[-1]
+        problems.append(f"{path}: {count(len(found.faults), 'line')} that no run writes, such as line {number}"
+                        f"{' of its end' if start else ''} ({why})")  # fmt: skip
+    return found.by_step
 
 
 def _number(value: Any) -> float:

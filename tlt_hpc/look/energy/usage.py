@@ -1,4 +1,4 @@
-"""Joules of a run by step, by token and as mean watts, from metrics.jsonl; absent where no counter could be read."""
+"""Energy that a run used: joules by step and by token, and mean watts, from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,34 +7,43 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.look.analysis.environment import read_environment
-from tlt_hpc.look.analysis.result import Analysis, count, listed, share, span_of
-from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.energy.counters import CPU, GPU
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import joules as joules_in_words
+from tlt_hpc.look.words import listed, share, span_of
 
-KINDS = {"gpu": "GPUs", "cpu": "processors"}
-"""Kind of counter, as metrics name it -> in words."""
+KINDS = {GPU: "GPUs", CPU: "processors"}
+"""Kind of counter -> in words."""
 _TOKENS, _KEPT = "perf/total_num_tokens", "rollout/kept_tokens"
 _SECONDS = "timing_s/step"
 
 
 @dataclass(frozen=True)
 class Energy(Analysis):
-    """By step, [S], without what lies between two steps; ``joules`` and ``rollout_joules`` by kind of counter.
+    """By step, [S], without the time between steps; ``joules`` and ``rollout_joules`` by kind of counter.
 
-    Of all ranks, or of all nodes: GPUs that ranks use; processors, and memory where it is counted, of whole nodes.
-    NaN where a line does not tell.
+    GPUs: those that ranks use. Processors (and memory, where it has counters): those of whole nodes. NaN where a line
+    lacks the value.
     """
 
     steps: NDArray[np.int64]
     joules: dict[str, NDArray[np.float64]]
     rollout_joules: dict[str, NDArray[np.float64]]
     tokens: NDArray[np.float64]
-    """Response tokens that the step generated: without those that an earlier start had left."""
+    """Response tokens that the step generated, without those of an earlier start."""
     seconds: NDArray[np.float64]
+    reasons: tuple[str, ...]
+    """Why counters could not be read when the run was last started."""
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self) if self.told else _not_told(self)
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Kinds of which at least one step tells."""
+        """Kinds that at least one step has."""
         return tuple(kind for kind, values in self.joules.items() if np.isfinite(values).any())
 
     @property
@@ -43,45 +52,35 @@ class Energy(Analysis):
 
     @property
     def joules_a_token(self) -> dict[str, float]:
-        """By kind: of whole steps, over their tokens; kinds that tell nothing are left out."""
+        """Joules of whole steps per token, by kind that has data."""
         return {kind: rate for kind in self.told if np.isfinite(rate := _ratio(self.joules[kind], self.tokens))}
 
     @property
     def watts(self) -> dict[str, float]:
-        """By kind, the mean over the steps."""
+        """Mean over the steps, by kind that has data."""
         return {kind: rate for kind in self.told if np.isfinite(rate := _ratio(self.joules[kind], self.seconds))}
 
 
 def _ratio(joules: NDArray[np.float64], over: NDArray[np.float64]) -> float:
-    """Of sums, over the steps that tell both."""
+    """Ratio of the sums over the steps that have both."""
     told = np.isfinite(joules) & np.isfinite(over)
     whole = float(over[told].sum())
     return float(joules[told].sum()) / whole if whole > 0 else float("nan")
 
 
 def analyse_energy(run: RunLog) -> Energy:
-    """Of all steps that have a line."""
-    kept = run.metric(_KEPT)
-    found = Energy(
+    """Analyse all steps that have a line."""
+    kept, energy = run.metric(_KEPT), run.starts[-1].energy if run.starts else {}
+    return Energy(
         run=run.name,
-        verdict="",
-        problems=(),
+        problems=run.problems,
         steps=np.array(list(run.lines), np.int64),
         joules={kind: run.metric(f"energy/{kind}_joules") for kind in KINDS},
         rollout_joules={kind: run.metric(f"energy/rollout_{kind}_joules") for kind in KINDS},
         tokens=run.metric(_TOKENS) - np.where(np.isfinite(kept), kept, 0.0),
         seconds=run.metric(_SECONDS),
+        reasons=tuple(f"{KINDS.get(kind, kind)}: {why}" for kind, why in energy.items() if why),
     )
-    verdict = _verdict(found) if found.told else _not_told(run, len(found.steps))
-    return Energy(**{**vars(found), "verdict": verdict, "problems": run.problems})
-
-
-def joules_in_words(value: float) -> str:
-    """830 J, 12.3 kJ, 4.56 MJ, 7.89 GJ."""
-    for unit, size in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)):
-        if value >= 0.9995 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} J"
 
 
 def _verdict(found: Energy) -> str:
@@ -107,10 +106,8 @@ def _of_kind(found: Energy, kind: str) -> str:
     return f"{joules_in_words(whole)} by {KINDS[kind]} ({in_rollouts} of it in rollouts{some})"
 
 
-def _not_told(run: RunLog, num_steps: int) -> str:
-    if num_steps == 0:
+def _not_told(found: Energy) -> str:
+    if len(found.steps) == 0:
         return "metrics.jsonl has no line yet: no step is committed."
-    starts = read_environment(run)
-    reasons = [f"{KINDS.get(kind, kind)}: {why}" for kind, why in starts[-1].energy.items() if why] if starts else []
-    why = f" ({'; '.join(reasons)})" if reasons else ""
-    return f"Energy is not told: this machine lets no counter be read{why}."
+    why = f" ({'; '.join(found.reasons)})" if found.reasons else ""
+    return f"Energy is unknown: no counter of this machine can be read{why}."

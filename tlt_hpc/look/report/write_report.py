@@ -1,4 +1,4 @@
-"""``tlt report``: a run's files in, one page out."""
+"""``tlt report``: writes a run's report page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, read_text
-from tlt_hpc.look.analysis.result import plain
+from tlt_hpc.look.analysis.base import plain
 from tlt_hpc.look.report.findings import Findings, find
-from tlt_hpc.look.report.gain import Gain, estimated_gain, measured_gain
+from tlt_hpc.look.report.gain import RunGain, estimated_gain, measured_gain
 from tlt_hpc.look.report.page import render
 from tlt_hpc.look.report.verdict import cards
 from tlt_hpc.storage.folder import WriteError, writing_beside
@@ -22,10 +22,10 @@ _AGAINST = re.compile(r'<meta name="tlt-against" content="([^"]*)">')
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page, and say in a few lines what it says first; returns the exit status.
+    """Write the page and print its key figures; returns the exit status.
 
     Raises:
-        UserError: there is no such run or step, an option that cannot be, or the page cannot be written.
+        UserError: there is no such run or step, an option is invalid, or the page cannot be written.
     """
     if options.last is not None and options.last < 1:
         raise UserError(f"--last {options.last}: give 1 or more")
@@ -36,9 +36,9 @@ def run(options: argparse.Namespace) -> int:
         if path is not None and path.is_dir():
             raise UserError(f"{name} {path} is a folder; give a file")
         ending = ".json" if name == "--json" else ".html"
-        if path is not None and path.suffix != ending:  # so that nothing of the run is written over
+        if path is not None and path.suffix != ending:  # no file of the run is overwritten
             raise UserError(f"{name} {path}: give a file that ends in {ending}")
-    against = options.against or held_against(out)
+    against = options.against or previous_comparison(out)
     found = find(options.run, against, options.step, options.last)
     gain, why_none = gain_of(found)
     page = render(found, gain, why_none, time.time(), is_typical=options.step is None)
@@ -57,14 +57,13 @@ def run(options: argparse.Namespace) -> int:
 def _write(path: Path, text: str) -> None:
     try:
         with writing_beside(path) as part:
-            part.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no text
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names need not be valid text
     except WriteError as error:
         raise UserError(f"{error.fact}; give another place, such as --out report.html") from None
 
 
-def held_against(page: Path) -> Path | None:
-    """The run that a page which is to be written anew was held against, if that still is there: nobody loses a proof by
-    asking again."""
+def previous_comparison(page: Path) -> Path | None:
+    """The run that an existing page was compared with, if it still exists: a new page repeats the comparison."""
     if not page.is_file():
         return None
     told = _AGAINST.search(read_text(page, LINES_BYTES))
@@ -72,8 +71,8 @@ def held_against(page: Path) -> Path | None:
     return path if path is not None and path.is_dir() else None
 
 
-def gain_of(found: Findings) -> tuple[Gain | None, str]:
-    """What speculation gained, or why that is not known."""
+def gain_of(found: Findings) -> tuple[RunGain | None, str]:
+    """The gain, or the reason why it is unknown."""
     why = ""
     if found.other is not None:
         gain, why = measured_gain(found)

@@ -1,6 +1,6 @@
-"""Figures as pieces of an HTML page: their colours are the page's variables, so one drawing serves light and dark.
+"""Figures as SVG elements of an HTML page. Colours are CSS variables, so that one drawing serves light and dark themes.
 
-Each is drawn twice, wide and for a telephone; the page shows the one that fits. Knows nothing else of the page.
+Each figure is drawn twice, wide and for a phone; the page shows the one that fits.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Found = TypeVar("Found")
 Draw = Callable[[Found], Figure]
 
 _MARK = 0xF1E000
-"""The first of the colours that stand for a variable while a figure is drawn."""
+"""First of the placeholder colours, one for each variable, that are used while drawing."""
 _PLAIN = ("background", "ink", "faint", "grid", "tail")
 NAMES = (*_PLAIN, *(f"kind-{kind.name.lower()}" for kind in Kind), *(f"series-{i}" for i in range(len(LIGHT.series))))
-"""Of the variables, without ``--``."""
+"""Names of the CSS variables, without ``--``."""
 FONT = "'DejaVu Sans', Verdana, sans-serif"
-"""Letters as wide as those that the figure was laid out with; where there are none, narrower ones."""
+"""Fonts as wide as the one that the figure was laid out with, or narrower."""
 
 _NUMBER = re.compile(r"-?\d+\.\d{3,}")
 _PLACE = re.compile(r'(?<= )(?:d|x|y|transform)="[^"]*"')
-"""Where numbers are places, which a hundredth of a point is fine enough for; in text they are figures."""
+"""Attributes whose numbers are coordinates: two decimals suffice. Numbers in text stay as they are."""
 _HEX = re.compile(r"#f1e0[0-9a-f]{2}")
 _ATTRIBUTE = re.compile(r'(fill|stroke)="(#f1e0[0-9a-f]{2})"')
 _STYLE = re.compile(r'style="[^"]*"')
@@ -40,14 +40,14 @@ _LINK = re.compile(r'xlink:href="#([^"]+)"|url\(#([^)]+)\)')
 
 @dataclass(frozen=True)
 class PageFigure:
-    """The same picture as two elements of SVG."""
+    """The same figure as two SVG elements."""
 
     wide: str
     phone: str
 
 
 def draw_for_page(name: str, told: str, draw: Draw[Found], found: Found) -> PageFigure:
-    """Draw what was found; ``name`` keeps its ids apart from other figures', ``told`` is for who cannot see it."""
+    """Draw ``found``. ``name`` makes the ids unique in the page; ``told`` is the text for screen readers."""
     pictures = []
     for layout in (PAGE, PHONE):
         with themed(_MARKED, layout):
@@ -58,12 +58,12 @@ def draw_for_page(name: str, told: str, draw: Draw[Found], found: Found) -> Page
 
 
 def variables(theme: str) -> dict[str, str]:
-    """The colours of a theme by the names of the page's variables."""
+    """CSS variable -> colour in a theme."""
     return dict(zip(NAMES, _colours(THEMES[theme]), strict=True))
 
 
 def as_element(svg: str, name: str, told: str) -> str:
-    """A whole SVG file as an element within a page: no size of its own, ids of its own, the page's colours."""
+    """Turn an SVG file into an element of a page: no fixed size, unique ids, the page's colours."""
     start = svg.index("<svg")
     box = re.search(r'viewBox="([^"]+)"', svg)
     assert box is not None
@@ -96,7 +96,7 @@ def _colours(theme: Theme) -> tuple[str, ...]:
 
 
 def _marked() -> Theme:
-    """A theme whose colours are told apart in what was written, and stand for the variables."""
+    """A theme of placeholder colours, one for each variable."""
     marks = [f"#{_MARK + i:06x}" for i in range(len(NAMES))]
     plain, rest = marks[: len(_PLAIN)], marks[len(_PLAIN) :]
     colours = dict(zip(_PLAIN, plain, strict=True))

@@ -1,4 +1,4 @@
-"""``tlt watch``: looks at a run's files again and again, or twice and once."""
+"""``tlt watch``: shows a run's state, repeatedly or once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tlt_hpc.look.live.state import RunState, read_state
 from tlt_hpc.look.live.view import render
 
 DEAD_SECONDS = 12.0
-"""Without any sign of life for so long a run is taken for dead; a rank at work gives one every HEARTBEAT_SECONDS."""
+"""A run without any heartbeat for this long counts as dead; an active rank beats every HEARTBEAT_SECONDS."""
 _ONCE_SECONDS, _LEAST_SECONDS = HEARTBEAT_SECONDS + 3.0, 0.2
-STANDS_STILL = 1
-"""Exit status where the run is neither at work nor at its end in order."""
+NOT_RUNNING = 1
+"""Exit status if the run is neither active nor has ended normally."""
 
 
 def run(options: argparse.Namespace) -> int:
     """Show a run; returns the exit status.
 
     Raises:
-        UserError: there is no such run, or an option that cannot be.
+        UserError: there is no such run, or an option is invalid.
     """
     if options.interval < _LEAST_SECONDS:
         raise UserError(f"--interval {options.interval:g}: give {_LEAST_SECONDS} or more seconds")
@@ -37,10 +37,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def sample(console: Console, options: argparse.Namespace) -> int:
-    """``--sample``."""
+    """Print some responses of the newest step (``--sample``)."""
     if options.sample < 1:
         raise UserError(f"--sample {options.sample}: give 1 or more")
-    model = read_state(options.run).facts.model
+    model = read_state(options.run).config.model.path
     for text in show_samples(options.run, model, options.sample, options.seed):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()
@@ -48,7 +48,7 @@ def sample(console: Console, options: argparse.Namespace) -> int:
 
 
 def look_once(console: Console, options: argparse.Namespace) -> int:
-    """Two looks, some seconds apart where nothing has moved, and one screen."""
+    """Print one screen after two looks, which are seconds apart unless a heartbeat is seen earlier."""
     before = state = read_state(options.run)
     until = before.seconds + (_ONCE_SECONDS if before.records and not before.ending else 0.0)
     while not state.moved_since(before) and time.monotonic() < until:
@@ -60,7 +60,7 @@ def look_once(console: Console, options: argparse.Namespace) -> int:
 
 
 def follow(console: Console, options: argparse.Namespace) -> int:
-    """A screen that is drawn anew at each look, until the run ends or Ctrl-C."""
+    """Redraw the screen at each look, until the run ends or Ctrl-C."""
     state = read_state(options.run)
     moved_at, is_alive = state.seconds, None
     try:
@@ -76,13 +76,13 @@ def follow(console: Console, options: argparse.Namespace) -> int:
                 is_alive = True if moved_at == state.seconds else is_alive
                 if state.seconds - moved_at >= max(DEAD_SECONDS, 2 * options.interval):
                     is_alive = False
-    except KeyboardInterrupt:  # of the watcher: the job is not touched
+    except KeyboardInterrupt:  # ends the watcher only, not the job
         return 0
 
 
 def status_of(state: RunState, is_alive: bool | None) -> int:
-    """0 where it is at work, has finished or was stopped in order."""
+    """The exit status: 0 if the run is active, has finished or was stopped normally."""
     if any(record.stalled for record in state.records):
-        return STANDS_STILL
+        return NOT_RUNNING
     in_order = state.ending in ("finished", "stopped early") or state.is_finished
-    return 0 if is_alive or in_order else STANDS_STILL
+    return 0 if is_alive or in_order else NOT_RUNNING

@@ -1,6 +1,6 @@
-"""One tracker each: what it needs, how it is told of a step. Libraries are imported only when one is made.
+"""TensorBoard and Weights & Biases. Their libraries are imported only when a tracker is created.
 
-A tracker raises one of its ``failures`` where it cannot go on; whoever uses it decides what becomes of the run.
+A tracker that cannot continue raises one of its ``failures``; the caller decides what happens to the run.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ Figures = Mapping[str, float]
 logger = logging.getLogger(__name__)
 
 FINISH_SECONDS = 120.0
-"""How long the end of a run waits for Weights & Biases to take what is left."""
+"""How long the end of a run waits for Weights & Biases to upload the rest."""
 FAILED_FINISH_SECONDS = 5.0
-"""The same where an exception ends it: all other ranks wait."""
+"""The same if an exception ends the run, because all other ranks wait."""
 _GRACE_SECONDS = 10.0
-"""What the library is given beyond its own time limit."""
+"""Additional time beyond the library's own limit."""
 
 
 class Tracker(Protocol):
-    """Who is told of steps, in their order."""
+    """Something that shows the metrics of steps, which it gets in order."""
 
     name: str
     failures: tuple[type[Exception], ...]
     remedy: str
-    """What brings home that which ``close`` had no time for; empty where there is nothing of the kind."""
+    """A command that uploads what ``close`` had no time for; empty if there is none."""
 
     def log(self, step: int, figures: Figures) -> None:
-        """Tell of a step; returns once a kill of this process loses nothing of it."""
+        """Record a step; on return a kill of this process cannot lose it."""
         ...
 
     def close(self, failed: bool) -> None:
-        """Let go of files and processes, within a time that has an end; ``failed`` where an exception ends the run."""
+        """Release files and processes in bounded time; ``failed``: an exception ends the run."""
         ...
 
 
@@ -49,7 +49,7 @@ class TensorBoard:
     remedy = ""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """Earlier files' events from ``first_step`` on no longer count (``purge_step``)."""
+        """Events of earlier files from ``first_step`` on are discarded (``purge_step``)."""
         from tensorboard.compat.tensorflow_stub.errors import OpError
         from torch.utils.tensorboard import SummaryWriter
 
@@ -66,7 +66,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, known by an id that stays with the folder."""
+    """A run of Weights & Biases, with an id that is kept in the run's folder."""
 
     name = "wandb"
 
@@ -100,10 +100,10 @@ class WeightsAndBiases:
         self._run.log(dict(figures), step=step, commit=True)
 
     def close(self, failed: bool) -> None:
-        """Send what is left; a server that is away holds nobody up for longer than there is time for it."""
+        """Upload the rest, in bounded time even if the server does not answer."""
         seconds = FAILED_FINISH_SECONDS if failed else FINISH_SECONDS + _GRACE_SECONDS
         errors: list[Exception] = []
-        # not joined at exit: where the run has failed, other ranks wait for this one's end
+        # a daemon, not joined at exit: if the run has failed, the other ranks wait for this process to end
         thread = threading.Thread(target=self._finish, args=(int(failed), errors), name="wandb-finish", daemon=True)
         thread.start()
         thread.join(seconds)
@@ -123,7 +123,7 @@ class WeightsAndBiases:
 
 
 def failures_of(name: str) -> tuple[type[Exception], ...]:
-    """What making a tracker may raise beside a user's mistake."""
+    """Exceptions that creating a tracker may raise, apart from user errors."""
     if name == WeightsAndBiases.name:
         import wandb
 
@@ -134,7 +134,7 @@ def failures_of(name: str) -> tuple[type[Exception], ...]:
 
 
 def start_early(section: TrackingSection) -> None:
-    """Start the process that Weights & Biases works in, where it is asked for: before MPI, as all processes."""
+    """Start the process of Weights & Biases if it is configured: processes must be started before MPI."""
     if section.wandb == "off":
         return
     import wandb

@@ -1,0 +1,32 @@
+"""Command-line arguments of ``tlt report`` and ``tlt watch``. Imports nothing heavy: ``tlt --help`` reads it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``tlt report`` to a parser."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny, or a copy of it")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="RUN",
+        help="another run of the same seed, such as one without speculation: measures the gain, compares tokens",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    parser.add_argument("--step", type=int, metavar="N", help="whose timeline is drawn (default: a typical step)")
+    parser.add_argument("--last", type=int, metavar="N", help="look at the last N steps alone (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures behind the page as JSON, too")
+
+
+def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``tlt watch`` to a parser."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
+    parser.add_argument("--once", action="store_true", help="print it once, after two looks, and end")
+    parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (default 2)")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="print N responses of the newest step instead, drafted tokens coloured"
+    )
+    parser.add_argument("--seed", type=int, help="draws the same ones each time")

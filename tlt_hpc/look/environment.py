@@ -1,0 +1,206 @@
+"""The environment of a run's starts: collects it from all ranks of a start, and puts it into words."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import tlt_hpc
+from tlt_hpc.common.source import git_commit, source_digest
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed
+from tlt_hpc.rollout.cost_profile import processor_name
+from tlt_hpc.storage.environment_lines import Environment, Host
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
+
+_PACKAGES = (
+    "torch", "mpi4py", "deepspeed", "transformers", "flash-attn", "h5py", "numpy", "triton", "nvidia-ml-py"
+)  # fmt: skip
+_SLURM = {
+    "job": "SLURM_JOB_ID",
+    "partition": "SLURM_JOB_PARTITION",
+    "nodelist": "SLURM_JOB_NODELIST",
+    "restarts": "SLURM_RESTART_COUNT",
+}
+# MPI libraries first: mpiexec may start its ranks through Slurm.
+_LAUNCHERS = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "mpiexec of Open MPI",
+    "MPI_LOCALRANKID": "mpiexec of MPICH or Intel MPI (Hydra)",
+    "MV2_COMM_WORLD_LOCAL_RANK": "mpiexec of MVAPICH",
+    "PALS_LOCAL_RANKID": "mpiexec of PALS",
+    "SLURM_STEP_ID": "srun",
+    "PMI_RANK": "another (PMI)",
+    "PMIX_RANK": "another (PMIx)",
+}
+_STARTED = "TLT_STARTED"
+"""Set by cluster/local.py if ``tlt`` itself has started the ranks."""
+
+
+@dataclass(frozen=True)
+class RankGpu:
+    """The GPU that a rank uses."""
+
+    name: str
+    uuid: str
+    """``GPU-...``, as the driver names it."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank runs; all ranks gather these."""
+
+    hostname: str
+    processor: str
+    cores: int
+    """Bit mask of the cores that the rank may use."""
+    memory_bytes: int
+    gpu: RankGpu | None
+
+    @classmethod
+    def here(cls, hostname: str, gpu: RankGpu | None) -> RankPlace:
+        """The place of this process."""
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return cls(hostname, processor_name(), cores, memory, gpu)
+
+
+def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energy: Mapping[str, str]) -> Environment:
+    """Describe this start; called on rank 0.
+
+    Args:
+        places: one for each rank, in order.
+        cuda: version that torch is built for; empty without CUDA.
+        energy: kind of counter -> empty if it is read, else the reason why not.
+    """
+    return Environment(
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        version=tlt_hpc.__version__,
+        commit=git_commit(),
+        source=source_digest(),
+        python=platform.python_version(),
+        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        cuda=cuda,
+        mpi=world.library.strip("\0 \n"),
+        hosts=hosts_of(places),
+        threads=os.environ.get("OMP_NUM_THREADS", ""),
+        slurm={name: os.environ[variable] for name, variable in _SLURM.items() if variable in os.environ},
+        launcher=launcher_of(os.environ),
+        command=tuple(sys.orig_argv),
+        energy=dict(energy),
+    )
+
+
+def hosts_of(places: Sequence[RankPlace]) -> tuple[Host, ...]:
+    """The nodes in the order of their first ranks. A GPU that several ranks share counts once."""
+    return tuple(
+        _host([place for place in places if place.hostname == hostname])
+        for hostname in dict.fromkeys(place.hostname for place in places)
+    )
+
+
+def _host(ranks: Sequence[RankPlace]) -> Host:
+    first, cores = ranks[0], 0
+    for rank in ranks:
+        cores |= rank.cores
+    gpus = {rank.gpu.uuid: rank.gpu.name for rank in ranks if rank.gpu}
+    counts = dict(Counter(gpus.values()))
+    return Host(first.hostname, len(ranks), first.processor, cores.bit_count(), first.memory_bytes, counts)
+
+
+def launcher_of(environment: Mapping[str, str]) -> str:
+    """What started the ranks, found from the variables that launchers set."""
+    found = next((words for variable, words in _LAUNCHERS.items() if variable in environment), "none")
+    return f"tlt, by {found}" if _STARTED in environment else found
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Environments(Analysis):
+    """The environments of all starts, oldest first, as far as environment.jsonl has them."""
+
+    starts: tuple[Environment, ...]
+
+    @property
+    def verdict(self) -> str:
+        return _verdict(self.starts)
+
+    @property
+    def has_data(self) -> bool:
+        return len(self.starts) > 0
+
+
+def analyse_environment(run: RunLog) -> Environments:
+    """Analyse all starts of a run."""
+    starts = run.starts
+    return Environments(run.name, run.problems, starts)
+
+
+def environment_in_words(environment: Environment) -> str:
+    """One paragraph on a start: code, libraries, nodes and launcher."""
+    commit = f"commit {environment.commit[:12]}, " if environment.commit else ""
+    torch = environment.packages.get("torch", "unknown")
+    others = [f"{name} {version}" for name, version in environment.packages.items() if name != "torch"]
+    built = f" for CUDA {environment.cuda}" if environment.cuda else " for CPUs"
+    mpi = " ".join(environment.mpi.partition("\n")[0].split())
+    job = f" in Slurm job {environment.slurm['job']}" if "job" in environment.slurm else ""
+    threads = f"{environment.threads or 'unset'} {'thread' if environment.threads == '1' else 'threads'} a rank"
+    return (
+        f"tlt_hpc {environment.version} ({commit}files {environment.source}) with Python {environment.python}, "
+        f"torch {torch}{built}, {listed([*others, mpi])}. {_hosts_in_words(environment.hosts)}; "
+        f"{threads}. Started at {environment.time} by {environment.launcher}{job}."
+    )
+
+
+def _hosts_in_words(hosts: Sequence[Host]) -> str:
+    """Groups identical hosts."""
+    kinds: dict[str, list[Host]] = {}
+    for host in hosts:
+        kinds.setdefault(host_in_words(host), []).append(host)
+    ranks = count(sum(host.num_ranks for host in hosts), "rank")
+    return f"{ranks} on {listed([f'{_named(alike)} ({kind})' for kind, alike in kinds.items()])}"
+
+
+def _named(hosts: Sequence[Host]) -> str:
+    return hosts[0].name if len(hosts) == 1 else f"{len(hosts)} nodes, {hosts[0].name} to {hosts[-1].name}"
+
+
+def host_in_words(host: Host) -> str:
+    """Ranks, cores, processor, memory and GPUs of a host."""
+    gpus = "".join(f", {number} x {name}" for name, number in sorted(host.gpus.items()))
+    cores = count(host.num_cores, "core")
+    return f"{count(host.num_ranks, 'rank')}, {cores} of {host.processor}, {host.memory_bytes / 1e9:,.0f} GB{gpus}"
+
+
+def _verdict(starts: Sequence[Environment]) -> str:
+    if not starts:
+        return "What the run ran on is unknown: its folder has no environment.jsonl."
+    last, parts = starts[-1], [environment_in_words(starts[-1])]
+    if len(starts) > 1:
+        odd = sum(_what_counts(start) != _what_counts(last) for start in starts[:-1])
+        others = (
+            f"{odd} of them on other code, versions or nodes" if odd else "all on the same code, versions and nodes"
+        )
+        parts.append(f"The last of {len(starts)} starts; {others}.")
+    return " ".join(parts)
+
+
+def _what_counts(start: Environment) -> Environment:
+    """The start without what differs between two starts of one job on one machine."""
+    return replace(start, time="", slurm={}, launcher="", command=(), energy={})

@@ -1,0 +1,71 @@
+"""Numbers, shares, durations and lists in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+_MAX_NAMED = 8
+
+
+def seconds(value: float) -> str:
+    """A measured duration: 0.31 ms, 4.20 s, 12 min 5 s, 3 h 20 min."""
+    if value < 0.0995:
+        return f"{1e3 * value:.2g} ms"
+    if value < 100:
+        return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def duration(value: float) -> str:
+    """Seconds to wait, in whole units, at most two: 45 s, 3 min 20 s, 5 h 10 min, 2 d 3 h."""
+    left = max(0, round(value))
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, size), (part, part_size) in pairwise(units):
+        if left >= size:
+            rest = left % size // part_size
+            return f"{left // size} {name}" + (f" {rest} {part}" if rest else "")
+    return f"{left} s"
+
+
+def joules(value: float) -> str:
+    """An energy: 830 J, 12.3 kJ, 4.56 MJ, 7.89 GJ."""
+    for unit, size in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} J"
+
+
+def share(part: float, whole: float) -> str:
+    """``part`` as a percentage of ``whole``; ``0 %`` where ``whole`` is not positive."""
+    if whole <= 0:
+        return "0 %"
+    percent = 100 * part / whole
+    return f"{percent:.0f} %" if percent >= 9.5 or percent == 0 else f"{percent:.1f} %"
+
+
+def times_as_fast(ratio: float) -> str:
+    """``1.52 times as fast``, ``equally fast``, or ``slower by a factor of 1.20``."""
+    if abs(ratio - 1) < 0.02:
+        return "equally fast"
+    return f"{ratio:.2f} times as fast" if ratio > 1 else f"slower by a factor of {1 / ratio:.2f}"
+
+
+def span_of(steps: np.ndarray) -> str:
+    """``step 3``, or ``steps 0 to 11``."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, or ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def first_few(numbers: Sequence[int]) -> str:
+    """The first eight numbers, and ``...`` where there are more."""
+    return ", ".join(map(str, numbers[:_MAX_NAMED])) + (", ..." if len(numbers) > _MAX_NAMED else "")
