@@ -29,8 +29,7 @@ import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tlt_hpc.cluster.local import launched_rank
-from tlt_hpc.mpi.exchange import open_exchange
-from tlt_hpc.mpi.pulse import RECORD_FIELDS, Pulse
+from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
@@ -80,7 +79,7 @@ def has_ended(rank):
 def main(watch):
     world = World.connect()
     BEAT.folder = folder
-    pulse = Pulse(open_exchange(world, len(RECORD_FIELDS)))
+    pulse = Pulse(world.private_comm())
     for step in range(3):
         BEAT.at_step(step)
         with BEAT.within(Phase.ROLLOUT):
