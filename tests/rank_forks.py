@@ -36,6 +36,9 @@ import torch._inductor.compile_fx  # noqa: E402
 import torch.distributed.tensor  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 
+import tlt_hpc.evaluate.command  # noqa: E402
+import tlt_hpc.studies.warmup.command  # noqa: E402
+import tlt_hpc.train  # noqa: E402, F401
 from tlt_hpc.mpi.library import MPI  # noqa: E402  (which does not start it)
 
 if torch.version.cuda is None:  # elsewhere DeepSpeed looks, as it is imported, which device a rank has chosen

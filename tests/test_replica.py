@@ -16,8 +16,6 @@ from test_resume import Silent
 from test_run import CAPTURED, SMALL, command, records, run_tlt, tokens_of
 
 from tlt_hpc.config import ConfigError, check_ranks, load_config
-from tlt_hpc.mpi.exchange import open_exchange
-from tlt_hpc.mpi.pulse import RECORD_FIELDS
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
@@ -114,7 +112,7 @@ def leave_together(num_rollouts: int) -> list[list[int]]:
     """Rounds that this rank took in each rollout, of which every round is a collective of its replica."""
     world = World.connect()
     replica = Replica(world, 2)
-    pulse = ReplicaPulse(open_exchange(world, len(RECORD_FIELDS)), replica, lambda: 0, busy_seconds=1e-3)
+    pulse = ReplicaPulse(world.private_comm(), replica, lambda: 0, busy_seconds=1e-3)
     told = []
     for epoch in range(num_rollouts):
         source = random.Random(f"{epoch}/{replica.number}")

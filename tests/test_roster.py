@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_hpc.mpi.roster import Roster, State, Status
+from tlt_hpc.mpi.roster import Roster, State, Status, StatusTable
 
 
 def status(state: State, stop: bool = False) -> Status:
@@ -17,7 +17,7 @@ def status(state: State, stop: bool = False) -> Status:
 
 
 def roster(*states: State, stop: int | None = None) -> Roster:
-    return Roster(5, 2, tuple(status(state, stop=rank == stop) for rank, state in enumerate(states)))
+    return Roster(5, 2, StatusTable.of([status(state, stop=rank == stop) for rank, state in enumerate(states)]))
 
 
 STATUSES = st.builds(
@@ -65,7 +65,7 @@ def test_the_last_rank_does_not_begin_to_train_before_it_was_heard() -> None:
 
 @given(st.lists(STATUSES, min_size=1, max_size=12), st.integers(1, 12))
 def test_decisions_follow_from_the_statuses(statuses: list[Status], min_idle: int) -> None:
-    seen = Roster(0, 1, tuple(statuses))
+    seen = Roster(0, 1, StatusTable.of(statuses))
     busy = [s for s in statuses if s.state == State.BUSY]
     assert seen.num_busy == len(busy) and seen.num_busy + seen.num_idle == len(statuses)
     assert seen.stopping == any(s.stop for s in statuses)
@@ -78,8 +78,8 @@ def test_decisions_follow_from_the_statuses(statuses: list[Status], min_idle: in
 
 @given(st.lists(STATUSES, min_size=1, max_size=12), st.permutations(range(12)))
 def test_decisions_do_not_depend_on_rank_order(statuses: list[Status], order: list[int]) -> None:
-    seen = Roster(0, 1, tuple(statuses))
-    shuffled = Roster(0, 1, tuple(statuses[i] for i in order if i < len(statuses)))
+    seen = Roster(0, 1, StatusTable.of(statuses))
+    shuffled = Roster(0, 1, StatusTable.of([statuses[i] for i in order if i < len(statuses)]))
     assert (seen.over, seen.stopping, seen.num_idle) == (shuffled.over, shuffled.stopping, shuffled.num_idle)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import select
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -16,10 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from tlt_hpc.cluster.watch import inquiry as inquiry_module
+from tlt_hpc.cluster.watch import diagnosis as diagnosis_module
 from tlt_hpc.cluster.watch import watch as watch_module
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
-from tlt_hpc.cluster.watch.inquiry import Inquiry
+from tlt_hpc.cluster.watch.diagnosis import Diagnosis
+from tlt_hpc.cluster.watch.monitor import address_of
 from tlt_hpc.cluster.watch.record import (
     DamagedRecordError,
     Record,
@@ -29,8 +32,7 @@ from tlt_hpc.cluster.watch.record import (
     status_file,
     write_record,
 )
-from tlt_hpc.cluster.watch.scribe import Scribe
-from tlt_hpc.cluster.watch.tie import Knot, address_of
+from tlt_hpc.cluster.watch.status_writer import StatusWriter
 from tlt_hpc.cluster.watch.watch import STALLED, Watch
 
 LOOK = 0.01
@@ -73,7 +75,7 @@ class Job:
                 return
             meanwhile()
             self.watch.look()
-            assert self.watch._scribe.wait(60)
+            assert self.watch._writer.wait(60)
 
 
 def until(condition, seconds: float = 60.0) -> None:
@@ -124,16 +126,20 @@ def test_who_is_about_to_be_killed_can_say_goodbye_before(tmp_path):
         assert read_record(tmp_path, 0).ending == "stopped early"
 
 
-def test_only_the_end_of_the_process_breaks_its_tie(tmp_path):
+def test_only_the_end_of_the_process_closes_its_connection(tmp_path):
     """One that has finished may be killed together with another that dies; which of them came first must be seen."""
-    knot = Knot(address_of("start", "node1", os.getpid()))
-    with Job(tmp_path) as job:
-        until(lambda: knot.accept() is not None)
-    (tie,) = knot.ties
-    assert knot.hear(tie) == (os.getpid(), "finished")
-    assert select.select([tie], [], [], 0) == ([], [], [])
-    os.close(job.watch._tie.descriptor)
-    assert knot.hear(tie) == (os.getpid(), None)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address_of("start", "node1")), listener.listen()
+    with listener:
+        with Job(tmp_path) as job:
+            connection, _ = listener.accept()
+            until(lambda: job.watch._liveness._reported is not None and job.watch._liveness._reported.folder)
+        endings = [json.loads(connection.recv(8192))["ending"]]
+        while endings[-1] != "finished":
+            endings.append(json.loads(connection.recv(8192))["ending"])
+        assert select.select([connection], [], [], 0) == ([], [], [])
+        os.close(job.watch._liveness.descriptor)
+        assert connection.recv(8192) == b""
 
 
 def test_a_failure_is_the_last_word(tmp_path):
@@ -186,15 +192,15 @@ def test_the_others_leave_it_to_the_lowest_as_long_as_that_one_lives(tmp_path, c
 def test_few_files_are_read_at_a_time(tmp_path):
     """However many wait for hours for one that works: one reads all files, now and then, the others only its own."""
     size, read = 256, list[int]()
-    lowest, other = (Inquiry(tmp_path, Member(rank, size, "node1", "start", HERE)) for rank in (0, 200))
+    lowest, other = (Diagnosis(tmp_path, Member(rank, size, "node1", "start", HERE)) for rank in (0, 200))
     for rank in range(size):
         write_record(tmp_path, plain(rank, stalled=rank != 7))
-    for inquiry, rank in ((lowest, 0), (other, 200)):
+    for diagnosis, rank in ((lowest, 0), (other, 200)):
         for _ in range(8):
-            inquiry.look(300)
+            diagnosis.look(300)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(inquiry_module, "read_record", lambda *at: (read.append(at[1]), read_record(*at))[1])
-                inquiry.read(plain(rank, stalled=True))
+                patch.setattr(diagnosis_module, "read_record", lambda *at: (read.append(at[1]), read_record(*at))[1])
+                diagnosis.read(plain(rank, stalled=True))
     assert len(read) == 2 * (size - 1) + 2
 
 
@@ -338,12 +344,12 @@ def test_a_beat_costs_next_to_nothing():
     assert (time.thread_time() - start) / count < 5e-6
 
 
-def test_the_scribe_does_one_thing_at_a_time():
-    scribe, gate, done = Scribe(), threading.Event(), list[int]()
-    scribe.give(lambda: done.append(gate.wait(10)))
-    assert not scribe.is_idle and not scribe.wait(0.01)
+def test_the_status_writer_does_one_thing_at_a_time():
+    writer, gate, done = StatusWriter(), threading.Event(), list[int]()
+    writer.run(lambda: done.append(gate.wait(10)))
+    assert not writer.is_idle and not writer.wait(0.01)
     with pytest.raises(AssertionError, match="busy"):
-        scribe.give(lambda: None)
+        writer.run(lambda: None)
     gate.set()
-    assert scribe.wait(10) and done == [True]
-    scribe.close()
+    assert writer.wait(10) and done == [True]
+    writer.close()

@@ -29,8 +29,7 @@ import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tlt_hpc.cluster.local import launched_rank
-from tlt_hpc.mpi.exchange import open_exchange
-from tlt_hpc.mpi.pulse import RECORD_FIELDS, Pulse
+from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
@@ -80,7 +79,10 @@ def has_ended(rank):
 def main(watch):
     world = World.connect()
     BEAT.folder = folder
-    pulse = Pulse(open_exchange(world, len(RECORD_FIELDS)))
+    while not (report := watch._liveness._reported) or not report.folder:  # a real start takes longer
+        time.sleep(0.01)
+    world.barrier()
+    pulse = Pulse(world.private_comm())
     for step in range(3):
         BEAT.at_step(step)
         with BEAT.within(Phase.ROLLOUT):
@@ -169,13 +171,13 @@ def test_nothing_is_said_and_nobody_left_where_all_goes_well(tmp_path):
     records = [read_record(tmp_path / "status", rank) for rank in range(RANKS)]
     assert {record.ending for record in records} == {"finished"} and {record.limit for record in records} == {0}
     end = time.monotonic() + 60
-    while witnesses_of(tmp_path):
-        assert time.monotonic() < end, "the witness has outlived its ranks"
+    while monitors_of(tmp_path):
+        assert time.monotonic() < end, "the monitor has outlived its ranks"
         time.sleep(0.05)
     assert clear_last(tmp_path / "status", "") == ""
 
 
-def witnesses_of(folder: Path) -> list[int]:
+def monitors_of(folder: Path) -> list[int]:
     """Processes that were started beside the ranks of a job with its script in ``folder``."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -183,6 +185,6 @@ def witnesses_of(folder: Path) -> list[int]:
             command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
         except OSError:
             continue
-        if b"tlt_hpc.cluster.watch.witness" in command and str(folder).encode() in environment:
+        if b"tlt_hpc.cluster.watch.monitor" in command and str(folder).encode() in environment:
             found.append(int(path.name))
     return found

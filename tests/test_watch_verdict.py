@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
-from tlt_hpc.cluster.watch.gauge import Gauge
 from tlt_hpc.cluster.watch.last import clear_last
 from tlt_hpc.cluster.watch.process import cause_of, describe
+from tlt_hpc.cluster.watch.progress_counter import ProgressCounter
 from tlt_hpc.cluster.watch.record import (
     SIZE,
     DamagedRecordError,
@@ -173,50 +173,50 @@ def test_one_verdict_a_start(tmp_path):
 # -- counting ---------------------------------------------------------------------------------------------------------
 
 
-def looks(gauge: Gauge, count: int) -> Record:
+def looks(counter: ProgressCounter, count: int) -> Record:
     for _ in range(count):
-        gauge.look()
-    return gauge.record(MEMBER)
+        counter.look()
+    return counter.record(MEMBER)
 
 
 def test_looks_are_counted_not_seconds():
     beat = Beat()
-    gauge = Gauge(beat, 0.01, 1.0)
+    counter = ProgressCounter(beat, 0.01, 1.0)
     beat.phase = Phase.ROLLOUT  # 3 looks
-    assert not looks(gauge, 3).stalled
-    assert looks(gauge, 1).stalled
+    assert not looks(counter, 3).stalled
+    assert looks(counter, 1).stalled
     beat.tick()
-    assert looks(gauge, 1).still == 0
-    assert not looks(Gauge(beat, 0.0, 1.0), 1000).stalled, "switched off"
+    assert looks(counter, 1).still == 0
+    assert not looks(ProgressCounter(beat, 0.0, 1.0), 1000).stalled, "switched off"
 
 
 def test_a_phase_has_its_own_limit():
     beat = Beat()
     beat.phase = Phase.UPDATE
-    assert looks(Gauge(beat, 0.01, 1.0), 1).limit == 18
-    assert looks(Gauge(beat, 0.01, 0.5), 1).limit == 36
+    assert looks(ProgressCounter(beat, 0.01, 1.0), 1).limit == 18
+    assert looks(ProgressCounter(beat, 0.01, 0.5), 1).limit == 36
 
 
 def test_a_rank_that_moves_but_hears_of_nobody_waits_in_the_pulse():
     """It trains the drafter for as long as the tail lasts: its own counter alone would tell nothing."""
     beat = Beat()
-    gauge = Gauge(beat, 0.02, 1.0)  # 6 looks
+    counter = ProgressCounter(beat, 0.02, 1.0)  # 6 looks
     with beat.within(Phase.ROLLOUT, 3):
         beat.begin_pulse()
         beat.polled(4, 0, over=False)
         for _ in range(7):
             beat.tick()
-            gauge.look()
-        told = gauge.record(MEMBER)
+            counter.look()
+        told = counter.record(MEMBER)
         assert (told.waiting, told.number, told.stalled) == ("pulse", 5, True)
         beat.polled(5, 0, over=False)
-        gauge.look()
-        assert not gauge.record(MEMBER).stalled
+        counter.look()
+        assert not counter.record(MEMBER).stalled
         beat.polled(6, 0, over=True)
         for _ in range(7):
             beat.tick()
-            gauge.look()
-        assert not gauge.record(MEMBER).stalled, "outside a rollout nobody need be heard of"
+            counter.look()
+        assert not counter.record(MEMBER).stalled, "outside a rollout nobody need be heard of"
 
 
 def test_polls_of_a_rank_that_stands_by_are_no_progress():
@@ -236,25 +236,25 @@ def test_polls_of_a_rank_that_stands_by_are_no_progress():
 
 def test_asking_how_far_a_save_is_is_no_progress_but_what_reaches_the_disk_is():
     beat = Beat()
-    gauge = Gauge(beat, 0.001, 1.0)  # 4 looks
+    counter = ProgressCounter(beat, 0.001, 1.0)  # 4 looks
     beat.phase = Phase.SAVING
     with beat.asking():
         for _ in range(6):
             beat.wait_in("allgather", "world")
             beat.go_on()
-            gauge.look()
-        assert gauge.record(MEMBER).stalled
+            counter.look()
+        assert counter.record(MEMBER).stalled
         beat.written += 1
-        gauge.look()
-        assert gauge.record(MEMBER).still == 0
-    gauge.look()
+        counter.look()
+        assert counter.record(MEMBER).still == 0
+    counter.look()
     for still in (1, 2):
         beat.written += 1  # by a thread, while the main thread hangs somewhere else
-        gauge.look()
-        assert gauge.record(MEMBER).still == still
+        counter.look()
+        assert counter.record(MEMBER).still == still
     beat.go_on()
-    gauge.look()
-    assert gauge.record(MEMBER).still == 0
+    counter.look()
+    assert counter.record(MEMBER).still == 0
 
 
 def test_collectives_are_numbered_by_scope():
@@ -276,7 +276,7 @@ def test_phases_nest_and_a_failure_leaves_the_one_it_happened_in():
     with pytest.raises(ZeroDivisionError), beat.within(Phase.UPDATE, 7):
         beat.at_part("micro-batch", 2, 8)
         raise ZeroDivisionError
-    told = Gauge(beat, 1.0, 1.0).record(MEMBER)
+    told = ProgressCounter(beat, 1.0, 1.0).record(MEMBER)
     assert told.place == "update of step 7 (micro-batch 2 of 8)"
 
 

@@ -43,10 +43,9 @@ from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter
 from tlt_hpc.models.folder import DTYPES, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_once
 from tlt_hpc.models.sharding import WHOLE, Sharding
-from tlt_hpc.mpi.exchange import open_exchange
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.owner import claim_owner
-from tlt_hpc.mpi.pulse import BUSY_SECONDS, RECORD_FIELDS, Pulse
+from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
@@ -370,10 +369,9 @@ def make_sharding(replica: Replica, world: World, device: torch.device) -> Shard
 
 def make_pulse(world: World, replica: Replica, text_mark: Callable[[], int]) -> Pulse:
     """The pulse of all ranks, given a checksum of the text that a replica's ranks have in common; collective."""
-    exchange = open_exchange(world, len(RECORD_FIELDS))
     if replica.size == 1:
-        return Pulse(exchange, busy_seconds=BUSY_SECONDS)
-    return ReplicaPulse(exchange, replica, text_mark)
+        return Pulse(world.private_comm(), BUSY_SECONDS)
+    return ReplicaPulse(world.private_comm(), replica, text_mark)
 
 
 def unit_of(config: Config, key: SampleKey) -> int:

@@ -53,17 +53,14 @@ class Work:
         self.cpu_seconds += now - start
 
 
-def be_rank(folder: str, num_rollouts: int, num_rounds: float, round_seconds: float, is_flat: bool) -> None:
+def be_rank(folder: str, num_rollouts: int, num_rounds: float, round_seconds: float) -> None:
     """One rank, which writes what it measured."""
-    from tlt_hpc.mpi.exchange import FlatExchange, open_exchange
-    from tlt_hpc.mpi.pulse import BUSY_SECONDS, RECORD_FIELDS, Pulse
+    from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
     from tlt_hpc.mpi.roster import State, Status
     from tlt_hpc.mpi.world import World
 
     world = World.connect()
-    num_fields = len(RECORD_FIELDS)
-    exchange = FlatExchange(world.private_comm(), num_fields) if is_flat else open_exchange(world, num_fields)
-    pulse, work = Pulse(exchange, busy_seconds=BUSY_SECONDS), Work(round_seconds)
+    pulse, work = Pulse(world.private_comm(), BUSY_SECONDS), Work(round_seconds)
     random = np.random.default_rng([1, world.rank])
     cpu, looks, waited, late = {"busy": 0.0, "idle": 0.0}, {"busy": 0, "idle": 0}, 0.0, list[float]()
     for epoch in range(num_rollouts):
@@ -97,7 +94,7 @@ def be_rank(folder: str, num_rollouts: int, num_rounds: float, round_seconds: fl
 def measure(num_ranks: int, options: argparse.Namespace) -> dict[str, float]:
     """One job's figures."""
     with tempfile.TemporaryDirectory() as folder:
-        given = [str(options.rollouts), str(options.rounds), str(options.round_ms / 1e3), "flat" * options.flat]
+        given = [str(options.rollouts), str(options.rounds), str(options.round_ms / 1e3)]
         program = [str(Path(__file__).resolve()), "--rank", folder, *given]
         command = [find_mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py", *program]
         start = time.perf_counter()
@@ -138,7 +135,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rollouts", type=int, default=4, help="rollouts a job (default 4)")
     parser.add_argument("--rounds", type=float, default=60, help="median of a rank's rounds of work (default 60)")
     parser.add_argument("--round-ms", type=float, default=3.0, help="of a core, for a round of work (default 3)")
-    parser.add_argument("--flat", action="store_true", help="by MPI alone, as where ranks share no memory")
     options = parser.parse_args(arguments)
     columns = {}
     for num_ranks in map(int, options.ranks.split(",")):
@@ -151,6 +147,6 @@ def main(arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        be_rank(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]), bool(sys.argv[6]))
+        be_rank(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5]))
     else:
         sys.exit(ending("bench_pulse", lambda: main(sys.argv[1:])))

@@ -165,7 +165,7 @@ def be_rank(job: str, overrides: Sequence[str], out: str) -> None:
     _put(RolloutEngine, "calibrate", partial(watch.timed, "calibration"))
     _put(RolloutEngine, "profile", partial(watch.timed, "cost profile"))
     _put(RolloutEngine, "step", partial(watch.counted, "decode"))
-    for name in ("poll", "back_off", "_advance", "_rest", "_wake"):
+    for name in ("poll", "back_off", "_advance"):
         _put(Pulse, name, partial(watch.counted, "pulse"))
     _put(loop, "roll_out", watch.rolls)
     loop.run(config, world, Silent())

@@ -9,7 +9,7 @@ import time
 from typing import NoReturn
 
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import LONGEST_PAUSE_SECONDS
+from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS
 
 
 def is_alone() -> bool:
@@ -26,7 +26,7 @@ def all_come_here(seconds: float) -> bool:
     while not arrived.Test():
         if time.monotonic() >= end:
             return False
-        time.sleep(LONGEST_PAUSE_SECONDS)
+        time.sleep(MAX_PAUSE_SECONDS)
     return True
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tlt_hpc.config import ConfigError
-from tlt_hpc.mpi.exchange import Exchange
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.progress import wait
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
@@ -70,16 +69,16 @@ class ReplicaPulse(Pulse):
     """
 
     def __init__(
-        self, exchange: Exchange, replica: Replica, mark: Callable[[], int], busy_seconds: float = BUSY_SECONDS
+        self, comm: MPI.Comm, replica: Replica, mark: Callable[[], int], busy_seconds: float = BUSY_SECONDS
     ) -> None:
-        super().__init__(exchange, busy_seconds)
+        super().__init__(comm, busy_seconds)
         self._replica, self._mark = replica, mark
         self._seen: Roster | None = None
         self._going: Roster | None = None
 
     def begin(self, epoch: int) -> None:
         super().begin(epoch)
-        self._seen = self._going = Roster.before_first_round(epoch, self._exchange.num_ranks)
+        self._seen = self._going = Roster.before_first_round(epoch, self._num_ranks)
 
     def poll(self, status: Status) -> Roster:
         """As ``Pulse.poll``; collective over the replica while it is BUSY."""

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.config import UserError
-from tlt_hpc.mpi.library import MPI
+from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.progress import wait
-from tlt_hpc.mpi.shared import forget_names
 
 T = TypeVar("T")
 
@@ -75,7 +74,7 @@ class World:
         self.node, self.local_rank = place(self.allgather(self.hostname), self.rank)
         self.node_group = NodeGroup(self._comm.Split(self.node, self.rank))  # all ranks have joined by now
         if self.node_group.is_first:
-            forget_names()
+            remove_shared_memory_names()
 
     @classmethod
     def connect(cls, flag: StopFlag | None = None) -> World:

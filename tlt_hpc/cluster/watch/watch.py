@@ -1,8 +1,8 @@
-"""Owns a rank's watch: a thread that tells what the main thread is at, and ends a job that has come to a standstill.
+"""A rank's watch: a thread that records what the main thread does, and ends a job that hangs.
 
-It does no MPI. It counts its own looks, a second apart, and asks only whether counters moved between them: clocks may
-jump, and a process that was stopped for a minute has missed its looks, not seen sixty. It never touches a file itself:
-the scribe does, so a folder that hangs stops neither the looks nor the verdict.
+It counts its own looks, a second apart, and asks only whether counters moved between them: clocks may jump, and a
+process that was stopped for a minute has missed its looks, not seen sixty. It never touches a file itself but leaves
+that to the status writer, so a file system that hangs stops neither the looks nor the verdict.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ from pathlib import Path
 from types import TracebackType
 
 from tlt_hpc.cluster.watch.beat import BEAT, Beat, Member, Phase
-from tlt_hpc.cluster.watch.gauge import Gauge
-from tlt_hpc.cluster.watch.inquiry import Inquiry, is_due
+from tlt_hpc.cluster.watch.diagnosis import Diagnosis, is_due
+from tlt_hpc.cluster.watch.monitor import Liveness, may_be_first
+from tlt_hpc.cluster.watch.progress_counter import ProgressCounter
 from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
-from tlt_hpc.cluster.watch.scribe import Scribe
-from tlt_hpc.cluster.watch.tie import Tie, address_of
+from tlt_hpc.cluster.watch.status_writer import StatusWriter
 from tlt_hpc.cluster.watch.verdict import judge_alone
-from tlt_hpc.cluster.watch.witness import Ranks, Witness, may_be_first
 
 STALLED = 71
-"""Exit status of a job that stood still."""
+"""Exit status of a job that hung."""
 LOOK_SECONDS = 1.0
 HEARTBEAT_LOOKS = round(HEARTBEAT_SECONDS / LOOK_SECONDS)
-"""After so many looks a rank writes its record though only counters have changed."""
-SCRIBE_LOOKS = 30
-"""How long the run's folder may take to answer once this rank stands still."""
+"""After so many looks a rank writes its record even if only counters have changed."""
+WRITER_LOOKS = 30
+"""Looks within which the run's folder has to answer once this rank has stalled."""
 LAST_WORD_SECONDS = 10.0
-"""How long it may take at the very end, when nothing but the record of that is left to write."""
+"""How long it may take at the very end, when only the last record is left to write."""
 ABORT_SECONDS = 5.0
 """How long MPI may take to end the job."""
 STATUS_ENDINGS = {0: FINISHED, 75: "stopped early"}
 
 
 class Watch:
-    """The watch of this process; a context manager round all that it does.
+    """The watch of this process; a context manager around all that it does.
 
-    ``factor`` stretches the limits of all phases; 0: nothing is ended for standing still. ``rank`` is what the launcher
-    says, None without one. The rest is for tests.
+    Args:
+        factor: stretches the limits of all phases; 0: a job that hangs is not ended.
+        rank: this process's by its launcher's variables, None without a launcher.
+
+    The other arguments are for tests.
     """
 
     def __init__(
@@ -56,24 +58,23 @@ class Watch:
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._beat, self._exit, self._look_seconds = beat, end, look_seconds
-        self._gauge = Gauge(beat, factor, look_seconds)
+        self._counter = ProgressCounter(beat, factor, look_seconds)
         self._nobody = Member(rank or 0, 1, socket.gethostname(), "", {})
-        self._witness = Witness() if rank is not None and may_be_first(os.environ) else None
-        self._tie = Tie()
-        self._scribe = Scribe()
+        self._liveness = Liveness(starts_monitor=rank is not None and may_be_first(os.environ))
+        self._writer = StatusWriter()
         self._closing = threading.Event()
         # Daemon: a rank that raises must reach MPI_Abort at exit.
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self._told: tuple[Member | None, Path | None] = (None, None)
+        self._folder: Path | None = None
         self._written: Record | None = None
-        self._is_warned = False
-        self._late_looks = 0
-        self._inquiry: Inquiry | None = None
+        self._has_warned = False
+        self._looks_unwritten = 0
+        self._diagnosis: Diagnosis | None = None
 
     def __enter__(self) -> Watch:
         self._beat.phase, self._beat.step, self._beat.waiting = Phase.STARTING, None, None
         self._beat.is_asking = self._beat.in_pulse = False
-        self._beat.ending, self._beat.on_leaving = "", self._say_goodbye
+        self._beat.ending, self._beat.on_leaving = "", self._report_end
         self._thread.start()
         return self
 
@@ -84,149 +85,142 @@ class Watch:
         self._thread.join()
         if error is not None:
             self._beat.ending = f"failed: {type(error).__name__}: {error}"
-        self._say_goodbye()
-        self._scribe.close()
+        self._report_end()
+        self._writer.close()
         self._beat.member = self._beat.folder = self._beat.abort = self._beat.on_leaving = None
-        if self._witness is not None:
-            self._witness.close()
+        self._liveness.close()
 
     def ended(self, status: int) -> int:
-        """Take note of the exit status with which this process is about to end; returns it."""
+        """Record the exit status with which this process is about to end; returns it."""
         self._beat.ending = STATUS_ENDINGS.get(status, f"ended with status {status}")
         return status
 
+    @property
+    def _member(self) -> Member:
+        return self._beat.member or self._nobody
+
     def look(self) -> None:
         """What the thread does every second."""
-        self._gauge.look()
-        member, folder = self._beat.member or self._nobody, self._beat.folder
-        self._follow(member, folder)
-        if member.neighbours:
-            self._tie.fasten(address_of(member.start, member.host, member.neighbours[min(member.neighbours)]))
-        record = self._gauge.record(member)
-        self._late_looks = 0 if self._scribe.is_idle else self._late_looks + 1
+        self._counter.look()
+        member, folder = self._member, self._beat.folder
+        self._liveness.report(member, folder, self._beat.ending)
+        self._leave_old_folder(folder)
+        record = self._counter.record(member)
+        self._looks_unwritten = 0 if self._writer.is_idle else self._looks_unwritten + 1
         if not record.stalled:
-            self._inquiry = None
-        elif folder is None or self._late_looks >= SCRIBE_LOOKS:
-            self._speak_alone(record, folder)
+            self._diagnosis = None
+        elif folder is None or self._looks_unwritten >= WRITER_LOOKS:
+            self._end_alone(record, folder)
         else:
-            self._inquire(record, folder, member)
-        if folder is not None and self._scribe.is_idle:
-            self._scribe.give(partial(self._write_and_read, folder, record, self._inquiry))
+            self._diagnose(record, folder)
+        if folder is not None and self._writer.is_idle:
+            self._writer.run(partial(self._write_and_read, folder, record, self._diagnosis))
 
     def _watch(self) -> None:
         while not self._closing.wait(self._look_seconds):
             self.look()
 
-    def _follow(self, member: Member, folder: Path | None) -> None:
-        """Tell the witness of ranks and folder; leave a word where the run had another folder before."""
-        if (member, folder) == self._told:
-            return
-        _, before = self._told
-        if before is not None and before != folder:
-            if not self._scribe.is_idle:
+    def _leave_old_folder(self, folder: Path | None) -> None:
+        """Write the last record into the folder that this process had before."""
+        if self._folder is not None and folder != self._folder:
+            if not self._writer.is_idle:
                 return  # at the next look
-            self._scribe.give(partial(self._write, before, self._gauge.record(member, FINISHED)))
-        self._told = (member, folder)
-        if self._witness is not None and member.neighbours:
-            where = None if folder is None else str(folder.absolute())
-            self._witness.tell(Ranks(member.start, member.host, member.size, member.neighbours, where))
+            self._writer.run(partial(self._write, self._folder, self._counter.record(self._member, FINISHED)))
+        self._folder = folder
 
-    def _inquire(self, record: Record, folder: Path, member: Member) -> None:
-        if self._inquiry is None:
-            self._inquiry = Inquiry(folder, member)
-            self._written = None  # so that the others see at once that this rank stands still
-        line = self._inquiry.look(record.limit)
+    def _diagnose(self, record: Record, folder: Path) -> None:
+        if self._diagnosis is None:
+            self._diagnosis = Diagnosis(folder, self._member)
+            self._written = None  # so that the others see at once that this rank has stalled
+        line = self._diagnosis.look(record.limit)
         if line is not None:
-            self._speak(line, record, folder)
+            self._end_with(line, record, folder)
 
-    # -- what the scribe does -----------------------------------------------------------------------------------
+    # -- what the status writer's thread does -------------------------------------------------------------------
 
-    def _write_and_read(self, folder: Path, record: Record, inquiry: Inquiry | None) -> None:
+    def _write_and_read(self, folder: Path, record: Record, diagnosis: Diagnosis | None) -> None:
         if record.stalled and not (self._written and self._written.stalled):
-            self._dump(folder, record.rank)
+            self._dump_stacks(folder, record.rank)
         if is_due(record, self._written, HEARTBEAT_LOOKS):
             self._write(folder, record)
-        if inquiry is not None:
-            inquiry.read(record)
+        if diagnosis is not None:
+            diagnosis.read(record)
 
     def _write(self, folder: Path, record: Record) -> None:
         try:
             write_record(folder, record)
-            self._is_warned = False
+            self._has_warned = False
         except OSError as error:
             self._warn(f"{record.name} cannot write its status to {folder}: {error.strerror or error}")
         self._written = record
 
-    def _dump(self, folder: Path, rank: int) -> None:
+    def _dump_stacks(self, folder: Path, rank: int) -> None:
         try:
             with stacks_file(folder, rank).open("wb") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            self._warn(f"rank {rank} cannot leave its stacks in {folder}: {error.strerror or error}")
+            self._warn(f"rank {rank} cannot write its stacks to {folder}: {error.strerror or error}")
 
     def _warn(self, line: str) -> None:
-        """Say once what is wrong with the folder; the watch goes on with what it has."""
-        if not self._is_warned and self._is_first_of_host():
-            say(f"{line}; the run goes on, and is watched as far as can be")
-        self._is_warned = True
-
-    def _is_first_of_host(self) -> bool:
+        """Say once per host what is wrong with the folder; the watch continues without it."""
         member = self._beat.member
-        return member is None or member.rank == min(member.neighbours)
+        if not self._has_warned and (member is None or member.rank == min(member.neighbours)):
+            say(f"{line}; the run goes on, and is watched as far as can be")
+        self._has_warned = True
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def _speak_alone(self, record: Record, folder: Path | None) -> None:
-        """End this rank where nothing can be learned of the others."""
+    def _end_alone(self, record: Record, folder: Path | None) -> None:
+        """End this rank when nothing can be learned about the others."""
         why = "the run's folder is not claimed yet" if folder is None else f"{folder} does not answer"
         faulthandler.dump_traceback(2, all_threads=True)
-        self._tell(judge_alone(record, why))
+        self._say_why(judge_alone(record, why))
         self._end()
 
-    def _speak(self, line: str, record: Record, folder: Path) -> None:
-        """End this rank with the one line, unless another has said it."""
-        first = list[bool]()
+    def _end_with(self, line: str, record: Record, folder: Path) -> None:
+        """End the job with this line, unless another rank has said it."""
+        is_first = list[bool]()
 
         def leave() -> None:
-            self._write(folder, self._gauge.record(self._beat.member or self._nobody, f"stalled: {line}"))
+            self._write(folder, self._counter.record(self._member, f"stalled: {line}"))
             try:
-                first.append(claim_verdict(folder, record.start, line))
+                is_first.append(claim_verdict(folder, record.start, line))
             except OSError:
-                first.append(True)  # it stands nowhere but here
+                is_first.append(True)  # standard error is the only place for it
 
-        if self._scribe.wait(LAST_WORD_SECONDS):
-            self._scribe.give(leave)
-            self._scribe.wait(LAST_WORD_SECONDS)
-        if first != [False]:
-            self._tell(f"{line}; stacks are in {stacks_file(folder, record.rank).with_name('rank-*.stacks')}")
+        if self._writer.wait(LAST_WORD_SECONDS):
+            self._writer.run(leave)
+            self._writer.wait(LAST_WORD_SECONDS)
+        if is_first != [False]:
+            self._say_why(f"{line}; stacks are in {stacks_file(folder, record.rank).with_name('rank-*.stacks')}")
         self._end()
 
-    def _tell(self, line: str) -> None:
+    def _say_why(self, line: str) -> None:
         say(f"the job stands still: {line}; the same command goes on from the last committed step")
 
     def _end(self) -> None:
-        """End the job through MPI, which knows of all nodes; where MPI is what hangs, this process."""
+        """End the job through MPI, which reaches all nodes; if MPI itself hangs, end this process."""
         self._closing.set()
-        self._tie.say("stalled")
+        self._liveness.report(self._member, self._beat.folder, "stalled")
         if self._beat.abort is not None:
-            ending = threading.Thread(target=self._beat.abort, args=(STALLED,), name="abort", daemon=True)
-            ending.start()
-            ending.join(ABORT_SECONDS)
+            abort = threading.Thread(target=self._beat.abort, args=(STALLED,), name="abort", daemon=True)
+            abort.start()
+            abort.join(ABORT_SECONDS)
         self._exit(STALLED)
 
-    def _say_goodbye(self) -> None:
-        """Leave the last record; returns once it is on the disk, or the folder does not answer."""
-        folder, ending = self._beat.folder, self._beat.ending or FINISHED
-        self._tie.say(ending)
+    def _report_end(self) -> None:
+        """Write the last record; returns once it is on the disk, or the folder does not answer."""
+        member, folder, ending = self._member, self._beat.folder, self._beat.ending or FINISHED
+        self._liveness.report(member, folder, ending)
         if folder is not None:
-            record = self._gauge.record(self._beat.member or self._nobody, ending)
-            if self._scribe.wait(LAST_WORD_SECONDS):
-                self._scribe.give(partial(self._write, folder, record))
-            if not self._scribe.wait(LAST_WORD_SECONDS):
+            record = self._counter.record(member, ending)
+            if self._writer.wait(LAST_WORD_SECONDS):
+                self._writer.run(partial(self._write, folder, record))
+            if not self._writer.wait(LAST_WORD_SECONDS):
                 say(f"{record.name} could not leave word of its end: {folder} does not answer")
 
 
 def say(line: str) -> None:
-    """One line on standard error, past all buffers, for what waits there may hang."""
-    with suppress(OSError):  # whoever read it has gone, and what is to be done is done all the same
+    """Write one line to standard error, past all buffers, since whatever holds them may hang."""
+    with suppress(OSError):  # nobody reads any more
         os.write(2, f"tlt: {line}\n".encode())

@@ -1,4 +1,4 @@
-"""Counts for how many looks the main thread's counters have stood still; knows neither files nor other ranks."""
+"""Counts the looks since the main thread's counters last moved."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from tlt_hpc.cluster.watch.beat import LIMIT_SECONDS, Beat, Member
 from tlt_hpc.cluster.watch.record import Record
 
 
-class Gauge:
-    """Looks at a beat, ``look_seconds`` apart as far as this process runs; ``factor`` stretches the limits, 0: none."""
+class ProgressCounter:
+    """Looks at a beat, ``look_seconds`` apart while this process runs.
+
+    ``factor`` stretches the limits of all phases; 0: there are none.
+    """
 
     def __init__(self, beat: Beat, factor: float, look_seconds: float) -> None:
         self._beat, self._factor, self._look_seconds = beat, factor, look_seconds
         self._progress = self._rounds = -1
-        self._looks = self._still = self._unheard = 0
+        self._looks = self._still = self._without_round = 0
 
     def look(self) -> None:
         """One more look."""
@@ -26,16 +29,16 @@ class Gauge:
         progress, rounds = beat.progress + beat.written * beat.is_asking, beat.rounds
         self._looks += 1
         self._still = self._still + 1 if progress == self._progress else 0
-        # a rank that trains in the tail moves for as long as another has stopped
-        self._unheard = self._unheard + 1 if beat.in_pulse and rounds == self._rounds else 0
+        # a rank that trains in the tail makes progress for as long as another hangs
+        self._without_round = self._without_round + 1 if beat.in_pulse and rounds == self._rounds else 0
         self._progress, self._rounds = progress, rounds
 
     def record(self, member: Member, ending: str = "") -> Record:
-        """What to tell of this rank now."""
+        """The record of this rank now."""
         beat, limit = self._beat, self._limit()
         waiting, still = beat.waiting, self._still
-        if 0 < limit <= self._unheard and self._still < self._unheard // 2:  # moves, and no other is heard of
-            waiting, still = ("pulse", beat.rounds + 1), self._unheard
+        if 0 < limit <= self._without_round and self._still < self._without_round // 2:  # only the pulse hangs
+            waiting, still = ("pulse", beat.rounds + 1), self._without_round
         left = beat.sequences_left
         record = Record(
             start=member.start,
@@ -56,17 +59,17 @@ class Gauge:
             sequences_left=-1 if left is None else left,
             ending=ending or beat.ending,
         )
-        return record.at(main_thread_is_at()) if record.stalled else record
+        return record.at(main_thread_place()) if record.stalled else record
 
     def _limit(self) -> int:
-        """Looks; two at least, for the first of a phase may come right before its first tick."""
+        """In looks; at least two, since the first of a phase may come right before its first tick."""
         if not self._factor:
             return 0
         return max(2, math.ceil(LIMIT_SECONDS[self._beat.phase] * self._factor / self._look_seconds))
 
 
-def main_thread_is_at() -> str:
-    """Function, file and line that the main thread is in."""
+def main_thread_place() -> str:
+    """Function, file and line that the main thread executes."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     path = Path(frame.f_code.co_filename)
     return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"

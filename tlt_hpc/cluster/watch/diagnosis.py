@@ -1,4 +1,4 @@
-"""What a rank that stands still finds out about the others, reading after reading of their status files."""
+"""What a rank that makes no progress finds out about the others by reading their status files repeatedly."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record
 from tlt_hpc.cluster.watch.verdict import Sighting, judge
 
 SILENT_LOOKS = (12, 120)
-"""For how long another rank's heartbeat may stand still: as long as this one's phase allows, within these bounds."""
+"""Looks for which another rank's heartbeat may not move: as many as this one's phase allows, within these bounds."""
 SURE_READINGS = 2
-"""Somebody must be found so often in a row: a record may be a few looks old."""
+"""A culprit must be found so often in a row: a record may be a few looks old."""
 FILES_A_LOOK = 64
-"""That all ranks together read in one look at most, about: a wait for one that works may last for hours."""
+"""Read per look by all ranks together, about: a wait for a rank that works may last for hours."""
 
 
-class Inquiry:
-    """Begun by a rank that stands still in ``folder``, dropped when it moves again.
+class Diagnosis:
+    """Begun by a rank that has stalled, dropped when it makes progress again; ``folder`` has the status files.
 
-    Of the ranks that stand still the lowest reads the files of all; the others see in its own that it does.
+    Of the stalled ranks the lowest reads the files of all; the others read on only until they see that it has stalled.
     """
 
     def __init__(self, folder: Path, member: Member) -> None:
@@ -34,23 +34,23 @@ class Inquiry:
         self._line: str | None = None
 
     def look(self, limit: int) -> str | None:
-        """One more look: the line with which this rank ends the job now, None where it does not.
+        """One more look; returns the line with which this rank ends the job now, or None.
 
         Args:
-            limit: looks for which this rank's phase allows it to stand still.
+            limit: looks without progress that this rank's phase allows.
         """
         self._looks += 1
         self._allowed = min(max(limit, SILENT_LOOKS[0]), SILENT_LOOKS[1])
         return self._line if self._num_found >= SURE_READINGS else None
 
     def read(self, own: Record) -> None:
-        """Read the others' files, where it is time, and judge; the scribe's to do."""
+        """Read the others' files, if it is time, and judge; runs in the status writer's thread."""
         if self._looks % self._every:
             return
         found = list[Sighting]()
         for rank in range(self._member.size):
             seen = Sighting(rank, own) if rank == own.rank else self._sight(rank)
-            if rank < own.rank and _inquires(seen):
+            if rank < own.rank and _is_diagnosing(seen):
                 found = []
                 break
             found.append(seen)
@@ -74,13 +74,13 @@ class Inquiry:
         return replace(seen, silent=True, process=process)
 
 
-def _inquires(seen: Sighting) -> bool:
-    """Whether a rank is about to find out by itself."""
+def _is_diagnosing(seen: Sighting) -> bool:
+    """Whether a rank reads the others' files itself."""
     return seen.record is not None and seen.record.stalled and not seen.record.ending and not seen.silent
 
 
 def sight(folder: Path, member: Member, rank: int) -> Sighting:
-    """What a rank's file tells of this start of the job."""
+    """What a rank's file says about this start of the job."""
     try:
         record = read_record(folder, rank)
     except FileNotFoundError:
@@ -93,12 +93,12 @@ def sight(folder: Path, member: Member, rank: int) -> Sighting:
 
 
 def is_due(record: Record, written: Record | None, heartbeat_looks: int) -> bool:
-    """Whether a record is to be written: what it says of the phase is new, or it is time for a sign of life."""
+    """Whether a record is to be written: its phase or state is new, or it is time for a heartbeat."""
     if written is None or record.heartbeat - written.heartbeat >= heartbeat_looks:
         return True
-    return _of_note(record) != _of_note(written)
+    return _state_of(record) != _state_of(written)
 
 
-def _of_note(record: Record) -> tuple[object, ...]:
+def _state_of(record: Record) -> tuple[object, ...]:
     waits = record.stalled and record.waiting
     return (record.start, record.phase, record.step, record.stalled, waits, record.ending)
