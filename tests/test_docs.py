@@ -78,7 +78,7 @@ class Command(NamedTuple):
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """The simple commands in a page's shell blocks and those in its text that begin in .venv, placeholders filled in."""
+    """Simple commands in a page's shell blocks, and those in its text that begin in .venv, placeholders filled in."""
     blocks = [block for language, block in _FENCE.findall(text_of(page)) if language == "bash"]
     for block in [*blocks, *(code for code in inline_code(page) if re.match(r"([A-Z_]+=\S+ )*\.venv/bin/\w", code))]:
         filled = re.sub(r"\$\{?\w+\}?", "0", re.sub(r"<[^<>\n]+>", "x", block.replace("\\\n", " ")))
