@@ -25,17 +25,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the clone's own package, installed or not: that is what the jobs run
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
-from tlt_hpc.cli import INTERRUPTED, USER_ERROR
+from tlt_hpc.cli.main import INTERRUPTED, USER_ERROR
+from tlt_hpc.cluster.batch import Batch, Folders, sbatch_options
+from tlt_hpc.cluster.collect import collect, results_table, write_results
+from tlt_hpc.cluster.queue import read_queue
+from tlt_hpc.cluster.status import FINISHED, TaskStatus, last_words, read_status, status_table, unfinished
+from tlt_hpc.cluster.submission import STAGES, Key, Submission, Task, load, make_tasks, save, send_all
+from tlt_hpc.cluster.sweep import Member, grid, make_members, read_list
 from tlt_hpc.config import Config, ConfigError, load_config
-from tlt_hpc.launch.batch import Batch, Folders, sbatch_options
-from tlt_hpc.launch.collect import collect, results_table, write_results
-from tlt_hpc.launch.queue import read_queue
-from tlt_hpc.launch.status import FINISHED, TaskStatus, last_words, read_status, status_table, unfinished
-from tlt_hpc.launch.submission import STAGES, Key, Submission, Task, load, make_tasks, save, send_all
-from tlt_hpc.launch.sweep import Member, grid, make_members, read_list
 from tlt_hpc.storage.folder import WriteError
 
 ABOUT = "Submitted by jobs/submit.py; edits here change nothing."
@@ -241,13 +241,13 @@ def check(members: Sequence[Member], submission: Submission) -> None:
     Raises:
         ValueError: in one line, of the first member that would fail.
     """
-    from tlt_hpc.plan import read_assets
+    from tlt_hpc.plan.inputs import read_assets
 
     ranks = submission.batch.nodes * submission.batch.ranks_per_node
     for member in members:
         checked(member, lambda config: read_assets(config, config.run.ranks if submission.is_local else ranks))
     if submission.of_stage("warmup"):
-        from tlt_hpc.warmup.plan import config_of
+        from tlt_hpc.studies.warmup.plan import config_of
 
         for member in members:
             if member.config.speculation.mode == "full":
@@ -265,7 +265,7 @@ def submit(submission: Submission, chosen: Collection[Key]) -> int:
     """Submit the chosen tasks, or run them here, and keep what jobs they became."""
     if submission.is_local:
         return run_locally(submission, chosen)
-    from tlt_hpc.launch.executor import send
+    from tlt_hpc.cluster.executor import send
 
     if any(stage == "train" for stage, *_ in chosen):
         for warning in limits_overstepped(submission.batch):
@@ -284,10 +284,10 @@ def limits_overstepped(batch: Batch) -> list[str]:
 
     Only said, for a site's QOS may allow what its partition does not.
     """
-    from tlt_hpc.preflight import limits
-    from tlt_hpc.preflight.request import request_of
-    from tlt_hpc.preflight.subject import Subject
-    from tlt_hpc.preflight.verdict import Level, judge
+    from tlt_hpc.plan.preflight import limits
+    from tlt_hpc.plan.preflight.request import request_of
+    from tlt_hpc.plan.preflight.subject import Subject
+    from tlt_hpc.plan.preflight.verdict import Level, judge
 
     request = request_of([word for option in sbatch_options(batch) for word in shlex.split(option)])
     subject = Subject(None, request, asks_slurm=True)
@@ -298,7 +298,7 @@ def limits_overstepped(batch: Batch) -> list[str]:
 
 def dry_run(submission: Submission) -> int:
     """Print the batch scripts as Slurm would get them."""
-    from tlt_hpc.launch.executor import script
+    from tlt_hpc.cluster.executor import script
 
     count = 0
 
@@ -315,7 +315,7 @@ def dry_run(submission: Submission) -> int:
 
 def run_locally(submission: Submission, chosen: Collection[Key]) -> int:
     """Run tasks here, one after another; one that fails takes along those that need it alone. The worst exit status."""
-    from tlt_hpc.launch.executor import send_locally, wait_for
+    from tlt_hpc.cluster.executor import send_locally, wait_for
 
     statuses: dict[Key, int] = {}
     for task in submission.tasks:
@@ -347,7 +347,7 @@ def run_later(words: Sequence[str]) -> int:
 
 
 def statuses_of(submission: Submission) -> list[TaskStatus]:
-    from tlt_hpc.launch import executor
+    from tlt_hpc.cluster import executor
 
     queue = {} if submission.is_local else read_queue()
     return read_status(submission, queue, partial(executor.read_status, submission.jobs_folder))

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tiny import embedded_tokenizer
 
+from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.data.prompts import FilePrompts, open_prompts
 from tlt_hpc.data.reader import PromptReader
-from tlt_hpc.records import ChatFormat, Prompt
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 # what the embedded tokenizer can read: messages one after another, and a mark where the answer begins

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt_hpc.records import Rollout, RolloutTiming
+from tlt_hpc.common.records import Rollout, RolloutTiming
 from tlt_hpc.storage.rollout_log import StepRecord
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.preflight import job_python, mpi
-from tlt_hpc.preflight.ask import Answer
+from tlt_hpc.plan.preflight import job_python, mpi
+from tlt_hpc.plan.preflight.ask import Answer
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTITION = {

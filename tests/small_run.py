@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt_hpc.records import (
+from tlt_hpc.common.records import (
     EngineSpans,
     FinishReason,
     MicroStepRecord,

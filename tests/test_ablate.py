@@ -18,24 +18,24 @@ import numpy as np
 import pytest
 from logged import step_record
 
-from tlt_hpc.ablate import command, held_out
-from tlt_hpc.ablate.arms import config_of, possible_arms
-from tlt_hpc.ablate.command import Stopped, ablate
-from tlt_hpc.ablate.figures import ArmFigures, Figures, StepFigures, read_figures, to_tree, verdict
-from tlt_hpc.ablate.options import ARMS, AblateOptions
-from tlt_hpc.ablate.plan import Ablation, digest_of, mark_done, plan_ablation, write_plan
-from tlt_hpc.ablate.plot import plot, rolling_median
-from tlt_hpc.ablate.report import write_report
-from tlt_hpc.ablate.statistics import Passes, gain_in_passes, ratio
-from tlt_hpc.ablate.table import cells_of, to_markdown
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
+from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, SampleKey
-from tlt_hpc.run import RunResult
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
+from tlt_hpc.studies.ablate import command, held_out
+from tlt_hpc.studies.ablate.arms import config_of, possible_arms
+from tlt_hpc.studies.ablate.command import Stopped, ablate
+from tlt_hpc.studies.ablate.figures import ArmFigures, Figures, StepFigures, read_figures, to_tree, verdict
+from tlt_hpc.studies.ablate.options import ARMS, AblateOptions
+from tlt_hpc.studies.ablate.plan import Ablation, digest_of, mark_done, plan_ablation, write_plan
+from tlt_hpc.studies.ablate.plot import plot, rolling_median
+from tlt_hpc.studies.ablate.report import write_report
+from tlt_hpc.studies.ablate.statistics import Passes, gain_in_passes, ratio
+from tlt_hpc.studies.ablate.table import cells_of, to_markdown
+from tlt_hpc.train import RunResult
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"

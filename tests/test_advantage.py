@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_hpc.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.rl.advantage import group_advantages
 from tlt_hpc.rl.batches import balance, cut_micro_batches, mini_batches, pack, plan_updates
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tlt_hpc.config import AlgorithmSection, ConfigError, load_config, parse_config, to_toml
-from tlt_hpc.recipes import RECIPES, Recipe
+from tlt_hpc.config.recipes import RECIPES, Recipe
 from tlt_hpc.rl.advantage import (
     advantages_of,
     centred_advantages,

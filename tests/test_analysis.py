@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from small_run import NAMES, START, line_of, small_record, small_run, spans_of
 
-from tlt_hpc.analysis.acceptance import analyse_acceptance
-from tlt_hpc.analysis.comparison import analyse_comparison
-from tlt_hpc.analysis.integrity import analyse_integrity, repair
-from tlt_hpc.analysis.kinds import KINDS, Kind, Pieces, merged
-from tlt_hpc.analysis.learning import analyse_learning, moving_mean
-from tlt_hpc.analysis.lengths import analyse_lengths
-from tlt_hpc.analysis.result import count, listed, plain, seconds, share
-from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.analysis.throughput import analyse_throughput
-from tlt_hpc.analysis.timeline import analyse_timeline
-from tlt_hpc.analysis.trace import trace_events
-from tlt_hpc.errors import UserError
-from tlt_hpc.records import NO_SPANS, FinishReason, MicroStepRecord, PhaseSpan, RolloutTiming
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.records import NO_SPANS, FinishReason, MicroStepRecord, PhaseSpan, RolloutTiming
+from tlt_hpc.look.analysis.acceptance import analyse_acceptance
+from tlt_hpc.look.analysis.comparison import analyse_comparison
+from tlt_hpc.look.analysis.integrity import analyse_integrity, repair
+from tlt_hpc.look.analysis.kinds import KINDS, Kind, Pieces, merged
+from tlt_hpc.look.analysis.learning import analyse_learning, moving_mean
+from tlt_hpc.look.analysis.lengths import analyse_lengths
+from tlt_hpc.look.analysis.result import count, listed, plain, seconds, share
+from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.throughput import analyse_throughput
+from tlt_hpc.look.analysis.timeline import analyse_timeline
+from tlt_hpc.look.analysis.trace import trace_events
 from tlt_hpc.storage.environment_lines import Environment, Host, add_environment
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from local_slurm import LocalSlurm
 
+from tlt_hpc.cluster.batch import Array, Batch, Folders, render
+from tlt_hpc.cluster.scripts import SCRIPTS
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.launch.batch import Array, Batch, Folders, render
-from tlt_hpc.launch.scripts import SCRIPTS
 from tlt_hpc.storage.step_lines import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +126,7 @@ def test_what_slurm_would_not_take_is_refused(change: dict[str, object], words: 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_what_the_function_renders(name: str) -> None:
     path = ROOT / "sbatch" / f"{name}.sh"
-    assert path.read_text() == render(SCRIPTS[name]), "edit launch/scripts.py, then call tools/make_batch_scripts.py"
+    assert path.read_text() == render(SCRIPTS[name]), "edit cluster/scripts.py, then call tools/make_batch_scripts.py"
     assert os.access(path, os.X_OK)
 
 

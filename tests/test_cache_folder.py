@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.job import cache_place
+from tlt_hpc.session import cache_place
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, node_folder, part_of
 

@@ -33,7 +33,7 @@ from tlt_hpc.checkpoint.host_copy import HostCopy
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.models.piece import Cut, Piece, deal
-from tlt_hpc.saving import save_between
+from tlt_hpc.resume.saving import save_between
 from tlt_hpc.storage.folder import RunFolder
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}

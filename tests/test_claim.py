@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tlt_hpc import job
+from tlt_hpc import session as job
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.storage.folder import RunFolder

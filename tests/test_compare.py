@@ -10,12 +10,12 @@ import pytest
 import torch
 from logged import step_record
 
-from tlt_hpc.compare import MODES, num_mismatched, read_comparison, write_json
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import load_config
-from tlt_hpc.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
+from tlt_hpc.studies.compare import MODES, num_mismatched, read_comparison, write_json
 
 JOB = Path(__file__).parent.parent / "jobs" / "tiny.toml"
 CONFIG = load_config(JOB)
@@ -111,7 +111,7 @@ def test_a_policy_that_read_the_rollouts_probabilities_is_equal_within_a_toleran
     config = load_config(JOB, ["algorithm.rollout_correction=tis"])
     allowed = 0.001 * config.optimizer.learning_rate * config.algorithm.updates_per_step
     ends = {"plain": 1.0, "ngram": 1.0 + 2 * distance * allowed, "full": 1.0}
-    monkeypatch.setattr("tlt_hpc.compare.last_checkpoint", lambda _, mode, __: FinalWeights(ends[mode]))
+    monkeypatch.setattr("tlt_hpc.studies.compare.last_checkpoint", lambda _, mode, __: FinalWeights(ends[mode]))
     for mode in MODES:
         write_run(tmp_path, mode, [[7, 8, 1]], [1.0])
     comparison = read_comparison(config, tmp_path, 1, 1, {"plain": "a", "ngram": "b", "full": "a"})

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tlt_hpc.cli import USER_ERROR, main
+from tlt_hpc.cli.main import USER_ERROR, main
 from tlt_hpc.config import (
     FREE_ON_RESUME,
     Config,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tlt_hpc.config import Config, ConfigError, load_config
-from tlt_hpc.recipes import CorrectionName, correction_with
+from tlt_hpc.config.recipes import CorrectionName, correction_with
 from tlt_hpc.rl.correction import TOLD_EVERY, Mismatch, MismatchWatch, correction_weights, likely_cause, mismatch_terms
 
 ROWS = torch.tensor([0, 0, 0, 1, 1])

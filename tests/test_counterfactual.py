@@ -14,14 +14,14 @@ import pytest
 from numpy.typing import NDArray
 from test_cost_profile import KEY
 
+from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.plan.simulate.counterfactual import estimate, estimate_plain
+from tlt_hpc.plan.simulate.measured import chances_of, costs_by_strategy, fit_line
+from tlt_hpc.plan.simulate.run_log import read_run
+from tlt_hpc.resume.saving import keep_costs
 from tlt_hpc.rollout.cost_profile import CostGrid, CostProfile, read_profile, write_profile
 from tlt_hpc.rollout.strategy import OFF
-from tlt_hpc.saving import keep_costs
-from tlt_hpc.simulate.counterfactual import estimate, estimate_plain
-from tlt_hpc.simulate.measured import chances_of, costs_by_strategy, fit_line
-from tlt_hpc.simulate.run_log import read_run
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_spans, read_step, write_step
 

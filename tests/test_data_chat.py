@@ -18,11 +18,11 @@ from smollm2 import smollm2_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.data.prompts import open_reader
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
-from tlt_hpc.records import ChatFormat
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 

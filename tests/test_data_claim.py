@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from data_sets import PLAIN, RAW, config_of, gcd_rows, open_data, verl_row, write_jsonl, write_saved
 
+from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import FilePrompts, GcdPrompts
-from tlt_hpc.job import claim_folder
-from tlt_hpc.records import ChatFormat
+from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.folder import RunFolder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from data_sets import TINY, gcd_row, reader_of, verl_row, write_jsonl, write_parquet
 
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 from tlt_hpc.data.inspect import inspect
 
 Captured = pytest.CaptureFixture[str]
@@ -110,7 +110,7 @@ def test_an_unknown_option_is_refused(capsys: Captured) -> None:
 def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [verl_row(1)])
     code = (
-        "import sys; from tlt_hpc.cli import main; main(['data', 'inspect', sys.argv[1]])\n"
+        "import sys; from tlt_hpc.cli.main import main; main(['data', 'inspect', sys.argv[1]])\n"
         "print('loaded', *{name.split('.')[0] for name in sys.modules})"
     )
     done = subprocess.run(

@@ -13,10 +13,10 @@ import pytest
 import torch
 from local_slurm import LocalSlurm
 
-from tlt_hpc import job
+from tlt_hpc import session as job
+from tlt_hpc.cluster import device
+from tlt_hpc.cluster.caches import FOLDER, make_node_cache
 from tlt_hpc.config import ConfigError, UserError
-from tlt_hpc.launch import device
-from tlt_hpc.launch.caches import FOLDER, make_node_cache
 from tlt_hpc.rl import distributed
 
 STEP = {"SLURM_STEP_ID": "0"}
@@ -93,7 +93,7 @@ def test_ranks_that_share_a_gpu_cannot_decode_together(monkeypatch: pytest.Monke
     )
 
 
-TAKE = "import os; from tlt_hpc.launch.device import take_device as t; print(t(os.environ, 0))"
+TAKE = "import os; from tlt_hpc.cluster.device import take_device as t; print(t(os.environ, 0))"
 
 
 @pytest.mark.slurm
@@ -139,7 +139,7 @@ def test_the_folder_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pyt
 
 HOLDS = """
 import os, sys
-from tlt_hpc.launch.caches import make_node_cache
+from tlt_hpc.cluster.caches import make_node_cache
 make_node_cache(os.environ)
 print("ready", flush=True)
 sys.stdin.read()

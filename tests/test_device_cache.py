@@ -10,6 +10,7 @@ from test_engine import full_engine
 from test_kv_cache import CPU, SHAPE, D, G, R
 from tiny import embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, texts
 
+from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels import dispatch
 from tlt_hpc.models import decoder as decoder_module
 from tlt_hpc.models import drafter as drafter_module
@@ -20,7 +21,6 @@ from tlt_hpc.models.layers import transformer_layer
 from tlt_hpc.models.linear import Norm
 from tlt_hpc.models.rotary import HalvesRows
 from tlt_hpc.models.shape import shape_from
-from tlt_hpc.records import SampleKey
 from tlt_hpc.rollout import device_cache, noise
 from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width, chain_blocks, make_cache
 from tlt_hpc.rollout.kv_cache import HostPagedCache, page_bytes

@@ -25,11 +25,11 @@ from tests.tiny import (
     make_engine,
     texts,
 )
+from tlt_hpc.common.records import FinishReason, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import embedded, folder_weights
 from tlt_hpc.models.sharding import Sharding
-from tlt_hpc.records import FinishReason, SamplingParams
 from tlt_hpc.rollout import device_cache, graph_round
 from tlt_hpc.rollout.decisions import Recorder, ReplayChooser
 from tlt_hpc.rollout.device_rounds import DeviceRounds

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tlt_hpc.cli import make_parser, parse
+from tlt_hpc.cli.main import make_parser, parse
 from tlt_hpc.config import FREE_ON_RESUME, Config, load_config
 from tlt_hpc.config.reading import _REPLACED
 
@@ -164,8 +164,15 @@ def test_files_that_are_named_exist() -> None:
     """In inline code: what lies in the clone, not in a run."""
     for page in PAGES:
         for code in inline_code(page):
-            for name in re.findall(r"(?<![\w/.-])((?:tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))", code):
+            for name in re.findall(r"(?<![\w/.-])((?:tlt_hpc|tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))", code):
                 assert (ROOT / name).exists(), f"{page.name}: {code}"
+
+
+def test_every_part_of_the_package_is_on_the_page_about_the_code() -> None:
+    table = re.findall(r"^\|(?: \d)? \| (.+?) \|", text_of(ROOT / "docs" / "code.md"), re.MULTILINE)
+    named = {name for cell in table for name in re.findall(r"`([^`]+)`", cell)}
+    entries = {path.name for path in (ROOT / "tlt_hpc").iterdir()}
+    assert named == entries - {"__init__.py", "__pycache__", "py.typed"}
 
 
 # -- commands -------------------------------------------------------------------------------------------------------

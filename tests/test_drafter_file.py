@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from tiny import CPU, embedded_decoder
 
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, ConfigError
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, initial_drafter, load_drafter, read_drafter
 from tlt_hpc.models.eagle import Eagle

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from launch_ranks import run_on_ranks
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
 
-from tlt_hpc import tail
+from tlt_hpc import rollout_loop as tail
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot

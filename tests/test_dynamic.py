@@ -19,19 +19,19 @@ from test_data_order import curriculum
 from tiny import embedded_tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.common.records import Prompt, Rollout, Stream
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data.order import shuffled
 from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.data.refill import Refills
-from tlt_hpc.draws import StepDraws, trained_on
 from tlt_hpc.mpi.replica import Replica
-from tlt_hpc.records import Prompt, Rollout, Stream
-from tlt_hpc.replay import ReplayError, what_lacks
+from tlt_hpc.resume.replay import ReplayError, what_lacks
+from tlt_hpc.rl.draws import StepDraws, trained_on
 from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
+from tlt_hpc.rollout_loop import refill, shard
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import drop_lines, read_lines
-from tlt_hpc.tail import refill, shard
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"

@@ -16,14 +16,14 @@ from tlt_hpc.drafting.loss import LossSettings, drafter_loss, total_variation
 from tlt_hpc.drafting.packing import Excerpt, pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
-from tlt_hpc.job import choose_vocabulary
 from tlt_hpc.models import documents as documents_module
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.eagle3 import Eagle3
-from tlt_hpc.plan import read_assets
+from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.session import choose_vocabulary
 from tlt_hpc.storage.feature_cache import Document, FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 

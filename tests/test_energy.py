@@ -16,15 +16,15 @@ from launch_ranks import ROOT, run_on_ranks
 from small_run import small_run
 from test_metrics import RECORDS, UPDATE
 
-from tlt_hpc.analysis.comparison import analyse_comparison
-from tlt_hpc.analysis.energy import analyse_energy, joules_in_words
-from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.energy import rapl
-from tlt_hpc.energy.counter import NoCounterError
-from tlt_hpc.energy.meter import Counters, Meter, Reach, told_kinds
-from tlt_hpc.energy.nvml import Nvml
-from tlt_hpc.energy.rapl import Rapl
-from tlt_hpc.environment.source import git_commit
+from tlt_hpc.common.source import git_commit
+from tlt_hpc.look.analysis.comparison import analyse_comparison
+from tlt_hpc.look.analysis.energy import analyse_energy, joules_in_words
+from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.energy import rapl
+from tlt_hpc.look.energy.counter import NoCounterError
+from tlt_hpc.look.energy.meter import Counters, Meter, Reach, told_kinds
+from tlt_hpc.look.energy.nvml import Nvml
+from tlt_hpc.look.energy.rapl import Rapl
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.step_lines import read_lines
 
@@ -304,7 +304,7 @@ def test_a_lost_counter_is_warned_of_once_and_its_figures_are_none(
 def test_a_part_that_was_lost_leaves_the_sum_out() -> None:
     from dataclasses import replace
 
-    from tlt_hpc.metrics import summarise, summarise_rank
+    from tlt_hpc.look.metrics import summarise, summarise_rank
 
     def summary_of(*joules: float) -> dict[str, float]:
         own = [
@@ -336,11 +336,11 @@ def test_a_run_logs_joules_and_each_start_what_it_runs_on(tmp_path: Path) -> Non
 
 
 def train_beside_a_counter(folder: str) -> None:
+    from tlt_hpc.cli.display import make_reporter
     from tlt_hpc.config import load_config
-    from tlt_hpc.display import make_reporter
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.run import run
+    from tlt_hpc.train import run
 
     world = World.connect()
     rapl.POWERCAP = Path(folder) / "powercap"

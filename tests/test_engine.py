@@ -20,11 +20,11 @@ from tiny import (
     texts,
 )
 
+from tlt_hpc.common.records import FinishReason, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.records import FinishReason, SamplingParams
 from tlt_hpc.rollout import cost_profile
 from tlt_hpc.rollout.decisions import ReplayChooser
 from tlt_hpc.rollout.engine import RolloutEngine

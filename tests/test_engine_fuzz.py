@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_tokenizer, gcd_requests, make_engine
 
+from tlt_hpc.common.records import FinishReason, SampleKey, SamplingParams
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.records import FinishReason, SampleKey, SamplingParams
 from tlt_hpc.rollout.device_cache import DevicePagedCache
 from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.strategy import OFF, Strategy

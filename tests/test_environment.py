@@ -19,12 +19,12 @@ from launch_ranks import ROOT
 from small_run import small_run
 
 import tlt_hpc
-from tlt_hpc.analysis.environment import analyse_environment, environment_in_words, read_environment
-from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.common.source import git_commit
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.environment.facts import Gpu, Place, find_environment, hosts_of, launcher_of
-from tlt_hpc.environment.source import git_commit
-from tlt_hpc.job import claim_folder
+from tlt_hpc.look.analysis.environment import analyse_environment, environment_in_words, read_environment
+from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.facts import Gpu, Place, find_environment, hosts_of, launcher_of
+from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.environment_lines import Environment, Host, add_environment, read_environments
 from tlt_hpc.storage.folder import RunFolder, WriteError
 

@@ -21,8 +21,11 @@ from tiny import embedded_folder
 
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.stopping import Stop
+from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, to_toml
+from tlt_hpc.data.evaluation_sets import EvaluationSet, EvaluationSets
 from tlt_hpc.evaluate import answering
 from tlt_hpc.evaluate.answering import share_of
 from tlt_hpc.evaluate.command import EvaluationResult, evaluate, evaluation_config
@@ -30,16 +33,13 @@ from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.options import EvaluateOptions
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
-from tlt_hpc.evaluate.sets import EvaluationSet, EvaluationSets
 from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.evaluate.tally import same_math
 from tlt_hpc.evaluate.votes import Ballot, count_votes
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.rewards.standing import standing_bench
 from tlt_hpc.rl.distributed import leave_process_group
-from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.evaluation_log import read_responses
 from tlt_hpc.storage.folder import RunFolder
 

@@ -20,15 +20,15 @@ from test_claim import ThreadWorld
 from test_evaluate import start
 from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
-from tlt_hpc import job
+from tlt_hpc import session as job
 from tlt_hpc.checkpoint.manifest import Checkpoint, File, Stored, _index, write_manifest
+from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
 from tlt_hpc.evaluate.answering import Means, _Pieces, see_all
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
 from tlt_hpc.evaluate.training import prepare
-from tlt_hpc.launch.local import launched_rank
 from tlt_hpc.models import folder as folder_module
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
 from tlt_hpc.export import formats
 from tlt_hpc.export.forms import Eagle3Drafter, EagleDrafter, drafter_from

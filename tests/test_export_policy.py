@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.storage.folder import RunFolder

@@ -15,18 +15,18 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from small_run import START, line_of, small_record, small_run
 
-from tlt_hpc.analysis.acceptance import analyse_acceptance
-from tlt_hpc.analysis.comparison import analyse_comparison
-from tlt_hpc.analysis.kinds import Kind
-from tlt_hpc.analysis.learning import analyse_learning
-from tlt_hpc.analysis.lengths import analyse_lengths
-from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.analysis.throughput import analyse_throughput
-from tlt_hpc.analysis.timeline import analyse_timeline
-from tlt_hpc.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
-from tlt_hpc.figures.style import DARK, HATCHES, LIGHT, PAGE, PHONE, THEMES, WIDE, Layout, save, theme, themed
-from tlt_hpc.figures.timeline import draw_timeline
-from tlt_hpc.records import PhaseSpan, RolloutTiming
+from tlt_hpc.common.records import PhaseSpan, RolloutTiming
+from tlt_hpc.look.analysis.acceptance import analyse_acceptance
+from tlt_hpc.look.analysis.comparison import analyse_comparison
+from tlt_hpc.look.analysis.kinds import Kind
+from tlt_hpc.look.analysis.learning import analyse_learning
+from tlt_hpc.look.analysis.lengths import analyse_lengths
+from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.throughput import analyse_throughput
+from tlt_hpc.look.analysis.timeline import analyse_timeline
+from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
+from tlt_hpc.look.figures.style import DARK, HATCHES, LIGHT, PAGE, PHONE, THEMES, WIDE, Layout, save, theme, themed
+from tlt_hpc.look.figures.timeline import draw_timeline
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 

@@ -15,10 +15,10 @@ from types import ModuleType
 import pytest
 from small_run import small_run
 
+from tlt_hpc.cluster.watch.record import Record, encode
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import STEP
-from tlt_hpc.watch.record import Record, encode
 
 ROOT = Path(__file__).resolve().parent.parent
 

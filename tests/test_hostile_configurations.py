@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import hostile_configurations

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from launch_ranks import launch, run_on_ranks
 
-from tlt_hpc.watch.record import read_record
+from tlt_hpc.cluster.watch.record import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,7 +43,7 @@ def move_to(host: str, hosts: Path) -> None:
 
 
 def meet(hosts: str) -> dict[str, Any]:
-    from tlt_hpc.launch.local import launched_rank
+    from tlt_hpc.cluster.local import launched_rank
 
     host = RANKS[launched_rank(os.environ) or 0]
     move_to(host, Path(hosts))
@@ -106,7 +106,7 @@ import os, runpy, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from pathlib import Path
 from test_hosts import RANKS, move_to
-from tlt_hpc.launch.local import launched_rank
+from tlt_hpc.cluster.local import launched_rank
 move_to(RANKS[launched_rank(os.environ)], Path({hosts!r}))
 sys.argv = ["tlt", "train", *sys.argv[1:]]
 runpy.run_module("tlt_hpc", run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""The floors of the house: imports point down, each heavy library has one floor, and nothing runs in a circle."""
+"""Layers of the package: what may import what, which package uses each heavy library, and that there are no cycles."""
 
 from __future__ import annotations
 
@@ -13,59 +13,30 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tlt_hpc"
 
-# Top to bottom. A room is a folder of the package or a module beside them; those on one line do not know each other.
-FLOORS = (
-    ("__main__",),
-    ("cli", "script"),
-    ("show_evaluation",),
-    ("display", "inspect_data", "preflight", "live", "report"),
-    ("ablate",),
-    ("compare", "bench", "export", "warmup"),
-    ("launch",),
-    ("run",),
-    ("saving",),
-    ("replay",),
-    ("tail", "update", "evaluate"),
-    ("draws", "kept", "finished"),
-    ("job", "metrics", "simulate"),
-    ("plan", "memory_plan", "owner", "environment"),
-    ("rollout", "drafting", "rl", "rewards", "checkpoint", "data", "tracking"),
-    ("models", "figures"),
-    ("analysis",),
-    ("mpi", "storage", "kernels", "energy"),
-    ("config", "records", "timing", "stopping", "console"),
-    ("recipes", "watch", "errors", "printable", "words"),
-    ("files",),
-    ("",),  # the package itself: its version
+# Bottom to top. A package or module imports from lower layers, and in its own layer from what stands left of it.
+LAYERS = (
+    ("", "common", "config"),
+    ("storage", "cluster", "mpi"),
+    ("kernels", "models", "data", "rewards"),
+    ("rollout", "drafting", "rl", "checkpoint"),
+    ("plan", "look", "session", "evaluate", "resume", "rollout_loop", "train"),
+    ("export", "studies", "cli", "__main__"),
 )
-LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+ORDER = {package: place for place, package in enumerate(package for layer in LAYERS for package in layer)}
 
-# Narrower than the floors: what these rooms may know at all.
-MAY_KNOW = {
-    "rollout": {"models", "kernels", "records", "files"},
-    "kernels": set(),
-    "drafting": {"models", "storage", "config", "records", "watch"},
-    "data": {"config", "records", "files"},
-    "rewards": {"config", "records", "watch", "files"},
-    "storage": {"records", "config", "errors", "files"},
-    "analysis": {"storage", "records", "errors", "files", "words"},
-    "figures": {"analysis", "printable", "words"},
-    "mpi": {"config", "stopping", "watch"},
-    "launch": {"config", "storage", "stopping", "watch", "files", "words"},
-    "bench": {"rollout", "models", "data", "config", "records"},
-    "memory_plan": {"rollout", "models", "config", "console", "words"},
-    "simulate": {"memory_plan", "rollout", "models", "storage", "config", "records", "console", "words"},
-    "export": {"checkpoint", "models", "storage", "config", "words"},
-    "report": {"simulate", "figures", "analysis", "storage", "errors", "files", "printable", "words"},
-    "energy": set(),
-    "environment": {"rollout", "storage", "mpi", "words"},
-    "live": {"owner", "models", "storage", "records", "watch", "errors", "files", "console", "printable", "words"},
-    "tracking": {"storage", "config", "files"},
-    "records": set(),
-    "config": {"recipes", "errors", "files"},
-    "recipes": set(),
-    "timing": {"watch"},
-    "watch": {"files"},
+# Narrower than the layers: all that these packages may import.
+MAY_IMPORT = {
+    "common": set[str](),
+    "config": {"common"},
+    "storage": {"common", "config"},
+    "cluster": {"common", "config", "storage"},
+    "mpi": {"common", "config", "storage", "cluster"},
+    "kernels": set[str](),
+    "data": {"common", "config", "models"},
+    "rewards": {"common", "config", "cluster"},
+    "rollout": {"common", "kernels", "models"},
+    "drafting": {"common", "config", "storage", "cluster", "models"},
+    "export": {"config", "storage", "models", "checkpoint"},
 }
 
 HOME_OF = {
@@ -74,47 +45,21 @@ HOME_OF = {
     "hdf5plugin": {"storage"},
     "deepspeed": {"rl"},
     "transformers": {"models"},
-    "submitit": {"launch"},
-    "matplotlib": {"bench", "ablate", "simulate", "figures"},
+    "submitit": {"cluster"},
+    "matplotlib": {"look", "plan", "studies"},
     "triton": {"kernels"},
     "pyarrow": {"data"},
-    "jinja2": {"data", "report"},
+    "jinja2": {"data", "look"},
     "reasoning_gym": {"data"},
     "flash_attn": {"kernels"},
     "math_verify": {"rewards"},
-    "tensorboard": {"tracking"},
-    "wandb": {"tracking"},
-    "huggingface_hub": {"preflight"},
-    "pynvml": {"energy"},
+    "tensorboard": {"look"},
+    "wandb": {"look"},
+    "huggingface_hub": {"plan"},
+    "pynvml": {"look"},
     "pickle": {"mpi"},  # between ranks; a file that is unpickled is run
 }
-WITHOUT_TORCH = {
-    "mpi",
-    "storage",
-    "config",
-    "records",
-    "recipes",
-    "timing",
-    "watch",
-    "data",
-    "rewards",
-    "launch",
-    "plan",
-    "memory_plan",
-    "simulate",
-    "cli",
-    "display",
-    "show_evaluation",
-    "compare",
-    "inspect_data",
-    "preflight",
-    "live",
-    "report",
-    "energy",
-    "environment",
-    "analysis",
-    "figures",
-}
+WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewards", "plan", "look", "cli"}
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {
         "make_tiny_model.py",
@@ -162,7 +107,7 @@ def resolve(name: str, modules: set[str]) -> str:
     return name
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -181,29 +126,31 @@ ARROWS = {
 }
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room_of(module) for module in FILES} <= set(LEVEL)
-    assert len(FILES) > 40
+def test_the_layers_are_few_and_name_every_package() -> None:
+    assert len(LAYERS) <= 6 and len(FILES) > 40
+    assert {package_of(module) for module in FILES} == set(ORDER)
 
 
-def test_imports_point_down() -> None:
+def test_imports_come_from_lower_layers() -> None:
     up = [
         f"{module} -> {target}"
         for module, targets in ARROWS.items()
         for target in targets
-        if room_of(module) != room_of(target) and LEVEL[room_of(target)] <= LEVEL[room_of(module)]
+        if ORDER[package_of(target)] > ORDER[package_of(module)]
     ]
     assert not up
 
 
-@pytest.mark.parametrize("room", MAY_KNOW)
-def test_rooms_know_no_more_than_they_need(room: str) -> None:
-    known = {room_of(target) for module, targets in ARROWS.items() if room_of(module) == room for target in targets}
-    assert known - {room, ""} <= MAY_KNOW[room]
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_packages_import_no_more_than_they_need(package: str) -> None:
+    found = {
+        package_of(target) for module, targets in ARROWS.items() if package_of(module) == package for target in targets
+    }
+    assert found - {package, ""} <= MAY_IMPORT[package]
 
 
 def test_no_cycles() -> None:
-    """Take away modules that import none of the rest until nothing is left; what stays is in or above a circle."""
+    """Take away modules that import none of the rest until nothing is left; what stays is in or above a cycle."""
     left = {module: set(targets) for module, targets in ARROWS.items()}
     while free := {module for module, targets in left.items() if not targets & set(left)}:
         left = {module: targets for module, targets in left.items() if module not in free}
@@ -211,14 +158,14 @@ def test_no_cycles() -> None:
 
 
 @pytest.mark.parametrize("library", HOME_OF)
-def test_heavy_library_has_one_floor(library: str) -> None:
-    users = {room_of(module) for module, path in FILES.items() if library in map(library_of, imports_of(path))}
+def test_each_heavy_library_has_its_package(library: str) -> None:
+    users = {package_of(module) for module, path in FILES.items() if library in map(library_of, imports_of(path))}
     assert users <= HOME_OF[library]
 
 
-def test_rooms_without_torch() -> None:
+def test_packages_without_torch() -> None:
     users = {module for module, path in FILES.items() if "torch" in map(library_of, imports_of(path))}
-    assert not {module for module in users if room_of(module) in WITHOUT_TORCH}
+    assert not {module for module in users if package_of(module) in WITHOUT_TORCH}
 
 
 @pytest.mark.parametrize("folder", WITHOUT_TORCH_OUTSIDE)
@@ -235,14 +182,16 @@ def test_scripts_without_heavy_libraries(folder: str) -> None:
 
 
 def test_the_command_line_loads_nothing_heavy() -> None:
-    code = "import sys, tlt_hpc.cli; print(*{name.split('.')[0] for name in sys.modules})"
+    code = "import sys, tlt_hpc.cli.main; print(*{name.split('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert not {"torch", "deepspeed", "transformers", "mpi4py", "h5py", "submitit", "numpy"} & set(loaded.split())
 
 
 def test_what_trains_no_policy_goes_without_what_trains_one() -> None:
     """Half as many files again, which every rank would open on a shared file system."""
-    modules = "tlt_hpc.evaluate.command, tlt_hpc.warmup.command, tlt_hpc.show_evaluation, tlt_hpc.display"
+    modules = (
+        "tlt_hpc.evaluate.command, tlt_hpc.studies.warmup.command, tlt_hpc.cli.show_evaluation, tlt_hpc.cli.display"
+    )
     code = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}})"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert not {"deepspeed", "transformers", "triton", "pandas", "pyarrow", "matplotlib"} & set(loaded.split())

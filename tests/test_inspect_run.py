@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_rollout_log import make_record
 
-from tlt_hpc.records import MicroStepRecord, RolloutTiming
+from tlt_hpc.common.records import MicroStepRecord, RolloutTiming
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from launch_ranks import run_on_ranks
 
-from tlt_hpc import kept as kept_module
+from tlt_hpc.cluster.stopping import Stop
+from tlt_hpc.common.records import FinishReason, Request, Rollout, SampleKey
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.kept import Keeper, drop_kept, origin_of, origin_of_start, progress_of
 from tlt_hpc.models.folder import find_model
-from tlt_hpc.records import FinishReason, Request, Rollout, SampleKey
-from tlt_hpc.stopping import Stop
+from tlt_hpc.resume import kept as kept_module
+from tlt_hpc.resume.kept import Keeper, drop_kept, origin_of, origin_of_start, progress_of
+from tlt_hpc.rollout_loop import still_to_do
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.kept_responses import KeptFile, merged, read_kept, write_kept
 from tlt_hpc.storage.step_lines import add_line, read_lines
-from tlt_hpc.tail import still_to_do
 
 ROOT = Path(__file__).resolve().parent.parent
 OVERRIDES = [
@@ -213,7 +213,7 @@ NEVER, IN_THE_UPDATE = 10**6, 10**6 + 1
 
 def stop_after(num_finished: int) -> None:
     """A rank asks to be killed once it has finished so many responses, and finishes no more while the others see it."""
-    from tlt_hpc import tail
+    from tlt_hpc import rollout_loop as tail
 
     true_decode = tail.decode
 
@@ -239,9 +239,10 @@ def take_one_step(folder: str, stop_at: int, changes: list[str]) -> dict[str, An
     """Step 0, or what a stop lets be done of it, which comes once a rank has finished ``stop_at`` responses."""
     from test_resume import Silent
 
-    from tlt_hpc import run, saving
+    from tlt_hpc import train as run
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.resume import saving
     from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.storage.rollout_log import read_step
 

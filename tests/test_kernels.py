@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from test_noise import KNOWN
 from torch import Tensor
 
+from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels import attention, dispatch, gumbel, pointwise, rotary
 from tlt_hpc.kernels.graphs import NUM_WARM_UPS, GraphPool
-from tlt_hpc.records import SampleKey
 from tlt_hpc.rollout import noise
 
 ROOT = Path(__file__).resolve().parent.parent

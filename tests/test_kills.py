@@ -35,7 +35,9 @@ OVERRIDES = [
 # that is "writing", while the checkpoint after the first step is written, beside the rollout of the next.
 DYING = """
 import os, signal, sys
-from tlt_hpc import cli, replay, run
+from tlt_hpc.cli import main as cli
+from tlt_hpc.resume import replay
+from tlt_hpc import train as run
 from tlt_hpc.checkpoint import save
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.mpi.world import World
@@ -83,9 +85,9 @@ def write_step(path, record):
     die_there("logged", record.rank)
 run.write_step = write_step
 
-def replaying(job, *_):
+def replaying(config, policy, *_):
     steps[0] = 1
-    return job.world.rank
+    return World.connect().rank
 
 dying(replay, "update_policy", "replaying", replaying)
 dying(run, "drop_foreign_logs", "committing", lambda job, *_: None)

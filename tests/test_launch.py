@@ -9,7 +9,7 @@ import sys
 import pytest
 from launch_ranks import ROOT
 
-from tlt_hpc.launch import local
+from tlt_hpc.cluster import local
 
 
 @pytest.mark.parametrize(

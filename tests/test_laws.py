@@ -12,10 +12,10 @@ import torch
 from tiny import CPU, generate
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.shape import shape_from
-from tlt_hpc.records import Request, SampleKey, SamplingParams
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named

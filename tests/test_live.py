@@ -15,16 +15,16 @@ import pytest
 from logged import step_record
 from rich.console import Console
 
-from tlt_hpc.cli import main
-from tlt_hpc.live import command
-from tlt_hpc.live.samples import DRAFTED, pieces_of, sample_text, show_samples
-from tlt_hpc.live.state import read_last_lines, read_state
-from tlt_hpc.live.view import duration, render
+from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, status_file, write_record
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.look.live import command
+from tlt_hpc.look.live.samples import DRAFTED, pieces_of, sample_text, show_samples
+from tlt_hpc.look.live.state import read_last_lines, read_state
+from tlt_hpc.look.live.view import duration, render
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
-from tlt_hpc.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
-from tlt_hpc.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, status_file, write_record
 
 CONFIG = """
 [run]
@@ -279,7 +279,7 @@ def test_the_same_seed_draws_the_same_samples(run: RunFolder) -> None:
 
 
 def test_a_response_cut_at_the_cap_says_so() -> None:
-    from tlt_hpc.live.samples import Sample
+    from tlt_hpc.look.live.samples import Sample
 
     cut = replace(response(0, "12", [1, 1]), finish_reason=FinishReason.LENGTH)
     assert "cut at the longest length" in sample_text(Sample(0, 0, cut, 0.0), None).plain

@@ -14,18 +14,18 @@ import pytest
 import torch
 from launch_ranks import launch
 
-from tlt_hpc.bench.live_bytes import LiveBytes
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config
-from tlt_hpc.memory_plan import engine as engine_plan
-from tlt_hpc.memory_plan.activations import drafter_parameters
-from tlt_hpc.memory_plan.knobs import free_knobs, turn_knobs
-from tlt_hpc.memory_plan.limits import Limits
-from tlt_hpc.memory_plan.parts import MemoryPlan, Situation
-from tlt_hpc.memory_plan.phases import micro_batch_tokens, plan_memory
-from tlt_hpc.memory_plan.search import cheapest_fit, furthest
-from tlt_hpc.memory_plan.shapes import find_shape, named_shape
-from tlt_hpc.memory_plan.zero import BUCKET_ELEMENTS, training_state
+from tlt_hpc.plan.memory import engine as engine_plan
+from tlt_hpc.plan.memory.activations import drafter_parameters
+from tlt_hpc.plan.memory.knobs import free_knobs, turn_knobs
+from tlt_hpc.plan.memory.limits import Limits
+from tlt_hpc.plan.memory.parts import MemoryPlan, Situation
+from tlt_hpc.plan.memory.phases import micro_batch_tokens, plan_memory
+from tlt_hpc.plan.memory.search import cheapest_fit, furthest
+from tlt_hpc.plan.memory.shapes import find_shape, named_shape
+from tlt_hpc.plan.memory.zero import BUCKET_ELEMENTS, training_state
+from tlt_hpc.studies.bench.live_bytes import LiveBytes
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "jobs"
@@ -135,8 +135,8 @@ def test_a_replicas_rank_has_its_part_of_every_layer(form: str, dtype: str) -> N
 def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
     from tlt_hpc.checkpoint.host_copy import CHUNK_BYTES
     from tlt_hpc.drafting import loss
-    from tlt_hpc.memory_plan import activations, phases
     from tlt_hpc.models import documents, policy_model
+    from tlt_hpc.plan.memory import activations, phases
     from tlt_hpc.rl.engine import REDUCE_BUCKET_ELEMENTS
 
     assert BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS and phases.COPY_CHUNK_BYTES == CHUNK_BYTES
@@ -185,7 +185,7 @@ def test_known_shapes_have_the_published_number_of_parameters(name: str, count: 
 
 
 def test_a_shape_is_read_from_a_file_or_a_folder(tmp_path: Path) -> None:
-    tiny = ROOT / "tlt_hpc" / "assets" / "tiny"
+    tiny = ROOT / "tlt_hpc" / "models" / "assets" / "tiny"
     assert find_shape("nowhere", str(tiny)) == find_shape("nowhere", str(tiny / "config.json"))
     broken = tmp_path / "config.json"
     broken.write_text("{")
@@ -551,7 +551,7 @@ def test_a_dry_run_says_what_a_gpu_needs(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_planning_loads_no_torch() -> None:
     code = (
-        "import sys; from tlt_hpc.cli import main; "
+        "import sys; from tlt_hpc.cli.main import main; "
         f"main(['plan', {QWEN!r}, '--gpus', '8']); print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tlt_hpc.display import LineReporter, step_cells
+from tlt_hpc.cli.display import LineReporter, step_cells
+from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.metrics import summarise
-from tlt_hpc.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.look.metrics import summarise
 from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
@@ -65,7 +65,7 @@ RECORDS = [
 
 class TwoRanks:
     def allgather(self, item):
-        from tlt_hpc.metrics import summarise_rank
+        from tlt_hpc.look.metrics import summarise_rank
 
         return [summarise_rank(r) for r in RECORDS]
 

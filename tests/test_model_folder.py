@@ -11,11 +11,11 @@ import pytest
 import torch
 from tiny import embedded_folder
 
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 from tlt_hpc.config import ConfigError, UserError, load_config
-from tlt_hpc.job import choose_device
 from tlt_hpc.models.json_file import read_json
 from tlt_hpc.mpi.world import World
+from tlt_hpc.session import choose_device
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

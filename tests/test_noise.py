@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tlt_hpc.records import SampleKey
+from tlt_hpc.common.records import SampleKey
 from tlt_hpc.rollout.noise import NoiseWindow, gumbel, gumbel_rows, noise_key, philox
 
 # Known answers of Random123 (kat_vectors, philox4x32 10 rounds): counter, key, output

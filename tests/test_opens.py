@@ -17,7 +17,7 @@ import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, mpiexec, run_on_ranks
 from tiny import embedded_folder
 
-from tlt_hpc.launch.local import JOB_FILE, given_job, launch_environment
+from tlt_hpc.cluster.local import JOB_FILE, given_job, launch_environment
 from tlt_hpc.models.tokenizer import embedded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,12 +30,12 @@ THREAD = re.compile(r"^clone.*CLONE_THREAD.*= (\d+)$")
 
 def start_and_go_on(job: str, overrides: list[str]) -> str:
     """A run of one step, and another start that takes it up for a second."""
-    from tlt_hpc import cli
+    from tlt_hpc.cli import main as cli
+    from tlt_hpc.cli.display import make_reporter
+    from tlt_hpc.cluster.stopping import StopFlag
     from tlt_hpc.config import load_config
-    from tlt_hpc.display import make_reporter
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.run import run
-    from tlt_hpc.stopping import StopFlag
+    from tlt_hpc.train import run
 
     options = cli.parse(["train", job, *overrides])
     config = load_config(job, overrides, given_job(os.environ, job))

@@ -16,11 +16,11 @@ from launch_ranks import ROOT, run_on_ranks
 from test_resume import Silent
 from test_watch_verdict import record
 
-from tlt_hpc import owner
+from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, write_record
 from tlt_hpc.config import UserError
-from tlt_hpc.owner import Owner, check_owner, claim_owner, find_at_work
+from tlt_hpc.mpi import owner
+from tlt_hpc.mpi.owner import Owner, check_owner, claim_owner, find_at_work
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.watch.record import HEARTBEAT_SECONDS, write_record
 
 
 class Clock:
@@ -167,11 +167,12 @@ def test_a_folder_that_was_taken_away_takes_no_commit(tmp_path, content):
 
 def lose_the_folder(folder: str) -> dict[str, Any]:
     """What two ranks leave of a run whose folder another start has claimed after its first step."""
-    from tlt_hpc import run, saving
+    from tlt_hpc import train as run
+    from tlt_hpc.cluster.watch.beat import BEAT
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.resume import saving
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.watch.beat import BEAT
 
     overrides = ["rollout.prompts_per_step=4", "rollout.max_new_tokens=40", "speculation.profile_seconds=0"]
     config = load_config(ROOT / "jobs" / "tiny.toml", [*overrides, f"run.folder={folder}", "run.num_steps=9"])

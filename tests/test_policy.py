@@ -13,8 +13,8 @@ import pytest
 import torch
 from launch_ranks import run_on_ranks
 
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import Config, load_config, parse_config
-from tlt_hpc.records import FinishReason, Rollout, SampleKey
 
 VOCABULARY = 40
 NUM_PROMPTS, GROUP_SIZE, NUM_UPDATES = 3, 4, 2

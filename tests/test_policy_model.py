@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tlt_hpc.bench.live_bytes import LiveBytes
 from tlt_hpc.models import policy_model
 from tlt_hpc.models.policy_model import PolicyModel
+from tlt_hpc.studies.bench.live_bytes import LiveBytes
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -15,9 +15,9 @@ from tlt_hpc.models.folder import empty_policy_model, folder_weights, load_polic
 def phases_while_connecting() -> dict[str, str]:
     import torch.distributed as dist
 
+    from tlt_hpc.cluster.watch.beat import BEAT
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import join_process_group, leave_process_group, replica_sum
-    from tlt_hpc.watch.beat import BEAT
 
     world, seen = World.connect(), {}
 

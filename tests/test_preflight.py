@@ -19,14 +19,14 @@ from pathlib import Path
 import pytest
 from preflight_place import FIND_PYTHON, ROOT, SCRIPT, Place, make_place
 
-from tlt_hpc.cli import main, parse
+from tlt_hpc.cli.main import main, parse
+from tlt_hpc.cluster.watch.process import look_at
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.preflight import assets, disk, fix, job_python, machine, mpi, request, verdict
-from tlt_hpc.preflight.ask import NoAnswer, ask
-from tlt_hpc.preflight.cluster import gpus_of
-from tlt_hpc.preflight.command import CHECKS, SLURM_CHECKS
-from tlt_hpc.preflight.file_system import local_disk
-from tlt_hpc.watch.process import look_at
+from tlt_hpc.plan.preflight import assets, disk, fix, job_python, machine, mpi, request, verdict
+from tlt_hpc.plan.preflight.ask import NoAnswer, ask
+from tlt_hpc.plan.preflight.cluster import gpus_of
+from tlt_hpc.plan.preflight.command import CHECKS, SLURM_CHECKS
+from tlt_hpc.plan.preflight.file_system import local_disk
 
 Plant = Callable[[Place], None]
 

@@ -15,8 +15,8 @@ from launch_ranks import LAUNCH_ENVIRONMENT, launch, mpiexec, run_on_ranks
 
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.preflight import nodes
-from tlt_hpc.preflight.nodes import NodeFacts, Record, find_difference, refuse_errors
+from tlt_hpc.plan.preflight import nodes
+from tlt_hpc.plan.preflight.nodes import NodeFacts, Record, find_difference, refuse_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS = NodeFacts(
@@ -143,7 +143,9 @@ def test_a_rank_that_lacks_a_file_ends_all_with_its_name(tmp_path: Path) -> None
     """As on a node to which the data was not copied: before, that rank ended without a word."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "gcd(2,4)=", "answer": "2"}\n' * 20)
     job = ["train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path / 'runs'}"]
-    on_other = "import socket, sys; socket.gethostname = lambda: 'n2'; from tlt_hpc.cli import main; sys.exit(main())"
+    on_other = (
+        "import socket, sys; socket.gethostname = lambda: 'n2'; from tlt_hpc.cli.main import main; sys.exit(main())"
+    )
     command = [mpiexec(), "-n", "1", sys.executable, "-m", "mpi4py", "-m", "tlt_hpc", *job,
                f"data.source={tmp_path / 'data.jsonl'}", ":",
                "-n", "1", sys.executable, "-m", "mpi4py", "-c", on_other, *job,

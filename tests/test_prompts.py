@@ -45,7 +45,7 @@ def test_a_batch_depends_on_seed_and_step_alone(make: Any, tmp_path: Path) -> No
 def test_a_batch_does_not_depend_on_the_process(tmp_path: Path) -> None:
     """No hash of Python's, which differs from process to process."""
     code = (
-        "from tlt_hpc.config import load_config; from tlt_hpc.plan import read_assets\n"
+        "from tlt_hpc.config import load_config; from tlt_hpc.plan.inputs import read_assets\n"
         f"print(*[p.text for p in read_assets(load_config({str(TINY)!r}), 1).prompts.batch(3)])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 from small_run import line_of, small_record, small_run
 
-from tlt_hpc import cli
-from tlt_hpc.analysis.integrity import analyse_integrity
-from tlt_hpc.analysis.run_log import RunLog
+from tlt_hpc.cli import main as cli
+from tlt_hpc.cluster.watch.record import Record
+from tlt_hpc.common.files import read_bytes
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.files import read_bytes
+from tlt_hpc.look.analysis.integrity import analyse_integrity
+from tlt_hpc.look.analysis.run_log import RunLog
 from tlt_hpc.storage.folder import RunFolder, WriteError, make_folder
 from tlt_hpc.storage.rollout_log import write_step
-from tlt_hpc.watch.record import Record
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 20

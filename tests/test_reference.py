@@ -162,7 +162,7 @@ def three_ends_of_a_run(folder: str, stage: int) -> list[str]:
     """The policy after four steps: at one go; with a restart after three; with the checkpoint lost by then as well."""
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.run import run
+    from tlt_hpc.train import run
 
     world = World.connect()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tlt_hpc.bench.rejection import acceptance, overlap, reject_rounds
+from tlt_hpc.studies.bench.rejection import acceptance, overlap, reject_rounds
 
 VOCAB = 8
 CHI_SQUARE_7_DEGREES = 24.3  # 0.1 %

@@ -18,10 +18,10 @@ import torch
 from logged import step_record
 
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.common.records import FinishReason, Prompt, Rollout
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.draws import StepDraws
-from tlt_hpc.records import FinishReason, Prompt, Rollout
-from tlt_hpc.replay import ReplayError, check_update, is_committed, read_ranks
+from tlt_hpc.resume.replay import ReplayError, check_update, is_committed, read_ranks
+from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
@@ -190,7 +190,7 @@ def test_a_file_that_cannot_be_read_now_is_no_damaged_one(tmp_path: Path, monkey
     def stale(_: Path) -> StepRecord:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr("tlt_hpc.replay.read_step", stale)
+    monkeypatch.setattr("tlt_hpc.resume.replay.read_step", stale)
     with pytest.raises(ReplayError, match=rf"{path}: .*Stale file handle; nothing was changed: start again"):
         read_ranks(job, 2)
 

@@ -156,7 +156,7 @@ def test_busy_ranks_of_a_replica_leave_before_the_same_round_whoever_votes() -> 
 def run_in_turn(folder: str, runs: list[list[str]]) -> list[str]:
     """Runs one after another in these ranks; the policies that they end with."""
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.run import run
+    from tlt_hpc.train import run
 
     world, digests = World.connect(), []
     for changes in runs:

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from small_run import LAST_TOKENS, line_of, small_record, small_run
 
-from tlt_hpc.cli import main
-from tlt_hpc.figures.page import NAMES, as_element, variables
-from tlt_hpc.records import Rollout, SampleKey
-from tlt_hpc.report.advice import advise
-from tlt_hpc.report.command import gain_of
-from tlt_hpc.report.findings import find, typical_steps
-from tlt_hpc.report.gain import interval
-from tlt_hpc.report.verdict import answers, cards
+from tlt_hpc.cli.main import main
+from tlt_hpc.common.records import Rollout, SampleKey
+from tlt_hpc.look.figures.page import NAMES, as_element, variables
+from tlt_hpc.look.report.advice import advise
+from tlt_hpc.look.report.command import gain_of
+from tlt_hpc.look.report.findings import find, typical_steps
+from tlt_hpc.look.report.gain import interval
+from tlt_hpc.look.report.verdict import answers, cards
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
@@ -356,7 +356,7 @@ def test_advice_from_logs_and_settings(tmp_path: Path, run: RunFolder) -> None:
 def test_the_typical_step_is_drawn(run: RunFolder) -> None:
     """Waiting nearest to the run's mean, and not the step of most or least."""
     timings = {0: (6.4, 6.4), 1: (2.0, 6.0), 2: (6.0, 6.0)}
-    from tlt_hpc.records import RolloutTiming
+    from tlt_hpc.common.records import RolloutTiming
 
     for step, lasts in timings.items():
         for rank, last in enumerate(lasts):

@@ -19,7 +19,7 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from test_report import make, make_plain
 
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if not (BROWSER and DRIVER) and "CI" not in os.environ:  # CI installs them: there it would be a gap

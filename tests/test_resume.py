@@ -11,7 +11,7 @@ import pytest
 import torch
 from launch_ranks import run_on_ranks
 
-from tlt_hpc.stopping import Stop
+from tlt_hpc.cluster.stopping import Stop
 
 ROOT = Path(__file__).parent.parent
 OVERRIDES = [
@@ -53,7 +53,7 @@ def state_of(job: Any) -> dict[str, Any]:
 
 def have_a_tail() -> None:
     """Rank 1's last responses wait until rank 0, which has none left, has trained."""
-    from tlt_hpc import tail
+    from tlt_hpc import rollout_loop as tail
 
     true_decode = tail.decode
 
@@ -82,11 +82,12 @@ def differences(wanted: Any, got: Any, at: str = "") -> list[str]:
 
 
 def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
-    from tlt_hpc import run, saving
+    from tlt_hpc import train as run
     from tlt_hpc.config import load_config
-    from tlt_hpc.job import assemble
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.resume import saving
     from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.session import assemble
     from tlt_hpc.storage.step_lines import drop_lines
 
     config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
@@ -133,9 +134,10 @@ def save_go_on_and_come_back(folder: str, changes: list[str]) -> dict[str, Any]:
 
 def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
     """Started again after steps that no checkpoint has: the drafter saved alone, damaged, and of steps to come."""
-    from tlt_hpc import run, saving
+    from tlt_hpc import train as run
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.resume import saving
     from tlt_hpc.rl.distributed import leave_process_group
 
     world = World.connect()
@@ -196,9 +198,10 @@ def test_the_drafter_comes_back_from_between_two_checkpoints(tmp_path: Path) -> 
 
 def stop_in_a_tail(folder: str) -> list[dict[str, Any]]:
     """A replay that a stop cuts short, and a stop in the tail after a step whose drafter was saved alone."""
-    from tlt_hpc import run, saving
+    from tlt_hpc import train as run
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.resume import saving
     from tlt_hpc.rl.distributed import leave_process_group
 
     config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"])
@@ -253,9 +256,10 @@ def test_a_stop_costs_the_drafter_nothing(tmp_path: Path) -> None:
 
 def stop_in_a_step(folder: str) -> list[list[Any]]:
     """By whether the step had been saved before a stop: whether it merged, and the phases that were shown."""
-    from tlt_hpc import run, saving
+    from tlt_hpc import train as run
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.resume import saving
     from tlt_hpc.rl.distributed import leave_process_group
 
     world = World.connect()
@@ -300,7 +304,7 @@ def ends_with_and_without_a_restart(folder: str) -> list[str]:
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.run import run
+    from tlt_hpc.train import run
 
     world = World.connect()
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
-from tlt_hpc.plan import read_assets
-from tlt_hpc.records import FinishReason, Prompt, Rollout, SampleKey
+from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
 from tlt_hpc.rewards.judge import judge, kind_for, needs_worker

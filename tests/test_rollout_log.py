@@ -14,7 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.records import EngineSpans, FinishReason, MicroStepRecord, PhaseSpan, Rollout, RolloutTiming, SampleKey
+from tlt_hpc.common.records import (
+    EngineSpans,
+    FinishReason,
+    MicroStepRecord,
+    PhaseSpan,
+    Rollout,
+    RolloutTiming,
+    SampleKey,
+)
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import StepRecord, is_committed, read_spans, read_step, read_summary, write_step

@@ -20,13 +20,13 @@ import torch
 from launch_ranks import mpiexec, run_on_ranks
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.errors import UserError
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.cost_profile import read_profile
 from tlt_hpc.rollout.strategy import OFF, strategy_named
-from tlt_hpc.run import together
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.rollout_log import read_step
+from tlt_hpc.train import together
 
 pytestmark = [pytest.mark.mpi]
 
@@ -181,7 +181,7 @@ RANKS_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROO
 def ranks_with(folder: Path, statement: str) -> list[str]:
     """Two ranks of a run of four steps that do this before each step, which is ``step`` of ``job``."""
     program = (
-        "import sys, time, tlt_hpc.run as run, tlt_hpc.cli as cli\n"
+        "import sys, time, tlt_hpc.train as run, tlt_hpc.cli.main as cli\n"
         "true_step = run.take_step\n"
         "def take_step(job, step, *others, **named):\n"
         f"{indent(statement, '    ')}\n"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_hpc import saving
 from tlt_hpc.checkpoint.save import Save
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.cluster.stopping import Stop, StopFlag
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import UserError
-from tlt_hpc.owner import claim_owner
-from tlt_hpc.stopping import Stop, StopFlag
-from tlt_hpc.watch.beat import BEAT
+from tlt_hpc.mpi.owner import claim_owner
+from tlt_hpc.resume import saving
 
 
 class AloneWorld:

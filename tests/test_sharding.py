@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from tiny import CPU, EOS, NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, paged_attention, texts
 
+from tlt_hpc.common.records import Rollout, SamplingParams
 from tlt_hpc.config import load_config
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
@@ -22,7 +23,6 @@ from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter, read_drafter
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.models.sharding import Sharding
-from tlt_hpc.records import Rollout, SamplingParams
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy

@@ -15,24 +15,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
+from tlt_hpc.common.records import PREFILL, EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.records import PREFILL, EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
-from tlt_hpc.simulate.command import default_at
-from tlt_hpc.simulate.costs import Costs, with_speed_ups
-from tlt_hpc.simulate.energy import Watts, kilowatt_hours, read_watts
-from tlt_hpc.simulate.lengths import Logged, LogNormal, deal, read_lengths
-from tlt_hpc.simulate.measured import Rounds, curve
-from tlt_hpc.simulate.paper import SOURCES
-from tlt_hpc.simulate.profile import read_costs
-from tlt_hpc.simulate.published import chance_of, expected
-from tlt_hpc.simulate.run_log import read_run
-from tlt_hpc.simulate.search import pays_up_to, search
-from tlt_hpc.simulate.step import Phases, Setting, simulate
-from tlt_hpc.simulate.validate import paced, validate
-from tlt_hpc.simulate.walk import walk
-from tlt_hpc.simulate.what_if import deal_by, shared_tail, what_ifs
-from tlt_hpc.simulate.workload import Workload
+from tlt_hpc.plan.simulate.command import default_at
+from tlt_hpc.plan.simulate.costs import Costs, with_speed_ups
+from tlt_hpc.plan.simulate.energy import Watts, kilowatt_hours, read_watts
+from tlt_hpc.plan.simulate.lengths import Logged, LogNormal, deal, read_lengths
+from tlt_hpc.plan.simulate.measured import Rounds, curve
+from tlt_hpc.plan.simulate.paper import SOURCES
+from tlt_hpc.plan.simulate.profile import read_costs
+from tlt_hpc.plan.simulate.published import chance_of, expected
+from tlt_hpc.plan.simulate.run_log import read_run
+from tlt_hpc.plan.simulate.search import pays_up_to, search
+from tlt_hpc.plan.simulate.step import Phases, Setting, simulate
+from tlt_hpc.plan.simulate.validate import paced, validate
+from tlt_hpc.plan.simulate.walk import walk
+from tlt_hpc.plan.simulate.what_if import deal_by, shared_tail, what_ifs
+from tlt_hpc.plan.simulate.workload import Workload
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 

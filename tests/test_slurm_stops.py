@@ -140,7 +140,7 @@ def test_a_job_that_outlasts_its_time_limit_comes_back_until_it_is_done(slurm, t
 
 PREEMPTED = """
 import os, signal, sys, time
-from tlt_hpc.launch.time_limit import await_preemption
+from tlt_hpc.cluster.time_limit import await_preemption
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(1))
 print("here", flush=True)

@@ -13,7 +13,7 @@ from local_slurm import ROOT
 from slurm_training import Training
 from test_watch_runs import HANGING
 
-from tlt_hpc.watch.record import read_record
+from tlt_hpc.cluster.watch.record import read_record
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
 

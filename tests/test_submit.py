@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
+from tlt_hpc.cluster import executor, status
+from tlt_hpc.cluster.batch import Batch, Folders, render
+from tlt_hpc.cluster.collect import collect, results_table, write_results
+from tlt_hpc.cluster.local import given_job
+from tlt_hpc.cluster.queue import QueuedJob, parse_queue
+from tlt_hpc.cluster.submission import WARMUP_SUFFIX, Key, Submission, Task, load, make_tasks, save, send_all
+from tlt_hpc.cluster.sweep import grid, make_members, read_list, split_values
+from tlt_hpc.cluster.time_limit import AGAIN, LINKS_LEFT
 from tlt_hpc.config import ConfigError, UserError, load_config
-from tlt_hpc.launch import executor, status
-from tlt_hpc.launch.batch import Batch, Folders, render
-from tlt_hpc.launch.collect import collect, results_table, write_results
-from tlt_hpc.launch.local import given_job
-from tlt_hpc.launch.queue import QueuedJob, parse_queue
-from tlt_hpc.launch.submission import WARMUP_SUFFIX, Key, Submission, Task, load, make_tasks, save, send_all
-from tlt_hpc.launch.sweep import grid, make_members, read_list, split_values
-from tlt_hpc.launch.time_limit import AGAIN, LINKS_LEFT
 from tlt_hpc.storage.step_lines import add_line
-from tlt_hpc.warmup import plan as warmup_plan
+from tlt_hpc.studies.warmup import plan as warmup_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "jobs" / "tiny.toml")
@@ -284,7 +284,7 @@ def test_an_array_is_the_text_of_the_batch_scripts(
     batch = sent(submission)[0][0][0]
     text = (tmp_path / "submitted.sh").read_text()
     assert text == executor.script(batch, tmp_path / "sub" / "jobs")
-    command = f"python -u -m tlt_hpc.launch.executor {tmp_path}/sub/jobs"
+    command = f"python -u -m tlt_hpc.cluster.executor {tmp_path}/sub/jobs"
     bare = render(dataclasses.replace(batch, command=command)).splitlines()
     assert [line for line in text.splitlines() if line not in bare] == [
         "export SUBMITIT_EXECUTOR=slurm SUBMITIT_LOG_LEVEL=WARNING",

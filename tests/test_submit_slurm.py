@@ -13,9 +13,9 @@ import pytest
 from local_slurm import ENDED, LocalSlurm
 from slurm_training import wait_for
 
-from tlt_hpc.launch.batch import Batch, Folders
-from tlt_hpc.launch.executor import send
-from tlt_hpc.launch.submission import Submission, Task, load, save, send_all
+from tlt_hpc.cluster.batch import Batch, Folders
+from tlt_hpc.cluster.executor import send
+from tlt_hpc.cluster.submission import Submission, Task, load, save, send_all
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent

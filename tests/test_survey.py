@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from small_run import small_run
 
-from tlt_hpc.analysis import processes
-from tlt_hpc.analysis.acceptance import ACCEPTANCE, analyse_acceptance
-from tlt_hpc.analysis.integrity import analyse_integrity
-from tlt_hpc.analysis.lengths import LENGTHS, analyse_lengths
-from tlt_hpc.analysis.processes import map_tasks
-from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.analysis.survey import StepLogs, Survey, take, take_all
-from tlt_hpc.analysis.throughput import THROUGHPUT, analyse_throughput
-from tlt_hpc.errors import UserError
-from tlt_hpc.report.findings import find
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.look.analysis import processes
+from tlt_hpc.look.analysis.acceptance import ACCEPTANCE, analyse_acceptance
+from tlt_hpc.look.analysis.integrity import analyse_integrity
+from tlt_hpc.look.analysis.lengths import LENGTHS, analyse_lengths
+from tlt_hpc.look.analysis.processes import map_tasks
+from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.survey import StepLogs, Survey, take, take_all
+from tlt_hpc.look.analysis.throughput import THROUGHPUT, analyse_throughput
+from tlt_hpc.look.report.findings import find
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import CommittedFile
 

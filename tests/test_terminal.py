@@ -21,21 +21,21 @@ from small_run import small_record, small_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tlt_hpc import cli
+from tlt_hpc.cli import main as cli
+from tlt_hpc.cli.display import LineReporter, LiveReporter, make_console, make_reporter
+from tlt_hpc.cli.show_evaluation import table_of
+from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.common.script import missing
+from tlt_hpc.common.words import count
 from tlt_hpc.config import load_config
-from tlt_hpc.console import TextConsole
-from tlt_hpc.display import LineReporter, LiveReporter, make_console, make_reporter
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, figures_of
 from tlt_hpc.evaluate.tally import Results
-from tlt_hpc.metrics import StepSummary
-from tlt_hpc.preflight import command
-from tlt_hpc.preflight.verdict import Finding, ok
-from tlt_hpc.records import FinishReason, Rollout, SampleKey
-from tlt_hpc.script import missing
-from tlt_hpc.show_evaluation import table_of
+from tlt_hpc.look.metrics import StepSummary
+from tlt_hpc.plan.preflight import command
+from tlt_hpc.plan.preflight.verdict import Finding, ok
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
-from tlt_hpc.words import count
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKUP = "[bold red]x[/nope] :smile:"
@@ -128,7 +128,7 @@ def test_rich_is_asked_to_draw_in_one_place_alone() -> None:
             for call in (node.func for node in nodes if isinstance(node, ast.Call)):
                 drawn = isinstance(call, ast.Name) and call.id in names
                 drawn |= isinstance(call, ast.Attribute) and call.attr in DRAWS
-                if drawn and path != ROOT / "tlt_hpc" / "console.py":
+                if drawn and path != ROOT / "tlt_hpc" / "common" / "console.py":
                     elsewhere.append(f"{path.relative_to(ROOT)}:{call.lineno}")
             assert not [node for node in nodes if isinstance(node, ast.Import) and node.names[0].name[:4] == "rich"]
     assert not elsewhere
@@ -268,8 +268,8 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(
 
 # -- words ----------------------------------------------------------------------------------------------------------
 
-SPEAK = ("display", "show_evaluation", "inspect_data", "live", "cli", "finished", "plan", "launch/local")
-SPEAK += ("warmup/plan", "ablate/plan", "evaluate/command", "preflight/command", "tools/inspect_run")
+SPEAK = ("cli", "look/live", "resume/finished", "plan/inputs", "cluster/local", "studies/warmup/plan")
+SPEAK += ("studies/ablate/plan", "evaluate/command", "plan/preflight/command", "tools/inspect_run")
 COUNTED = re.compile(r" (steps|ranks|nodes|responses|updates|files|prompts|rows|refills|replicas|runs)\b")
 
 
@@ -311,7 +311,7 @@ def test_the_python_that_has_the_libraries_is_named(tmp_path: Path) -> None:
 
 RANKS = """
 import os, sys
-from tlt_hpc.launch import local
+from tlt_hpc.cluster import local
 script = "for i in 1 2 3 4 5 6; do echo line $i || exit 7; echo error $i >&2 || exit 8; sleep 0.1; done; touch done"
 local.launch_command = lambda num_ranks, arguments: ["/bin/sh", "-c", script]
 local.become_ranks(2, [], "")

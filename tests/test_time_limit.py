@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tlt_hpc import stopping
-from tlt_hpc.launch import slurm, time_limit
-from tlt_hpc.launch.slurm import SlurmError, allocation, kill_wait, parse_time
-from tlt_hpc.launch.time_limit import AGAIN, HISTORY, LINKS_LEFT, await_preemption, know_limits, queue_again
-from tlt_hpc.stopping import Stop, StopFlag
+from tlt_hpc.cluster import slurm, stopping, time_limit
+from tlt_hpc.cluster.slurm import SlurmError, allocation, kill_wait, parse_time
+from tlt_hpc.cluster.stopping import Stop, StopFlag
+from tlt_hpc.cluster.time_limit import AGAIN, HISTORY, LINKS_LEFT, await_preemption, know_limits, queue_again
 
 JOB = {"SLURM_JOB_ID": "17"}
 
@@ -152,7 +151,7 @@ def test_a_late_request_never_outdoes_a_more_urgent_one(clock):
 # Waits for a line of input before it tells what has come.
 EARLY = """
 import sys
-from tlt_hpc.stopping import StopFlag
+from tlt_hpc.cluster.stopping import StopFlag
 flag = StopFlag()
 flag.install()
 print("ready", flush=True)

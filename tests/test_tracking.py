@@ -15,18 +15,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from tlt_hpc import cli, compare, run
-from tlt_hpc.ablate import arms
-from tlt_hpc.ablate.options import ARMS
-from tlt_hpc.cli import main
+from tlt_hpc import train as run
+from tlt_hpc.cli import main as cli
+from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.config import Config, UserError, load_config
+from tlt_hpc.look.tracking import follow as follow_module
+from tlt_hpc.look.tracking import trackers
+from tlt_hpc.look.tracking.follow import Tracking
 from tlt_hpc.mpi import ending
-from tlt_hpc.stopping import Stop, StopFlag
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
-from tlt_hpc.tracking import follow as follow_module
-from tlt_hpc.tracking import trackers
-from tlt_hpc.tracking.follow import Tracking
+from tlt_hpc.studies import compare
+from tlt_hpc.studies.ablate import arms
+from tlt_hpc.studies.ablate.options import ARMS
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -166,7 +168,7 @@ def test_what_nobody_asked_for_is_not_imported(tmp_path):
     commit(folder, 0)
     code = (
         "import sys; from pathlib import Path; from tlt_hpc.config import load_config\n"
-        "from tlt_hpc.storage.folder import RunFolder; from tlt_hpc.tracking.follow import Tracking\n"
+        "from tlt_hpc.storage.folder import RunFolder; from tlt_hpc.look.tracking.follow import Tracking\n"
         f"Tracking(load_config({str(TINY)!r}), RunFolder(Path({str(folder.path)!r}))).follow(1)\n"
         "print({'tensorboard', 'wandb'} & {name.split('.')[0] for name in sys.modules})"
     )
@@ -361,7 +363,7 @@ wandb.init = lambda **given: SimpleNamespace(dir="/there/files", log=lambda *a, 
 sys.modules["wandb"] = wandb
 atexit.register(time.sleep, 100)
 Path("pid").write_text(str(os.getpid()))
-from tlt_hpc import cli
+from tlt_hpc.cli import main as cli
 sys.exit(cli.main())
 """
 
@@ -473,7 +475,7 @@ def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
     code = (
         "from pathlib import Path; from tlt_hpc.config import load_config\n"
         "from tlt_hpc.storage.folder import RunFolder\n"
-        "from tlt_hpc.tracking.follow import Tracking; from tlt_hpc.tracking.trackers import start_early\n"
+        "from tlt_hpc.look.tracking.follow import Tracking; from tlt_hpc.look.tracking.trackers import start_early\n"
         f"config = load_config({str(TINY)!r}, ['tracking.wandb=offline']); start_early(config.tracking)\n"
         f"tracking = Tracking(config, RunFolder(Path({str(folder.path)!r})))\n"
         "tracking.follow(2); tracking.close()"

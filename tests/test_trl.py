@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlt_hpc.recipes import RECIPES, correction_with
+from tlt_hpc.config.recipes import RECIPES, correction_with
 from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.correction import correction_weights
 from tlt_hpc.rl.loss import kl_estimate, policy_loss

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import load_config
-from tlt_hpc.records import FinishReason, Rollout, SampleKey
-from tlt_hpc.update import update_policy
+from tlt_hpc.rl.update import update_policy
 
 ROOT = Path(__file__).parent.parent
 LENGTHS = [10, 90, 95, 100]
@@ -35,15 +34,15 @@ def learned(*overrides: str, scores: np.ndarray = SCORES) -> tuple[Any, list[flo
     config = load_config(
         ROOT / "jobs" / "tiny.toml", ["rollout.group_size=2", "rollout.max_new_tokens=100", *overrides]
     )  # fmt: skip
-    job: Any = SimpleNamespace(config=config, policy=Policy())
+    policy: Any = Policy()
     empty = np.zeros(0, np.int32)
     rollouts = [
         Rollout(SampleKey(0, 0, 0, i // 2, i % 2), empty, np.zeros(n, np.int32), empty, FinishReason.EOS, 0, n, 0.0)
         for i, n in enumerate(LENGTHS)
     ]
-    update = update_policy(job, rollouts, scores)
-    assert job.policy.groups == [index // 2 for index in update.trained]
-    return update, job.policy.given
+    update = update_policy(config, policy, rollouts, scores)
+    assert policy.groups == [index // 2 for index in update.trained]
+    return update, policy.given
 
 
 def test_without_penalties_rewards_are_scores() -> None:

@@ -20,22 +20,22 @@ from logged import step_record
 from safetensors.torch import load_file
 from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine
 
-from tlt_hpc import job
-from tlt_hpc.cli import main
+from tlt_hpc import session as job
+from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import DrafterSection, load_config
 from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.stopping import Stop
 from tlt_hpc.storage.drafter_facts import read_facts
 from tlt_hpc.storage.feature_cache import Document, FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.rollout_log import write_step
-from tlt_hpc.warmup.command import WarmupResult, warm_up
-from tlt_hpc.warmup.plan import config_of
-from tlt_hpc.warmup.shelf import Shelf
+from tlt_hpc.studies.warmup.command import WarmupResult, warm_up
+from tlt_hpc.studies.warmup.plan import config_of
+from tlt_hpc.studies.warmup.shelf import Shelf
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -546,7 +546,7 @@ def test_a_run_of_another_tokenizer_is_refused(capsys, tmp_path, logged):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    tree = json.loads((Path(ROOT) / "tlt_hpc/assets/tiny/tokenizer.json").read_text())
+    tree = json.loads((Path(ROOT) / "tlt_hpc/models/assets/tiny/tokenizer.json").read_text())
     text = json.dumps(tree).replace('"<think>"', '"<thought>"')
     (model / "tokenizer.json").write_text(text)
     write_log(tmp_path / "run", rollouts)

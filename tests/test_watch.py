@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tlt_hpc.watch import inquiry as inquiry_module
-from tlt_hpc.watch import watch as watch_module
-from tlt_hpc.watch.beat import Beat, Member, Phase
-from tlt_hpc.watch.inquiry import Inquiry
-from tlt_hpc.watch.record import (
+from tlt_hpc.cluster.watch import inquiry as inquiry_module
+from tlt_hpc.cluster.watch import watch as watch_module
+from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
+from tlt_hpc.cluster.watch.inquiry import Inquiry
+from tlt_hpc.cluster.watch.record import (
     DamagedRecordError,
     Record,
     read_record,
@@ -29,9 +29,9 @@ from tlt_hpc.watch.record import (
     status_file,
     write_record,
 )
-from tlt_hpc.watch.scribe import Scribe
-from tlt_hpc.watch.tie import Knot, address_of
-from tlt_hpc.watch.watch import STALLED, Watch
+from tlt_hpc.cluster.watch.scribe import Scribe
+from tlt_hpc.cluster.watch.tie import Knot, address_of
+from tlt_hpc.cluster.watch.watch import STALLED, Watch
 
 LOOK = 0.01
 NEVER = 1e9

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from launch_ranks import ROOT, launch
 
-from tlt_hpc.watch.last import clear_last
-from tlt_hpc.watch.record import read_record, read_verdict
-from tlt_hpc.watch.watch import STALLED
+from tlt_hpc.cluster.watch.last import clear_last
+from tlt_hpc.cluster.watch.record import read_record, read_verdict
+from tlt_hpc.cluster.watch.watch import STALLED
 
 pytestmark = pytest.mark.mpi
 
@@ -28,14 +28,14 @@ WORKING = """
 import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tlt_hpc.launch.local import launched_rank
+from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.mpi.exchange import open_exchange
 from tlt_hpc.mpi.pulse import RECORD_FIELDS, Pulse
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.watch.beat import BEAT, Phase
-from tlt_hpc.watch.record import DamagedRecordError, read_record
-from tlt_hpc.watch.watch import Watch
+from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.record import DamagedRecordError, read_record
+from tlt_hpc.cluster.watch.watch import Watch
 
 folder, trouble, factor, look = Path(sys.argv[2]), sys.argv[3], float(sys.argv[4]), float(sys.argv[5])
 
@@ -183,6 +183,6 @@ def witnesses_of(folder: Path) -> list[int]:
             command, environment = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
         except OSError:
             continue
-        if b"tlt_hpc.watch.witness" in command and str(folder).encode() in environment:
+        if b"tlt_hpc.cluster.watch.witness" in command and str(folder).encode() in environment:
             found.append(int(path.name))
     return found

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, mpiexec
 
-from tlt_hpc.watch.record import read_record
-from tlt_hpc.watch.watch import STALLED
+from tlt_hpc.cluster.watch.record import read_record
+from tlt_hpc.cluster.watch.watch import STALLED
 
 pytestmark = pytest.mark.mpi
 
@@ -30,10 +30,11 @@ OVERRIDES = [
 # round has a limit of seconds.
 HANGING = """
 import sys, time
-from tlt_hpc import cli, run
+from tlt_hpc.cli import main as cli
+from tlt_hpc import train as run
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.watch.beat import BEAT, LIMIT_SECONDS, Phase
-from tlt_hpc.watch.record import read_record
+from tlt_hpc.cluster.watch.beat import BEAT, LIMIT_SECONDS, Phase
+from tlt_hpc.cluster.watch.record import read_record
 
 steps, true_take, true_step = [0], run.take_step, RolloutEngine.step
 

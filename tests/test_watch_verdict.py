@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_hpc.watch.beat import Beat, Member, Phase
-from tlt_hpc.watch.gauge import Gauge
-from tlt_hpc.watch.last import clear_last
-from tlt_hpc.watch.process import cause_of, describe
-from tlt_hpc.watch.record import (
+from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
+from tlt_hpc.cluster.watch.gauge import Gauge
+from tlt_hpc.cluster.watch.last import clear_last
+from tlt_hpc.cluster.watch.process import cause_of, describe
+from tlt_hpc.cluster.watch.record import (
     SIZE,
     DamagedRecordError,
     Record,
@@ -25,7 +25,7 @@ from tlt_hpc.watch.record import (
     status_file,
     write_record,
 )
-from tlt_hpc.watch.verdict import Sighting, judge, judge_alone
+from tlt_hpc.cluster.watch.verdict import Sighting, judge, judge_alone
 
 MEMBER = Member(0, 2, "node1", "start", {0: 1})
 

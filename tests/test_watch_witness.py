@@ -15,11 +15,11 @@ import pytest
 from launch_ranks import ROOT
 from test_watch_verdict import record
 
-from tlt_hpc.watch import process as processes
-from tlt_hpc.watch import witness as module
-from tlt_hpc.watch.record import claim_verdict, read_verdict, write_record
-from tlt_hpc.watch.tie import Knot, address_of
-from tlt_hpc.watch.witness import Ranks, Vigil, Witness, may_be_first
+from tlt_hpc.cluster.watch import process as processes
+from tlt_hpc.cluster.watch import witness as module
+from tlt_hpc.cluster.watch.record import claim_verdict, read_verdict, write_record
+from tlt_hpc.cluster.watch.tie import Knot, address_of
+from tlt_hpc.cluster.watch.witness import Ranks, Vigil, Witness, may_be_first
 
 Children = list["subprocess.Popen[bytes]"]
 
@@ -91,7 +91,7 @@ def test_of_several_that_ended_while_it_had_no_core_the_first_is_told(ranks, tmp
 # A rank that ties itself, breaks the tie when told what to say, and is gone once its input has ended.
 TIED = """
 import os, sys
-from tlt_hpc.watch.tie import Tie
+from tlt_hpc.cluster.watch.tie import Tie
 tie = Tie()
 tie.fasten(bytes.fromhex(sys.argv[1]))
 print("tied" if tie.descriptor else "not tied", flush=True)

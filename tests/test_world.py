@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, launch, run_on_ranks
 
+from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
-from tlt_hpc.stopping import Stop
 
 RANK_COUNTS = pytest.mark.parametrize("num_ranks", [1, 2, 4])
 
@@ -95,7 +95,7 @@ def test_importing_the_world_starts_no_mpi() -> None:
 
 WAIT_FOR_STOP = """
 import sys, time
-from tlt_hpc import stopping
+from tlt_hpc.cluster import stopping
 from tlt_hpc.mpi.world import World
 world = World.connect()
 world.answer_signals()

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.models.decoder import Decoder
@@ -19,7 +20,6 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.decisions import Agree
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import RolloutEngine

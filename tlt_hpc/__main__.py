@@ -2,9 +2,9 @@
 
 import sys
 
-import tlt_hpc.script  # noqa: F401  names a library that this Python lacks
+import tlt_hpc.common.script  # noqa: F401  names a library that this Python lacks
 
 # isort: split
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
 
 sys.exit(main())

@@ -14,12 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 from look import make_parser, open_run, show
 
-from tlt_hpc.analysis.acceptance import analyse_acceptance
+from tlt_hpc.look.analysis.acceptance import analyse_acceptance
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "How many tokens a target pass gave a sequence: by step, by live sequences, by strategy."
     ).parse_args(arguments)
     found = analyse_acceptance(open_run(options.run, options.last))
-    from tlt_hpc.figures.steps import draw_acceptance
+    from tlt_hpc.look.figures.steps import draw_acceptance
 
     show(options, "acceptance", found, draw_acceptance)
 

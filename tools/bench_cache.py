@@ -23,23 +23,23 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_hpc.bench.subject import Limits, Subject, make_engine, open_subject, roll_out
-from tlt_hpc.bench.workload import Workload, built_in_prompts
+from tlt_hpc.common.records import Stream
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.models.documents import attend_documents
-from tlt_hpc.records import Stream
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.leaving import Leaving
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import FeatureCache, FeatureCacheReader, FeatureCacheWriter
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.studies.bench.subject import Limits, Subject, make_engine, open_subject, roll_out
+from tlt_hpc.studies.bench.workload import Workload, built_in_prompts
 
 CPU = torch.device("cpu")
 SINKS = ("none", "synchronous", "asynchronous")

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import torch

@@ -19,7 +19,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import pyarrow as pa

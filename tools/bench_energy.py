@@ -17,15 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 
-from tlt_hpc.energy import rapl
-from tlt_hpc.energy.counter import Counter, NoCounterError
-from tlt_hpc.energy.nvml import Nvml
-from tlt_hpc.energy.rapl import Rapl
+from tlt_hpc.look.energy import rapl
+from tlt_hpc.look.energy.counter import Counter, NoCounterError
+from tlt_hpc.look.energy.nvml import Nvml
+from tlt_hpc.look.energy.rapl import Rapl
 
 _TIMES, _READINGS = 20, 1000
 _MADE = {"intel-rapl:0": "package-0", "intel-rapl:0:0": "dram", "intel-rapl:1": "package-1"}

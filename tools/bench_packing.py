@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL, DrafterSection
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
@@ -39,7 +40,6 @@ from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF

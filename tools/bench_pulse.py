@@ -26,12 +26,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 
-from tlt_hpc.launch.local import find_mpiexec, launch_environment
+from tlt_hpc.cluster.local import find_mpiexec, launch_environment
 
 TURNED_OVER_BYTES = 2**22
 SIGMA = 0.6

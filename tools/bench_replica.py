@@ -19,22 +19,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 import torch
 
+from tlt_hpc.cluster.local import find_mpiexec
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
-from tlt_hpc.launch.local import find_mpiexec
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.rl.distributed import join_process_group, leave_process_group, replica_sum
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings

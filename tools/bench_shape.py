@@ -21,22 +21,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 import torch
 from torch import Tensor
 
-from tlt_hpc.bench.bandwidth import read_bandwidth
-from tlt_hpc.bench.command import choose_device
-from tlt_hpc.bench.options import list_of
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.shape import ModelShape, shape_from
-from tlt_hpc.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.studies.bench.bandwidth import read_bandwidth
+from tlt_hpc.studies.bench.command import choose_device
+from tlt_hpc.studies.bench.options import list_of
 
 QWEN_7B = {
     "model_type": "qwen2",

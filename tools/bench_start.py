@@ -30,10 +30,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
-from tlt_hpc.launch.local import find_mpiexec, launch_environment
+from tlt_hpc.cluster.local import find_mpiexec, launch_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHED = "TLT_BENCH_LAUNCHED"
@@ -45,7 +45,7 @@ PARTS = {
     "join_process_group": "process group",
     "Policy": "DeepSpeed",
 }
-"""What job.py builds a run from, by the phase that it is."""
+"""What session.py builds a run from, by the phase that it is."""
 
 
 @dataclass
@@ -139,20 +139,20 @@ class Silent:
 def be_rank(job: str, overrides: Sequence[str], out: str) -> None:
     """One rank: the job's first step, with its parts replaced by timed ones."""
     watch = Watch(at=float(os.environ[LAUNCHED]))
-    from tlt_hpc import cli
+    from tlt_hpc.cli import main as cli
+    from tlt_hpc.cluster.local import given_job
     from tlt_hpc.config import load_config
-    from tlt_hpc.launch.local import given_job
 
     config = load_config(job, overrides, given_job(os.environ, job))
     options = cli.parse(["train", job, *overrides])
     watch.mark("Python")
-    from tlt_hpc import job as parts
-    from tlt_hpc import run as loop
+    from tlt_hpc import session as parts
+    from tlt_hpc import train as loop
+    from tlt_hpc.cluster.stopping import StopFlag
     from tlt_hpc.mpi.pulse import Pulse
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.rollout.engine import RolloutEngine
-    from tlt_hpc.stopping import StopFlag
 
     watch.mark("imports")
     World.connect()

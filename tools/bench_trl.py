@@ -27,12 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
+from tlt_hpc.cli.display import SilentReporter
+from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.config import Config, load_config
-from tlt_hpc.display import SilentReporter
-from tlt_hpc.launch.local import find_mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,7 +89,7 @@ def run_ours(options: argparse.Namespace) -> None:
     """One rank of the main job."""
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.run import run
+    from tlt_hpc.train import run
 
     world, watch = World.connect(), Watch()
     run(job_of(options.folder, options), world, watch)

@@ -19,20 +19,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 import torch
 
-from tlt_hpc.bench.subject import Limits, make_engine, open_subject, roll_out
-from tlt_hpc.bench.workload import Workload, built_in_prompts
+from tlt_hpc.common.records import Rollout, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.models.folder import find_model, load_policy_model
 from tlt_hpc.models.policy_model import PolicyModel, token_log_probs
-from tlt_hpc.records import Rollout, Stream
 from tlt_hpc.rl.batches import cut_micro_batches, pack
 from tlt_hpc.rollout.strategy import OFF
+from tlt_hpc.studies.bench.subject import Limits, make_engine, open_subject, roll_out
+from tlt_hpc.studies.bench.workload import Workload, built_in_prompts
 
 CPU = torch.device("cpu")
 

@@ -21,22 +21,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
-from tlt_hpc.bench.live_bytes import LiveBytes
+from tlt_hpc.cli.display import SilentReporter
 from tlt_hpc.config import Config, load_config
-from tlt_hpc.display import SilentReporter
-from tlt_hpc.job import Job, assemble, choose_device
-from tlt_hpc.memory_plan.parts import MemoryPlan, Situation, total
-from tlt_hpc.memory_plan.phases import plan_memory
 from tlt_hpc.mpi.world import World
+from tlt_hpc.plan.memory.parts import MemoryPlan, Situation, total
+from tlt_hpc.plan.memory.phases import plan_memory
+from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.gather import gather
-from tlt_hpc.run import finish_merge, start_merge
-from tlt_hpc.saving import begin_save, reserve_copy, resume
-from tlt_hpc.tail import end_features, roll_out, train_serially
-from tlt_hpc.update import update_policy
+from tlt_hpc.rl.update import update_policy
+from tlt_hpc.rollout_loop import end_features, roll_out, train_serially
+from tlt_hpc.session import Job, assemble, choose_device
+from tlt_hpc.studies.bench.live_bytes import LiveBytes
+from tlt_hpc.train import finish_merge, start_merge
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHORT = (
@@ -95,7 +95,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     rollouts, scores = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     with meter("update"):
         merges = start_merge(job, tail.decision)
-        update_policy(job, rollouts, scores)
+        update_policy(job.config, job.policy, rollouts, scores)
         if merges:
             finish_merge(job)
         job.load_policy(step + 1)
@@ -134,7 +134,7 @@ def main() -> int:
 
 def report(config: Config, world: World, peaks: dict[str, int], options: argparse.Namespace) -> int:
     """Print predicted against measured, of the rank that took most; the exit status."""
-    from tlt_hpc.memory_plan.shapes import find_shape
+    from tlt_hpc.plan.memory.shapes import find_shape
 
     all_peaks = world.allgather(peaks)
     device = choose_device(config, world).type

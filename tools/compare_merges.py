@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
@@ -41,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL, DrafterSection
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.drafting.spot import SpotTrainer
@@ -50,7 +51,6 @@ from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.leaving import FeatureSink
 from tlt_hpc.rollout.settings import EngineSettings

@@ -14,12 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 from look import make_parser, open_run, show
 
-from tlt_hpc.analysis.comparison import MOST_TOKENS, analyse_comparison
+from tlt_hpc.look.analysis.comparison import MOST_TOKENS, analyse_comparison
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     found = analyse_comparison([open_run(path, options.last) for path in options.run], options.tokens)
-    from tlt_hpc.figures.steps import draw_comparison
+    from tlt_hpc.look.figures.steps import draw_comparison
 
     show(options, "comparison", found, draw_comparison)
 

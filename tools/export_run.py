@@ -21,15 +21,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 from look import open_run
 
-from tlt_hpc.analysis.run_log import RunLog
-from tlt_hpc.analysis.trace import trace_events
-from tlt_hpc.errors import UserError
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.look.analysis.run_log import RunLog
+from tlt_hpc.look.analysis.trace import trace_events
 from tlt_hpc.storage.log_columns import Columns
 
 _KEY = ("seed", "stream", "draw", "sample")

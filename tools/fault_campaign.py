@@ -26,7 +26,7 @@ from typing import Any
 from fault_plan import VARIANTS, Fault, draw, variant_of
 from fault_verdict import KILL_AFTER_SECONDS, MOST_SECONDS, find_wrong, wrong_tracebacks
 
-from tlt_hpc.launch.local import find_mpiexec
+from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 

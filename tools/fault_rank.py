@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc import kept, replay, run, tail
+from tlt_hpc import rollout_loop as tail
+from tlt_hpc import train as run
 from tlt_hpc.checkpoint import save
-from tlt_hpc.cli import main
+from tlt_hpc.cli.main import main
+from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.launch.local import launched_rank
+from tlt_hpc.resume import kept, replay
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.storage import feature_writer

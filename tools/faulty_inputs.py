@@ -345,7 +345,7 @@ def read_config(folder: Path) -> str:
 
 def read_data(folder: Path, name: str) -> str:
     from tlt_hpc.config import load_config
-    from tlt_hpc.plan import read_assets
+    from tlt_hpc.plan.inputs import read_assets
 
     changes = [f"data.source={folder / name}", "reward.default=numeric"]
     prompts = read_assets(load_config(Path("jobs/tiny.toml"), changes), 2).prompts
@@ -415,7 +415,7 @@ def read_metrics(folder: Path) -> str:
 
 def read_finished(folder: Path) -> str:
     from tlt_hpc.config import load_saved_config
-    from tlt_hpc.finished import told_finished
+    from tlt_hpc.resume.finished import told_finished
 
     config = load_saved_config(folder / "run" / "config.toml")
     run = config.run.model_copy(update={"folder": str(folder), "name": "run"})

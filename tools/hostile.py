@@ -52,25 +52,25 @@ class Fault:
 
 
 def train(case: Case, out: Path) -> int:
-    from tlt_hpc import cli
+    from tlt_hpc.cli import main as cli
 
     return cli.main(["train", str(case.config), *case.overrides, "--dry-run"])
 
 
 def watch(case: Case, out: Path) -> int:
-    from tlt_hpc import cli
+    from tlt_hpc.cli import main as cli
 
     return cli.main(["watch", str(case.run), "--once"])
 
 
 def report(case: Case, out: Path) -> int:
-    from tlt_hpc import cli
+    from tlt_hpc.cli import main as cli
 
     return cli.main(["report", str(case.run), "--out", str(out / "report.html")])
 
 
 def evaluate(case: Case, out: Path) -> int:
-    from tlt_hpc import cli
+    from tlt_hpc.cli import main as cli
 
     return cli.main(["evaluate", str(case.run), str(case.config), *case.overrides, "--dry-run"])
 
@@ -91,9 +91,10 @@ COMMANDS: dict[str, Callable[[Case, Path], int]] = {
     command.__name__: command for command in (train, watch, report, evaluate, inspect, check)
 }
 _MODULES = (
-    "inspect_run", "tlt_hpc.cli", "tlt_hpc.live.command", "tlt_hpc.report.command", "tlt_hpc.figures.style",
-    "tlt_hpc.evaluate.command", "tlt_hpc.memory_plan.command", "tlt_hpc.plan", "tlt_hpc.tracking.trackers",
-    "tlt_hpc.models.drafter_file", "tlt_hpc.analysis.integrity", "tlt_hpc.storage.feature_file",
+    "inspect_run", "tlt_hpc.cli.main", "tlt_hpc.look.live.command", "tlt_hpc.look.report.command",
+    "tlt_hpc.look.figures.style", "tlt_hpc.evaluate.command", "tlt_hpc.plan.memory.command", "tlt_hpc.plan.inputs",
+    "tlt_hpc.look.tracking.trackers", "tlt_hpc.models.drafter_file", "tlt_hpc.look.analysis.integrity",
+    "tlt_hpc.storage.feature_file",
 )  # fmt: skip
 """Imported once, before the first child."""
 

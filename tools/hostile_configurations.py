@@ -427,7 +427,7 @@ def _data_folder(folder: Path, base_run: Path, source: random.Random) -> Case:
 
 def _model(folder: Path, base_run: Path, source: random.Random) -> Case:
     place, tree = folder / "model", base(folder)
-    shutil.copytree(Path(str(resources.files("tlt_hpc") / "assets" / "tiny")), place)
+    shutil.copytree(Path(str(resources.files("tlt_hpc") / "models" / "assets" / "tiny")), place)
     tree["model"]["path"] = str(place)
     pick = source.random()
     if pick < 0.3:

@@ -316,7 +316,7 @@ def foreign_program(run: Path, source: random.Random) -> None:
 
 def model_folder(run: Path, source: random.Random) -> None:
     shutil.rmtree(run)
-    shutil.copytree(ROOT / "tlt_hpc" / "assets" / "tiny", run)
+    shutil.copytree(ROOT / "tlt_hpc" / "models" / "assets" / "tiny", run)
 
 
 def parent_forbidden(run: Path, source: random.Random) -> None:

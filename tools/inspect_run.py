@@ -21,22 +21,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 from look import open_run, write_json
 
-from tlt_hpc.analysis.integrity import analyse_integrity, repair
-from tlt_hpc.errors import UserError
-from tlt_hpc.files import read_toml
-from tlt_hpc.records import MicroStepRecord, RolloutTiming
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.files import read_toml
+from tlt_hpc.common.records import MicroStepRecord, RolloutTiming
+from tlt_hpc.common.words import count
+from tlt_hpc.look.analysis.integrity import analyse_integrity, repair
 from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.no_run import no_run
 from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary
-from tlt_hpc.words import count
 
 HEADER = (
     "  step ranks responses    p50    p90    max  reward accept   idle_s harvested_s  share updates guarded\n"

@@ -14,12 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 from look import make_parser, open_run, show
 
-from tlt_hpc.analysis.learning import analyse_learning
+from tlt_hpc.look.analysis.learning import analyse_learning
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "Whether a run's policy learns: score, KL, entropy, gradients, lengths and evaluations over the steps."
     ).parse_args(arguments)
     found = analyse_learning(open_run(options.run, options.last))
-    from tlt_hpc.figures.steps import draw_learning
+    from tlt_hpc.look.figures.steps import draw_learning
 
     show(options, "learning", found, draw_learning)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 from look import make_parser, open_run, show
 
-from tlt_hpc.analysis.lengths import analyse_lengths
+from tlt_hpc.look.analysis.lengths import analyse_lengths
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "How long a run's responses are, by step and over all, and how many were cut at the cap."
     ).parse_args(arguments)
     found = analyse_lengths(open_run(options.run, options.last))
-    from tlt_hpc.figures.steps import draw_lengths
+    from tlt_hpc.look.figures.steps import draw_lengths
 
     show(options, "lengths", found, draw_lengths)
 

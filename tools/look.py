@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path[:1]:
     sys.path.insert(0, str(ROOT))
 
-from tlt_hpc.analysis.result import Analysis  # noqa: E402
-from tlt_hpc.analysis.run_log import RunLog  # noqa: E402
-from tlt_hpc.errors import UserError  # noqa: E402
+from tlt_hpc.common.errors import UserError  # noqa: E402
+from tlt_hpc.look.analysis.result import Analysis  # noqa: E402
+from tlt_hpc.look.analysis.run_log import RunLog  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ def print_to_errors(text: str) -> None:
 
 
 def _draw(name: str, found: Found, draw: Callable[[Found], Figure], folder: Path, theme: str) -> list[Path]:
-    from tlt_hpc.figures.style import THEMES, save, themed  # takes a second to import: not for --help
+    from tlt_hpc.look.figures.style import THEMES, save, themed  # takes a second to import: not for --help
 
     paths = []
     for each in THEMES if theme == "both" else (theme,):

@@ -1,4 +1,4 @@
-"""Writes the batch scripts in sbatch/ as tlt_hpc/launch/scripts.py describes them; edit there, then call this.
+"""Writes the batch scripts in sbatch/ as tlt_hpc/cluster/scripts.py describes them; edit there, then call this.
 
 python tools/make_batch_scripts.py
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
-from tlt_hpc.launch.batch import render
-from tlt_hpc.launch.scripts import SCRIPTS
+from tlt_hpc.cluster.batch import render
+from tlt_hpc.cluster.scripts import SCRIPTS
 
 FOLDER = Path(__file__).resolve().parent.parent / "sbatch"
 

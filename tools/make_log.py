@@ -21,17 +21,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
 from look import ROOT
 from numpy.typing import NDArray
 
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.records import (
+    PREFILL,
+    EngineSpans,
+    FinishReason,
+    MicroStepRecord,
+    PhaseSpan,
+    Rollout,
+    RolloutTiming,
+)
+from tlt_hpc.common.records import SampleKey as Key
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.errors import UserError
-from tlt_hpc.records import PREFILL, EngineSpans, FinishReason, MicroStepRecord, PhaseSpan, Rollout, RolloutTiming
-from tlt_hpc.records import SampleKey as Key
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 

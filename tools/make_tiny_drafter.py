@@ -1,7 +1,8 @@
 """Put a warm-up of the embedded model into the package: its drafter in half precision, its facts, and its log.
 
 tlt warmup jobs/tiny.toml
-python tools/make_tiny_drafter.py runs/tiny-warmup --output tlt_hpc/assets/tiny_drafter --log docs/tiny_drafter.md
+python tools/make_tiny_drafter.py runs/tiny-warmup --output tlt_hpc/models/assets/tiny_drafter \
+    --log docs/tiny_drafter.md
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 from safetensors.torch import load_file, save_file

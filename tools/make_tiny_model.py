@@ -1,6 +1,6 @@
 """Make the embedded default model: a 1.2 M-parameter Qwen2 that half knows how to find greatest common divisors.
 
-    python tools/make_tiny_model.py --output tlt_hpc/assets/tiny --log docs/tiny_model_log.md
+    python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log docs/tiny_model_log.md
 
 Supervised training on three styles (every subtraction written, several subtractions in one jump, a bare guess), so
 that reinforcement learning starts from an honest, improvable policy. Only problems of the ``supervised`` split are
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import torch
@@ -160,8 +160,8 @@ def main() -> None:
     lines = [
         "# How the embedded model was made",
         "",
-        f"`python tools/make_tiny_model.py --output tlt_hpc/assets/tiny --log {arguments.log} --steps {arguments.steps}"
-        f" --tokens-per-step {arguments.tokens_per_step} --seed {arguments.seed}`",
+        f"`python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log {arguments.log}"
+        f" --steps {arguments.steps} --tokens-per-step {arguments.tokens_per_step} --seed {arguments.seed}`",
         "",
         f"torch {torch.__version__}, {platform.machine()}, {arguments.threads} threads,"
         f" {sum(p.numel() for p in model.parameters()):,} parameters, {time.strftime('%Y-%m-%d')}.",

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
@@ -35,10 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_hpc.bench.command import choose_device
-from tlt_hpc.bench.subject import Limits, Subject, open_subject, roll_out
-from tlt_hpc.bench.subject import make_engine as make_subjects_engine
-from tlt_hpc.bench.workload import Workload, built_in_prompts
+from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.kernels.graphs import GraphPool
@@ -47,7 +44,6 @@ from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.rollout.chooser import ChooserKind
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -57,6 +53,10 @@ from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule, choose
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named
+from tlt_hpc.studies.bench.command import choose_device
+from tlt_hpc.studies.bench.subject import Limits, Subject, open_subject, roll_out
+from tlt_hpc.studies.bench.subject import make_engine as make_subjects_engine
+from tlt_hpc.studies.bench.workload import Workload, built_in_prompts
 
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
 CPU = torch.device("cpu")

@@ -15,13 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 import torch
 from prove_exactness import CPU, Way, make_engine, requests
 
-from tlt_hpc.records import Request, SampleKey, Stream
+from tlt_hpc.common.records import Request, SampleKey, Stream
 from tlt_hpc.rollout.cost_profile import write_profile
 from tlt_hpc.rollout.decisions import RandomChooser
 from tlt_hpc.rollout.engine import RolloutEngine

@@ -14,19 +14,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 from look import make_parser, open_run, show
 
-from tlt_hpc.analysis.throughput import analyse_throughput
+from tlt_hpc.look.analysis.throughput import analyse_throughput
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the verdict and write the figure."""
     options = make_parser("Where a run's seconds go, and how many tokens a second they give.").parse_args(arguments)
     found = analyse_throughput(open_run(options.run, options.last))
-    from tlt_hpc.figures.steps import draw_throughput
+    from tlt_hpc.look.figures.steps import draw_throughput
 
     show(options, "throughput", found, draw_throughput)
 

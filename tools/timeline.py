@@ -14,12 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 from look import make_parser, open_run, show
 
-from tlt_hpc.analysis.timeline import analyse_timeline
+from tlt_hpc.look.analysis.timeline import analyse_timeline
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=int, help="default: the last one with the logs of all its ranks")
     options = parser.parse_args(arguments)
     found = analyse_timeline(open_run(options.run, options.last), options.step)
-    from tlt_hpc.figures.timeline import draw_timeline
+    from tlt_hpc.look.figures.timeline import draw_timeline
 
     show(options, f"timeline-{found.step:06d}" if options.step is not None else "timeline", found, draw_timeline)
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.script import ending
+from tlt_hpc.common.script import ending
 
 # isort: split
 from tlt_hpc.config import ConfigError, check_ranks, load_config
-from tlt_hpc.memory_plan.limits import Limits, node_bytes
-from tlt_hpc.memory_plan.options import GPU_GB
-from tlt_hpc.memory_plan.parts import Situation
-from tlt_hpc.memory_plan.phases import plan_memory
-from tlt_hpc.memory_plan.search import cheapest_fit
-from tlt_hpc.memory_plan.shapes import find_shape
+from tlt_hpc.plan.memory.limits import Limits, node_bytes
+from tlt_hpc.plan.memory.options import GPU_GB
+from tlt_hpc.plan.memory.parts import Situation
+from tlt_hpc.plan.memory.phases import plan_memory
+from tlt_hpc.plan.memory.search import cheapest_fit
+from tlt_hpc.plan.memory.shapes import find_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9

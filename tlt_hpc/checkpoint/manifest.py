@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tlt_hpc.common.files import LINES_BYTES, open_regular, read_bytes
 from tlt_hpc.config import UserError
-from tlt_hpc.files import LINES_BYTES, open_regular, read_bytes
 from tlt_hpc.models.piece import Cut
 from tlt_hpc.storage.folder import sync
 

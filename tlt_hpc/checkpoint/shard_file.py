@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tlt_hpc.watch.beat import BEAT
+from tlt_hpc.cluster.watch.beat import BEAT
 
 DTYPE_NAMES = {
     torch.float64: "F64",

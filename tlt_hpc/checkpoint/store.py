@@ -27,8 +27,8 @@ from tlt_hpc.checkpoint.host_copy import HostCopy
 from tlt_hpc.checkpoint.host_room import check_room
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_checkpoint
 from tlt_hpc.checkpoint.save import Held, Save, clear_leftovers, found_in, part_of
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.models.piece import Piece
-from tlt_hpc.watch.beat import BEAT
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World

@@ -17,7 +17,7 @@ from tlt_hpc.config.base import (
     Weight,
     zero_or_from,
 )
-from tlt_hpc.recipes import (
+from tlt_hpc.config.recipes import (
     AdvantageName,
     AggregationName,
     AlgorithmName,

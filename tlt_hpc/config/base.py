@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from tlt_hpc.errors import UserError as UserError
+from tlt_hpc.common.errors import UserError as UserError
 
 MAX_COUNT = 2**31 - 1
 """Of ranks, steps, prompts and tokens: MPI and the logs count them in 32 bits."""

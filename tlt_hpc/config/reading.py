@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tlt_hpc.common.files import TOML_BYTES, DamagedText, NotTomlError, parse_toml, read_bytes, toml_of
 from tlt_hpc.config.base import ConfigError
 from tlt_hpc.config.whole import Config, check_combinations, find_combinations
-from tlt_hpc.files import TOML_BYTES, DamagedText, NotTomlError, parse_toml, read_bytes, toml_of
 
 _REMEDIES = {
     "too_short": "give a list of one or more",

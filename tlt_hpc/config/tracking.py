@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.config.base import Label, Section, SomeLabel
 
 
@@ -21,3 +23,20 @@ class TrackingSection(Section):
     """Of Weights & Biases; empty: none."""
     name: Label = ""
     """What the run is called there; empty: ``run.name``."""
+
+
+def asked_for(section: TrackingSection) -> dict[str, str]:
+    """The trackers that are asked for, by the key that does."""
+    found = {"tensorboard": "tracking.tensorboard = true"} if section.tensorboard else {}
+    return found | ({"wandb": f"tracking.wandb = {section.wandb!r}"} if section.wandb != "off" else {})
+
+
+def check_installed(section: TrackingSection) -> None:
+    """Refuse to begin without a package that is asked for; nothing is imported.
+
+    Raises:
+        UserError: with the command that installs it.
+    """
+    for package, key in asked_for(section).items():
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"{key} needs the package {package!r}, which is not installed; pip install {package}")

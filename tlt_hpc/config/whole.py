@@ -29,8 +29,8 @@ from tlt_hpc.config.base import (
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
 from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
 from tlt_hpc.config.evaluation import EvaluationSection, check_evaluation
+from tlt_hpc.config.recipes import CORRECTION_BOUNDS, GROUP_ADVANTAGES
 from tlt_hpc.config.tracking import TrackingSection
-from tlt_hpc.recipes import CORRECTION_BOUNDS, GROUP_ADVANTAGES
 
 EMBEDDED_MODEL = "embedded:tiny"
 

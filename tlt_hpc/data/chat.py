@@ -15,10 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.common.files import read_bytes
+from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError, DataSection
 from tlt_hpc.data import rendering
-from tlt_hpc.files import read_bytes
-from tlt_hpc.records import ChatFormat
 
 Message = Mapping[str, Any]
 _MOST_BYTES = 2**20

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from tlt_hpc.common.files import DamagedText, read_json, told
 from tlt_hpc.config import ConfigError
-from tlt_hpc.files import DamagedText, read_json, told
 
 FILE = "data.json"
 _STRICTER = {("drop", "error"), ("skip", "error")}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
+from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError
-from tlt_hpc.records import Prompt
 
 _SHARE = 5
 

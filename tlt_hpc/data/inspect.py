@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.common.records import Prompt
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
-from tlt_hpc.records import Prompt
 
 SHOWN_ROWS = 20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tlt_hpc.common.records import Prompt
 from tlt_hpc.data.prompts import PromptSource
-from tlt_hpc.records import Prompt
 
 Once = Callable[[Callable[[], Any]], Any]
 """Calls a function on the node's first rank, and returns on all of them what it returned there."""

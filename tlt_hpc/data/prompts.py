@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, DataSection
 from tlt_hpc.data.chat import read_template
 from tlt_hpc.data.curriculum import CurriculumOrder, RowFacts
@@ -23,7 +24,6 @@ from tlt_hpc.data.reader import OverlongError, PromptReader, encode
 from tlt_hpc.data.refill import Refills
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.data.schema import difficulty_of, wanted_columns
-from tlt_hpc.records import ChatFormat, Prompt
 
 CHECKED_ROWS = 10_000
 """Rows that are read before a run starts, those that it draws first: a second or two on one core."""

@@ -8,11 +8,11 @@ import json
 import numpy as np
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, DataSection
 from tlt_hpc.data.chat import ChatError, ChatTemplate, Message
 from tlt_hpc.data.rows import RowError, Rows
 from tlt_hpc.data.schema import Messages, choose_columns, take_apart
-from tlt_hpc.records import Prompt
 
 
 class OverlongError(RowError):

@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.records import MicroStepRecord
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.average import WeightAverage
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
@@ -29,9 +31,7 @@ from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import TOKEN_IDS, make_drafter
 from tlt_hpc.models.eagle3 import Eagle3
-from tlt_hpc.records import MicroStepRecord
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.watch.beat import BEAT
 
 logger = logging.getLogger(__name__)
 

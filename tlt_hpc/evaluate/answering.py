@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.records import Prompt, Request, Rollout, SampleKey
 from tlt_hpc.config import UserError
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.requests import Wanted
-from tlt_hpc.job import hidden_files
 from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import Prompt, Request, Rollout, SampleKey
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.session import hidden_files
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 
 PIECE_RESPONSES = 64

@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.cluster.watch.last import warn_of_last
+from tlt_hpc.common.records import SampleKey
+from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError, to_toml
+from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response
 from tlt_hpc.evaluate.answering import Means, answer
 from tlt_hpc.evaluate.folder import EvaluationFolder, add_json_line, has_json_line, write_json
 from tlt_hpc.evaluate.metrics import to_json
@@ -23,23 +28,18 @@ from tlt_hpc.evaluate.parts import (
     open_drafter,
     read_assets,
 )
-from tlt_hpc.evaluate.requests import Wanted, longest_response, wanted_responses
-from tlt_hpc.evaluate.sets import EvaluationSets
+from tlt_hpc.evaluate.requests import Wanted, wanted_responses
 from tlt_hpc.evaluate.subject import Subject, config_for, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results, tally
-from tlt_hpc.job import make_decoder, make_pulse, make_replica, open_bench
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.owner import claim_owner
-from tlt_hpc.records import SampleKey
 from tlt_hpc.rewards.standing import without_form
+from tlt_hpc.session import make_decoder, make_pulse, make_replica, open_bench
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import make_folder
-from tlt_hpc.watch.beat import BEAT, Phase
-from tlt_hpc.watch.last import warn_of_last
-from tlt_hpc.words import count
 
 
 class EvaluationReporter(Protocol):

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, read_json, read_text, told
+from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import ConfigError
-from tlt_hpc.files import LINES_BYTES, DamagedText, read_json, read_text, told
-from tlt_hpc.records import SampleKey
 from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses, write_responses
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.hdf5 import DamagedFile

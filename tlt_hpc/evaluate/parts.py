@@ -5,32 +5,29 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.common.records import Request, Stream
 from tlt_hpc.config import Config, ConfigError, check_replicas
+from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response
 from tlt_hpc.data.jsonl import digest_of
 from tlt_hpc.evaluate.folder import WEIGHTS
-from tlt_hpc.evaluate.requests import Wanted, longest_response, sampling_params
-from tlt_hpc.evaluate.sets import EvaluationSets, open_sets
-from tlt_hpc.job import engine_settings, make_engine, unit_of
+from tlt_hpc.evaluate.requests import Wanted, sampling_params
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, make_drafter
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape, read_shape
-from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan import ModelAssets, check_division
-from tlt_hpc.records import Request, Stream
-from tlt_hpc.rewards.functions import check_function
+from tlt_hpc.plan.inputs import ModelAssets, check_division, open_checked_sets
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.session import engine_settings, make_engine, unit_of
 
 _CALIBRATION_RESPONSES = 8
 # of [reward]: what a verdict depends on
@@ -59,28 +56,6 @@ def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, Evaluation
     tokenizer = load_tokenizer(folder)
     sets = open_checked_sets(config, folder, shape, tokenizer)
     return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets
-
-
-def open_checked_sets(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> EvaluationSets:
-    """The data sets, held against the model and the reward.
-
-    Raises:
-        ValueError: as ``open_sets``, or a response of full length would not fit the model.
-    """
-    if config.reward.function:
-        try:
-            check_function(config.reward.function)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    sets = open_sets(config, tokenizer, read_chat_format(folder))
-    total = sets.longest_prompt + longest_response(config)
-    if total > shape.max_positions:
-        raise ConfigError(
-            f"the longest prompt's {sets.longest_prompt} tokens and a response of {longest_response(config)} exceed "
-            f"the model's {shape.max_positions} positions; set evaluation.max_new_tokens = "
-            f"{max(1, shape.max_positions - sets.longest_prompt)} or less"
-        )
-    return sets
 
 
 def check_same_sets(sets: EvaluationSets, world: World) -> None:

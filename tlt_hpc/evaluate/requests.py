@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import Config
-from tlt_hpc.evaluate.sets import EvaluationSets
-from tlt_hpc.records import Prompt, Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,6 @@ def _keys(config: Config, step: int, row: int) -> Iterator[SampleKey]:
     evaluation = config.evaluation
     for sample in range(0 if evaluation.greedy else 1, evaluation.samples + 1):
         yield SampleKey(evaluation.seed, Stream.EVALUATION, step, row, sample)
-
-
-def longest_response(config: Config) -> int:
-    """Most tokens of a response."""
-    return config.evaluation.max_new_tokens or config.rollout.max_new_tokens
 
 
 def sampling_params(config: Config) -> SamplingParams:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.records import FinishReason, SampleKey
+from tlt_hpc.data.evaluation_sets import EvaluationSets
 from tlt_hpc.evaluate.figures import Figures, Judged, PromptAnswers, figures_of
 from tlt_hpc.evaluate.metrics import metrics_of
 from tlt_hpc.evaluate.requests import Wanted
-from tlt_hpc.evaluate.sets import EvaluationSets
 from tlt_hpc.evaluate.votes import VOTING_KINDS, Ballot, Pair, count_votes
-from tlt_hpc.records import FinishReason, SampleKey
 from tlt_hpc.rewards.answer import Answer
 from tlt_hpc.rewards.judge import SAME_MATH
 from tlt_hpc.rewards.scorer import Bench

@@ -11,22 +11,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import UserError
+from tlt_hpc.data.evaluation_sets import EvaluationSets
 from tlt_hpc.evaluate.answering import Means, answer
 from tlt_hpc.evaluate.command import complete, count_missing, report
 from tlt_hpc.evaluate.folder import EvaluationFolder, changed_facts
-from tlt_hpc.evaluate.parts import check_same_sets, facts_of, open_checked_sets
+from tlt_hpc.evaluate.parts import check_same_sets, facts_of
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
-from tlt_hpc.evaluate.sets import EvaluationSets
 from tlt_hpc.evaluate.subject import fingerprint_of, step_folder
 from tlt_hpc.evaluate.tally import tally
-from tlt_hpc.job import Job, open_bench
 from tlt_hpc.models.folder import find_model
 from tlt_hpc.mpi.roster import Roster
-from tlt_hpc.records import SampleKey
+from tlt_hpc.plan.inputs import open_checked_sets
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rewards.standing import without_form
-from tlt_hpc.watch.beat import BEAT, Phase
+from tlt_hpc.session import Job, open_bench
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.layers import Attend, LayerWeights, run_layers, transformer_layer
 from tlt_hpc.models.linear import Linear, Norm, refill
@@ -19,7 +20,6 @@ from tlt_hpc.models.piece import TAKE_CONFIG, Cut
 from tlt_hpc.models.rotary import SPARE_POSITIONS, in_pairs, rotary_table
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
-from tlt_hpc.watch.beat import BEAT
 
 _HEAD_ROWS = 2048
 """Of the head, that are in float64 at once: all would take twice the memory of a wide vocabulary's weights."""

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.common.files import read_bytes, told
 from tlt_hpc.config import UserError
-from tlt_hpc.files import read_bytes, told
 
 _MOST_BYTES = 2**28
 """Of a file of text; the longest, tokenizers, have 30 MB."""

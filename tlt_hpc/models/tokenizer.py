@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.json_file import read_json, read_text
-from tlt_hpc.records import ChatFormat
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Those that transformers hands to a template by name."""
@@ -35,7 +35,7 @@ def find_model(path: str) -> Path:
 
 def embedded(name: str) -> Path:
     """A folder of the package's own data."""
-    return Path(str(resources.files("tlt_hpc") / "assets" / name))
+    return Path(str(resources.files("tlt_hpc") / "models" / "assets" / name))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

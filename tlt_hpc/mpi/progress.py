@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.watch.beat import BEAT
 
 FIRST_PAUSE_SECONDS = 50e-6
 LONGEST_PAUSE_SECONDS = 2e-3

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.mpi.exchange import Exchange
 from tlt_hpc.mpi.progress import IPROBE_EVERY_SECONDS, LONGEST_STRETCH, ProgressThread
 from tlt_hpc.mpi.roster import Heard, Roster, State, Status
 from tlt_hpc.mpi.shared import Records
-from tlt_hpc.watch.beat import BEAT
 
 BUSY_SECONDS = 50e-3
 """From one look of a rank that decodes to its next, in a run, where it has a core: rounds of a small model take a few

@@ -15,13 +15,13 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.cluster.stopping import Stop, StopFlag
+from tlt_hpc.cluster.watch.beat import BEAT, Member
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.progress import wait
 from tlt_hpc.mpi.shared import forget_names
-from tlt_hpc.stopping import Stop, StopFlag
-from tlt_hpc.watch.beat import BEAT, Member
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.config import UserError
 from tlt_hpc.rewards.answer import MOST_CHARACTERS, Answer, Failure, Settings, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.watch.beat import BEAT
 
 _PASSED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH", "LD_PRELOAD",

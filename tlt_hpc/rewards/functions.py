@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.files import read_bytes
+from tlt_hpc.common.files import read_bytes
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
 RewardFunction = Callable[..., Any]

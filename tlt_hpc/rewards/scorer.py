@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import RewardSection
-from tlt_hpc.records import Prompt, Rollout, SampleKey
 from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
 from tlt_hpc.rewards.client import RewardClient
 from tlt_hpc.rewards.judge import judge, kind_for, needs_worker

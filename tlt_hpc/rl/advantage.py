@@ -10,7 +10,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.recipes import AdvantageName
+from tlt_hpc.config.recipes import AdvantageName
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as verl does."""

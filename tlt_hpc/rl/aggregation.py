@@ -12,7 +12,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.recipes import AggregationName
+from tlt_hpc.config.recipes import AggregationName
 
 
 def token_weights(lengths: Sequence[int], kind: AggregationName, norm_length: int) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from heapq import heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.records import Rollout
+from tlt_hpc.common.records import Rollout
 
 Indices = tuple[int, ...]
 """Places of samples in the step; empty for a micro-batch that only keeps pace with the other ranks."""

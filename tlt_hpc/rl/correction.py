@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tlt_hpc.recipes import Correction
+from tlt_hpc.config.recipes import Correction
 from tlt_hpc.rl.loss import LARGEST_LOG_RATIO
 
 

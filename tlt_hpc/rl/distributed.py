@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.models.sequence_parallel import SequenceGroup
-from tlt_hpc.watch.beat import BEAT, Phase
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_hpc.common.records import Rollout
 from tlt_hpc.mpi.world import World
-from tlt_hpc.records import Rollout
 
 
 def gather(

@@ -9,7 +9,7 @@ from typing import assert_never
 
 import torch
 
-from tlt_hpc.recipes import KLName, LossName
+from tlt_hpc.config.recipes import KLName, LossName
 
 LARGEST_LOG_RATIO = 20.0
 """Log-ratios are clamped here, so that one wild token gives a large loss and not an infinite one (as verl does)."""

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.models.policy_model import PolicyModel
-from tlt_hpc.records import Rollout
 from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.correction import correction_weights, mismatch_terms
@@ -28,7 +29,6 @@ from tlt_hpc.rl.distributed import join_sequence_group
 from tlt_hpc.rl.engine import start_engine
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
 from tlt_hpc.rl.reference import Reference
-from tlt_hpc.watch.beat import BEAT
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World

@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
-from tlt_hpc.files import read_bytes
+from tlt_hpc.common.files import read_bytes
 from tlt_hpc.rollout.decisions import Agree, own
 from tlt_hpc.rollout.strategy import OFF, Strategy
 

@@ -16,9 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.records import (
+from tlt_hpc.common.records import (
     NO_SPANS,
     PREFILL,
     EngineSpans,
@@ -28,6 +26,8 @@ from tlt_hpc.records import (
     SampleKey,
     SamplingParams,
 )
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.chooser import make_chooser
 from tlt_hpc.rollout.cost_profile import ONE_RANK, CostProfile, Node, load_or_measure
 from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions, own

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels.gumbel import gumbel_noise
-from tlt_hpc.records import SampleKey
 from tlt_hpc.rollout.transfer import upload
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

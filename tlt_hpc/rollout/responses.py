@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.records import Request, SampleKey, SamplingParams
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.stops import StopStrings
 

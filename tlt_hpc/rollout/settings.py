@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlt_hpc.common.records import Request, SamplingParams
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.ngram import ORDERS
-from tlt_hpc.records import Request, SamplingParams
 from tlt_hpc.rollout.chooser import ChooserKind
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.strategy import OFF, Strategy

@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 
-from tlt_hpc.records import EngineSpans
+from tlt_hpc.common.records import EngineSpans
 
 
 class SpanLog:

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tlt_hpc.common.files import DamagedText, read_json, told
 from tlt_hpc.config import UserError
-from tlt_hpc.files import DamagedText, read_json, told
 from tlt_hpc.storage.folder import writing_beside
 
 FACTS_FILE = "facts.json"

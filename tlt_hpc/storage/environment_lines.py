@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tlt_hpc.files import LINES_BYTES, Count, DamagedText, parse_json, read_bytes, told
+from tlt_hpc.common.files import LINES_BYTES, Count, DamagedText, parse_json, read_bytes, told
 from tlt_hpc.storage.folder import WriteError
 
 

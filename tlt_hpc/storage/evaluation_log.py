@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.records import FinishReason, SampleKey
+from tlt_hpc.common.records import FinishReason, SampleKey
 from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_array, replacing
 
 KIND = FileKind("evaluation log", schema=1, remedy="delete it, and its responses are generated again")

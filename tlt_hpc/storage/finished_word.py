@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tlt_hpc.errors import UserError
-from tlt_hpc.files import Count, DamagedText, read_json, told
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.files import Count, DamagedText, read_json, told
 from tlt_hpc.storage.folder import writing_beside
 
 

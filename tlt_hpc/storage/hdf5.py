@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.files import open_regular, told
+from tlt_hpc.common.files import open_regular, told
 from tlt_hpc.storage.folder import WriteError, writing_beside
 
 # HDF5 reads it once, at import. Where h5py was imported before us this comes too late and does no harm: our files go

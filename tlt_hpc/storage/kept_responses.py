@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_hpc.records import Rollout
+from tlt_hpc.common.records import Rollout
 from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, get_text, put_attributes, replacing
 from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.storage.hdf5 import Group, put_array
 
 KEY_COLUMNS = ("seed", "stream", "step", "draw", "sample")

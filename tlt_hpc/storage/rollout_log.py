@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.records import NO_SPANS, EngineSpans, MicroStepRecord, PhaseSpan, Rollout, RolloutTiming
+from tlt_hpc.common.records import NO_SPANS, EngineSpans, MicroStepRecord, PhaseSpan, Rollout, RolloutTiming
 from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, put_array, put_attributes, replacing
 from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
 

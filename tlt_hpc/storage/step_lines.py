@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.errors import UserError
-from tlt_hpc.files import LINES_BYTES, DamagedText, parse_object, read_bytes, told
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, told
 from tlt_hpc.storage.folder import writing_beside
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,84 @@
+"""``tlt data inspect``: what a data set holds, as a table. One process, without MPI and without torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tlt_hpc.common.console import TextConsole, watched
+from tlt_hpc.common.words import count
+from tlt_hpc.config import EMBEDDED_MODEL, EMBEDDED_TASK, Config, ConfigError, apply_override, load_config, parse_config
+from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
+from tlt_hpc.data.prompts import open_reader
+from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
+
+_COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
+
+
+def run(file: str, model: str | None, overrides: Sequence[str]) -> int:
+    """Read every row of ``file``, print what there is; the exit status: 1 where rows are broken.
+
+    Raises:
+        ValueError: no such file, no such column, no such model.
+    """
+    is_job = file.endswith(".toml")
+    config = load_config(file, overrides) if is_job else _config_of(file, overrides)
+    if config.data.source == EMBEDDED_TASK:
+        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems anew at every step; give a file, folder or task")
+    folder = find_model(model or config.model.path) if model or is_job else None
+    tokenizer = load_tokenizer(folder) if folder else None
+    reader = open_reader(config.data, config.run.seed, tokenizer, read_chat_format(folder) if folder else None)
+    found = inspect(reader, config.data.max_prompt_tokens, watched)
+    console = TextConsole(width=None if sys.stdout.isatty() else 140)
+    _print(console, config, found, tokenizer is not None)
+    return 1 if found.num_broken else 0
+
+
+def _config_of(file: str, overrides: Sequence[str]) -> Config:
+    """A configuration of which only the data matters."""
+    tree: dict[str, Any] = {
+        "run": {"name": "inspect", "num_steps": 1},
+        "model": {"path": EMBEDDED_MODEL},
+        "data": {"source": file},
+        "rollout": {"prompts_per_step": 1, "group_size": 2, "max_new_tokens": 1},
+    }
+    for override in overrides:
+        apply_override(tree, override if "." in override.partition("=")[0] else f"data.{override}")
+    return parse_config(tree)
+
+
+def _print(console: Console, config: Config, found: Inspection, has_tokens: bool) -> None:
+    title = f"{config.data.source_name}: {count(found.num_rows, 'row')}, {found.num_broken:,} broken"
+    table = Table(title=title)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "data_source" else "right")
+    for counts in found.sources:
+        table.add_row(*_cells(counts, has_tokens))
+    console.print(table)
+    limit = config.data.max_prompt_tokens
+    if has_tokens:
+        num_overlong = sum(counts.num_overlong for counts in found.sources)
+        console.print(f"prompts over data.max_prompt_tokens = {limit}: {num_overlong:,}")
+    else:
+        console.print("no tokens counted: give --model FOLDER")
+    for error in found.broken:
+        console.print(str(error), style="red", soft_wrap=True)
+    if found.num_broken > len(found.broken):
+        console.print(f"... and {found.num_broken - len(found.broken):,} more broken rows")
+
+
+def _cells(counts: SourceCounts, has_tokens: bool) -> tuple[str, ...]:
+    lengths = np.quantile(counts.lengths, (0, 0.5, 0.95, 1), method="nearest") if has_tokens else ()
+    tokens = (*(f"{length:.0f}" for length in lengths), f"{counts.num_overlong:,}") if has_tokens else ("-",) * 5
+    return (
+        counts.source,
+        f"{len(counts.lengths):,}",
+        *tokens,
+        f"{counts.num_repeated:,}",
+        f"{counts.num_unanswered:,}",
+    )

@@ -1,0 +1,161 @@
+"""What a user sees of an evaluation: how far it is, and the table at its end. Reads, never decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tlt_hpc.cli.display import make_console
+from tlt_hpc.common.console import make_bar, start_escaped
+from tlt_hpc.common.words import count
+from tlt_hpc.evaluate.command import EvaluationReporter, EvaluationResult
+from tlt_hpc.evaluate.figures import Estimate, Figures
+from tlt_hpc.evaluate.tally import Results
+from tlt_hpc.mpi.roster import Roster
+
+_LINE_SECONDS = 15.0
+"""Between lines on how far it is, where there is no bar."""
+
+
+class SilentEvaluationReporter:
+    """Shows nothing: every rank but the first."""
+
+    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None: ...
+
+    def answering(self, roster: Roster) -> None: ...
+
+    def counting(self) -> None: ...
+
+
+class EvaluationLines(SilentEvaluationReporter):
+    """A line now and then, for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._total, self._shown_at = console, 0, time.monotonic()
+
+    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None:
+        self._total = num_responses
+        note = f", {num_done:,} of them there already" if num_done else ""
+        self._console.print(f"{name}: {count(num_responses, 'response')}{note}; {folder}", soft_wrap=True)
+        if warning:
+            self._console.print(f"left out: {warning}", soft_wrap=True)
+
+    def answering(self, roster: Roster) -> None:
+        if roster.round and time.monotonic() - self._shown_at >= _LINE_SECONDS:
+            self._shown_at = time.monotonic()
+            done, tokens = _progress(roster, self._total)
+            self._console.print(f"responses: {done:,} of {self._total:,}, {count(tokens, 'token')}")
+
+
+class EvaluationBar(SilentEvaluationReporter):
+    """A progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        self._bar = make_bar(console, "figures")
+        self._task = self._bar.add_task("", total=None, figures="")
+        self._total = 0
+
+    def __enter__(self) -> EvaluationBar:
+        start_escaped(self._bar)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None:
+        self._total = num_responses
+        self._bar.console.print(f"{name}; {folder}", soft_wrap=True)
+        if warning:
+            self._bar.console.print(f"left out: {warning}", soft_wrap=True)
+        self._bar.update(self._task, description="responses", total=num_responses, completed=num_done)
+
+    def answering(self, roster: Roster) -> None:
+        if roster.round:
+            done, tokens = _progress(roster, self._total)
+            self._bar.update(self._task, completed=done, figures=f"{count(tokens, 'token')}")
+
+    def counting(self) -> None:
+        self._bar.update(self._task, description="counting votes", completed=self._total)
+
+
+def _progress(roster: Roster, total: int) -> tuple[int, int]:
+    """Responses that are there, and tokens of this start."""
+    left = sum(status.sequences_left for status in roster.statuses)
+    return total - left, sum(status.tokens for status in roster.statuses)
+
+
+@contextmanager
+def make_evaluation_reporter(shows: bool) -> Iterator[EvaluationReporter]:
+    """The reporter of an evaluation for this rank and its output."""
+    if not shows:
+        yield SilentEvaluationReporter()
+        return
+    console = make_console()
+    if not console.is_terminal:
+        yield EvaluationLines(console)
+        return
+    with EvaluationBar(console) as reporter:
+        yield reporter
+
+
+def print_evaluation(result: EvaluationResult) -> None:
+    """The table of an evaluation, or how to go on with it."""
+    console = make_console()
+    if result.results is None:
+        console.print(
+            f"stopped early ({result.reason}), {count(result.num_left, 'response')} left; the same command goes on "
+            f"from {result.folder}",
+            soft_wrap=True,
+        )
+        return
+    console.print(table_of(result.name, result.results))
+    made = f"finished: {count(result.num_generated, 'response')} made in {result.seconds:.0f} s"
+    done = made if result.num_generated else "already finished"
+    console.print(
+        f"{done}; {count(result.results.num_responses, 'response')}, {count(result.results.num_tokens, 'token')}, "
+        f"accept length {result.results.accept_length:.2f}; written to {result.folder}",
+        soft_wrap=True,
+    )
+    if result.results.failures:
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(result.results.failures.items()))
+        console.print(f"not judged, and wrong therefore: {counts}", soft_wrap=True)
+
+
+def table_of(name: str, results: Results) -> Table:
+    """Accuracies in percent with their standard errors over prompts, a row for each set and source."""
+    table = Table(title=f"{name}: accuracy in %, ± standard error over prompts", box=None, header_style="bold")
+    table.add_column("data")
+    rows = {group: cells_of(figures) for group, figures in results.figures.items()}
+    columns = [column for column in next(iter(rows.values())) if any(row[column] for row in rows.values())]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for group, row in rows.items():
+        table.add_row(group, *(row[column] or "-" for column in columns))
+    return table
+
+
+def cells_of(figures: Figures) -> dict[str, str]:
+    """A row by its columns; empty where there is no such figure."""
+    unanswered = figures.unanswered_share
+    return {
+        "prompts": f"{figures.num_prompts:,}",
+        "greedy": _percent(figures.greedy),
+        f"mean@{figures.num_samples}": _percent(figures.mean),
+        **{f"pass@{k}": _percent(value) for k, value in figures.pass_at.items()},
+        f"maj@{figures.num_samples}": _percent(figures.majority),
+        "length": f"{figures.mean_length:,.0f}",
+        "cut %": f"{100 * figures.cut_share:.1f}",
+        "none %": "" if unanswered is None else f"{100 * unanswered:.1f}",
+    }
+
+
+def _percent(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return ""
+    error = "" if estimate.error is None else f"±{100 * estimate.error:.1f}"
+    return f"{100 * estimate.value:.1f}{error}"

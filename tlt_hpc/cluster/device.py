@@ -1,0 +1,68 @@
+"""Gives each rank of a node a GPU of its own, before anything asks CUDA what there is. Knows no torch."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping, MutableMapping
+
+from tlt_hpc.config import UserError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARED = "TLT_SHARE_GPUS"
+"""Set to 1 it lets ranks share a GPU, as small models can."""
+# The MPI library's own first: mpiexec within an allocation sees the batch script's SLURM_LOCALID on every rank.
+_LOCAL_RANK_VARIABLES = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+)
+GIVEN = "TLT_GPU"
+"""Where a rank that was left with one GPU finds its name; session.py reads it."""
+_NONE = ("", "NoDevFiles", "-1")
+"""What stands there where a job has no GPU."""
+
+logger = logging.getLogger(__name__)
+
+
+def local_rank(environment: Mapping[str, str]) -> int | None:
+    """This rank's number on its node, by its launcher's variables; None where none says."""
+    for name in _LOCAL_RANK_VARIABLES:
+        if name in environment:
+            return int(environment[name])
+    # a batch script has it too, but only a step (srun) has ranks
+    return int(environment["SLURM_LOCALID"]) if "SLURM_STEP_ID" in environment else None
+
+
+def visible_devices(environment: Mapping[str, str]) -> list[str]:
+    """The GPUs that the launcher lets this rank see, as it names them: numbers, or ids of GPUs or of MIG instances."""
+    text = environment.get(VISIBLE, "").strip()
+    return [] if text in _NONE else [device.strip() for device in text.split(",")]
+
+
+def take_device(environment: MutableMapping[str, str], rank: int) -> str | None:
+    """Let this rank see one GPU alone, and return its name; None where nothing is said of GPUs.
+
+    One that is the only one is kept: Slurm may have dealt them out by itself (``--gpus-per-task``, ``--gpu-bind``).
+
+    Raises:
+        UserError: the node has more ranks than GPUs.
+    """
+    devices, local = visible_devices(environment), local_rank(environment)
+    if not devices or (local is None and len(devices) > 1):
+        return None
+    own = devices[0] if len(devices) == 1 else devices[_index(local or 0, devices, environment)]
+    environment[VISIBLE] = environment[GIVEN] = own
+    logger.info("rank %d on %s uses GPU %s of %s", rank, socket.gethostname(), own, ",".join(devices))
+    return own
+
+
+def _index(local: int, devices: list[str], environment: Mapping[str, str]) -> int:
+    if local >= len(devices) and environment.get(SHARED) != "1":
+        raise UserError(
+            f"{socket.gethostname()} has {len(devices)} GPUs ({VISIBLE}={','.join(devices)}) and more than {local} "
+            f"ranks; start one rank for each GPU (--ntasks-per-node={len(devices)}), give model.device=cpu, or set "
+            f"{SHARED}=1 to have ranks share them"
+        )
+    return local % len(devices)

@@ -1,0 +1,141 @@
+"""Starts this program's ranks with mpiexec where neither srun nor mpiexec did. Knows no MPI library."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tlt_hpc.common.words import count
+
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_NUM_NODES = "SLURM_STEP_NUM_NODES"
+STARTED = "TLT_STARTED"
+"""Set where this program has started the ranks itself, and has said so."""
+JOB_FILE, JOB_TEXT = "TLT_JOB_FILE", "TLT_JOB_TEXT"
+"""Path and text of the job file, set by whoever starts the ranks (this module, or ``sbatch/env.sh``): hundreds of ranks
+do not open it then."""
+_LONGEST_JOB = 65536
+"""Bytes; Linux lets one variable have twice as many."""
+TERMINAL_VARIABLE = "TLT_TERMINAL_WIDTH"
+"""Width of the user's terminal, for rank 0, whose own output goes through the launcher's pipe; unset without one."""
+
+
+def launched_rank(environment: Mapping[str, str]) -> int | None:
+    """This process's rank by its launcher's variables; None where no launcher started it."""
+    for name in _RANK_VARIABLES:
+        if name in environment:
+            return int(environment[name])
+    # a batch script has SLURM_PROCID as well, but only a step (srun) has ranks
+    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        return int(environment["SLURM_PROCID"])
+    return None
+
+
+def launched_count(environment: Mapping[str, str]) -> int | None:
+    """How many ranks the launcher started, where there was one."""
+    for name in _SIZE_VARIABLES:
+        if name in environment and launched_rank(environment) is not None:
+            return int(environment[name])
+    return None
+
+
+def starting(environment: Mapping[str, str]) -> str:
+    """The line for the user as launched ranks start: how many, and on how many nodes where the launcher tells."""
+    number = launched_count(environment)
+    local = next((int(environment[name]) for name in _LOCAL_SIZE_VARIABLES if name in environment), 0)
+    nodes = -(-number // local) if number and local else int(environment.get(_NUM_NODES, "0"))
+    where = f" on {count(nodes, 'node')}" if nodes else ""
+    return f"starting {_ranks(number)}{where}"
+
+
+def about_to_start(num_ranks: int) -> str:
+    """The same where no launcher has started them yet."""
+    return f"starting {_ranks(num_ranks)}"
+
+
+def _ranks(number: int | None) -> str:
+    return "the ranks" if number is None else count(number, "rank")
+
+
+def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
+    """What the job file ``path`` had in it when the ranks were started; None where nobody says so, or to no rank."""
+    if launched_rank(environment) is None or environment.get(JOB_FILE) != path:
+        return None
+    return os.fsencode(environment[JOB_TEXT])
+
+
+def find_mpiexec() -> str:
+    """The mpiexec beside this Python, else the one on the path.
+
+    Raises:
+        ValueError: there is none.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if found is None:
+        raise ValueError(
+            "no mpiexec beside this Python or on PATH; `pip install mpich`, load your site's MPI, or use srun"
+        )
+    return found
+
+
+def launch_command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
+    """The command that runs ``tlt ARGUMENTS`` on ``num_ranks`` ranks; a rank that raises ends all (mpi4py's runner)."""
+    return [find_mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", "tlt_hpc", *arguments]
+
+
+def launch_environment(num_ranks: int, environment: Mapping[str, str], job: str = "") -> dict[str, str]:
+    """The ranks' environment: one thread each unless the user says otherwise, the asked rank count to check against.
+
+    ``job``: path of the job file, whose text goes with it; empty: none.
+    """
+    ranks = {**environment, "TLT_RANKS": str(num_ranks), STARTED: "1", **_job_variables(job)}
+    ranks.setdefault("OMP_NUM_THREADS", "1")
+    if sys.stdout.isatty():
+        ranks[TERMINAL_VARIABLE] = str(shutil.get_terminal_size().columns)
+    return ranks
+
+
+def _job_variables(job: str) -> dict[str, str]:
+    if not job or Path(job).stat().st_size > _LONGEST_JOB:
+        return {}
+    return {JOB_FILE: job, JOB_TEXT: os.fsdecode(Path(job).read_bytes())}
+
+
+def outlive_readers() -> None:
+    """Put ``tee`` before each pipe that we write to: it reads on once nobody else does; mpiexec would kill its ranks.
+
+    It ends when all that write to it have ended. No signal to our process group ends it, and SIGPIPE stays ignored.
+    """
+    tees: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        end = os.fstat(stream.fileno())
+        if not (stat.S_ISFIFO(end.st_mode) or stat.S_ISSOCK(end.st_mode)):
+            continue
+        if (end.st_dev, end.st_ino) not in tees:  # both in one pipe keep their order
+            tees[end.st_dev, end.st_ino] = subprocess.Popen(
+                ["tee", os.devnull],
+                stdin=subprocess.PIPE,
+                stdout=stream.fileno(),
+                stderr=subprocess.DEVNULL,
+                restore_signals=False,
+                start_new_session=True,
+            )
+        pipe = tees[end.st_dev, end.st_ino].stdin
+        assert pipe is not None
+        os.dup2(pipe.fileno(), stream.fileno())
+
+
+def become_ranks(num_ranks: int, arguments: Sequence[str], job: str) -> None:
+    """Replace this process by mpiexec with the ranks; does not return."""
+    command = launch_command(num_ranks, arguments)
+    outlive_readers()
+    os.execve(command[0], command, launch_environment(num_ranks, os.environ, job))

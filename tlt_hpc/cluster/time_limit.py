@@ -1,0 +1,197 @@
+"""What a job under Slurm does about its time limit: it knows it from the start, and is queued again once stopped."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from tlt_hpc.cluster.slurm import Allocation, SlurmError, allocation, kill_wait
+from tlt_hpc.cluster.stopping import MOST_KILL_SECONDS, StopFlag
+from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+HISTORY = "requeues.jsonl"
+PREEMPTION_POLL_SECONDS = 5.0
+LINKS_LEFT = "TLT_LINKS_LEFT"
+"""Of a chain: how many jobs of it follow this one; unset where there is no chain."""
+AGAIN = "TLT_SUBMIT_AGAIN"
+"""The command by which a job that is not queued again goes on; unset where it is the one that submitted it."""
+TRIES, TRY_AGAIN_SECONDS = 3, 2.0
+"""A controller that is busy, as where many jobs end at once, may answer the next time."""
+MOST_IDLE_STARTS = 3
+"""So many starts in a row that came no further end a job that would otherwise be queued again for ever."""
+
+
+def know_limits(
+    flag: StopFlag, environment: Mapping[str, str], rank: int, folder: Path, progress: Callable[[], str] | None
+) -> None:
+    """Tell rank 0's stop flag when the allocation ends, and how fast it is killed; it votes for all ranks.
+
+    Where the ranks are in an update that lasts beyond the end, the job is queued again all the same: what was finished
+    is on disk by then.
+
+    Args:
+        progress: how far the work in ``folder`` has come; None for work that is not queued again.
+    """
+    job = allocation(environment)
+    if job is None or rank:
+        return
+    try:
+        flag.killed_after(kill_wait())
+    except SlurmError as error:
+        logger.warning("how soon SIGKILL follows SIGTERM is not known, so %s s are taken: %s", MOST_KILL_SECONDS, error)
+    try:
+        left = job.seconds_left()
+    except SlurmError as error:
+        logger.warning("the time limit is not known, only its signal will tell: %s", error)
+        return
+    if left is not None:
+        BEAT.ends_at = time.time() + left
+
+        def at_last() -> None:
+            if progress is not None:
+                print(f"tlt: {queue_again(environment, folder, _told(progress))}", flush=True)
+
+        flag.end_in(left, at_last, partial(_seconds_left, job))
+
+
+def _told(progress: Callable[[], str]) -> str:
+    try:
+        return progress()
+    except (ValueError, OSError) as error:  # which the next start meets, and says
+        logger.warning("how far the work has come is not known: %s", error)
+        return f"unknown at {time.time():.0f}"
+
+
+def _seconds_left(job: Allocation, within: float) -> float | None:
+    """What is left now, for an operator may have put the end off; None where Slurm does not say so soon."""
+    try:
+        left = job.seconds_left(within)
+    except SlurmError as error:
+        logger.warning("whether the time limit is still the same is not known, and taken for granted: %s", error)
+        return None
+    return math.inf if left is None else left
+
+
+def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> str:
+    """Have Slurm queue this job again, once it has saved all that it will; for rank 0. Returns the line for the user.
+
+    ``progress`` tells how far the work in ``folder`` has come: a job that starts again and again and comes no further
+    is not queued once more.
+    """
+    job = allocation(environment)
+    if job is None:
+        return "not in a Slurm job, so nothing was queued: the same command goes on"
+    if LINKS_LEFT in environment:
+        return f"job {job.job_id} is one of a chain, so it is not queued again: {what_goes_on(environment)}"
+    history = read_history(folder / HISTORY)
+    idle = [entry for entry in history if entry["job"] == job.job_id][1 - MOST_IDLE_STARTS :]
+    if len(idle) == MOST_IDLE_STARTS - 1 and all(entry["progress"] == progress for entry in idle):
+        return (
+            f"job {job.job_id} is not queued again: {MOST_IDLE_STARTS} starts in a row came no further than "
+            f"{progress}; give it more time (sbatch --time), or make a step shorter"
+        )
+    try:
+        with (folder / HISTORY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
+        _try_again(partial(_requeue, job))
+    except (SlurmError, OSError) as error:
+        return f"job {job.job_id} is not queued again ({error}): {what_goes_on(environment)}"
+    return f"job {job.job_id} is queued again, and will go on"
+
+
+def what_goes_on(environment: Mapping[str, str]) -> str:
+    """What goes on with the work of a job that is not queued again, in words."""
+    if int(environment.get(LINKS_LEFT, "0")):
+        return "the next job of the chain goes on"
+    return f"`{environment[AGAIN]}` goes on" if AGAIN in environment else "submit the same script, which goes on"
+
+
+def await_preemption(environment: Mapping[str, str]) -> None:
+    """Where this job is being preempted, wait to be killed; for rank 0. Else return at once.
+
+    Slurm queues a job again that it had to end, and takes one that left by itself within its grace time for finished.
+    Where it does not queue it again, there is nothing to wait for.
+    """
+    job = allocation(environment)
+    if job is None:
+        return
+    try:
+        if not _try_again(job.is_preempted):
+            return
+        if why := _why_not_requeued(job):
+            goes_on = what_goes_on(environment)
+            print(f"tlt: job {job.job_id} is preempted, and not queued again ({why}): {goes_on}", flush=True)
+            return
+        print(f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again", flush=True)
+        while _is_still_preempted(job):
+            time.sleep(PREEMPTION_POLL_SECONDS)
+    except SlurmError as error:
+        logger.warning("whether job %s is preempted is not known, so it ends: %s", job.job_id, error)
+
+
+def _requeue(job: Allocation) -> None:
+    try:
+        job.requeue()
+    except SlurmError:
+        if not _is_waiting(job):  # else the answer alone was lost
+            raise
+
+
+def _is_waiting(job: Allocation) -> bool:
+    try:
+        return job.is_waiting()
+    except SlurmError:
+        return False
+
+
+def _is_still_preempted(job: Allocation) -> bool:
+    try:
+        return job.is_preempted()
+    except SlurmError:  # to leave would give the place in the queue away; killed it will be in any case
+        return True
+
+
+def _try_again(ask: Callable[[], T]) -> T:
+    """What Slurm answers, asked up to three times.
+
+    Raises:
+        SlurmError: what it said the last time.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return ask()
+        except SlurmError as error:
+            logger.info("asking again: %s", error)
+            time.sleep(TRY_AGAIN_SECONDS)
+    return ask()
+
+
+def _why_not_requeued(job: Allocation) -> str:
+    try:
+        return job.why_not_requeued()
+    except SlurmError as error:
+        logger.warning("whether Slurm queues job %s again is not known, and taken for granted: %s", job.job_id, error)
+        return ""
+
+
+def read_history(path: Path) -> list[dict[str, object]]:
+    """The starts of a folder's jobs that ended at their time limit; a file that cannot be read has none."""
+    try:
+        entries = [parse_json(line, dict[str, object]) for line in read_bytes(path, LINES_BYTES).splitlines()]
+        return [entry for entry in entries if {"job", "progress"} <= set(entry)]
+    except FileNotFoundError:
+        return []
+    except (DamagedText, OSError) as error:
+        logger.warning("%s is damaged and counts for nothing: %s", path, error)
+        return []

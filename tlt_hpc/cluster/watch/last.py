@@ -1,0 +1,75 @@
+"""How the last start of a run ended, from what its ranks left in their status files."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from tlt_hpc.cluster.watch.record import (
+    FINISHED,
+    DamagedRecordError,
+    Record,
+    read_record_at,
+    read_verdict,
+    verdict_file,
+)
+
+logger = logging.getLogger(__name__)
+
+_ORDERLY = (FINISHED, "stopped early")
+
+
+def clear_last(folder: Path, start: str) -> str:
+    """How the start before this one ended where that was not in order, else empty; its verdict is taken away.
+
+    For one rank of ``start``, before any of them writes; what its own start has left there is none of that.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    records = _newest_start([record for path in sorted(folder.glob("rank-*")) if (record := _read(path)) is not None])
+    verdict = read_verdict(folder)
+    verdict_file(folder).unlink(missing_ok=True)
+    if not records or records[0].start == start:
+        return ""
+    if verdict is not None and verdict[0] == records[0].start:
+        return verdict[1]
+    return _end_of(records)
+
+
+def warn_of_last(folder: Path, start: str) -> None:
+    """Say how the start before this one ended, where that was not in order; once.
+
+    Raises:
+        OSError: as ``clear_last``.
+    """
+    last = clear_last(folder, start)
+    if last:
+        logger.warning("the last start ended so: %s", last)
+
+
+def _end_of(records: list[Record]) -> str:
+    failed = [record for record in records if record.ending and record.ending not in _ORDERLY]
+    if failed:
+        return f"{failed[0].name} {failed[0].ending} (in {failed[0].place})"
+    silent = [record for record in records if not record.ending]
+    if not silent or len(silent) < len(records):  # where one ended in order, the others were ended by the launcher
+        return ""
+    hosts = ", ".join(dict.fromkeys(record.host for record in silent))
+    first = silent[0]
+    return f"all {len(silent)} ranks on {hosts} ended without a word, rank {first.rank} last seen in {first.place}"
+
+
+def _newest_start(records: list[Record]) -> list[Record]:
+    """Those of rank 0's start: a run that went on with fewer ranks has left files of more."""
+    first = [record.start for record in records if record.rank == 0]
+    return [record for record in records if record.start in first]
+
+
+def _read(path: Path) -> Record | None:
+    if path.suffix:  # stacks
+        return None
+    try:
+        return read_record_at(path)
+    except DamagedRecordError:  # of a file that the last start was the last to need
+        return None

@@ -1,0 +1,204 @@
+"""Owns a rank's status file: one record of fixed size, written in place, so that a reader never sees half of one.
+
+Text that a person can read too: a checksum, then JSON, padded with blanks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from tlt_hpc.common.files import DamagedText, open_regular, parse_object, read_text
+
+SIZE = 2048
+"""Bytes of a record; of less than a page, so the write of one is never seen in part."""
+HEARTBEAT_SECONDS = 5.0
+"""A rank that is at one and the same place for longer writes its record anew as often."""
+_LONGEST_TEXT = 120
+_MOST = 2**53
+VERDICT = "verdict.txt"
+FINISHED = "finished"
+"""The ending of a rank whose work is all done."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank tells of itself."""
+
+    start: str
+    rank: int
+    host: str
+    pid: int
+    heartbeat: int
+    """Looks of the watch so far: it stands still where the process is dead or stopped."""
+    phase: str
+    step: int | None
+    part: str
+    part_number: int
+    waiting: str
+    """The collective that it waits in; empty while it does work of its own."""
+    number: int
+    progress: int
+    still: int
+    """Looks for which its counter has not moved."""
+    limit: int
+    """Looks for which it may not, in this phase; 0: for ever."""
+    seconds: float
+    """The looks for which it has not moved, in seconds that this rank was running."""
+    sequences_left: int = -1
+    """Of this rank's own responses, in a rollout; -1 elsewhere."""
+    where: str = ""
+    """Function and line of the main thread, once it stands still for too long."""
+    ending: str = ""
+    """How the rank ended, in order; empty while it runs and for ever where it was killed."""
+
+    @property
+    def stalled(self) -> bool:
+        """Whether it has stood still for longer than its phase allows."""
+        return not self.ending and 0 < self.limit <= self.still
+
+    def at(self, where: str) -> Record:
+        """The same with where its main thread is."""
+        return replace(self, where=where)
+
+    @property
+    def place(self) -> str:
+        """Phase, step and part in words."""
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"{self.phase}{step}{f' ({self.part})' if self.part else ''}"
+
+    @property
+    def name(self) -> str:
+        """Rank and host in words."""
+        return f"rank {self.rank} on {self.host}"
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "float": (int, float), "int | None": (int, type(None)),
+}  # fmt: skip
+_TYPES = {field.name: _KINDS[str(field.type)] for field in fields(Record)}
+
+
+class DamagedRecordError(ValueError):
+    """A status file holds no record."""
+
+
+def status_file(folder: Path, rank: int) -> Path:
+    """Where a rank's record is."""
+    return folder / f"rank-{rank:04d}"
+
+
+def stacks_file(folder: Path, rank: int) -> Path:
+    """Where a rank that stood still has left what its threads were doing."""
+    return folder / f"rank-{rank:04d}.stacks"
+
+
+def verdict_file(folder: Path) -> Path:
+    """Where the one line stands that tells why a start of the job was ended."""
+    return folder / VERDICT
+
+
+def encode(record: Record) -> bytes:
+    """The record in ``SIZE`` bytes."""
+    short = replace(record, part=_plain(record.part), where=_plain(record.where), ending=_plain(record.ending))
+    text = json.dumps(asdict(short), separators=(",", ":")).encode()
+    line = f"{zlib.crc32(text):08x} ".encode() + text
+    assert len(line) < SIZE, f"a record of {len(line)} bytes"
+    return line.ljust(SIZE - 1) + b"\n"
+
+
+def _plain(text: str) -> str:
+    """Text of bounded size in JSON."""
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:_LONGEST_TEXT])
+
+
+def decode(data: bytes) -> Record:
+    """The record that a status file holds.
+
+    Raises:
+        DamagedRecordError: it is torn, damaged, or of another version.
+    """
+    crc, _, text = data.rstrip().partition(b" ")
+    if len(data) != SIZE or crc != f"{zlib.crc32(text):08x}".encode():
+        raise DamagedRecordError(f"{len(data)} bytes that are no status record")
+    try:
+        told = parse_object(text)
+        values = {name: told[name] for name in _TYPES}
+    except (KeyError, DamagedText) as error:
+        raise DamagedRecordError(f"a status record of another version ({error})") from None
+    for name, value in values.items():
+        if not (isinstance(value, _TYPES[name]) and not isinstance(value, bool) and _is_bounded(value)):
+            raise DamagedRecordError(f"a status record of another version ({name} is of another kind)")
+    return Record(**values)
+
+
+def _is_bounded(value: object) -> bool:
+    """Whether a number is one that a rank counts to or waits for; NaN is none."""
+    return not isinstance(value, (int, float)) or -1 <= value <= _MOST
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Write a rank's record in place: opened and closed each time, which is when NFS sends it.
+
+    Raises:
+        OSError: the disk refused, or the folder is gone.
+    """
+    descriptor = os.open(status_file(folder, record.rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        os.pwrite(descriptor, encode(record), 0)
+    finally:
+        os.close(descriptor)
+
+
+def read_record(folder: Path, rank: int) -> Record:
+    """A rank's record.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        DamagedRecordError: the file holds none.
+    """
+    return read_record_at(status_file(folder, rank))
+
+
+def read_record_at(path: Path) -> Record:
+    """The record of a status file.
+
+    Raises:
+        OSError, DamagedRecordError: as ``read_record``.
+    """
+    with open_regular(path) as file:
+        return decode(file.read(SIZE + 1))
+
+
+def claim_verdict(folder: Path, start: str, line: str) -> bool:
+    """Leave the one line that ends a start; False where another rank has left one already.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = verdict_file(folder)
+    part = path.with_name(f"{VERDICT}-{start}-{os.getpid()}")
+    part.write_text(f"{start} {line}\n", encoding="utf-8")
+    try:
+        os.link(part, path)  # of several ranks one succeeds, on NFS too
+    except FileExistsError:
+        return False
+    finally:
+        part.unlink(missing_ok=True)
+    return True
+
+
+def read_verdict(folder: Path) -> tuple[str, str] | None:
+    """The start that was ended, and why; None where none was.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        start, _, line = read_text(verdict_file(folder)).strip().partition(" ")
+    except FileNotFoundError:
+        return None
+    return start, line

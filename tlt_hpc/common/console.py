@@ -1,0 +1,73 @@
+"""Where rich is asked to draw: supplied text is never its markup, and control characters in it are shown escaped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    track,
+)
+from rich.segment import Segment
+from rich.table import Column
+from rich.text import Text
+
+from tlt_hpc.common.printable import escape_streams, printable, raw_stream, reader_gone
+
+
+class TextConsole(Console):
+    """A console that draws strings as they are; styles come from ``rich.text.Text`` and from arguments."""
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None, force_terminal: bool | None = None) -> None:
+        stream = raw_stream(sys.stderr if stderr else sys.stdout)
+        super().__init__(
+            file=stream, width=width, force_terminal=force_terminal, markup=False, emoji=False, highlight=False
+        )
+
+    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+        """As rich does, of what is printable: escaped before it is measured."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As rich does, with the last word on all text: no other way leads from a ``Text`` to the terminal."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        """As for plain text."""
+        self.quiet = True
+        reader_gone(self.file)  # type: ignore[arg-type]
+
+
+def make_bar(console: Console, figures: str) -> Progress:
+    """A progress bar: description, bar, count, the task's field that ``figures`` names, time; words are wrapped."""
+    return Progress(
+        TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn(f"{{task.fields[{figures}]}}", markup=False, table_column=Column()),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def start_escaped(shown: Live | Progress) -> None:
+    """Start what is drawn in place; rich then puts what is printed meanwhile above it, and obeys sequences in that."""
+    shown.start()
+    escape_streams()
+
+
+def watched(indices: range) -> Iterable[int]:
+    """The same, with a bar on standard error while they are gone through, where that is a terminal."""
+    console = TextConsole(stderr=True)
+    return track(indices, "reading", transient=True, console=console, disable=not sys.stderr.isatty())

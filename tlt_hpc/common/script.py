@@ -1,0 +1,50 @@
+"""What a script of the clone (``tools/``, ``jobs/``) begins and ends with.
+
+To be imported before any library: one that this Python lacks is then named in one line, with the Python that has it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.printable import escape_streams, one_line
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WRONG = 2
+
+
+def ending(name: str, work: Callable[[], int | None]) -> int:
+    """Run a script; a user's mistake, or a place that cannot be read or written, is one line and status 2."""
+    escape_streams()
+    try:
+        return work() or 0
+    except UserError as error:
+        print(f"{name}: {one_line(error)}", file=sys.stderr)
+    except OSError as error:
+        from tlt_hpc.common.files import told  # has libraries of its own
+
+        print(f"{name}: {one_line(told(error))}", file=sys.stderr)
+    return _WRONG
+
+
+def missing(library: str, folder: Path = _ROOT, python: str = sys.executable) -> str:
+    """What to say of a library that ``python`` lacks; ``folder`` is the clone's."""
+    own = folder / ".venv" / "bin" / "python"
+    if not own.exists() or Path(python).absolute() == own:
+        return f"no {library} in {python}: activate this project's environment (README), or install {library} there"
+    return f"no {library} in {python}: run it with {own.relative_to(folder) if Path.cwd() == folder else own}"
+
+
+def _name_missing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        name = Path(sys.argv[0]).stem
+        print(f"{'tlt' if name == '__main__' else name}: {missing(error.name.partition('.')[0])}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _name_missing

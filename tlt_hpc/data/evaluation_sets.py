@@ -1,0 +1,149 @@
+"""The data sets of an evaluation: their prompts, the same on every rank. Knows no model and no engine."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tlt_hpc.common.records import ChatFormat, Prompt
+from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, DataSection
+from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.data.order import shuffled
+from tlt_hpc.data.prompts import Sieve, make_prompt, open_reader
+
+_EMBEDDED_PROMPTS = 256
+"""Of the embedded task, which has no end, where ``evaluation.limit`` does not say."""
+_MOST_EMBEDDED = 2048
+"""Distinct problems that are found without a long search."""
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """One data set; ``rows`` [N] are the indices of its prompts, by which responses are named whatever the limit."""
+
+    name: str
+    rows: tuple[int, ...]
+    prompts: tuple[Prompt, ...]
+    digest: str
+    """Of all that the prompts are made from."""
+    warning: str = ""
+    """Which rows were left out; empty: none."""
+
+    @property
+    def number(self) -> int:
+        """What stands for its name in the keys of responses: they do not depend on which other sets there are."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "little")
+
+
+@dataclass(frozen=True)
+class EvaluationSets:
+    """All data sets of an evaluation."""
+
+    sets: tuple[EvaluationSet, ...]
+
+    def fingerprints(self) -> Mapping[str, str]:
+        """What each set is made from, by its name."""
+        return {each.name: each.digest for each in self.sets}
+
+    @property
+    def warning(self) -> str:
+        """What a user should know of rows that were left out; empty: nothing."""
+        return "; ".join(each.warning for each in self.sets if each.warning)
+
+    def marks(self) -> Mapping[str, str]:
+        """What each set came to, by its name: its fingerprint, and the prompts drawn with their answers."""
+        return {each.name: _mark(each) for each in self.sets}
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        return max(len(prompt.tokens) for each in self.sets for prompt in each.prompts)
+
+
+def _mark(each: EvaluationSet) -> str:
+    mark = hashlib.sha256(f"{each.digest} {each.rows}".encode())
+    for prompt in each.prompts:
+        mark.update(prompt.tokens.tobytes() + prompt.answer.encode() + b"\0")
+    return mark.hexdigest()
+
+
+def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSets:
+    """The data sets that the configuration names.
+
+    Raises:
+        ValueError: none is named, two of one name, no such file, or a row that cannot be used.
+    """
+    sources = config.evaluation.set_sources(config.data)
+    if not sources:
+        raise ConfigError(
+            f"evaluation.sources is empty, and data.source = {config.data.source_name!r} has no held-out part of its "
+            "own; name files, e.g. evaluation.sources='[\"data/aime24.parquet\"]'"
+        )
+    names = config.evaluation.names or tuple(map(name_of, sources))
+    doubles = [name for name, times in Counter(names).items() if times > 1]
+    if doubles:
+        raise ConfigError(f"two of evaluation.sources are called {doubles[0]!r}; give evaluation.names")
+    pairs = zip(names, sources, strict=True)
+    return EvaluationSets(tuple(_open(config, name, source, tokenizer, chat) for name, source in pairs))
+
+
+def name_of(source: str) -> str:
+    """What a source is called by default: ``aime24`` for ``data/aime24.parquet``, ``gcd`` for ``embedded:gcd``."""
+    if source == EMBEDDED_TASK or source.startswith(TASK_PREFIX):
+        return source.partition(":")[2]
+    path = Path(source)
+    return path.parent.name or source if set("*?[") & set(path.name) else path.stem
+
+
+def _open(config: Config, name: str, source: str, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSet:
+    if source == EMBEDDED_TASK:
+        return _open_gcd(config, name, tokenizer)
+    changed: dict[str, object] = {"source": source, "split": config.evaluation.split, "curriculum": ""}
+    if not source.startswith(TASK_PREFIX):
+        changed["task_args"] = {}
+    try:
+        return _read(config, name, config.data.model_copy(update=changed), tokenizer, chat)
+    except ConfigError as error:
+        told = str(error).replace("data.source", "evaluation.sources").replace("data.split", "evaluation.split")
+        raise ConfigError(told) from None
+
+
+def _read(config: Config, name: str, data: DataSection, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSet:
+    reader = open_reader(data, config.evaluation.seed, tokenizer, chat)
+    sieve = Sieve(data, reader)
+    rows = range(len(reader))
+    good = [row for row in rows if sieve.keeps(row)] if sieve.leaves_out else list(rows)
+    if not good:
+        raise ConfigError(f"data.source = {data.source_name!r} has no usable row; `tlt data inspect` says why")
+    limit = config.evaluation.limit or len(good)
+    drawn = sorted(good[place] for place in shuffled(len(good), config.evaluation.seed, 0)[:limit])
+    made_from = [reader.rows.digest(), reader.template_digest, data.system_prompt, data.text_prompts]
+    digest = hashlib.sha256("\0".join([*made_from, data.template_date]).encode()).hexdigest()
+    return EvaluationSet(name, tuple(drawn), tuple(map(sieve.read, drawn)), digest, sieve.warning)
+
+
+def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:
+    """Problems of the split that neither the embedded model nor any run has trained on, each once."""
+    source, wanted = random.Random(f"gcd/evaluation/{config.evaluation.seed}"), config.evaluation.limit
+    wanted = wanted or _EMBEDDED_PROMPTS
+    if wanted > _MOST_EMBEDDED:
+        raise ConfigError(
+            f"evaluation.limit = {wanted}: {EMBEDDED_TASK!r} holds out {_MOST_EMBEDDED} at most; lower it"
+        )
+    problems: dict[str, str] = {}
+    while len(problems) < wanted:
+        problem = draw_from_split(source, "evaluation")
+        problems.setdefault(problem.prompt, problem.answer)
+    prompts = tuple(make_prompt(tokenizer, text, answer, "gcd") for text, answer in problems.items())
+    return EvaluationSet(name, tuple(range(len(prompts))), prompts, f"{EMBEDDED_TASK} {config.evaluation.seed}")
+
+
+def longest_response(config: Config) -> int:
+    """Most tokens of a response."""
+    return config.evaluation.max_new_tokens or config.rollout.max_new_tokens

@@ -1,1 +1,0 @@
-"""Starting ranks where no launcher did."""

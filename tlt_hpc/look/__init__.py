@@ -1,0 +1,1 @@
+"""What a run measures, and everything that reads and shows it."""

@@ -1,0 +1,88 @@
+"""``tlt watch``: looks at a run's files again and again, or twice and once."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from rich.console import Console
+from rich.live import Live
+
+from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS
+from tlt_hpc.common.console import TextConsole
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.look.live.samples import show_samples
+from tlt_hpc.look.live.state import RunState, read_state
+from tlt_hpc.look.live.view import render
+
+DEAD_SECONDS = 12.0
+"""Without any sign of life for so long a run is taken for dead; a rank at work gives one every HEARTBEAT_SECONDS."""
+_ONCE_SECONDS, _LEAST_SECONDS = HEARTBEAT_SECONDS + 3.0, 0.2
+STANDS_STILL = 1
+"""Exit status where the run is neither at work nor at its end in order."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show a run; returns the exit status.
+
+    Raises:
+        UserError: there is no such run, or an option that cannot be.
+    """
+    if options.interval < _LEAST_SECONDS:
+        raise UserError(f"--interval {options.interval:g}: give {_LEAST_SECONDS} or more seconds")
+    console = TextConsole()
+    if options.sample is not None:
+        return sample(console, options)
+    return look_once(console, options) if options.once or not console.is_terminal else follow(console, options)
+
+
+def sample(console: Console, options: argparse.Namespace) -> int:
+    """``--sample``."""
+    if options.sample < 1:
+        raise UserError(f"--sample {options.sample}: give 1 or more")
+    model = read_state(options.run).facts.model
+    for text in show_samples(options.run, model, options.sample, options.seed):
+        console.print(text, soft_wrap=not console.is_terminal)
+        console.print()
+    return 0
+
+
+def look_once(console: Console, options: argparse.Namespace) -> int:
+    """Two looks, some seconds apart where nothing has moved, and one screen."""
+    before = state = read_state(options.run)
+    until = before.seconds + (_ONCE_SECONDS if before.records and not before.ending else 0.0)
+    while not state.moved_since(before) and time.monotonic() < until:
+        time.sleep(_LEAST_SECONDS)
+        state = read_state(options.run)
+    is_alive = state.moved_since(before)
+    console.print(render(state, is_alive, height=console.height if console.is_terminal else 40))
+    return status_of(state, is_alive)
+
+
+def follow(console: Console, options: argparse.Namespace) -> int:
+    """A screen that is drawn anew at each look, until the run ends or Ctrl-C."""
+    state = read_state(options.run)
+    moved_at, is_alive = state.seconds, None
+    try:
+        with Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
+            while True:
+                live.update(render(state, is_alive, console.height - 1), refresh=True)
+                if state.ending or (state.is_finished and is_alive is False):
+                    return status_of(state, is_alive)
+                time.sleep(options.interval)
+                before, state = state, read_state(options.run)
+                if state.moved_since(before):
+                    moved_at = state.seconds
+                is_alive = True if moved_at == state.seconds else is_alive
+                if state.seconds - moved_at >= max(DEAD_SECONDS, 2 * options.interval):
+                    is_alive = False
+    except KeyboardInterrupt:  # of the watcher: the job is not touched
+        return 0
+
+
+def status_of(state: RunState, is_alive: bool | None) -> int:
+    """0 where it is at work, has finished or was stopped in order."""
+    if any(record.stalled for record in state.records):
+        return STANDS_STILL
+    in_order = state.ending in ("finished", "stopped early") or state.is_finished
+    return 0 if is_alive or in_order else STANDS_STILL

@@ -1,0 +1,198 @@
+"""A run's state as a screen of any size from 80 by 24 on. Draws what it is given; reads nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tlt_hpc.cluster.watch.record import Record
+from tlt_hpc.common.printable import printable
+from tlt_hpc.common.words import count
+from tlt_hpc.look.live.state import STEP_SECONDS, RunState
+from tlt_hpc.storage.step_lines import Line
+
+_COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harv. s", "rollout s", "step s", "tok/s")
+_MOST_RANKS = 8
+_FEWEST_STEPS = 3
+_OTHER_LINES = 11
+"""Of the screen: head, bars, time limit, the tables' heads, blank lines, and a last word of two lines."""
+_BAR_WIDTH = 16
+_MOST_PROBLEMS = 2
+_MANY_DIGITS = 1e10
+
+
+def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
+    """The whole screen, ``height`` lines at most; ``is_alive`` is None where only one look was taken so far."""
+    ranks = rank_rows(state.records, min(_MOST_RANKS, height - _OTHER_LINES - _FEWEST_STEPS))
+    num_steps = max(_FEWEST_STEPS, height - _OTHER_LINES - len(ranks))
+    parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
+    parts += [Text(f"left out: {problem}", "yellow") for problem in state.problems[:_MOST_PROBLEMS]]
+    parts += [rank_table(ranks, as_of(state)), Text()] if ranks else []
+    if state.lines:
+        parts += [steps_table(list(state.lines.values())[-num_steps:]), Text()]
+    return Group(*parts, last_word(state, is_alive))
+
+
+def head(state: RunState) -> Text:
+    """Whose run it is."""
+    hosts = len({record.host for record in state.records})
+    where = f"{count(len(state.records), 'rank')} on {count(hosts, 'node')}" if state.records else "no rank yet"
+    text = Text.assemble((printable(state.facts.name), "bold"), f"  {state.facts.mode}, {where}")
+    text.append(f"  ({state.owner})" if state.owner else "", "dim")
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def whole_bar(state: RunState) -> Table:
+    """Steps done, and when it will be over."""
+    total, done = state.facts.num_steps, state.num_done
+    words = f"{done} of {count(total, 'step')}"
+    if (left := state.seconds_to_go) is not None and done < total:
+        words += f", about {duration(left)} to go"
+    return bar(total, done, words)
+
+
+def bar(total: int, done: int, words: str) -> Table:
+    """A bar, and what it says in words on the same line."""
+    row = Table.grid(padding=(0, 1))
+    row.add_row(ProgressBar(total, done, width=_BAR_WIDTH), Text(words, no_wrap=True, overflow="ellipsis"))
+    return row
+
+
+def limit_line(state: RunState) -> Text:
+    """The allocation's end, and whether the run will be over before it."""
+    if state.ends_at is None or state.ending:
+        return Text()
+    left, to_go = state.ends_at - time.time(), state.seconds_to_go
+    goes_on = to_go is not None and to_go > left
+    words = f"time limit in {duration(left)}" + ", then the next job goes on" * goes_on
+    return Text(words, "yellow" if goes_on else "")
+
+
+def step_line(state: RunState) -> Table | Text:
+    """How far the step under way is."""
+    if not state.records or state.ending:
+        return Text()
+    first = state.records[0]
+    phases = Counter(record.phase for record in state.records)
+    if state.num_left is None:
+        return Text(", ".join(f"{name}: {count(num, 'rank')}" for name, num in phases.most_common()))
+    total = max(state.facts.num_responses, state.num_left)
+    left = state.left_by_replica
+    of = "rank" if state.facts.ranks_per_replica == 1 else "replica"
+    words = f"step {(first.step or 0) + 1}: {state.num_left} of {count(total, 'response')} to go, "
+    words += f"{sum(one > 0 for one in left)} of {count(len(left), of)} decoding"
+    return bar(total, total - state.num_left, words)
+
+
+def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str, str]]:
+    """Rank, node, phase, and how far: those that hold up the others first where there are more than fit."""
+    shown = list(records)
+    if len(shown) > most:
+        shown = sorted(shown, key=lambda record: (-record.still, -record.sequences_left, record.rank))[: most - 1]
+        shown.sort(key=lambda record: record.rank)
+    rows = [(str(one.rank), one.host, "" if one.ending else one.phase, doing(one)) for one in shown]
+    if len(shown) < len(records):
+        rows.append((f"+{len(records) - len(shown)}", "", "", "others, none of them further behind"))
+    return rows
+
+
+def doing(record: Record) -> str:
+    """What a rank is at, in a few words."""
+    if record.ending:
+        return f"ended: {record.ending}"
+    if record.stalled:
+        return f"stands still for {duration(record.seconds)}" + (f" in {record.waiting}" if record.waiting else "")
+    if record.phase == "rollout" and record.sequences_left == 0:
+        return "share done: trains the drafter or waits"
+    return record.part or (f"waits in {record.waiting}" if record.waiting else "")
+
+
+def as_of(state: RunState) -> str:
+    """When what the ranks are at was written: a rank tells every few seconds."""
+    return "" if state.age is None or state.ending else f"as of {duration(state.age)} ago"
+
+
+def rank_table(rows: Sequence[tuple[str, str, str, str]], when: str) -> Table:
+    table = Table("rank", "node", "phase", when, box=None, header_style="bold", pad_edge=False)
+    table.columns[0].justify = "right"
+    table.columns[1].max_width = 16
+    for column in table.columns:
+        column.no_wrap = True
+    for row in rows:
+        style = "red" if row[3].startswith("stands still") else "green" if "trains the drafter" in row[3] else ""
+        table.add_row(*row, style=style)
+    return table
+
+
+def steps_table(lines: Sequence[Line]) -> Table:
+    """The last committed steps."""
+    table = Table(*_COLUMNS, box=None, header_style="bold", pad_edge=False)
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
+    for line in lines:
+        table.add_row(*step_cells(line))
+    return table
+
+
+def step_cells(line: Line) -> tuple[str, ...]:
+    """A step's figures in the order of the columns; a step is counted from 1, as in the job's own log."""
+    rollout, tokens = line.get("rollout/seconds", 0.0), line.get("perf/total_num_tokens", math.nan)
+    return (
+        f"{int(line['training/global_step']) + 1}",
+        _cell(line, "critic/score/mean", ".3f"),
+        _cell(line, "response_length/mean", ".0f"),
+        _cell(line, "response_length/max", ".0f"),
+        _cell(line, "drafter/spec_decode/mean_acceptance_length", ".2f"),
+        _cell(line, "rollout/idle_rank_seconds", ".1f"),
+        _cell(line, "rollout/harvested_rank_seconds", ".1f"),
+        _cell(line, "rollout/seconds", ".1f"),
+        _cell(line, STEP_SECONDS, ".1f"),
+        _figure(tokens / rollout, ",.0f") if rollout else "",
+    )
+
+
+def _cell(line: Line, name: str, form: str) -> str:
+    """A figure, or nothing where the line has none."""
+    return _figure(line[name], form) if name in line else ""
+
+
+def _figure(value: float, form: str) -> str:
+    """As it is written; of hundreds of digits the first ones."""
+    return f"{value:{form}}" if abs(value) < _MANY_DIGITS else f"{value:.1g}"
+
+
+def last_word(state: RunState, is_alive: bool | None) -> Text:
+    """Whether it runs, has ended, or stands still, and what to do then."""
+    if state.ending == "finished" or (state.is_finished and not is_alive):
+        return Text("finished; tlt report on this folder says what it learned and gained", "bold green")
+    if state.ending:
+        return Text(f"ended: {state.ending}; the same command goes on from here", "yellow")
+    if any(record.stalled for record in state.records):
+        return Text(state.verdict or "a rank stands still; the job ends itself soon, with a line that names it", "red")
+    if is_alive is False and state.records:
+        verdict = f": {state.verdict}" if state.verdict else ""
+        return Text(f"no rank gives a sign of life{verdict}; the same command goes on from here", "red")
+    if not state.records:
+        words = "nobody is at work here, unless a start has just begun; start it with the command that made this folder"
+        return Text(words, "yellow")
+    return Text("running" if is_alive else "", "green")
+
+
+def duration(seconds: float) -> str:
+    """In words of two parts at most: 45 s, 3 min 20 s, 5 h 10 min, 2 d 3 h."""
+    left = max(0, round(seconds))
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    for (name, size), (part, part_size) in pairwise(units):
+        if left >= size:
+            rest = left % size // part_size
+            return f"{left // size} {name}" + (f" {rest} {part}" if rest else "")
+    return f"{left} s"

@@ -1,0 +1,55 @@
+"""Wall-clock seconds by phase of a step, and which of them the watch is told of. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tlt_hpc.cluster.watch.beat import BEAT, Phase
+
+WATCHED = {
+    "gen": Phase.ROLLOUT,
+    "drafter": Phase.DRAFTER,
+    "reward": Phase.REWARD,
+    "update_actor": Phase.UPDATE,
+    "refresh": Phase.REFRESH,
+}
+"""Phase of a step, as metrics name it -> the watch's."""
+
+
+class PhaseTimer:
+    """Sums the seconds of named phases until they are taken."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._spans: list[tuple[str, float, float]] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a block as ``phase``, one of ``WATCHED``."""
+        start = time.perf_counter()
+        try:
+            with self.between_steps(phase), BEAT.within(WATCHED[phase]):
+                yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def between_steps(self, phase: str) -> Iterator[None]:
+        """Note when a block was that is no part of a step's seconds, such as a save."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self._spans.append((phase, start, time.time()))
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """Name, start and end, since the epoch, of all blocks since the last call, in the order of their ends."""
+        taken, self._spans = self._spans, []
+        return taken
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since the last call, with their sum under ``step``; starts new ones."""
+        taken, self._seconds = self._seconds, {}
+        return {**taken, "step": sum(taken.values())}

@@ -1,0 +1,177 @@
+"""Whether MPI works: the library that mpi4py loads, the launcher that fits it, ranks that find each other.
+
+All of it in processes of their own: an MPI library that does not fit ends, or hangs, whoever loads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from tlt_hpc.cluster.local import find_mpiexec, launch_environment
+from tlt_hpc.plan.preflight import cluster
+from tlt_hpc.plan.preflight.ask import Answer, ask
+from tlt_hpc.plan.preflight.subject import Subject
+from tlt_hpc.plan.preflight.verdict import Finding, Skip, failure, failure_of, ok, warning
+
+LOAD_SECONDS = 60.0
+TALK_SECONDS = 90.0
+"""Python and MPI from a cold file system take seconds; ranks that do not find each other wait for ever."""
+_VERSION_SECONDS = 30.0
+_PROBE = "tlt_hpc.mpi.probe"
+_FAMILIES = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "prterun": "Open MPI", "PRRTE": "Open MPI",
+             "Intel(R) MPI": "Intel MPI", "CRAY MPICH": "Cray MPICH", "MVAPICH": "MVAPICH", "MPICH": "MPICH",
+             "HYDRA": "MPICH"}  # fmt: skip
+"""Words by which a library or a launcher is known, the more telling first."""
+_FITTING = {
+    "Open MPI": ("pmix",),
+    "MPICH": ("pmi2",),
+    "MVAPICH": ("pmi2",),
+    "Intel MPI": ("pmi2", "pmix"),
+    "Cray MPICH": ("cray_shasta", "pmi2"),
+}
+"""What ``srun --mpi`` is to say for them."""
+_LOAD_REMEDY = "load your site's MPI module, or `pip install mpich`; `MPI4PY_LIBMPI` names a library"
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads."""
+
+    version: str
+    files: tuple[str, ...]
+
+    @property
+    def family(self) -> str:
+        return family_of(self.version)
+
+    @property
+    def fitting(self) -> tuple[str, ...]:
+        """What of ``srun --mpi`` it can be started by, the best first; empty where it is none of those known."""
+        usual = _FITTING.get(self.family, ())
+        return (*usual, "pmix") if "--with-pmix" in self.version and "pmix" not in usual else usual
+
+    @property
+    def in_words(self) -> str:
+        first = " ".join(self.version.split("\n")[0].split())
+        return f"{first} ({', '.join(self.files)})" if self.files else first
+
+
+def family_of(text: str) -> str:
+    """Whose library or launcher says this of itself; empty where nobody's that is known."""
+    return next((family for word, family in _FAMILIES.items() if word in text), "")
+
+
+def read_library() -> Library:
+    """Load the library as a rank does, without initialising it.
+
+    Raises:
+        UserError: mpi4py does not load in time.
+        Skip: it does not load at all.
+    """
+    answer = ask([sys.executable, "-m", _PROBE], LOAD_SECONDS)
+    if answer.status:
+        raise Skip(f"mpi4py does not load: {answer.last_line}")
+    raw = json.loads(_last(answer))
+    return Library(raw["version"], tuple(raw["files"]))
+
+
+def check_library(subject: Subject) -> Finding:
+    """mpi4py finds a library."""
+    try:
+        return ok(read_library().in_words)
+    except Skip as reason:
+        return failure(str(reason), _LOAD_REMEDY)
+
+
+def check_launcher(subject: Subject) -> Finding:
+    """What starts the ranks belongs to that library: a foreign one starts N jobs of one rank each."""
+    return _check_srun(subject, read_library()) if subject.asks_slurm else _check_mpiexec(read_library())
+
+
+def check_talk(subject: Subject) -> Finding:
+    """Two ranks, or inside an allocation one on each node, find each other, with the threads that a run needs."""
+    if subject.asks_slurm and "SLURM_JOB_ID" in os.environ:
+        return _talk(_srun_command(_srun_mpi(subject, read_library())), int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+    try:
+        mpiexec = find_mpiexec()
+    except ValueError as error:
+        if subject.asks_slurm:
+            raise Skip(_only_inside("there is no mpiexec here")) from None
+        return failure_of(error)
+    found = _talk([mpiexec], 1)
+    if subject.asks_slurm and found.level == "failure":  # login nodes often forbid it, and the job has srun
+        return warning(found.found, "run preflight inside an allocation, where it tries srun: salloc --nodes=2")
+    return found
+
+
+def _check_mpiexec(library: Library) -> Finding:
+    mpiexec = find_mpiexec()
+    family = family_of(ask([mpiexec, "--version"], _VERSION_SECONDS).text)
+    if not family or not library.family:
+        return warning(f"nobody can say whether {mpiexec} belongs to {library.in_words}", "see the line 'ranks talk'")
+    if family != library.family:
+        return failure(
+            f"{mpiexec} is {family}'s and mpi4py loads {library.family}: it would start single ranks",
+            f"put {library.family}'s mpiexec first on PATH, or have mpi4py load {family} (MPI4PY_LIBMPI)",
+        )
+    return ok(f"{mpiexec}, {family}'s as the library")
+
+
+def _check_srun(subject: Subject, library: Library) -> Finding:
+    asked, known = _srun_mpi(subject, library), cluster.launch_types()
+    if asked not in known:
+        fitting = [kind for kind in known if kind.startswith(library.fitting)] if library.fitting else known
+        return failure(
+            f"srun knows no --mpi={asked}, only {', '.join(known)}",
+            f"export TLT_SRUN_MPI={' or '.join(fitting)}" if fitting else f"build {library.family} for one of these",
+        )
+    if library.fitting and not asked.startswith(library.fitting):
+        return failure(
+            f"srun --mpi={asked} does not start {library.family}, which mpi4py loads: N jobs of one rank",
+            f"export TLT_SRUN_MPI={library.fitting[0]}",
+        )
+    return ok(f"srun --mpi={asked} for {library.family or library.in_words}")
+
+
+def _srun_mpi(subject: Subject, library: Library) -> str:
+    """As asked for, or what fits."""
+    if not subject.request.srun_mpi and not library.fitting:
+        raise Skip(f"nobody can say how srun starts {library.in_words}; set TLT_SRUN_MPI to one of srun --mpi=list")
+    return subject.request.srun_mpi or library.fitting[0]
+
+
+def _talk(launcher: list[str], num_nodes: int) -> Finding:
+    num_ranks = max(2, num_nodes)
+    command = [*launcher, "-n", str(num_ranks), sys.executable, "-m", "mpi4py", "-m", _PROBE, "--talk"]
+    answer = ask(command, TALK_SECONDS, launch_environment(num_ranks, os.environ))
+    if answer.status:
+        return failure(f"{num_ranks} ranks do not talk: {_cause(answer)}", f"try by hand: {' '.join(command)}")
+    hosts: list[str] = json.loads(_last(answer))["hosts"]
+    where = f"{num_nodes} nodes ({', '.join(hosts)})" if num_nodes > 1 else "this machine"
+    return ok(f"{num_ranks} ranks on {where}, by {shutil.which(launcher[0]) or launcher[0]}")
+
+
+def _srun_command(srun_mpi: str) -> list[str]:
+    return ["srun", f"--mpi={srun_mpi}", "--overlap", "--overcommit", "--kill-on-bad-exit=1", "--ntasks-per-node=1"]
+
+
+def _only_inside(why: str) -> str:
+    return f"{why}; inside an allocation (salloc --nodes=2) preflight tries srun"
+
+
+def _last(answer: Answer) -> str:
+    """The line of JSON, below whatever a site's library prints."""
+    return next(line for line in reversed(answer.out.splitlines()) if line.startswith("{"))
+
+
+def _cause(answer: Answer) -> str:
+    """The line that says most: an error's own rather than what launchers say of a rank that ended."""
+    lines: list[Any] = [line.strip() for line in answer.text.splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"MPI sees|thread level|Error:|error:|fatal", line)]
+    return str((telling or lines or [f"status {answer.status}"])[0])

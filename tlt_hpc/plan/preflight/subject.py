@@ -1,0 +1,118 @@
+"""What is checked: a job's configuration and request, and what several checks read of them, each thing once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlt_hpc.config import Config, UserError
+from tlt_hpc.plan.preflight import cluster, job_python, machine
+from tlt_hpc.plan.preflight.request import Request
+from tlt_hpc.plan.preflight.verdict import Skip
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from tlt_hpc.models.shape import ModelShape
+    from tlt_hpc.plan.memory.parts import DeviceType, MemoryPlan
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A job, as far as it can be read. What cannot be had is a ``Skip`` that says why."""
+
+    loaded: Config | None
+    """None: the configuration has mistakes."""
+    request: Request
+    asks_slurm: bool
+    gpu_bytes: int | None = None
+    """Of each GPU of the job, where it was said."""
+
+    @property
+    def config(self) -> Config:
+        if self.loaded is None:
+            raise Skip("the configuration has mistakes")
+        return self.loaded
+
+    @property
+    def ranks_per_node(self) -> int:
+        """As asked for; else one a GPU, or the configuration's own on one node."""
+        own = self.loaded.run.ranks if self.loaded is not None and self.request.nodes == 1 else 1
+        return self.request.ranks_per_node or own
+
+    @property
+    def num_ranks(self) -> int:
+        return self.request.nodes * self.ranks_per_node
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.loaded is not None and self.loaded.model.device == "cuda"
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether the job runs on GPUs: it says so, or takes what it finds where some are asked for or are here."""
+        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and bool(machine.read_gpus()))
+        return self.needs_gpu or (self.config.model.device == "auto" and found)
+
+    @cached_property
+    def python(self) -> job_python.JobPython:
+        """The job's.
+
+        Raises:
+            UserError: it would find none.
+        """
+        return job_python.find_python(self.asks_slurm)
+
+    @cached_property
+    def model_folder(self) -> Path:
+        from tlt_hpc.models.tokenizer import find_model
+
+        try:
+            return find_model(self.config.model.path)
+        except ValueError:  # the check of the model says so
+            raise Skip(f"there is no model in {self.config.model.path}") from None
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The model's, or where it is not there yet the known one of its name."""
+        from tlt_hpc.plan.memory.shapes import find_shape
+
+        try:
+            return find_shape(self.config.model.path, None)
+        except ValueError:
+            raise Skip(f"the sizes of {self.config.model.path} are not known") from None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        from tlt_hpc.models.tokenizer import load_tokenizer
+
+        try:
+            return load_tokenizer(self.model_folder)
+        except ValueError:
+            raise Skip(f"there is no tokenizer in {self.model_folder}") from None
+
+    @cached_property
+    def plan(self) -> MemoryPlan:
+        """What the job takes."""
+        from tlt_hpc.plan.memory.parts import Situation
+        from tlt_hpc.plan.memory.phases import plan_memory
+
+        device: DeviceType = "cuda" if self.uses_gpu else "cpu"
+        return plan_memory(Situation(self.config, self.shape, self.num_ranks, self.ranks_per_node, device))
+
+    @cached_property
+    def partitions(self) -> tuple[cluster.Partition, ...]:
+        """Those that were asked for; the job will run in one of them."""
+        try:
+            return cluster.read_partitions(self.request.partition)
+        except UserError:  # the check of the partition says so
+            raise Skip(f"nothing is known of partition {self.request.partition or '(the default)'}") from None
+
+    @cached_property
+    def slurm_settings(self) -> cluster.Settings:
+        try:
+            return cluster.read_settings()
+        except UserError:
+            raise Skip("nothing is known of this Slurm's settings") from None

@@ -1,0 +1,35 @@
+"""What a run that has finished leaves for its next start to see at once, before ranks, models and MPI."""
+
+from __future__ import annotations
+
+from tlt_hpc.common.words import count
+from tlt_hpc.config import Config, load_saved_config
+from tlt_hpc.storage.finished_word import FinishedWord, read_finished, write_finished
+from tlt_hpc.storage.folder import RunFolder
+
+
+def note_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
+    """Leave the word in the run's folder; for rank 0.
+
+    Raises:
+        WriteError: no room or no permission.
+    """
+    write_finished(RunFolder(config.folder).finished, FinishedWord(num_steps, policy_sha256))
+
+
+def told_finished(config: Config) -> str:
+    """The line for a user who starts a run that has finished, with the very configuration that it has; else empty.
+
+    Of a run that goes on, or is to be evaluated otherwise, the configuration has changed.
+
+    Raises:
+        UserError: what the run has left is damaged.
+    """
+    folder = RunFolder(config.folder)
+    word = read_finished(folder.finished)
+    if word is None or not folder.config.is_file():
+        return ""
+    if word.num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
+        return ""
+    steps, digest = count(word.num_steps, "step"), word.policy_sha256[:12]
+    return f"already finished: {steps} in {config.folder}, policy {digest}; raise run.num_steps to go on"

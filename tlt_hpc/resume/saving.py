@@ -1,0 +1,284 @@
+"""What of a run is saved and when, and how the next start takes it up; knows nothing of what a step is made of."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
+from tlt_hpc.cluster.stopping import Stop
+from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.common.records import Request, Stream
+from tlt_hpc.models.once import read_once
+from tlt_hpc.models.piece import Piece, deal
+from tlt_hpc.mpi.owner import agree_on_owner
+from tlt_hpc.resume.replay import Replayed, replay
+from tlt_hpc.rl.draws import StepDraws
+from tlt_hpc.rollout.cost_profile import to_json
+from tlt_hpc.session import DRAFTER_FILE, Drafting, Job, shard
+from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.step_lines import drop_lines
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tlt_hpc.mpi.node import NodeGroup
+
+_CALIBRATION_RESPONSES = 8
+
+logger = logging.getLogger(__name__)
+
+
+def reserve_copy(job: Job) -> None:
+    """Take the host memory for copies of this rank's state before the first step; collective."""
+    pinned = job.engine.decoder.device.type == "cuda"
+    drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job, job.drafting)) if job.drafting else 0
+    num_bytes = job.policy.num_shard_bytes + job.policy.num_reference_bytes + drafter_bytes
+    job.checkpoints.reserve(job.world, num_bytes, pinned)
+    if job.drafting and job.drafting.saved_every:
+        job.drafting.checkpoints.reserve(job.world, drafter_bytes, pinned)
+
+
+def drafter_shard(job: Job, drafting: Drafting) -> Iterator[tuple[str, Piece]]:
+    """This rank's share of the drafter's state, which is the same on all ranks after a merge."""
+    return deal(drafting.spot.live_state().items(), job.world.rank, job.world.size)
+
+
+def goes_on(job: Job) -> bool:
+    """Whether nobody was asked to stop; in the same collective all learn how a save goes on."""
+    reports, stop = job.world.exchange(job.checkpoints.report())
+    job.checkpoints.advance(reports)
+    return not stop
+
+
+def save_checkpoint(job: Job, step: int, saved: int) -> int:
+    """Begin to save what the next step needs; collective.
+
+    Waits for the save before, and no longer than the copy takes, unless ``checkpoint.background`` is off.
+
+    Args:
+        saved: the step of the save before.
+
+    Returns the step of the last save that was not given up: ``saved`` where a stop left no time to wait for it.
+
+    Raises:
+        CheckpointError: on all ranks, where one could not write.
+    """
+    if not wait_for_saves(job, [job.checkpoints]).is_whole:
+        return saved
+    begin_save(job, step)
+    if job.config.checkpoint.background or wait_for_saves(job, [job.checkpoints]).is_whole:
+        return step
+    return saved
+
+
+@BEAT.within(Phase.SAVING)
+def begin_save(job: Job, step: int) -> None:
+    """Copy what the next step needs, and begin to write it; collective, while nothing else is being saved."""
+    agree_on_owner(job.world, job.folder.status, BEAT.start)
+    shards: dict[str, Shard] = {"policy": job.policy.state_shard(), "reference": job.policy.reference_shard()}
+    if job.drafting:
+        shards["drafter"] = drafter_shard(job, job.drafting)
+    state = {
+        "optimizer_steps": job.policy.optimizer_step_count,
+        "strategies": job.engine.chooser.state(),
+        "seed": job.config.run.seed,
+    }
+    job.checkpoints.begin(step, job.world, shards, state)
+
+
+@BEAT.within(Phase.SAVING)
+def save_between(job: Job, step: int) -> None:
+    """Begin to save the drafter alone, and what the chooser has counted, where that is due; collective.
+
+    No step waits for it: where the last one is still being written, this one is left out, which is warned of once.
+    """
+    if job.drafting is None or not job.drafting.saved_every or step % job.drafting.saved_every:
+        return
+    store = job.drafting.checkpoints
+    store.advance(job.world.allgather(store.report()))
+    if store.is_saving:
+        if job.world.rank == 0 and not job.drafting.warned:
+            job.drafting.warned.append(step)
+            logger.warning(
+                "step %d: the drafter of an earlier step is still being written to %s, so this step's is not saved; "
+                "a kill would cost it what it learned since (checkpoint.drafter_every_steps = 0: never saved alone)",
+                step, job.folder.drafter_checkpoints,
+            )  # fmt: skip
+        return
+    store.begin(
+        step, job.world, {"drafter": drafter_shard(job, job.drafting)}, {"strategies": job.engine.chooser.state()}
+    )
+    if not job.config.checkpoint.background:
+        wait_for_saves(job, [store])
+
+
+@dataclass(frozen=True)
+class Waited:
+    """How a wait for saves ended, on all ranks alike."""
+
+    stop: Stop
+    """What was agreed on last."""
+    is_whole: bool
+    """Nothing is being saved any more, and nothing was given up."""
+    is_late: bool
+    """A stop leaves no more time."""
+
+
+def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
+    """Save what no checkpoint has, and wait until nothing is being saved, as long as a stop leaves time for it.
+
+    What is given up then is repeated from the log by the next start. Collective; returns what ended the run, and
+    whether all was saved, alike on all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, where one could not write.
+    """
+    waited = finish_saves(job)
+    if saved == step or waited.stop is Stop.KILL or waited.is_late:
+        return waited.stop, saved == step and waited.is_whole
+    begin_save(job, step)
+    waited = finish_saves(job)
+    return waited.stop, waited.is_whole
+
+
+def finish_saves(job: Job) -> Waited:
+    """Wait for all saves; as ``wait_for_saves``."""
+    return wait_for_saves(job, [job.checkpoints, *([job.drafting.checkpoints] if job.drafting else [])])
+
+
+@BEAT.within(Phase.SAVING)
+def wait_for_saves(job: Job, stores: Sequence[CheckpointStore]) -> Waited:
+    """Wait until these save nothing any more, or a stop leaves no more time and they are given up; collective.
+
+    Raises:
+        CheckpointError: on all ranks, where one could not write.
+    """
+    while True:
+        reports = [store.report() for store in stores]
+        with BEAT.asking():
+            told, stop = job.world.exchange((reports, job.world.flag.is_late))
+        for number, store in enumerate(stores):
+            store.advance([every[number] for every, _ in told])
+        under_way = [store for store in stores if store.is_saving]
+        late = any(is_late for _, is_late in told)
+        if not under_way:
+            return Waited(stop, True, late)
+        if late:
+            for store in under_way:
+                store.abandon()
+            if job.world.rank == 0:
+                logger.warning("no time is left to save: the next start repeats what was logged since the last save")
+            return Waited(stop, False, late)
+        time.sleep(ASK_EVERY_SECONDS)
+
+
+@BEAT.within(Phase.LOADING)
+def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
+    """Load the newest checkpoint if there is one, repeat what was logged since, and load the engine's weights.
+
+    ``shown`` is called on rank 0 with every step that was repeated.
+    Returns the step of the checkpoint (0 without one) and the first step to do. Collective.
+    """
+    checkpoint = newest_checkpoint(job)
+    saved = 0
+    if checkpoint is not None:
+        saved = checkpoint.step
+        node = job.world.node_group
+        read = partial(_read_once, node, checkpoint)
+        job.policy.load_state(partial(read, "policy"), checkpoint.state["optimizer_steps"])
+        if checkpoint.names("reference"):  # else it is still the model that the run began with
+            job.policy.load_reference(partial(read, "reference"))
+        if job.drafting:
+            job.drafting.load(checkpoint, node)
+    replayed = replay(job, saved, shown) if job.config.checkpoint.replay else Replayed(saved, None)
+    step, newest = replayed.step, replayed.drafter or checkpoint
+    if job.drafting:
+        job.serve_drafter()
+    job.load_policy(step)
+    requests = calibration_requests(job, step)
+    job.world.say("calibrating the rollout engine")
+    job.engine.calibrate(requests)
+    if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
+        job.world.say("measuring what rounds cost")
+        job.engine.profile(requests, job.config.speculation.profile_seconds, job.world.node_group)
+    if newest is not None:
+        job.engine.chooser.load_state(newest.state["strategies"])
+    return saved, step
+
+
+def keep_costs(job: Job) -> None:
+    """Leave in the run's folder what rounds cost here, as measured ahead of the first rollout; on rank 0.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    if job.world.rank == 0 and job.engine.costs is not None:
+        with writing_beside(job.folder.cost_profile) as part:
+            part.write_text(json.dumps(to_json(job.engine.costs), indent=1) + "\n", encoding="utf-8")
+
+
+def _read_once(node: NodeGroup, checkpoint: Checkpoint, part: str, name: str) -> Tensor:
+    """A tensor of a checkpoint, read by the node's first rank."""
+    return read_once(node, lambda: checkpoint.read(part, name))
+
+
+def forget_after(job: Job, step: int) -> None:
+    """Drop what is on record of later steps, which are about to be generated again; on rank 0.
+
+    Their lines go first: a drafter without them is not taken up, and lines without theirs would be.
+
+    Raises:
+        CheckpointError: a drafter's checkpoint cannot be removed.
+    """
+    if dropped := drop_lines(job.folder.metrics, step):
+        logger.warning(
+            "%d steps that were committed (%d to %d) are generated again: no checkpoint has them%s; their lines are "
+            "kept beside %s", len(dropped), dropped[0] + 1, dropped[-1] + 1,
+            "" if job.config.checkpoint.replay else " and checkpoint.replay is false", job.folder.metrics,
+        )  # fmt: skip
+    if job.drafting:
+        job.drafting.checkpoints.drop_after(step)
+
+
+def calibration_requests(job: Job, step: int) -> list[Request]:
+    """A few of this rank's prompts under keys of another stream: the coming step's own would give its text away."""
+    own = shard(job, StepDraws(job.config, job.prompts, step).requests())
+    requests = own[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
+    return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in requests]
+
+
+def newest_checkpoint(job: Job) -> Checkpoint | None:
+    """What rank 0 finds, on all ranks; collective.
+
+    Raises:
+        CheckpointError: there are checkpoints and none is good.
+    """
+    found: Checkpoint | CheckpointError | None = None
+    if job.world.rank == 0:
+        try:
+            found = job.checkpoints.newest()
+        except CheckpointError as error:
+            found = error
+    found = job.world.broadcast(found)
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
+def save_drafter(job: Job) -> None:
+    """Leave the drafter beside the run, where ``drafter.init`` of another run finds it."""
+    if job.drafting is None or job.world.rank != 0:
+        return
+    from safetensors.torch import save_file
+
+    target = job.folder.path / "drafter" / DRAFTER_FILE
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with writing_beside(target) as path:
+        save_file(job.drafting.spot.state(), path)

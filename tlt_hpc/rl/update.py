@@ -1,0 +1,50 @@
+"""From a step's responses and rewards to the policy's update: penalties, advantages, optimiser steps.
+
+The same whether the responses were generated a moment ago or come from the log. Knows neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.common.records import Rollout
+from tlt_hpc.config import AlgorithmSection, Config
+from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
+from tlt_hpc.rl.draws import trained_on
+from tlt_hpc.rl.dynamic import teaching
+from tlt_hpc.rl.policy import Policy, Update
+
+
+def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], scores: NDArray[np.float32]) -> Update:
+    """Train the policy on a step's responses; collective, with the same arguments on every rank.
+
+    Args:
+        rollouts: all that the step generated, ordered by key; dynamic sampling may leave some out.
+        scores: [N] float32, theirs.
+
+    Raises:
+        FloatingPointError: the gradient is not finite.
+    """
+    algorithm, trained = config.algorithm, trained_on(config, scores)
+    teaching_share = float(teaching(scores, config.rollout.group_size).mean())
+    rollouts, scores = [rollouts[index] for index in trained], scores[trained]
+    lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)
+    rewards = scores + length_penalties(algorithm, lengths, config.rollout.max_new_tokens)
+    kl = np.zeros(len(rollouts))
+    if algorithm.kl_coefficient and algorithm.kl_in == "reward":
+        kl = policy.reference_kl(rollouts)
+        rewards = (rewards - algorithm.kl_coefficient * kl).astype(np.float32)
+    kind = algorithm.recipe.advantage
+    advantages = advantages_of(kind, rewards, lengths, config.rollout.group_size)
+    mean_kl, stats = float(kl.sum() / lengths.sum()), policy.update(rollouts, advantages)
+    return Update(trained, teaching_share, rewards, advantages, mean_kl, stats)
+
+
+def length_penalties(algorithm: AlgorithmSection, lengths: NDArray[np.int64], longest: int) -> NDArray[np.float32]:
+    """What responses lose for coming close to the longest, [N]."""
+    if not algorithm.overlong_buffer:
+        return np.zeros(lengths.size, np.float32)
+    return overlong_penalties(lengths, longest, algorithm.overlong_buffer, algorithm.overlong_penalty)

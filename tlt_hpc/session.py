@@ -1,0 +1,511 @@
+"""Builds the parts of a run from its configuration, and takes them down. The loop that uses them is in train.py."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from tlt_hpc.checkpoint.manifest import Checkpoint
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.cluster.watch.last import warn_of_last
+from tlt_hpc.common.files import told
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    UserError,
+    check_resumable,
+    to_toml,
+)
+from tlt_hpc.data.claim import claim_data
+from tlt_hpc.data.prompts import PromptSource
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
+from tlt_hpc.look.energy.meter import Counters, Meter, told_kinds
+from tlt_hpc.look.facts import Gpu, Place, find_environment
+from tlt_hpc.models import drafter_file
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
+from tlt_hpc.models.folder import DTYPES, num_used_tokens, start_model
+from tlt_hpc.models.once import read_all_once, read_once
+from tlt_hpc.models.sharding import WHOLE, Sharding
+from tlt_hpc.mpi.exchange import open_exchange
+from tlt_hpc.mpi.node import NodeGroup
+from tlt_hpc.mpi.owner import claim_owner
+from tlt_hpc.mpi.pulse import BUSY_SECONDS, RECORD_FIELDS, Pulse
+from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
+from tlt_hpc.mpi.world import World
+from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
+from tlt_hpc.rewards.scorer import Bench
+from tlt_hpc.rewards.standing import standing_bench
+from tlt_hpc.rl.correction import MismatchWatch
+from tlt_hpc.rl.distributed import join_process_group, replica_sum
+from tlt_hpc.rl.policy import Policy
+from tlt_hpc.rollout.decisions import Agree
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.storage.environment_lines import Environment, add_environment
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.first_rollouts import FirstRollouts
+from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
+
+logger = logging.getLogger(__name__)
+
+GIVEN_GPU = "TLT_GPU"
+"""Where cluster/device.py says which GPU a rank was left with."""
+
+DRAFTER_FILE = drafter_file.DRAFTER_FILE
+_COUNTED_STEPS = 64
+"""Steps whose prompts are counted for a draft vocabulary."""
+NFS_SECONDS = 60.0
+"""How long an NFS client may by default go on with an old listing of a folder."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The parts that only a run with a learned drafter has."""
+
+    cache: FeatureCache
+    spot: SpotTrainer
+    served: Drafter
+    """The engine's copy, in the decoder's precision; refreshed after every merge."""
+    checkpoints: CheckpointStore
+    """Of the drafter alone, between those of the whole."""
+    saved_every: int
+    """Steps from one of those to the next; 0: there are none."""
+    warned: list[int] = field(default_factory=list)
+    """The step, if any, at which the user was told that one was left out."""
+
+    def load(self, checkpoint: Checkpoint, node: NodeGroup) -> None:
+        """Take up the drafter that a checkpoint has; collective over the node.
+
+        Raises:
+            UserError: it is of another shape.
+        """
+        names = checkpoint.names("drafter")
+        self.spot.load_state({name: read_once(node, partial(checkpoint.read, "drafter", name)) for name in names})
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of a run on one rank."""
+
+    config: Config
+    world: World
+    replica: Replica
+    folder: RunFolder
+    tokenizer: Tokenizer
+    prompts: PromptSource
+    engine: RolloutEngine
+    policy: Policy
+    pulse: Pulse
+    checkpoints: CheckpointStore
+    drafting: Drafting | None
+    bench: Bench
+    """What gives responses their rewards; its server outlives the job, for further ones of this process."""
+    mismatch: MismatchWatch
+    meter: Meter
+
+    def load_policy(self, version: int) -> None:
+        """Put the policy's weights into the decoder; the drafter reads its embedding and head there. Collective."""
+        self.engine.load_policy(self.policy.named_weights(), version)
+
+    def serve_drafter(self) -> None:
+        """Copy the trained drafter into the engine's."""
+        assert self.drafting is not None
+        self.engine.load_drafter(self.drafting.spot.served(), self.drafting.spot.is_trained)
+
+    def close(self) -> None:
+        """Take the parts down; the process group stays for a further job of this process."""
+        try:
+            self.policy.close()
+        finally:
+            if self.drafting:
+                self.drafting.cache.abandon_step()  # still open where the run failed: its thread ends here
+            self.meter.close()
+            self.pulse.close()
+
+
+def assemble(config: Config, world: World) -> Job:
+    """Build all parts; collective."""
+    bench = open_bench(config, world)
+    node = world.node_group
+    world.say("reading the model and the data")
+    assets = read_assets_once(config, world.size, node)
+    if world.rank == 0 and assets.prompts.warning:
+        logger.warning("%s", assets.prompts.warning)
+    warm = None
+    if config.speculation.mode == "full":
+        init = partial(initial_drafter, config.drafter.init, config.drafter.form, assets.shape)
+        warm = read_all_once(node, init)
+    folder = RunFolder(config.folder)
+    replica = make_replica(config, world)
+    decoder = make_decoder(config, assets, world, replica)
+    device = decoder.device
+    drafting = (
+        make_drafting(config, world, folder, decoder, assets, warm) if config.speculation.mode == "full" else None
+    )
+    meter, environment = look_around(world, device)
+    # last of what may find a mistake of the user's: nothing is written before
+    claim_folder(folder, config, world, assets.prompts, environment)
+    if drafting:
+        drafting.cache.recover()
+    served = drafting.served if drafting else None
+    engine = make_engine(decoder, engine_settings(config, assets, world), served, replica.agree)
+    engine.keeps = lambda key: replica.keeps(unit_of(config, key))
+    world.say("joining the process group")
+    join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+    world.say("loading the policy")
+    is_dealt = config.optimizer.zero_stage == 3
+    start = partial(start_model, assets.folder, config.model.dtype, device, is_dealt, world.rank, node)
+    policy = Policy(start(), config, world, start if config.algorithm.kl_coefficient else None)
+    return Job(
+        config=config,
+        world=world,
+        replica=replica,
+        folder=folder,
+        tokenizer=assets.tokenizer,
+        prompts=assets.prompts,
+        engine=engine,
+        policy=policy,
+        pulse=make_pulse(world, replica, lambda: engine.text_mark),
+        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+        drafting=drafting,
+        bench=bench,
+        mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),
+        meter=meter,
+    )
+
+
+def look_around(world: World, device: torch.device) -> tuple[Meter, Environment | None]:
+    """The meter of energy, and on rank 0 what the run runs on; collective."""
+    gpu = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = Gpu(properties.name, f"GPU-{properties.uuid}")
+    counters = Counters(world.hostname, gpu.uuid if gpu else "", world.local_rank == 0)
+    ranks = world.allgather((Place.here(world.hostname, gpu), counters.reach))
+    reaches = [reach for _, reach in ranks]
+    meter = Meter(counters, reaches, world.rank)
+    if world.rank:
+        return meter, None
+    places = [place for place, _ in ranks]
+    return meter, find_environment(world, places, torch.version.cuda or "", told_kinds(reaches))
+
+
+def open_bench(config: Config, world: World) -> Bench:
+    """What this rank judges responses with, ready to; collective where it has a server.
+
+    Raises:
+        ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
+    """
+    bench, error = standing_bench(config.reward), ""
+    if bench.client is None:
+        return bench
+    try:
+        bench.client.wait_until_ready()
+    except UserError as caught:
+        error = str(caught)
+    for rank, (hostname, message) in enumerate(world.allgather((world.hostname, error))):
+        if message:
+            raise ConfigError(f"rank {rank} on {hostname}: {message}")
+    return bench
+
+
+def claim_folder(
+    folder: RunFolder,
+    config: Config,
+    world: World,
+    prompts: PromptSource | None = None,
+    environment: Environment | None = None,
+) -> None:
+    """Save configuration and fingerprints of the data with the run, or check them against what is there; collective.
+
+    ``environment``: on rank 0, what is to be noted of this start.
+
+    Raises:
+        ConfigError: on all ranks, where the folder holds a run of another configuration, or not all of them see it.
+    """
+    error, probe = "", folder.path / f"shared-{uuid4().hex}"
+    if world.rank == 0:
+        try:
+            _claim(folder, config)
+            if prompts is not None:
+                claim_data(folder.path, prompts.fingerprints())
+            if environment is not None:
+                add_environment(folder.environment, environment)
+            probe.touch()
+        except UserError as caught:
+            error = str(caught)
+        except OSError as caught:
+            error = told(caught)
+    error, name, writer = world.broadcast((error, probe.name, world.hostname))
+    if error:
+        raise ConfigError(error)
+    try:
+        _check_shared(config, name, writer, world)
+        if prompts is not None:
+            _check_same_prompts(prompts, world)
+    finally:
+        if world.rank == 0:
+            probe.unlink(missing_ok=True)
+    BEAT.folder = folder.status
+
+
+def _check_shared(config: Config, name: str, writer: str, world: World) -> None:
+    """Refuse a folder in which not every rank finds the file that rank 0 left: a save would wait there for ever."""
+    seen = world.allgather((world.hostname, not hidden_files(config.folder, {name})))
+    for rank, (hostname, is_there) in enumerate(seen):
+        if not is_there:
+            raise ConfigError(
+                f"run.folder = {config.run.folder!r}: rank {rank} on {hostname} does not see what rank 0 on "
+                f"{writer} wrote there; use a folder that all nodes share"
+            )
+
+
+def _check_same_prompts(prompts: PromptSource, world: World) -> None:
+    """Refuse data that is not the same on all nodes: ranks would generate, and score, different prompts as one."""
+    tokens = b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in prompts.batch(0))
+    seen = world.allgather((world.hostname, sha256(tokens).digest()))
+    for rank, (hostname, mark) in enumerate(seen):
+        if mark != seen[0][1]:
+            raise ConfigError(
+                f"data.source: rank {rank} on {hostname} draws other prompts than rank 0 on {seen[0][0]}; "
+                "give all nodes the same files"
+            )
+
+
+def hidden_files(folder: Path, names: Set[str]) -> Set[str]:
+    """Which of these files a folder still does not list after the time that NFS may take; returns once it lists all.
+
+    It is listed, not asked for the names: a client keeps for a while that a name was not there.
+    """
+    end = time.monotonic() + NFS_SECONDS
+    while hidden := names - ({entry.name for entry in folder.iterdir()} if folder.is_dir() else set()):
+        if time.monotonic() >= end:
+            break
+        time.sleep(0.1)
+    return hidden
+
+
+def _claim(folder: RunFolder, config: Config) -> None:
+    check_resumable(folder.config, config)
+    folder.create()
+    claim_owner(folder.status, BEAT.start)
+    warn_of_last(folder.status, BEAT.start)
+    with writing_beside(folder.config) as path:
+        path.write_text(to_toml(config), encoding="utf-8")
+
+
+def choose_device(config: Config, world: World) -> torch.device:
+    """The rank's device: one CUDA device per local rank where there are any, unless the configuration says otherwise.
+
+    Raises:
+        ConfigError: ``cuda`` is asked for and there is none, or the launcher has given this rank one that torch lacks.
+    """
+    available = torch.cuda.is_available()
+    if config.model.device == "cuda" and not available:
+        raise ConfigError("model.device = 'cuda' but torch sees no CUDA device; use 'cpu' or fix the allocation")
+    if config.model.device == "auto" and not available and GIVEN_GPU in os.environ:
+        raise ConfigError(
+            f"rank {world.rank} on {world.hostname} was given GPU {os.environ[GIVEN_GPU]} and torch sees none; install "
+            "a CUDA build of torch that fits the driver, or give model.device=cpu"
+        )
+    if config.model.device == "cpu" or not available:
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    logger.info("rank %d on %s uses %s", world.rank, world.hostname, device)
+    return device
+
+
+def make_replica(config: Config, world: World) -> Replica:
+    """This rank's replica; collective.
+
+    Raises:
+        ConfigError: on all ranks, where one would lie on several nodes.
+    """
+    check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
+    return Replica(world, config.rollout.tensor_parallel)
+
+
+def make_decoder(config: Config, assets: ModelAssets, world: World, replica: Replica) -> Decoder:
+    """The decoder, or this rank's part of it, without weights; collective."""
+    device = choose_device(config, world)
+    return Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
+
+
+def make_sharding(replica: Replica, world: World, device: torch.device) -> Sharding:
+    """Which part of the decoder this rank holds, and how its replica sums; collective.
+
+    Raises:
+        ConfigError: on all ranks, where the ranks of a replica share a GPU.
+    """
+    if replica.size == 1:
+        return WHOLE
+    join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+    if device.type == "cuda" and torch.distributed.get_backend() == "gloo":
+        raise ConfigError(
+            f"rollout.tensor_parallel = {replica.size} with ranks that share a GPU (TLT_SHARE_GPUS=1): CUDA graphs "
+            "cannot hold sums by gloo, and NCCL refuses two ranks on one GPU; use rollout.tensor_parallel = 1, or a "
+            "GPU for each rank"
+        )
+    return Sharding(replica.index, replica.size, replica_sum(world, replica.size))
+
+
+def make_pulse(world: World, replica: Replica, text_mark: Callable[[], int]) -> Pulse:
+    """The pulse of all ranks, given a checksum of the text that a replica's ranks have in common; collective."""
+    exchange = open_exchange(world, len(RECORD_FIELDS))
+    if replica.size == 1:
+        return Pulse(exchange, busy_seconds=BUSY_SECONDS)
+    return ReplicaPulse(exchange, replica, text_mark)
+
+
+def unit_of(config: Config, key: SampleKey) -> int:
+    """By what a step's responses are dealt over replicas and ranks: their group, or their place among all samples."""
+    return key.draw if config.rollout.shard == "group" else key.draw * config.rollout.group_size + key.sample
+
+
+def make_engine(
+    decoder: Decoder, settings: EngineSettings, drafter: Drafter | None, agree: Agree | None = None
+) -> RolloutEngine:
+    """The rollout engine; ``agree`` where its decoder is one part of several ranks'.
+
+    Raises:
+        ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
+    """
+    try:
+        return RolloutEngine(decoder, settings, drafter, agree if decoder.sharding.size > 1 else None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def engine_settings(config: Config, assets: ModelAssets, world: World) -> EngineSettings:
+    """The engine's part of the configuration."""
+    rollout, speculation = config.rollout, config.speculation
+    return EngineSettings(
+        params=SamplingParams(
+            max_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+            min_tokens=rollout.min_new_tokens,
+            stop_strings=rollout.stop_strings,
+        ),
+        num_tokens=num_used_tokens(assets.tokenizer, assets.shape),
+        eos_token_ids=assets.eos_token_ids,
+        max_live=rollout.max_live,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        tie_guard=config.tie_guard,
+        kv_bytes=rollout.kv_bytes,
+        page_size=rollout.page_size,
+        prefill_tokens=rollout.prefill_tokens,
+        ngram_orders=speculation.ngram_orders,
+        ngram_history_tokens=speculation.ngram_history_tokens,
+        strategies=strategies_of(speculation.mode, speculation.strategies),
+        chooser=speculation.chooser,
+        epsilon=speculation.epsilon,
+        window=speculation.window,
+        seed=world.rank,
+        detokenize=assets.tokenizer.decode if rollout.stop_strings else None,
+    )
+
+
+def make_drafting(
+    config: Config,
+    world: World,
+    folder: RunFolder,
+    decoder: Decoder,
+    assets: Assets,
+    warm: dict[str, torch.Tensor] | None,
+) -> Drafting:
+    """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
+    shape, seed, settings = decoder.shape, config.run.seed, config.drafter
+    token_ids = choose_vocabulary(config, assets) if warm is None else warm.get(TOKEN_IDS)
+    served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
+    if decoder.sharding.size > 1:
+        served.split(decoder.sharding)
+    kind = FirstRollouts if settings.rollouts == "first" else FeatureCache
+    place, rank, num_ranks = cache_place(config, world, folder)
+    sizes = served.num_features, shape.hidden_size, settings.cache_bytes
+    cache = kind(place, rank, *sizes, num_ranks, settings.cache_compression)
+    spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
+    if warm is not None:
+        spot.start_from(warm)
+    alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
+    return Drafting(cache, spot, served, alone, config.checkpoint.drafter_every_steps if settings.train else 0)
+
+
+def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
+    """Where the feature cache is, and which of how many ranks this one is there; collective.
+
+    Raises:
+        ConfigError: on all ranks, where a node does not know a variable in ``drafter.cache_folder``.
+    """
+    template = config.drafter.cache_folder
+    if not template:
+        return folder, world.rank, world.size
+    found, error = Path(), ""
+    try:
+        found = node_folder(template, folder.path, world.hostname)
+    except ValueError as caught:
+        error = str(caught)
+    ranks = world.allgather((world.hostname, error))
+    for _, message in ranks:
+        if message:
+            raise ConfigError(message)
+    return RunFolder(found), world.local_rank, sum(hostname == world.hostname for hostname, _ in ranks)
+
+
+def choose_vocabulary(config: Config, assets: Assets) -> torch.Tensor | None:
+    """The tokens [W] that a new drafter of the EAGLE-3 form drafts among; None for the other form.
+
+    Before a run there is no response to count: the prompts of its first steps and their answers stand for them.
+
+    Raises:
+        ConfigError: the model has too few layers for this form.
+    """
+    if config.drafter.form == "eagle":
+        return None
+    num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
+    try:
+        check_layers(assets.shape, "drafter.form = 'eagle3'")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    counted = count_tokens(_texts(config, assets), num_tokens)
+    ids = most_frequent_tokens(counted, config.drafter.vocabulary, assets.eos_token_ids)
+    return torch.from_numpy(ids)
+
+
+def _texts(config: Config, assets: Assets) -> Iterator[NDArray[np.int32]]:
+    for step in range(min(config.run.num_steps, _COUNTED_STEPS)):
+        for prompt in assets.prompts.batch(step):
+            yield prompt.tokens
+            yield np.array(assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids, np.int32)
+
+
+def shard(job: Job, requests: list[Request]) -> list[Request]:
+    """Those of a step's requests that this rank's replica generates: whole groups, or single samples of all groups."""
+    return [request for request in requests if job.replica.takes(unit_of(job.config, request.key))]
+
+
+def is_own(job: Job, key: SampleKey) -> bool:
+    """Whether a finished response is this rank's to score, train on and log: its replica's, and its own among them."""
+    unit = unit_of(job.config, key)
+    return job.replica.takes(unit) and job.replica.keeps(unit)

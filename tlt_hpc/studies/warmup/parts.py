@@ -1,0 +1,150 @@
+"""Builds the parts of a warm-up from its configuration, and takes them down; owns its folder and what may change in it.
+
+config.toml       the resolved configuration
+features/         part-00003/cache/...: features of one part of the responses each; may be deleted at the end
+training/         where the training stands, the last two saves
+drafter/          the best drafter so far and its facts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
+from tlt_hpc.data.prompts import PromptSource
+from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.models.decoder import Decoder
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import initial_drafter
+from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.once import read_all_once
+from tlt_hpc.mpi.replica import Replica
+from tlt_hpc.mpi.world import World
+from tlt_hpc.plan.inputs import Assets, read_assets_once
+from tlt_hpc.rollout.settings import EngineSettings
+from tlt_hpc.session import claim_folder, engine_settings, make_decoder, make_drafting, make_replica
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
+
+# What the responses and the held-out prompts depend on. The rest of [warmup] is the training's.
+_OF_RESPONSES = {"sources", "responses", "strategy", "validation_prompts"}
+_FREE = {"minutes", "patience"}
+_NUM_SAVES = 2
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a warm-up on one rank."""
+
+    config: Config
+    world: World
+    replica: Replica
+    path: Path
+    assets: Assets
+    texts: Texts
+    settings: EngineSettings
+    """Of the job's rollouts; capture and validation change what differs."""
+    decoder: Decoder
+    trainer: SpotTrainer
+    served: Drafter
+    """The engines' copy, in the decoder's precision."""
+    saves: CheckpointStore
+
+    @property
+    def features(self) -> Path:
+        return self.path / "features"
+
+    @property
+    def drafter(self) -> Path:
+        return self.path / "drafter"
+
+
+def assemble(config: Config, world: World) -> Parts:
+    """Build all parts of the warm-up that ``config`` (from ``plan.config_of``) describes; collective.
+
+    Raises:
+        ValueError: the user's mistake, before anything is written.
+    """
+    node = world.node_group
+    assets = read_assets_once(config, world.size, node)
+    settings = engine_settings(config, assets, world)
+    init = partial(initial_drafter, config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
+    warm = read_all_once(node, init)
+    texts = choose_texts(config, assets, settings.num_tokens, world)
+    replica = make_replica(config, world)
+    decoder = make_decoder(config, assets, world, replica)
+    decoder.load(folder_weights(assets.folder, decoder.weight_cuts(), node), 0, are_cut=True)
+    folder = RunFolder(config.folder)
+    # the cache that comes with it is a run's; a warm-up keeps its features in parts
+    drafting = make_drafting(config, world, folder, decoder, assets, warm)
+    claim(folder, config, world, None if config.warmup.sources else assets.prompts)
+    return Parts(
+        config=config,
+        world=world,
+        replica=replica,
+        path=folder.path,
+        assets=assets,
+        texts=texts,
+        settings=settings,
+        decoder=decoder,
+        trainer=drafting.spot,
+        served=drafting.served,
+        saves=CheckpointStore(training_folder(folder), _NUM_SAVES),
+    )
+
+
+def choose_texts(config: Config, assets: Assets, num_tokens: int, world: World) -> Texts:
+    """The texts, the same on all ranks; logs are read by one. Collective.
+
+    Raises:
+        UserError: too few prompts, or logs that cannot be used.
+    """
+    if not config.warmup.sources:
+        return from_prompts(config, assets.prompts)
+    found: Texts | str = ""
+    if world.rank == 0:
+        try:
+            found = from_logs(config, assets.shape.max_positions, num_tokens)
+        except UserError as error:
+            found = str(error)
+    found = world.broadcast(found)
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
+
+
+def training_folder(folder: RunFolder) -> Path:
+    """Where the training is saved."""
+    return folder.path / "training"
+
+
+def claim(folder: RunFolder, config: Config, world: World, prompts: PromptSource | None = None) -> None:
+    """Save the configuration, and fingerprints of the data that it answers, or check them; collective.
+
+    Raises:
+        ConfigError: the folder holds a warm-up of other responses, or a training with other settings.
+    """
+    error = world.broadcast(_conflict(folder, config) if world.rank == 0 else None)
+    if error is not None:
+        raise ConfigError(error)
+    claim_folder(folder, config, world, prompts)
+
+
+def _conflict(folder: RunFolder, config: Config) -> str | None:
+    """What of [warmup] differs and may not, with the remedy."""
+    if not folder.config.exists():
+        return None
+    old, new = load_saved_config(folder.config).warmup.model_dump(), config.warmup.model_dump()
+    changed = [name for name in old if old[name] != new[name] and name not in _FREE]
+    responses = [name for name in changed if name in _OF_RESPONSES]
+    if responses:
+        name, remedy = responses[0], "go on with the old value or give another run.name"
+    elif changed and training_folder(folder).exists():
+        remedy = f"go on with the old value, or delete {training_folder(folder)} to train anew on the same responses"
+        name = changed[0]
+    else:
+        return None
+    return f"{folder.config} holds a warm-up with warmup.{name} = {old[name]!r}, now {new[name]!r}; {remedy}"

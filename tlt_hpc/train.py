@@ -1,0 +1,449 @@
+"""The main loop: roll out, reward, update, refresh. Every rank runs it from the first step not on disk to the last."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_hpc.cluster.stopping import Stop
+from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.files import told
+from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
+from tlt_hpc.config import Config, UserError
+from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
+from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
+from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
+from tlt_hpc.look.timing import PhaseTimer
+from tlt_hpc.look.tracking.follow import Tracking
+from tlt_hpc.mpi.owner import agree_on_owner, check_owner
+from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.mpi.world import World
+from tlt_hpc.resume.finished import note_finished
+from tlt_hpc.resume.kept import drop_kept
+from tlt_hpc.resume.saving import (
+    forget_after,
+    goes_on,
+    keep_costs,
+    reserve_copy,
+    resume,
+    save_at_end,
+    save_between,
+    save_checkpoint,
+    save_drafter,
+)
+from tlt_hpc.rewards.unjudged import joined
+from tlt_hpc.rl.correction import Mismatch
+from tlt_hpc.rl.gather import gather
+from tlt_hpc.rl.update import update_policy
+from tlt_hpc.rollout.engine import EngineCounts
+from tlt_hpc.rollout_loop import Tail, end_features, roll_out, train_serially
+from tlt_hpc.session import Job, assemble
+from tlt_hpc.storage.folder import RunFolder, rank_of
+from tlt_hpc.storage.rollout_log import StepRecord, write_step
+from tlt_hpc.storage.step_lines import Line, add_line, read_lines
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter(Protocol):
+    """Whoever shows a run to its user; called on rank 0 alone."""
+
+    def replayed(self, step: int) -> None: ...
+
+    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
+
+    def rolling(self, step: int, roster: Roster) -> None: ...
+
+    def phase(self, step: int, name: str) -> None: ...
+
+    def stepped(self, summary: StepSummary) -> None: ...
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run stood when it ended; the same on every rank."""
+
+    first_step: int
+    """The step it began with, after what a checkpoint and the log had."""
+    num_steps: int
+    finished: bool
+    policy_sha256: str
+    """Empty unless it finished."""
+    stop_reason: str
+    """Empty unless a signal or a vote ended the run early."""
+
+
+def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | None = None) -> RunResult:
+    """Run, or go on with, the job that ``config`` describes; collective.
+
+    Args:
+        tracking: what ``open_tracking`` has opened, where trackers are to outlast the run; else they are closed here.
+
+    Raises:
+        ValueError: the user's mistake (configuration, model folder, data), before any step.
+    """
+    # the job is closed before the trackers, which may wait for a server that is away
+    trackers = open_tracking(config, world) if tracking is None else nullcontext(tracking)
+    with trackers as told, closing(assemble(config, world)) as job:
+        return take_steps(job, told, reporter)
+
+
+def settle_heap() -> None:
+    """Take all that stands before the first step out of the garbage collector's rounds.
+
+    A full round over libraries, model and engine stops a rank for a third of a second and more, wherever it happens to
+    be; in the middle of a rollout all ranks wait for that.
+    """
+    gc.unfreeze()  # what an earlier run of this process left
+    gc.collect()
+    gc.freeze()
+
+
+def open_tracking(config: Config, world: World) -> AbstractContextManager[Tracking | None]:
+    """The trackers of a run, on rank 0 alone.
+
+    Raises:
+        UserError: a package that is asked for is not installed.
+    """
+    return nullcontext() if world.rank else Tracking(config, RunFolder(config.folder))
+
+
+def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunResult:
+    """The steps that are left; collective.
+
+    Raises:
+        ValueError: as ``run``.
+    """
+    config, world = job.config, job.world
+    evaluation = prepare(job)
+    saved, step = resume(job, reporter.replayed)
+    first = step
+    reserve_copy(job)
+    if world.rank == 0:
+        reporter.started(config, step, memory_table(job))
+    if saved < step:  # so that nothing is replayed twice
+        saved = save_checkpoint(job, step, saved)
+    agree_on_owner(world, job.folder.status, BEAT.start)
+    if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
+        forget_after(job, step)  # logs that are about to be replaced are no committed step's
+        job.folder.finished.unlink(missing_ok=True)  # of fewer steps
+    if step < config.run.num_steps:
+        together(job.world, lambda: keep_costs(job))
+    judged = judge_and_track(job, evaluation, tracking, step, reporter)
+    timer = PhaseTimer()
+    settle_heap()
+    while step < config.run.num_steps and goes_on(job):
+        if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
+            break
+        step += 1
+        with timer.between_steps("save_checkpoint"):
+            if step % config.checkpoint.every_steps == 0:
+                saved = save_checkpoint(job, step, saved)
+            else:
+                save_between(job, step)
+        with timer.between_steps("testing"):
+            judged = judge_and_track(job, evaluation, tracking, step, reporter)
+    stop, is_saved = save_at_end(job, saved, step)
+    finished = step >= config.run.num_steps and judged and is_saved
+    if finished:
+        save_drafter(job)
+    digest = job.policy.sha256() if finished else ""  # gathers the whole policy
+    if finished and world.rank == 0:
+        note_finished(config, step, digest)
+    return RunResult(first, step, finished, digest, world.stop_reason if stop and not finished else "")
+
+
+def memory_table(job: Job) -> dict[str, int]:
+    """Bytes of a rank's rollout engine and, where there is one, of the drafter's training."""
+    return job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
+
+
+def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, timer: PhaseTimer | None = None) -> bool:
+    """One step of the run; False where a stop vote ended it before the policy changed.
+
+    ``is_saved``, alike on all ranks: there is a checkpoint of this step already, so a stop leaves nothing to save.
+    ``timer`` knows what has happened since the step before.
+    """
+    BEAT.at_step(step)
+    timer = timer or PhaseTimer()
+    shows = job.world.rank == 0
+    job.meter.begin_step()
+    with timer("gen"):
+        tail = roll_out(job, step, reporter)
+    job.meter.end_rollout()
+    with timer("drafter"):
+        train_serially(job, step, tail)
+    with timer("gen"):
+        end_features(job, tail)
+    if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
+        return False
+    with timer("refresh"):  # the copy that is sent; the sum itself hides behind the update
+        merge = start_merge(job, tail.decision)
+    if tail.stopped:
+        if shows:
+            reporter.phase(step, "stopping: saving a checkpoint")
+        if merge:
+            finish_merge(job)  # what was trained so far belongs to the checkpoint, and to all ranks alike
+        return False
+    if shows:
+        reporter.phase(step, "reward")
+    with timer("reward"):
+        rewards = tail.scorer.rewards(tail.rollouts)
+        check_judged(job, step, tail)
+        rollouts, scores = gather(job.world, tail.rollouts, rewards)
+    if shows:
+        reporter.phase(step, "update")
+    # the merge has no other MPI call to make progress in while torch communicates
+    with timer("update_actor"), job.pulse.progressing():
+        update = update_policy(job.config, job.policy, rollouts, scores)
+    with timer("refresh"):
+        merged = finish_merge(job) if merge else unmerged(job)
+        job.load_policy(step + 1)
+    own = {rollout.key for rollout in tail.rollouts}
+    advantages = np.full(len(rollouts), np.nan, np.float32)  # of what dynamic sampling has left out
+    advantages[update.trained] = update.advantages
+    own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
+    phases = tuple(PhaseSpan(*span) for span in timer.take_spans())
+    record = make_record(job, step, tail, rewards, own_advantages, merged, phases)
+    summary = summarise(job.world, record, update, merged, timer.take())
+    line = {**summary.metrics, "drafter/why": tail.decision.reason}
+    agree_on_owner(job.world, job.folder.status, BEAT.start)
+    together(job.world, lambda: log_step(job, record))
+    together(job.world, lambda: commit(job, step, line))
+    if shows:
+        reporter.stepped(summary)
+        warn_of_mismatch(job, summary)
+    return True
+
+
+def log_step(job: Job, record: StepRecord) -> None:
+    """Write this rank's log of a step.
+
+    Raises:
+        WriteError: it cannot be written.
+    """
+    write_step(job.folder.rollout_log(record.step, record.rank), record)
+
+
+def commit(job: Job, step: int, line: Line) -> None:
+    """Once every rank's log is there, the step's line, which commits it; on rank 0.
+
+    Raises:
+        UserError, WriteError: the folder is another start's by now, or it cannot be written.
+    """
+    if job.world.rank == 0:
+        check_owner(job.folder.status, BEAT.start)
+        drop_foreign_logs(job, step)
+        add_line(job.folder.metrics, line)
+        drop_kept(job.folder)
+
+
+def together(world: World, write: Callable[[], None]) -> None:
+    """Write, and go on once all ranks have; collective, so that one rank's full disk ends them all, with one status.
+
+    Raises:
+        UserError: on all ranks, where one of them could not.
+    """
+    error = ""
+    try:
+        write()
+    except UserError as caught:
+        error = str(caught)
+    except OSError as caught:
+        error = told(caught)
+    if error := next(filter(None, world.allgather(error)), ""):
+        raise UserError(error)
+
+
+def warn_of_mismatch(job: Job, summary: StepSummary) -> None:
+    """Say why rollout and trainer disagree, where they do: at the first such step, and every tenth after it."""
+
+    def first() -> Mismatch | None:
+        lines = [line for step, line in sorted(read_lines(job.folder.metrics).items()) if K3 in line]
+        return Mismatch(lines[0][PROBS_DIFF], lines[0][K3]) if lines else None
+
+    line = job.mismatch.look(Mismatch(summary[PROBS_DIFF], summary[K3]), first)
+    if line:
+        logger.warning("step %d: %s", summary.step, line)
+
+
+def check_judged(job: Job, step: int, tail: Tail) -> None:
+    """Warn of responses that could not be judged, and end a run that has no others: it would learn nothing; collective.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    found = joined(job.world.allgather(tail.scorer.unjudged(tail.rollouts)))
+    if not found.total:
+        return
+    if found.total == found.num_responses:
+        raise UserError(
+            f"none of the {found.total} responses of step {step} could be judged: {found.explain()}; then start again"
+        )
+    if job.world.rank == 0:
+        logger.warning(
+            "step %d: %d of %d responses could not be judged and have reward 0: %s",
+            step, found.total, found.num_responses, found.explain(),
+        )  # fmt: skip
+
+
+# -- reward and update ----------------------------------------------------------------------------------------------
+
+
+def start_merge(job: Job, decision: Decision) -> bool:
+    """Post the drafters' merge, to be awaited after the update; False where the step trains none."""
+    if job.drafting is None or not decision.trains:
+        return False
+    job.drafting.spot.start_merge(job.world)
+    return True
+
+
+def finish_merge(job: Job) -> MergeReport:
+    """Await the merge and hand the engine the merged drafter."""
+    assert job.drafting is not None
+    report = job.drafting.spot.finish_merge(job.world)
+    job.serve_drafter()
+    return report
+
+
+def unmerged(job: Job) -> MergeReport | None:
+    """The report of a step that trains no drafter; None where there is none."""
+    return job.drafting.spot.unmerged() if job.drafting else None
+
+
+def judge_and_track(
+    job: Job, evaluation: TrainingEvaluation | None, tracking: Tracking | None, step: int, reporter: Reporter
+) -> bool:
+    """``evaluate_if_due``, then tell the trackers of all steps whose lines are whole now."""
+    judged = evaluate_if_due(job, evaluation, step, reporter)
+    if tracking:
+        tracking.follow(step if judged else step - 1)
+    return judged
+
+
+def evaluate_if_due(job: Job, evaluation: TrainingEvaluation | None, step: int, reporter: Reporter) -> bool:
+    """Judge the policy after ``step`` steps where that is due and the last step's line has no figures of it.
+
+    Collective. False where a stop vote cut it short: the next start goes on with it.
+    """
+    if evaluation is None or not evaluation.is_due(job, step):
+        return True
+    line = job.world.broadcast(read_lines(job.folder.metrics).get(step - 1) if job.world.rank == 0 else None)
+    if line is None or TESTING in line:
+        return True
+    if job.world.rank == 0:
+        reporter.phase(step - 1, "evaluation")
+    metrics = evaluate_policy(job, evaluation, step, lambda roster: reporter.rolling(step - 1, roster))
+    if metrics is not None:
+        agree_on_owner(job.world, job.folder.status, BEAT.start)
+    if metrics is not None and job.world.rank == 0:
+        add_line(job.folder.metrics, {**line, **metrics})
+        reporter.evaluated(step, metrics)
+    return metrics is not None
+
+
+# -- records --------------------------------------------------------------------------------------------------------
+
+
+def make_record(
+    job: Job,
+    step: int,
+    tail: Tail,
+    rewards: NDArray[np.float32],
+    advantages: NDArray[np.float32],
+    merged: MergeReport | None,
+    phases: tuple[PhaseSpan, ...],
+) -> StepRecord:
+    """What this rank's log keeps of a step."""
+    counts = job.engine.take_counts()
+    if job.replica.index > 0:
+        counts = counts.told_by_another()
+    micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
+    names = tuple(counts.strategies)
+    kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]
+    harvested = seconds_of(micro_steps) if job.config.drafter.place == "tail" else 0.0
+    return StepRecord(
+        step=step,
+        rank=job.world.rank,
+        num_ranks=job.world.size,
+        rollouts=tuple(tail.rollouts),
+        rewards=rewards,
+        advantages=advantages.astype(np.float32),
+        timing=tail.timings[0],
+        refills=tail.timings[1:],
+        micro_steps=micro_steps,
+        harvested_seconds=harvested,
+        strategy_names=names,
+        strategy_rounds=np.array([counts.strategies[name][0] for name in names], dtype=np.int64),
+        strategy_tokens=np.array([counts.strategies[name][1] for name in names], dtype=np.int64),
+        decisions=decisions_of(counts),
+        spans=counts.spans,
+        phases=phases,
+        guarded_near_ties=counts.num_guarded,
+        metrics={
+            "rollout/preemptions": float(counts.num_preempted),
+            "rollout/drafter_faults": float(counts.num_drafter_faults),
+            **{f"rollout/{name}_seconds": seconds for name, seconds in vars(counts.seconds).items()},
+            LATE: tail.late_seconds,
+            "rollout/kept": float(len(kept)),
+            KEPT_TOKENS: float(sum(len(rollout.response_tokens) for rollout in kept)),
+            **tail.scorer.metrics(),
+            **job.meter.end_step(),
+            **(drafter_metrics(job, tail, counts, micro_steps, merged) if job.drafting else {}),
+        },
+    )
+
+
+def drafter_metrics(
+    job: Job, tail: Tail, counts: EngineCounts, micro_steps: tuple[MicroStepRecord, ...], merged: MergeReport | None
+) -> dict[str, float]:
+    """What this rank did for the learned drafter, and how the drafter did."""
+    assert job.drafting is not None
+    serial = seconds_of(micro_steps) if job.config.drafter.place == "serial" else 0.0
+    return {
+        DUE: float(tail.decision.trains),
+        MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,
+        "drafter/cut_rank_seconds": job.drafting.spot.cut_seconds,
+        "drafter/serial_rank_seconds": serial,
+        "drafter/skipped_steps": float(job.drafting.spot.num_skipped),
+        "drafter/dropped_replicas": float(merged.is_dropped if merged else False),
+        **own_drafts(job, counts).to_metrics(),
+    }
+
+
+def seconds_of(micro_steps: Sequence[MicroStepRecord]) -> float:
+    """Seconds that micro-steps took together."""
+    return sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0)
+
+
+def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:
+    """What came of the learned drafter's drafts: of the family of its strategies that is named first, and no other."""
+    families = [strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter]
+    tally = counts.drafts.get(families[0]) if families else None
+    if tally is None:
+        return DraftCounts((0.0,) * JUDGED_DEPTH, (0.0,) * JUDGED_DEPTH)
+    columns = (tuple(map(float, column[:JUDGED_DEPTH])) for column in (tally.reached, tally.accepted))
+    return DraftCounts(*columns)
+
+
+def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
+    """Live sequences and index of the strategy [D, 2] of every round."""
+    assert counts.decisions is not None
+    return np.stack([counts.decisions.num_live, counts.decisions.strategy_index.astype(np.int32)], 1)
+
+
+def drop_foreign_logs(job: Job, step: int) -> None:
+    """Remove a step's files of ranks that are no more: a run resumed on fewer of them has written the step anew."""
+    for path in job.folder.rollout_logs(step):
+        if rank_of(path) >= job.world.size:
+            path.unlink()
