@@ -164,7 +164,9 @@ def test_files_that_are_named_exist() -> None:
     """In inline code: what lies in the clone, not in a run."""
     for page in PAGES:
         for code in inline_code(page):
-            for name in re.findall(r"(?<![\w/.-])((?:tlt_hpc|tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))", code):
+            for name in re.findall(
+                r"(?<![\w/.-])((?:tlt_hpc|tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))", code
+            ):
                 assert (ROOT / name).exists(), f"{page.name}: {code}"
 
 
