@@ -501,8 +501,8 @@ def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.Ca
 
 
 def test_the_docs_list_what_may_change_when_a_run_goes_on():
-    text = (Path(__file__).parent.parent / "docs" / "cluster.md").read_text()
-    table = text.partition("## Going on with other settings")[2].partition("\n## ")[0]
+    text = (Path(__file__).parent.parent / "docs" / "resume.md").read_text()
+    table = text.partition("## Changing settings on resume")[2].partition("\n## ")[0]
     listed = {
         f"{section}.{key}"
         for section, keys in re.findall(r"^\| `\[(\w+)\]` \| (.*) \|$", table, re.MULTILINE)

@@ -108,7 +108,7 @@ def test_other_settings_of_the_data_are_the_configurations_to_refuse(tmp_path: P
     assert refusal(tmp_path, path, "data.system_prompt='1'", "data.text_prompts=chat") == (
         f"{tmp_path}/tiny/config.toml holds a run with data.system_prompt = '', now '1'; "
         "data.text_prompts = 'raw', now 'chat': resume with the old values or give another run.name (what may change: "
-        'docs/cluster.md, "Going on with other settings")'
+        'docs/resume.md, "Changing settings on resume")'
     )
 
 

@@ -23,7 +23,6 @@ from tlt_hpc.config.reading import _REPLACED
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
-"""Commands that a page names before they are there."""
 CAPTURED = {"capture_output": True, "text": True}
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
 KEYS = {f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.model_fields}  # type: ignore[union-attr]
@@ -79,10 +78,9 @@ class Command(NamedTuple):
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """The simple commands in a page's blocks for a shell, placeholders filled in."""
-    for language, block in _FENCE.findall(text_of(page)):
-        if language != "bash":
-            continue
+    """Simple commands in a page's shell blocks, and those in its text that begin in .venv, placeholders filled in."""
+    blocks = [block for language, block in _FENCE.findall(text_of(page)) if language == "bash"]
+    for block in [*blocks, *(code for code in inline_code(page) if re.match(r"([A-Z_]+=\S+ )*\.venv/bin/\w", code))]:
         filled = re.sub(r"\$\{?\w+\}?", "0", re.sub(r"<[^<>\n]+>", "x", block.replace("\\\n", " ")))
         for line in filled.splitlines():
             lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
@@ -166,8 +164,17 @@ def test_files_that_are_named_exist() -> None:
     """In inline code: what lies in the clone, not in a run."""
     for page in PAGES:
         for code in inline_code(page):
-            for name in re.findall(r"(?<![\w/.-])((?:tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))", code):
+            for name in re.findall(
+                r"(?<![\w/.-])((?:tlt_hpc|tools|sbatch|jobs|tests|docs)/[\w./-]+\.(?:py|sh|toml|md))", code
+            ):
                 assert (ROOT / name).exists(), f"{page.name}: {code}"
+
+
+def test_every_part_of_the_package_is_on_the_page_about_the_code() -> None:
+    table = re.findall(r"^\|(?: \d)? \| (.+?) \|", text_of(ROOT / "docs" / "code.md"), re.MULTILINE)
+    named = {name for cell in table for name in re.findall(r"`([^`]+)`", cell)}
+    entries = {path.name for path in (ROOT / "tlt_hpc").iterdir()}
+    assert named == entries - {"__init__.py", "__pycache__", "py.typed"}
 
 
 # -- commands -------------------------------------------------------------------------------------------------------
@@ -203,6 +210,37 @@ def test_there_are_commands_to_check() -> None:
     assert len(commands_with("sbatch")) > 8
 
 
+# Words that the project has no use for, with what to write instead; matched in text, not in code or program output.
+BANNED = {
+    r"go(es)? on|going on|went on": "resumes, continues",
+    r"mend(s|ed|ing)?": "fix",
+    r"dealt|deals? (it )?out": "sharded, distributed",
+    r"reckon(s|ed|ing)?": "estimated",
+    r"stands? still|stood still": "hangs",
+    r"how-manieth": "n-th",
+    r"under press": "under load",
+    r"(leave|leaves|left) away": "omit",
+    r"knows? (nothing|not) (of|what)": "treats as opaque, does not use",
+    r"anew": "again",
+    r"rooms?|floors?": "package, layer",
+    r"dead groups?|teach(es)? nothing": "zero-variance groups",
+    r"scribe|vigil|knot": "StatusWriter, ProcessMonitor, Listener",
+    r"dear(er|est)? (length|part)": "expensive",
+    r"gauges?": "counter",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_use_standard_words(page: Path) -> None:
+    text = " ".join(re.sub(r"`[^`]*`", "", prose_of(page)).split())
+    found = [
+        f"{match[0]!r} in {text[max(0, match.start() - 30) : match.end() + 30]!r}: write {better}"
+        for banned, better in BANNED.items()
+        for match in re.finditer(rf"\b({banned})\b", text, re.IGNORECASE)
+    ]
+    assert not found
+
+
 @pytest.mark.parametrize("command", commands_with("sbatch"), ids=str)
 def test_batch_scripts_take_what_they_are_given(command: Command) -> None:
     given = after(command.words, r"sbatch/\w+\.sh")
@@ -236,7 +274,7 @@ def test_the_environment_of_a_cluster_is_made_alike_wherever_it_is_told() -> Non
             if "conda env create" in line and "/opt/environment.yml" not in line:  # an image's, into which nothing goes
                 assert lines[number : number + 2] == INSTALL, path.name
                 told.add(path.name)
-    assert told == {"README.md", "cluster.md", "tour.md", "environment.yml"}
+    assert told == {"README.md", "cluster.md", "install.md", "environment.yml"}
 
 
 @pytest.mark.parametrize("command", commands_with("make"), ids=str)
@@ -341,7 +379,7 @@ def test_keys_in_the_text_exist(page: Path) -> None:
 
 
 def test_the_keys_that_may_change_are_those_of_the_table() -> None:
-    table = text_of(ROOT / "docs" / "cluster.md").partition("## Going on with other settings")[2].partition("\n## ")[0]
+    table = text_of(ROOT / "docs" / "resume.md").partition("## Changing settings on resume")[2].partition("\n## ")[0]
     named = {
         f"{section}.{key}"
         for section, keys in re.findall(r"^\| `\[(\w+)\]` \| (.+) \|$", table, re.MULTILINE)

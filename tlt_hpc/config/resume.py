@@ -83,7 +83,7 @@ def check_resumable(saved: Path, config: Config) -> None:
         values = "value" if len(changed) == 1 else "values"
         raise ConfigError(
             f"{saved} holds a run with {told}: resume with the old {values} or give another run.name (what may change: "
-            'docs/cluster.md, "Going on with other settings")'
+            'docs/resume.md, "Changing settings on resume")'
         )
 
 
