@@ -65,7 +65,7 @@ def run_on_ranks(
 def tlt(
     num_ranks: int, *arguments: str, timeout: float = 240, python: Sequence[str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What ``tlt ARGUMENTS`` did on ranks, forked unless ``python`` says otherwise.
+    """What ``tlt ARGUMENTS`` did on ranks, which are forks unless ``python`` says otherwise.
 
     mpiexec starts more than one, as for a user. Where a rank has it end them all, it may not hear of a fork's status.
 
@@ -73,8 +73,8 @@ def tlt(
         AssertionError: it ran past ``timeout`` seconds.
     """
     program = ["-m", "tlt_hpc", *arguments]
-    command = [*(_launcher(num_ranks) if num_ranks > 1 else []), *(python or forked()), *program]
-    return subprocess.CompletedProcess(program, *_end_of(command, num_ranks, timeout))
+    start = [*(_launcher(num_ranks) if num_ranks > 1 else []), *(python or forked())]
+    return subprocess.CompletedProcess(program, *_end_of(start, program, num_ranks, timeout))
 
 
 def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Sequence[str] = OWN) -> tuple[int, str, str]:
@@ -85,18 +85,18 @@ def launch(num_ranks: int, program: Sequence[str], timeout: float, python: Seque
     Raises:
         AssertionError: it ran past ``timeout`` seconds; its process group was killed.
     """
-    return _end_of([*_launcher(num_ranks), *python, *program], num_ranks, timeout)
+    return _end_of([*_launcher(num_ranks), *python], program, num_ranks, timeout)
 
 
 def _launcher(num_ranks: int) -> list[str]:
     return [mpiexec(), "-n", str(num_ranks)]
 
 
-def _end_of(command: Sequence[str], num_ranks: int, timeout: float) -> tuple[int, str, str]:
+def _end_of(start: Sequence[str], program: Sequence[str], num_ranks: int, timeout: float) -> tuple[int, str, str]:
     # Files instead of pipes: a rank that outlives mpiexec must not keep us waiting for the end of its output.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
-            command, stdout=out, stderr=err, cwd=ROOT, env=_environment(num_ranks), start_new_session=True
+            [*start, *program], stdout=out, stderr=err, cwd=ROOT, env=_environment(num_ranks), start_new_session=True
         )
         try:
             status: int | None = process.wait(timeout)
@@ -108,7 +108,7 @@ def _end_of(command: Sequence[str], num_ranks: int, timeout: float) -> tuple[int
             process.wait()
         out.seek(0), err.seek(0)
         stdout, stderr = out.read(), err.read()
-    assert status is not None, f"{num_ranks} ranks of {command} ran past {timeout} s\n{stdout}\n{stderr}"
+    assert status is not None, f"{num_ranks} ranks of {program} ran past {timeout} s\n{stdout}\n{stderr}"
     return status, stdout, stderr
 
 

@@ -1,9 +1,9 @@
 """Owns a process that has imported the large libraries once and forks a rank for each connection.
 
 ``python rank_forks.py LISTENER``, the number of a listening socket; a connection, from ``forked_rank.py``, stands for
-one rank, and a kill of either ends both. A fork has its client's files, environment and working folder, starts MPI
-itself, and takes with it whatever it leaves behind. Before a fork neither MPI nor a thread may be started. Ends with
-its standard input.
+one rank, and a kill of any of the three ends it. A fork has its client's files, environment and working folder, starts
+MPI itself, and takes with it whatever it leaves behind. Before a fork neither MPI nor a thread may be started. Ends
+with its standard input.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ if torch.version.cuda is None:  # elsewhere DeepSpeed looks, as it is imported, 
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 LIFELINE = 0
 """The standard input, which ends with whoever started this process."""
 _FREE = 512
@@ -64,12 +65,13 @@ class Job:
     """The same files here."""
 
     @classmethod
-    def receive(cls, client: socket.socket) -> Job:
-        """From ``forked_rank.py``."""
+    def receive(cls, client: socket.socket) -> Job | None:
+        """From ``forked_rank.py``; None where that was killed before it had said all."""
         head, files, _, _ = socket.recv_fds(client, 8, 253)
+        length = int.from_bytes(head, "little")
         with client.makefile("rb") as stream:
-            numbers, arguments, folder, environment = marshal.loads(stream.read(int.from_bytes(head, "little")))
-        return cls(numbers, arguments, folder, environment, files)
+            payload = stream.read(length)
+        return cls(*marshal.loads(payload), files) if payload and len(payload) == length else None
 
     def become(self) -> None:
         """Be ``python -m mpi4py ARGUMENTS``, started by the client."""
@@ -106,8 +108,8 @@ def end_well() -> None:
     LIBC.exit(0)
 
 
-def serve(listener: socket.socket) -> Job | None:
-    """Fork a rank for each connection: its job there, and None here once the standard input has ended."""
+def serve(listener: socket.socket) -> Job:
+    """Fork a rank for each connection; returns there alone, what the rank is to be."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(LIFELINE, selectors.EVENT_READ)
@@ -116,14 +118,15 @@ def serve(listener: socket.socket) -> Job | None:
     while True:
         key = selector.select()[0][0]  # one at a time: what is done about one event may close another's file
         if key.fileobj == LIFELINE:
-            for pid, _ in clients.values():
-                os.kill(pid, signal.SIGKILL)
-            return None
+            os._exit(0)
         if key.fileobj is listener:
             client = listener.accept()[0]
-            job = Job.receive(client)
+            if (job := Job.receive(client)) is None:
+                client.close()
+                continue
             pid = os.fork()
             if pid == 0:
+                LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 for process, (_, other) in clients.items():
                     os.close(process), other.close()
                 selector.close(), listener.close(), client.close()
@@ -150,5 +153,4 @@ def serve(listener: socket.socket) -> Job | None:
 if __name__ == "__main__":
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "an import has started a thread, which no fork would have"
     gc.freeze()  # a collection in a fork would copy the pages of all that was imported
-    if (job := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
-        job.become()
+    serve(socket.socket(fileno=int(sys.argv[1]))).become()

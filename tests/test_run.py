@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from launch_ranks import OWN, forked, mpiexec, run_on_ranks, tlt
-from whole_run import REFERENCE, SMALL
+from whole_run import SMALL
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.errors import UserError
@@ -298,20 +297,20 @@ def test_what_one_rank_cannot_write_ends_all_with_its_line(failing):
     assert told[0][0].startswith("cannot write log.h5: No space left on device; what was there is as before")
 
 
-def test_a_finished_run_says_so_and_a_changed_one_is_refused(reference_run, tmp_path):
-    shutil.copytree(reference_run, tmp_path, dirs_exist_ok=True)
-    done = run_tlt(tmp_path, *REFERENCE, own=True)
+def test_a_finished_run_says_so_and_a_changed_one_is_refused(tmp_path):
+    run_tlt(tmp_path, "run.num_steps=1")
+    done = run_tlt(tmp_path, "run.num_steps=1", own=True)
     assert re.fullmatch(
-        r"checking \S+\nalready finished: 4 steps in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n",
+        r"checking \S+\nalready finished: 1 step in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n",
         done.stdout,
     )
     word = tmp_path / "tiny" / "finished.json"
     told = word.read_text()
     word.write_text(told[:20])
-    refused = run_tlt(tmp_path, *REFERENCE, status=2)
+    refused = run_tlt(tmp_path, "run.num_steps=1", status=2)
     assert re.fullmatch(rf"tlt: {word} is damaged \(.*\); remove it, and the run looks for itself\n", refused.stderr)
     word.write_text(told)
-    refused = run_tlt(tmp_path, *REFERENCE, "run.num_steps=5", "rollout.temperature=0.9", status=2)
+    refused = run_tlt(tmp_path, "run.num_steps=2", "rollout.temperature=0.9", status=2)
     lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
     assert len(lines) == 1
     assert "rollout.temperature = 1.0, now 0.9" in lines[0]
