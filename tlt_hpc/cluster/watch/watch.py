@@ -197,7 +197,7 @@ class Watch:
         self._end()
 
     def _say_why(self, line: str) -> None:
-        say(f"the job stands still: {line}; the same command goes on from the last committed step")
+        say(f"the job hangs: {line}; the same command goes on from the last committed step")
 
     def _end(self) -> None:
         """End the job through MPI, which reaches all nodes; if MPI itself hangs, end this process."""
