@@ -31,10 +31,10 @@ from tlt_hpc.common.script import ending
 from tlt_hpc.cli.main import INTERRUPTED, USER_ERROR
 from tlt_hpc.cluster.batch import Batch, Folders, sbatch_options
 from tlt_hpc.cluster.collect import collect, results_table, write_results
-from tlt_hpc.cluster.queue import read_queue
+from tlt_hpc.cluster.slurm import read_queue
 from tlt_hpc.cluster.status import FINISHED, TaskStatus, last_words, read_status, status_table, unfinished
 from tlt_hpc.cluster.submission import STAGES, Key, Submission, Task, load, make_tasks, save, send_all
-from tlt_hpc.cluster.sweep import Member, grid, make_members, read_list
+from tlt_hpc.cluster.sweep import SweepMember, grid, make_members, read_list
 from tlt_hpc.config import Config, ConfigError, load_config
 from tlt_hpc.storage.folder import WriteError
 
@@ -182,7 +182,7 @@ def points_of(options: argparse.Namespace) -> Iterable[Sequence[str]]:
     return read_list(options.list) if options.list else grid(options.sweep)
 
 
-def make_submission(options: argparse.Namespace, members: Sequence[Member]) -> Submission:
+def make_submission(options: argparse.Namespace, members: Sequence[SweepMember]) -> Submission:
     """What is to be submitted.
 
     Raises:
@@ -235,7 +235,7 @@ def quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def check(members: Sequence[Member], submission: Submission) -> None:
+def check(members: Sequence[SweepMember], submission: Submission) -> None:
     """Hold every member against its model, data and rank count, as ``tlt train --dry-run`` does.
 
     Raises:
@@ -254,7 +254,7 @@ def check(members: Sequence[Member], submission: Submission) -> None:
                 checked(member, config_of)
 
 
-def checked(member: Member, check: Callable[[Config], object]) -> None:
+def checked(member: SweepMember, check: Callable[[Config], object]) -> None:
     try:
         check(member.config)
     except ValueError as error:

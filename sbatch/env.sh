@@ -14,7 +14,7 @@ TLT_LOCAL_DISK="${TLT_LOCAL_DISK:-}"
 # What starts a program in a container, with the image's whole path, such as "apptainer exec --nv /shared/tlt_hpc.sif"
 # (docs/cluster.md, "Containers"). Empty: none. TLT_ENVIRONMENT is not looked at then: the image has its own.
 TLT_CONTAINER="${TLT_CONTAINER:-}"
-# The network that ranks meet on, where they choose a wrong one ("connecting" stands still); names: ip -brief address.
+# The network that ranks meet on, where they choose a wrong one ("is stuck in connecting"); names: ip -brief address.
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 # ---
 

@@ -114,7 +114,7 @@ runpy.run_module("tlt_hpc", run_name="__main__", alter_sys=True)
 
 
 def test_a_run_on_two_hosts(hosts: Path, tmp_path: Path) -> None:
-    """Each host has a first rank, which speaks for both of the first one's, a witness, and features on its own disk."""
+    """Each host has a first rank, a monitor of its own, and features on its own disk."""
     script = tmp_path / "training.py"
     script.write_text(TRAINING.format(root=str(ROOT), tests=str(ROOT / "tests"), hosts=str(hosts)))
     small = ("run.num_steps=2", "rollout.prompts_per_step=3", "rollout.max_new_tokens=32", "rollout.group_size=2")

@@ -82,7 +82,7 @@ def test_a_start_that_lives_is_not_run_over(tmp_path, caplog, clock):
         claim_owner(tmp_path, "second")
     said = r"another start of this \(process \d+ on \S+\) is at work in \S+: rank 0 on elsewhere in rollout of step 12"
     assert re.search(said, str(caught.value)) and "\n" not in str(caught.value)
-    assert caplog.text.count("waiting for its end") == 1 and clock.now == owner.PATIENCE_SECONDS
+    assert caplog.text.count("waiting for its end") == 1 and clock.now == owner.MAX_WAIT_SECONDS
     check_owner(tmp_path, "first")
 
 

@@ -54,5 +54,5 @@ def test_a_rank_that_hangs_ends_the_job_with_one_line(slurm, tmp_path):
     training.submit()
     training.until(lambda: training.num_done >= 1, "a step")
     line = fails_soon(training, time.monotonic())
-    assert re.match(r"tlt: the job stands still: rank 1 on \S+ stands still in rollout of step 1 ", line), line
+    assert re.match(r"tlt: the job hangs: rank 1 on \S+ is stuck in rollout of step 1 ", line), line
     assert "stacks are in" in line and Path(training.folder / "run" / "status" / "rank-0001.stacks").exists()

@@ -20,7 +20,7 @@ from tlt_hpc.cluster import executor, status
 from tlt_hpc.cluster.batch import Batch, Folders, render
 from tlt_hpc.cluster.collect import collect, results_table, write_results
 from tlt_hpc.cluster.local import given_job
-from tlt_hpc.cluster.queue import QueuedJob, parse_queue
+from tlt_hpc.cluster.slurm import QueuedJob, parse_queue
 from tlt_hpc.cluster.submission import WARMUP_SUFFIX, Key, Submission, Task, load, make_tasks, save, send_all
 from tlt_hpc.cluster.sweep import grid, make_members, read_list, split_values
 from tlt_hpc.cluster.time_limit import AGAIN, LINKS_LEFT

@@ -154,8 +154,8 @@ def test_a_rank_that_stands_still_tells_why_and_ends(tmp_path, capfd):
         assert job.ends == [STALLED]
     err = capfd.readouterr().err
     line = read_verdict(tmp_path)[1]
-    assert line.startswith("rank 0 on node1 stands still in rollout for 0.0") and "at wait (" in line
-    assert err.startswith(f"tlt: the job stands still: {line}") and err.count("\n") == 1
+    assert line.startswith("rank 0 on node1 is stuck in rollout for 0.0") and "at wait (" in line
+    assert err.startswith(f"tlt: the job hangs: {line}") and err.count("\n") == 1
     assert "test_a_rank_that_stands_still" in stacks_file(tmp_path, 0).read_text()
     assert read_record(tmp_path, 0).ending == "finished", "the goodbye of the test"
 
@@ -186,7 +186,7 @@ def test_the_others_leave_it_to_the_lowest_as_long_as_that_one_lives(tmp_path, c
         assert not job.ends
         job.look(20)
     assert job.ends == [STALLED]
-    assert "rank 1 on node1 stands still" in capfd.readouterr().err
+    assert "rank 1 on node1 is stuck" in capfd.readouterr().err
 
 
 def test_few_files_are_read_at_a_time(tmp_path):
@@ -232,7 +232,7 @@ def test_a_damaged_file_is_told_and_stops_nothing(tmp_path, capfd):
     with Job(tmp_path, size=2, looks=3) as job:
         assert job.is_over.wait(60)
     err = capfd.readouterr().err
-    assert "rank 0 on node1 stands still" in err and "the status of rank 1 cannot be read: 13 bytes" in err
+    assert "rank 0 on node1 is stuck" in err and "the status of rank 1 cannot be read: 13 bytes" in err
 
 
 # -- folders that fail ------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_a_full_disk(small_disk, capfd):
         job.look(30)
         assert job.ends == [STALLED]
     err = capfd.readouterr().err
-    assert "the job stands still: rank 0 on node1" in err and err.count("stands still: ") == 1
+    assert "the job hangs: rank 0 on node1" in err and err.count("the job hangs: ") == 1
 
 
 def test_a_disk_that_was_full_from_the_start(small_disk, capfd):
@@ -280,7 +280,7 @@ def test_a_folder_that_has_become_read_only(small_disk, capfd):
         assert "Read-only file system" in capfd.readouterr().err and not job.ends
         job.look(30)
         assert job.ends, "and still it watches"
-    assert "the job stands still: rank 0 on node1" in capfd.readouterr().err
+    assert "the job hangs: rank 0 on node1" in capfd.readouterr().err
 
 
 def test_a_folder_that_was_deleted(tmp_path, capfd):
@@ -294,7 +294,7 @@ def test_a_folder_that_was_deleted(tmp_path, capfd):
         assert "cannot write its status" in capfd.readouterr().err
         job.look(30)
         assert job.ends == [STALLED]
-    assert "the job stands still: rank 0 cannot be seen" not in capfd.readouterr().err
+    assert "the job hangs: rank 0 cannot be seen" not in capfd.readouterr().err
     assert not folder.exists(), "what was deleted is not made again"
 
 

@@ -21,7 +21,7 @@ from test_watch_verdict import record
 
 from tlt_hpc.cluster.watch import monitor as module
 from tlt_hpc.cluster.watch.beat import Member
-from tlt_hpc.cluster.watch.monitor import Liveness, ProcessMonitor, Report, address_of, may_be_first
+from tlt_hpc.cluster.watch.monitor import Liveness, ProcessMonitor, RankReport, address_of
 from tlt_hpc.cluster.watch.record import claim_verdict, read_verdict, write_record
 
 # A rank: reports what it reads, line by line; at "close" it closes its connection, as the system does when it begins to
@@ -66,7 +66,7 @@ class Host:
         """Have a rank report itself."""
         folder = None if self.folder is None else str(self.folder)
         pid = self.processes[rank].pid
-        self.tell(rank, json.dumps(asdict(Report(self.start, rank, "node1", pid, 4, 3, folder, ending))))
+        self.tell(rank, json.dumps(asdict(RankReport(self.start, rank, "node1", pid, 4, 3, folder, ending))))
 
     def begin_to_end(self, rank: int) -> None:
         self.tell(rank, "close")
@@ -265,7 +265,7 @@ def test_the_program_hears_of_the_ranks_and_ends_after_them(tmp_path, capfd):
         liveness.report(member, tmp_path, "")
         time.sleep(0.05)
     other = process_of_rank(address_of(member.start, "node1"))
-    report = Report(member.start, 1, "node1", other.pid, 2, 2, str(tmp_path), "")
+    report = RankReport(member.start, 1, "node1", other.pid, 2, 2, str(tmp_path), "")
     assert other.stdout.readline() == b"connected\n"
     other.stdin.write(json.dumps(asdict(report)).encode() + b"\n"), other.stdin.flush()
     assert other.stdout.readline() == b"done\n"
@@ -300,8 +300,3 @@ def test_a_second_rank_of_a_host_lets_its_monitor_end():
     monitor = liveness._monitor
     liveness.report(Member(1, 2, "node1", uuid4().hex, {0: 1, 1: os.getpid()}), None, "")
     assert monitor.wait(60) == 0
-
-
-def test_who_may_be_the_first_of_a_host():
-    assert may_be_first({}) and may_be_first({"SLURM_LOCALID": "0"}) and may_be_first({"MPI_LOCALRANKID": "0"})
-    assert not may_be_first({"SLURM_LOCALID": "1"}) and not may_be_first({"OMPI_COMM_WORLD_LOCAL_RANK": "3"})

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi
 RANKS = 3
 LOOK = 0.05
 LIMIT = 3.0
-"""Seconds that a round of decoding may take where a rank is to be found standing still."""
+"""Seconds that a round of decoding may take where a rank is to be found stuck."""
 PATIENCE = 60.0
 """The same elsewhere."""
 
@@ -114,7 +114,7 @@ def work(folder: Path, trouble: str, limit: float = PATIENCE) -> tuple[int, list
 @pytest.mark.parametrize(
     ("trouble", "named"),
     [
-        ("hang", r"rank 1 on \S+ stands still in rollout of step 1 \(5 sequences left\) for [\d.]+ s, at "
+        ("hang", r"rank 1 on \S+ is stuck in rollout of step 1 \(5 sequences left\) for [\d.]+ s, at "
                  r"<lambda> \(\S+/working.py:\d+\); ranks 0, 2 wait in pulse \(rollout of step 1 "),
         ("library", r"rank 1 on \S+ shows no sign of life \(its process runs, but its interpreter does not: a call "
                     r"into a library that does not return\), last seen in rollout of step 1.*; ranks 0, 2 wait in "),
@@ -126,7 +126,7 @@ def work(folder: Path, trouble: str, limit: float = PATIENCE) -> tuple[int, list
 def test_a_rank_that_holds_up_the_others_is_named(tmp_path, trouble, named):
     code, lines, err = work(tmp_path, trouble, LIMIT)
     assert code == STALLED, err
-    assert len(lines) == 1 and re.match(f"tlt: the job stands still: {named}", lines[0]), err
+    assert len(lines) == 1 and re.match(f"tlt: the job hangs: {named}", lines[0]), err
     start, line = read_verdict(tmp_path / "status")
     assert line in lines[0] and start == read_record(tmp_path / "status", 0).start
     stacks = tmp_path / "status" / "rank-0001.stacks"

@@ -55,7 +55,7 @@ def line_of(*records: Record, silent: tuple[int, ...] = (), lost: tuple[int, ...
 def test_a_rank_at_work_comes_before_those_that_wait():
     line = line_of(waits(0), stuck(1, part="7 sequences left", where="step (rollout/engine.py:88)"), waits(2), waits(3))
     assert line == (
-        "rank 1 on node2 stands still in rollout of step 12 (7 sequences left) for 301 s, at step "
+        "rank 1 on node2 is stuck in rollout of step 12 (7 sequences left) for 301 s, at step "
         "(rollout/engine.py:88); ranks 0, 2-3 wait in allgather (rollout of step 12)"
     )
 
@@ -63,7 +63,7 @@ def test_a_rank_at_work_comes_before_those_that_wait():
 def test_nobody_is_named_while_a_rank_may_still_come():
     assert line_of(waits(0), record(1, still=299)) is None
     assert line_of(waits(0), replace(waits(1), still=2)) is None, "it has come only now"
-    assert line_of(record(0), record(1)) is None, "nobody stands still"
+    assert line_of(record(0), record(1)) is None, "all make progress"
     assert line_of(waits(0), record(1, limit=0, still=9999)) is None, "its limit is off"
 
 
@@ -80,10 +80,10 @@ def test_of_several_at_work_the_least_far_are_named():
     update = {"phase": "update", "part": "micro-batch 8 of 8", "part_number": 8}
     behind = stuck(1, phase="update", part="micro-batch 2 of 8", part_number=2)
     assert str(line_of(stuck(0, **update), behind, stuck(2, **update))) == (
-        "rank 1 on node2 stands still in update of step 12 (micro-batch 2 of 8) for 301 s; "
+        "rank 1 on node2 is stuck in update of step 12 (micro-batch 2 of 8) for 301 s; "
         "ranks 0, 2 further on, in update of step 12 (micro-batch 8 of 8)"
     )
-    assert str(line_of(stuck(0, **update), stuck(1))).startswith("rank 1 on node2 stands still in rollout")
+    assert str(line_of(stuck(0, **update), stuck(1))).startswith("rank 1 on node2 is stuck in rollout")
     assert str(line_of(stuck(0, **update), stuck(1, step=11, **update))).startswith("rank 1")
 
 
@@ -92,7 +92,7 @@ def test_a_rank_without_a_sign_of_life_is_named_even_beside_one_at_work():
         "rank 1 on node2 shows no sign of life (dead, stopped, or cut off from the run's folder), last seen in rollout"
     )
     assert str(line_of(waits(0), record(1), record(2), silent=(1,))).startswith(told)
-    assert str(line_of(stuck(0), record(1), silent=(1,))).startswith("rank 0"), "one that is seen to stand still first"
+    assert str(line_of(stuck(0), record(1), silent=(1,))).startswith("rank 0"), "one that is seen to be stuck first"
 
 
 def test_files_that_cannot_be_read_are_told():
@@ -109,7 +109,7 @@ def test_a_rank_that_has_ended_while_others_wait_for_it():
 
 
 def test_alone_a_rank_tells_of_itself():
-    assert judge_alone(stuck(1), "x").startswith("rank 1 on node2 stands still in rollout")
+    assert judge_alone(stuck(1), "x").startswith("rank 1 on node2 is stuck in rollout")
     assert judge_alone(waits(1), "it hangs").endswith("in allgather (rollout of step 12); what the other ranks do "
                                                            "cannot be seen: it hangs")  # fmt: skip
 
@@ -128,7 +128,7 @@ def test_whoever_is_named_stands_still_or_is_not_seen(ranks):
         assert any(r.stalled and not silent for r, (_, _, silent, _) in zip(records, ranks, strict=True))
         assert "\n" not in line
         moving = [r for r, (_, _, silent, _) in zip(records, ranks, strict=True) if not r.stalled and not silent]
-        assert not any(f"{r.name} stands still" in line for r in moving)
+        assert not any(f"{r.name} is stuck" in line for r in moving)
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ def test_what_is_no_record(data):
 
 def test_one_verdict_a_start(tmp_path):
     assert read_verdict(tmp_path) is None
-    assert claim_verdict(tmp_path, "a", "rank 1 stands still")
-    assert not claim_verdict(tmp_path, "a", "rank 2 stands still")
-    assert read_verdict(tmp_path) == ("a", "rank 1 stands still")
+    assert claim_verdict(tmp_path, "a", "rank 1 is stuck")
+    assert not claim_verdict(tmp_path, "a", "rank 2 is stuck")
+    assert read_verdict(tmp_path) == ("a", "rank 1 is stuck")
     assert [path.name for path in tmp_path.iterdir()] == ["verdict.txt"]
 
 

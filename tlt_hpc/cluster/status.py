@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_hpc.cluster.queue import QueuedJob
+from tlt_hpc.cluster.slurm import QueuedJob
 from tlt_hpc.cluster.submission import Key, Submission, Task
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import Line, read_lines

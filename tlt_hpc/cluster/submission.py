@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlt_hpc.cluster.batch import Array, Batch, Folders
-from tlt_hpc.cluster.sweep import Member
+from tlt_hpc.cluster.sweep import SweepMember
 from tlt_hpc.cluster.time_limit import AGAIN, LINKS_LEFT
 from tlt_hpc.common.files import parse_object, read_bytes
 from tlt_hpc.config import Config, ConfigError
@@ -81,7 +81,9 @@ class Submission:
 # --- what is to be done ---
 
 
-def make_tasks(members: Sequence[Member], config: str, name: str, *, warmup: bool, evaluate: bool) -> tuple[Task, ...]:
+def make_tasks(
+    members: Sequence[SweepMember], config: str, name: str, *, warmup: bool, evaluate: bool
+) -> tuple[Task, ...]:
     """The training of every member; a warm-up before, shared by all that would warm up alike; an evaluation after.
 
     ``name`` is what the members would be called without their own overrides.
@@ -104,7 +106,7 @@ def make_tasks(members: Sequence[Member], config: str, name: str, *, warmup: boo
     return tuple(sorted(tasks, key=lambda task: STAGES.index(task.stage)))
 
 
-def warmup_tasks(members: Sequence[Member], config: str, name: str) -> list[tuple[Task, set[int]]]:
+def warmup_tasks(members: Sequence[SweepMember], config: str, name: str) -> list[tuple[Task, set[int]]]:
     """The different warm-ups, each with the members that begin from it."""
     groups: dict[str, set[int]] = {}
     for index, member in enumerate(members):

@@ -15,7 +15,7 @@ _PAIRS = {"[": "]", "{": "}", '"': '"', "'": "'"}
 
 
 @dataclass(frozen=True)
-class Member:
+class SweepMember:
     """One run: its configuration, and the overrides that lead to it."""
 
     config: Config
@@ -28,7 +28,7 @@ class Member:
         return self.config.run.name
 
 
-def make_members(config: str, shared: Sequence[str], points: Iterable[Sequence[str]]) -> list[Member]:
+def make_members(config: str, shared: Sequence[str], points: Iterable[Sequence[str]]) -> list[SweepMember]:
     """A run for every point, which is a list of overrides; each is named after its own unless it says ``run.name``.
 
     Raises:
@@ -40,7 +40,7 @@ def make_members(config: str, shared: Sequence[str], points: Iterable[Sequence[s
         named = own and not any(override.startswith("run.name=") for override in own)
         name = (f"run.name={'-'.join([base, *map(label, own)])}",) if named else ()
         overrides = (*shared, *own, *name)
-        members.append(Member(load_config(config, overrides), overrides, tuple(own)))
+        members.append(SweepMember(load_config(config, overrides), overrides, tuple(own)))
     names = [member.name for member in members]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -1,4 +1,4 @@
-"""Owns how a rank that cannot go on ends the job without a word of the MPI library's own."""
+"""How a rank that cannot continue ends the job without messages of the MPI library."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tlt_hpc.mpi.progress import MAX_PAUSE_SECONDS
 
 
 def is_alone() -> bool:
-    """Whether there is no other rank that this one must not leave waiting."""
+    """Whether no other rank waits for this one."""
     return not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1
 
 
 def all_come_here(seconds: float) -> bool:
-    """Whether every rank has come to this call, within so many seconds of this one; without MPI none is heard of."""
+    """Whether every rank calls this within ``seconds``; False without MPI."""
     if not MPI.Is_initialized() or MPI.Is_finalized():
         time.sleep(seconds)
         return False
@@ -31,16 +31,16 @@ def all_come_here(seconds: float) -> bool:
 
 
 def end_within(seconds: float, status: int) -> None:
-    """See to it that this process has ended after so many seconds, whatever its libraries wait for as it ends."""
+    """End this process after ``seconds``, whatever its libraries wait for at exit."""
     timer = threading.Timer(seconds, lambda: exit_now(status))
     timer.daemon = True
     timer.start()
 
 
 def exit_now(status: int) -> NoReturn:
-    """End this process; the launcher ends the others, if any are left.
+    """End this process; the launcher ends the others.
 
-    Neither MPI_Abort nor MPI_Finalize: the one prints lines of its own, the other waits for what is still under way.
+    Calls neither MPI_Abort, which prints lines of its own, nor MPI_Finalize, which waits for pending operations.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""Owns a node's ranks: what the first of them reads, the others are given. Knows neither files nor what they hold.
+"""The ranks of one node: what the first of them reads is broadcast to the others.
 
-A shared file system serves one reader a node instead of all its ranks, which wait asleep meanwhile.
+So a shared file system serves one reader per node instead of all its ranks, which sleep meanwhile.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from tlt_hpc.mpi.progress import wait
 T = TypeVar("T")
 
 BLOCK_BYTES = 2**26
-"""Of one broadcast, so that the library's own buffers stay small."""
+"""Size of one broadcast, so that the MPI library's own buffers stay small."""
 _FIRST_BYTES = 4096
-"""Of a pickle they travel with its length: most need no second broadcast."""
+"""This much of a pickle is sent with its length: most need no second broadcast."""
 _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
-class _Mistake:
-    """A user's mistake that the first rank met."""
+class _Failure:
+    """The text of a ValueError on the first rank."""
 
     text: str
 
 
 class NodeGroup:
-    """The ranks of one node, of which this one is number ``rank`` of ``size``; all methods are collective over them.
+    """The ranks of one node; this rank is number ``rank`` of ``size``. All methods are collective over them.
 
     Args:
-        comm: theirs alone, in order of their ranks in the world; None for a rank that is by itself.
+        comm: a communicator of these ranks, in order of their ranks in the world; None for a rank on its own.
     """
 
     def __init__(self, comm: MPI.Comm | None) -> None:
@@ -51,35 +51,35 @@ class NodeGroup:
         return self.rank == 0
 
     def once(self, read: Callable[[], T]) -> T:
-        """What ``read`` returns (picklable) on the first rank; on no other is it called.
+        """Call ``read`` on the first rank alone, and return its (picklable) result on all.
 
         Raises:
-            ValueError: on all ranks, where ``read`` raises one; on the others it is a UserError of the same text.
+            ValueError: on all ranks, if ``read`` raises one; on the others it is a UserError of the same text.
         """
         if self._comm is None or self.size == 1:
             return read()
         if not self.is_first:
-            given: T | _Mistake = pickle.loads(self._broadcast_pickle(b""))
-            if isinstance(given, _Mistake):
+            given: T | _Failure = pickle.loads(self._broadcast_pickle(b""))
+            if isinstance(given, _Failure):
                 raise UserError(given.text)
             return given
         try:
             found = read()
         except ValueError as error:
-            self._broadcast_pickle(pickle.dumps(_Mistake(str(error))))
+            self._broadcast_pickle(pickle.dumps(_Failure(str(error))))
             raise
         self._broadcast_pickle(pickle.dumps(found, pickle.HIGHEST_PROTOCOL))
         return found
 
     def alike(self, mark: int) -> NodeGroup:
-        """The node's ranks that give the same number, this one among them; collective over the node."""
+        """The node's ranks that pass the same ``mark`` as this one; collective over the node."""
         if self._comm is None or self.size == 1:
             return self
         marks = np.empty(self.size, np.int64)
         wait(self._comm.Iallgather(np.array([mark], np.int64), marks), "marks within the node", scope="node")
         if (marks == mark).all():
             return self
-        # all are here, so that none waits awake; the first of those that are alike names them
+        # all have arrived, so that none spins in Split; the first rank of a group is its color
         return NodeGroup(self._comm.Split(int(np.flatnonzero(marks == mark)[0]), self.rank))
 
     def broadcast(self, values: NDArray[np.uint8]) -> None:
@@ -90,7 +90,7 @@ class NodeGroup:
             wait(self._comm.Ibcast(values[start : start + BLOCK_BYTES], 0), "broadcast within the node", scope="node")
 
     def _broadcast_pickle(self, payload: bytes) -> bytearray:
-        """The first rank's, on all: its length and beginning in one broadcast, what is left in further ones."""
+        """The first rank's bytes, on all: the length and the beginning in one broadcast, the rest in further ones."""
         head = np.zeros(_LENGTH_BYTES + _FIRST_BYTES, np.uint8)
         beginning = np.frombuffer(payload[:_FIRST_BYTES], np.uint8)
         head[:_LENGTH_BYTES] = np.array([len(payload)], np.int64).view(np.uint8)
@@ -106,4 +106,4 @@ class NodeGroup:
 
 
 ALONE = NodeGroup(None)
-"""A rank that reads for itself."""
+"""The group of a rank that reads for itself."""

@@ -1,8 +1,8 @@
-"""Which start of a job may write to its folder: the last that claimed it, once the one before has come to rest.
+"""Which start of a job may write to its folder: the last one that claimed it, after the one before has ended.
 
-There is no lock: locks go stale, and parallel file systems lack them. A start that lives moves its heartbeat, which one
-that is about to begin looks at; and whoever was taken for dead, such as a rank that was stopped, finds at its next
-commit that the folder is another's.
+There is no lock: locks go stale, and parallel file systems lack them. Instead a new start watches the heartbeat of the
+one before until it stops moving. A start that was wrongly taken for dead, such as one that was suspended, finds at its
+next commit that the folder belongs to another start.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tlt_hpc.common.files import Count, DamagedText, Moment, read_json, told
 from tlt_hpc.storage.folder import writing_beside
 
 QUIET_SECONDS = 12.0
-"""For so long no live rank leaves its record as it is, whatever the file system keeps back."""
-PATIENCE_SECONDS = 60.0
-"""How long a start that is ending, as after scancel, is waited for."""
-GLANCE_SECONDS = HEARTBEAT_SECONDS + 3.0
-"""Within which a live rank moves its record, on file systems that keep nothing back for long."""
+"""No live rank leaves its record unchanged for so long, even on a file system that caches writes."""
+MAX_WAIT_SECONDS = 60.0
+"""How long to wait for a start that is ending, as after scancel."""
+HEARTBEAT_WAIT_SECONDS = HEARTBEAT_SECONDS + 3.0
+"""Within this time a live rank moves its record, on file systems that cache writes only briefly."""
 _LOOK_SECONDS = 0.25
 
 if TYPE_CHECKING:
@@ -53,25 +53,25 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """Job, host and process in words."""
+        """Job, process and host in words."""
         return f"{f'job {self.job}, ' if self.job else ''}process {self.pid} on {self.host}"
 
 
 def claim_owner(status: Path, start: str) -> None:
     """Make ``start`` the folder's owner; for its rank 0, before anything of the run is written.
 
-    Waits while another start may live. One of the same Slurm job before it was queued again cannot, whatever its ranks
-    on a node that was lost still do: Slurm has ended it.
+    Waits while another start may be alive. An earlier start of the same Slurm job cannot be, even if ranks on a lost
+    node still run: Slurm has ended it before it queued the job again.
 
     Raises:
         UserError: another start is at work there.
-        WriteError: no room or no permission.
+        WriteError: no space or no permission.
     """
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
     before = read_owner(status)
     is_over = before is not None and bool(job) and before.job == job and before.restarts != restarts
-    if not is_over and (living := _still_living(status, start, before)) is not None:
-        where = f"{living.name} in {living.place}" if isinstance(living, Record) else "which has just begun"
+    if not is_over and (alive := _find_alive(status, start, before)) is not None:
+        where = f"{alive.name} in {alive.place}" if isinstance(alive, Record) else "which has just begun"
         named = "" if before is None else f" ({before.name})"
         raise UserError(
             f"another start of this{named} is at work in {status.parent}: {where}; wait for it or end it first, or "
@@ -80,11 +80,11 @@ def claim_owner(status: Path, start: str) -> None:
     own = Owner(start, socket.gethostname(), os.getpid(), job, restarts, BEAT.ends_at)
     with writing_beside(status / "owner") as path:
         path.write_text(json.dumps(asdict(own)), encoding="utf-8")
-    check_owner(status, start)  # of two that came here at the same moment the later one stays
+    check_owner(status, start)  # of two starts that come here at the same moment the later stays
 
 
 def check_owner(status: Path, start: str) -> None:
-    """See that the folder is there and still this start's, before something is committed; for rank 0.
+    """Check that the folder exists and still belongs to this start, before something is committed; for rank 0.
 
     Raises:
         UserError: it is not.
@@ -121,28 +121,28 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
 
 
 def find_at_work(status: Path) -> str:
-    """Job, host and process of a start that is at work in a folder now; empty where none moves within some seconds."""
+    """Job, process and host of a start that works in a folder now; empty if none moves its heartbeat within 8 s."""
     owner = read_owner(status)
-    first, until = _signs(status, "", owner), time.monotonic() + GLANCE_SECONDS
+    first, until = _last_sign(status, "", owner), time.monotonic() + HEARTBEAT_WAIT_SECONDS
     while owner is not None and first is not None and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
-        if _signs(status, "", read_owner(status)) not in (None, first):
+        if _last_sign(status, "", read_owner(status)) not in (None, first):
             return owner.name
     return ""
 
 
-def _still_living(status: Path, start: str, before: Owner | None) -> Record | Owner | None:
-    """Another start that moves and does not end, or the owner where it has left no sign of life yet but may.
+def _find_alive(status: Path, start: str, before: Owner | None) -> Record | Owner | None:
+    """The record of another start that is alive and does not end, or the owner if it has not left a record yet.
 
-    Returns at once where all that was there is known to be over.
+    Returns None at once if every earlier start is known to have ended.
     """
     began = moved = time.monotonic()
-    seen, is_told = _signs(status, start, before), False
+    seen, is_told = _last_sign(status, start, before), False
     while seen is not None and time.monotonic() - moved < QUIET_SECONDS:
-        if time.monotonic() - began >= PATIENCE_SECONDS:
+        if time.monotonic() - began >= MAX_WAIT_SECONDS:
             return seen
         time.sleep(_LOOK_SECONDS)
-        latest = _signs(status, start, read_owner(status))
+        latest = _last_sign(status, start, read_owner(status))
         if latest is not None and latest != seen:
             moved = time.monotonic()
             if not is_told:
@@ -152,8 +152,8 @@ def _still_living(status: Path, start: str, before: Owner | None) -> Record | Ow
     return None
 
 
-def _signs(status: Path, start: str, owner: Owner | None) -> Record | Owner | None:
-    """What another start that may live has left last: rank 0's record, or its claim where it has no record yet."""
+def _last_sign(status: Path, start: str, owner: Owner | None) -> Record | Owner | None:
+    """Rank 0's record of another start that may be alive, or its claim if it has no record yet; else None."""
     try:
         record = read_record(status, 0)
     except (FileNotFoundError, DamagedRecordError):
@@ -166,7 +166,7 @@ def _signs(status: Path, start: str, owner: Owner | None) -> Record | Owner | No
 
 
 def _is_dead(host: str, pid: int) -> bool:
-    """Whether a process is known to be over: it was on this host, and is not there or is this one."""
+    """Whether a process is known to have ended: it was on this host, and is gone or is this one."""
     if host != socket.gethostname():
         return False
     process = look_at(pid)
@@ -174,7 +174,7 @@ def _is_dead(host: str, pid: int) -> bool:
 
 
 def read_owner(status: Path) -> Owner | None:
-    """The folder's owner; None where nobody has claimed it, or what is there is damaged.
+    """The folder's owner; None if nobody has claimed it, or the file is damaged.
 
     Raises:
         OSError: it cannot be read.

@@ -1,4 +1,4 @@
-"""A program that tells which MPI library mpi4py loads, and with ``--talk`` whether the ranks that run it are one world.
+"""A program that prints which MPI library mpi4py loads; with ``--talk``, whether the ranks that run it form one world.
 
 ``python -m mpi4py -m tlt_hpc.mpi.probe --talk`` on every rank: rank 0 prints one line of JSON.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what there is; the exit status: 2 where the ranks were started wrongly."""
+    """Print the result; returns the exit status, 2 if the ranks were started wrongly."""
     from tlt_hpc.mpi.library import MPI
 
     if "--talk" in arguments:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def loaded_files() -> list[str]:
-    """The libraries of this process that are called libmpi."""
+    """The MPI libraries that this process has loaded."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "/" in line}
     return sorted(path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich")))

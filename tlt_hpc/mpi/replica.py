@@ -1,7 +1,7 @@
-"""Owns a replica: consecutive ranks that compute every pass of the rollout together, and what time decides among them.
+"""A replica: consecutive ranks that compute every forward pass of the rollout together (tensor parallelism).
 
-Its ranks take the same steps over the same texts. What a clock or a neighbour's vote would decide differently on each
-is the first rank's to say. Knows neither what they compute nor how they sum it.
+Its ranks take the same steps over the same texts. Whatever depends on a clock or on the arrival of a message, and could
+differ between them, is decided by the first rank.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tlt_hpc.mpi.world import World
 class Replica:
     """This rank's place ``index`` among the ``size`` of replica ``number`` of ``count``; made collectively.
 
-    A step's responses are dealt by units, which are groups or samples: first over the replicas, which generate them,
-    then over each one's ranks, which score, log and train on them.
+    A step's responses are sharded by unit, which is a group or a sample: first over the replicas, which generate them,
+    then over the ranks of each replica, which score, log and train on them.
     """
 
     def __init__(self, world: World, size: int) -> None:
@@ -36,18 +36,18 @@ class Replica:
             everyone.Free()
 
     def takes(self, unit: int) -> bool:
-        """Whether this replica generates a unit's responses."""
+        """Whether this replica generates the responses of a unit."""
         return unit % self.count == self.number
 
     def keeps(self, unit: int) -> bool:
-        """Whether this rank scores, logs and trains on what its replica generates of a unit."""
+        """Whether this rank scores, logs and trains on the responses that its replica generates for a unit."""
         return unit // self.count % self.size == self.index
 
     def agree(self, number: int, mark: int = 0) -> int:
-        """The first rank's ``number``; collective over the replica, asleep until it comes.
+        """The first rank's ``number``; collective over the replica.
 
         Raises:
-            RuntimeError: the ranks give different marks, which they are to have in common.
+            RuntimeError: this rank's ``mark`` differs from the first rank's.
         """
         if self._comm is None:
             return number
@@ -62,10 +62,11 @@ class Replica:
 
 
 class ReplicaPulse(Pulse):
-    """A pulse whose busy ranks see that the rollout is over all before the same step, or none of them.
+    """A pulse whose busy ranks leave the rollout before the same step.
 
-    One that heard of a vote alone would leave the others waiting in the middle of a pass. ``mark`` gives a checksum
-    that the ranks of a replica have in common. What a replica generates is told by its first rank alone.
+    A rank that saw a stop vote earlier than the others would leave them waiting in the middle of a forward pass.
+    ``mark`` returns a checksum that the ranks of a replica have in common. Only the first rank of a replica reports
+    the tokens that the replica generates.
     """
 
     def __init__(
@@ -74,26 +75,26 @@ class ReplicaPulse(Pulse):
         super().__init__(comm, busy_seconds)
         self._replica, self._mark = replica, mark
         self._seen: Roster | None = None
-        self._going: Roster | None = None
+        self._last_running: Roster | None = None
 
     def begin(self, epoch: int) -> None:
         super().begin(epoch)
-        self._seen = self._going = Roster.before_first_round(epoch, self._num_ranks)
+        self._seen = self._last_running = Roster.before_first_round(epoch, self._num_ranks)
 
     def poll(self, status: Status) -> Roster:
         """As ``Pulse.poll``; collective over the replica while it is BUSY."""
-        assert self._seen is not None and self._going is not None, "poll outside a rollout: call begin first"
+        assert self._seen is not None and self._last_running is not None, "poll outside a rollout: call begin first"
         roster = self._seen if self._seen.over else super().poll(status)
-        leaves = roster.over
+        is_leaving = roster.over
         if status.state == State.BUSY:
-            leaves = bool(self._replica.agree(int(roster.over), self._mark()))
-            while leaves and not roster.over:  # the first rank's roster is on its way to this one
+            is_leaving = bool(self._replica.agree(int(roster.over), self._mark()))
+            while is_leaving and not roster.over:  # the first rank's roster is on its way to this one
                 self.back_off()
                 roster = self.look(status)
         self._seen = roster
         if not roster.over:
-            self._going = roster
-        return roster if leaves else self._going
+            self._last_running = roster
+        return roster if is_leaving else self._last_running
 
     def _post(self, roster: Roster, status: Status) -> None:
         alone = status if self._replica.index == 0 else status._replace(sequences_left=0, tokens=0)

@@ -1,7 +1,7 @@
-"""Owns what the main thread tells of itself: phase, position, what it waits for, and counters that only grow.
+"""What the main thread does: its phase, position, what it waits for, and counters that only grow.
 
-Plain attributes, written by the main thread and read by the watch's: no lock, well under a microsecond a call. There
-is one beat a process, ``BEAT``, as there is one main thread.
+Plain attributes, written by the main thread and read by the watch's thread: no lock, well under a microsecond per call.
+There is one beat per process, ``BEAT``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 class Phase(Enum):
-    """What a rank is at, in the words of a verdict."""
+    """What a rank does, in the words of a verdict."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -32,7 +32,7 @@ class Phase(Enum):
 LIMIT_SECONDS = {
     Phase.STARTING: 1800.0,
     Phase.LOADING: 3600.0,
-    Phase.CONNECTING: 600.0,  # no bytes to speak of: whoever takes longer has a network that leads nowhere
+    Phase.CONNECTING: 600.0,  # transfers almost nothing: if it takes longer, the network does not connect
     Phase.ROLLOUT: 300.0,  # of one round or prefill, not of the rollout
     Phase.DRAFTER: 600.0,
     Phase.REWARD: 1800.0,
@@ -42,7 +42,7 @@ LIMIT_SECONDS = {
     Phase.SAVING: 3600.0,  # of a tensor, or of what a disk still has to take at a file's end
     Phase.EVALUATION: 1800.0,
 }
-"""How long a counter may stand still in a phase before the watch asks why; ``run.stall_factor`` stretches them all."""
+"""How long a counter may not move in a phase before the watch looks for the cause; times ``run.stall_factor``."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Member:
 
     @classmethod
     def of(cls, rank: int, told: Sequence[tuple[str, int, str]]) -> Member:
-        """From what every rank told: host, process id, and a word of its own, of which rank 0's names the start."""
+        """From every rank's (host, process id, random word), of which rank 0's word names the start."""
         host = told[rank][0]
         on_host = {other: pid for other, (name, pid, _) in enumerate(told) if name == host}
         return cls(rank, len(told), host, told[0][2], on_host)
 
 
 class Beat:
-    """Where the main thread is; ``progress`` grows whenever it gets on with work of its own."""
+    """Where the main thread is; ``progress`` grows whenever it advances in work of its own."""
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
@@ -74,22 +74,22 @@ class Beat:
         self.part = ""
         """Where in the phase, for example ``micro-batch 3 of 8``."""
         self.part_number = 0
-        """How far in the phase: of ranks that stand still in one, the one least far holds up the others."""
+        """How far in the phase: of ranks that are stuck in it, the one least far blocks the others."""
         self.sequences_left: int | None = None
         self.waiting: tuple[str, int] | None = None
         """The collective that this rank waits in, and its running number; None while it does work of its own."""
         self.progress = 0
         self.rounds = 0
-        """Rounds of the pulse that this rank has seen end, which no rank can be missing from."""
+        """Rounds of the pulse that this rank has seen complete; all ranks take part in each."""
         self.in_pulse = False
         self.written = 0
-        """Tensors that a thread has handed to the disk: progress of a rank that waits for its own save, of no other."""
+        """Tensors that the saving thread has written: progress only for a rank that waits for its own save."""
         self.is_asking = False
-        """Whether the ranks ask each other how far a save is, which is no progress, however often."""
+        """Whether the ranks ask each other repeatedly how far a save is, which is no progress."""
         self.member: Member | None = None
         self.abort: Callable[[int], None] | None = None
         self.ends_at: float | None = None
-        """When the allocation ends, in seconds since the epoch, where that is known: for people's eyes alone."""
+        """When the allocation ends, in seconds since the epoch, if known; only for display."""
         self.folder: Path | None = None
         """Of the status files, once the run's folder is claimed."""
         self.ending = ""
@@ -98,12 +98,12 @@ class Beat:
         self._counts: dict[str, int] = {}
 
     def join(self, member: Member, abort: Callable[[int], None]) -> None:
-        """This process has found the others, all of which ``abort`` ends with a status."""
+        """Set who this process is, once the ranks have met; ``abort`` ends all of them with a status."""
         self.member, self.abort, self.phase = member, abort, Phase.LOADING
         self.progress += 1
 
     def leave(self, ending: str) -> None:
-        """All is done, and the launcher may kill this process from now on: what was left to say is on the disk."""
+        """Record how this rank ends, before the launcher may kill it; returns once that is on the disk."""
         self.ending = ending
         if self.on_leaving is not None:
             self.on_leaving()
@@ -123,17 +123,17 @@ class Beat:
         self.progress += 1
 
     def at_part(self, name: str, number: int, total: int) -> None:
-        """The ``number``-th part, from 1, of ``total`` in this phase begins."""
+        """Part ``number``, from 1, of ``total`` in this phase begins."""
         self.part, self.part_number = f"{name} {number} of {total}", number
         self.progress += 1
 
     def wait_in(self, name: str, scope: str) -> None:
-        """A collective begins to be waited for; its number counts those of its ``scope``, whose ranks all take part."""
+        """This rank starts to wait for a collective, numbered within its ``scope``, whose ranks all take part."""
         number = self._counts[scope] = self._counts.get(scope, 0) + 1
         self.waiting = (name, number)
 
     def go_on(self) -> None:
-        """Work of this rank's own begins, or goes on after a wait."""
+        """Work of this rank's own begins, or resumes after a wait."""
         self.waiting = None
         self.progress += not self.is_asking
 
@@ -143,28 +143,28 @@ class Beat:
         self.progress += 1
 
     def polled(self, rounds: int, sequences_left: int, over: bool) -> None:
-        """A poll of the pulse returned: progress for a rank at work, but for one that stands by only a new round is."""
+        """A poll of the pulse returned: progress for a rank at work; for one that waits only a new round is."""
         if self.waiting is None or rounds != self.rounds:
             self.waiting = None
             self.progress += 1
         self.rounds, self.sequences_left, self.in_pulse = rounds, sequences_left, not over
 
     def stand_by(self) -> None:
-        """Nothing to do until another round of the pulse has ended."""
+        """This rank has nothing to do until another round of the pulse has ended."""
         self.waiting = ("pulse", self.rounds + 1)
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Ask the other ranks, over and over, whether a save is over; only what reaches the disk is progress."""
+        """Inside, the ranks ask each other repeatedly whether a save is over; only what is written is progress."""
         self.is_asking = True
         yield
         self.is_asking = False
 
     @contextmanager
     def within(self, phase: Phase, step: int | None = None) -> Iterator[None]:
-        """Be in a phase, of ``step`` or the one under way, then in the one before; also a decorator.
+        """Be in a phase, of ``step`` or the current one, then in the one before; also a decorator.
 
-        What raises leaves the phase as it is: it is where the rank failed.
+        An exception leaves the phase as it is, which is where the rank failed.
         """
         before = (self.phase, self.step)
         self._enter(phase, self.step if step is None else step)

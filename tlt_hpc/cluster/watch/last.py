@@ -20,9 +20,9 @@ _ORDERLY = (FINISHED, "stopped early")
 
 
 def clear_last(folder: Path, start: str) -> str:
-    """How the start before this one ended where that was not in order, else empty; its verdict is taken away.
+    """How the start before this one ended, empty if it ended in order; removes its verdict.
 
-    For one rank of ``start``, before any of them writes; what its own start has left there is none of that.
+    For one rank of ``start``, before any of its ranks writes a record.
 
     Raises:
         OSError: the folder cannot be read.
@@ -38,7 +38,7 @@ def clear_last(folder: Path, start: str) -> str:
 
 
 def warn_of_last(folder: Path, start: str) -> None:
-    """Say how the start before this one ended, where that was not in order; once.
+    """Warn once how the start before this one ended, if it did not end in order.
 
     Raises:
         OSError: as ``clear_last``.
@@ -53,7 +53,7 @@ def _end_of(records: list[Record]) -> str:
     if failed:
         return f"{failed[0].name} {failed[0].ending} (in {failed[0].place})"
     silent = [record for record in records if not record.ending]
-    if not silent or len(silent) < len(records):  # where one ended in order, the others were ended by the launcher
+    if not silent or len(silent) < len(records):  # if one ended in order, the launcher ended the others
         return ""
     hosts = ", ".join(dict.fromkeys(record.host for record in silent))
     first = silent[0]
@@ -61,7 +61,7 @@ def _end_of(records: list[Record]) -> str:
 
 
 def _newest_start(records: list[Record]) -> list[Record]:
-    """Those of rank 0's start: a run that went on with fewer ranks has left files of more."""
+    """Those of rank 0's start: a run that resumed with fewer ranks has left files of more."""
     first = [record.start for record in records if record.rank == 0]
     return [record for record in records if record.start in first]
 
@@ -71,5 +71,5 @@ def _read(path: Path) -> Record | None:
         return None
     try:
         return read_record_at(path)
-    except DamagedRecordError:  # of a file that the last start was the last to need
+    except DamagedRecordError:  # nobody needs the file any more
         return None

@@ -28,7 +28,6 @@ from tlt_hpc.cluster.watch.beat import Member
 from tlt_hpc.cluster.watch.process import cause_of, count_memory_kills, look_at
 from tlt_hpc.cluster.watch.record import FINISHED, DamagedRecordError, Record, claim_verdict, read_record
 
-_LOCAL_RANK_VARIABLES = ("SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _HIGH_DESCRIPTOR = 1000
 """Linux closes a dying process's files from the highest number down: before the pipes that its launcher watches."""
 _MAX_REPORT_BYTES = 8192
@@ -37,7 +36,7 @@ DEATH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What a rank tells its host's monitor of itself."""
 
     start: str
@@ -54,12 +53,6 @@ class Report:
     """How the rank is about to end, once it knows; the rank has then told the user itself."""
 
 
-def may_be_first(environment: Mapping[str, str]) -> bool:
-    """Whether this may be the first rank of its host, by its launcher's variables."""
-    found = [environment[name] for name in _LOCAL_RANK_VARIABLES if name in environment]
-    return not found or "0" in found
-
-
 def address_of(start: str, host: str) -> bytes:
     """Where the monitor of a host listens: a socket name without a file."""
     return b"\0tlt-" + hashlib.sha256(f"{start} {host}".encode()).hexdigest()[:32].encode()
@@ -72,7 +65,7 @@ class Liveness:
     """
 
     def __init__(self, starts_monitor: bool) -> None:
-        self._reported: Report | None = None
+        self._reported: RankReport | None = None
         self.descriptor: int | None = None
         self._monitor: subprocess.Popen[bytes] | None = None
         if starts_monitor:
@@ -86,11 +79,11 @@ class Liveness:
             )
 
     def report(self, member: Member, folder: Path | None, ending: str) -> None:
-        """Report what is new; connects first, if the monitor listens already. Never waits."""
+        """RankReport what is new; connects first, if the monitor listens already. Never waits."""
         if not member.neighbours:
             return
         where = None if folder is None else str(folder.absolute())
-        report = Report(
+        report = RankReport(
             member.start, member.rank, member.host, os.getpid(), member.size, len(member.neighbours), where, ending
         )
         address = address_of(member.start, member.host)
@@ -137,7 +130,7 @@ class ProcessMonitor:
         self._listener.bind(address)
         self._listener.listen(1024)
         self._connections: dict[int, socket.socket] = {}
-        self._reports: dict[int, Report] = {}
+        self._reports: dict[int, RankReport] = {}
         """By rank, the newest of each."""
         self._ranks: dict[int, int] = {}
         """Descriptor of a connection -> rank."""
@@ -175,7 +168,7 @@ class ProcessMonitor:
         """Take all that a rank has reported, and its end if it has ended by now."""
         try:
             while data := self._connections[descriptor].recv(_MAX_REPORT_BYTES):
-                report = Report(**json.loads(data))
+                report = RankReport(**json.loads(data))
                 self._reports[report.rank] = report
                 self._ranks[descriptor] = report.rank
         except BlockingIOError:
@@ -187,7 +180,7 @@ class ProcessMonitor:
         if descriptor in self._ranks:
             self._closed(self._reports[self._ranks.pop(descriptor)])
 
-    def _closed(self, report: Report) -> None:
+    def _closed(self, report: RankReport) -> None:
         """Explain the end of a rank's process, unless a rank has said already why the job ends."""
         if self._is_explained or len(self._reports) < report.num_local:  # one that never connected may have been first
             return
@@ -212,7 +205,7 @@ class ProcessMonitor:
         return f"; the system has killed {kills} for want of memory on this host since the start" if kills else ""
 
 
-def _place(report: Report, records: Mapping[int, Record]) -> str:
+def _place(report: RankReport, records: Mapping[int, Record]) -> str:
     if report.ending == FINISHED:
         return ", after it had finished"
     if report.rank in records:
@@ -230,7 +223,7 @@ def _exit_code(pid: int) -> int | None:
     return None if process is None else process.exit_code
 
 
-def _is_first(report: Report, line: str) -> bool:
+def _is_first(report: RankReport, line: str) -> bool:
     """Leave the line in the run's folder; False if another host has left one already."""
     if report.folder is None:
         return True
@@ -240,7 +233,7 @@ def _is_first(report: Report, line: str) -> bool:
         return True
 
 
-def _records(report: Report) -> dict[int, Record]:
+def _records(report: RankReport) -> dict[int, Record]:
     """What can be read of all ranks of this start."""
     found: dict[int, Record] = {}
     for rank in range(report.size if report.folder is not None else 0):

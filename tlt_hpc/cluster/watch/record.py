@@ -1,6 +1,6 @@
-"""Owns a rank's status file: one record of fixed size, written in place, so that a reader never sees half of one.
+"""A rank's status file: one record of fixed size, written in place, so that a reader never sees half of one.
 
-Text that a person can read too: a checksum, then JSON, padded with blanks.
+It is readable text: a checksum, then JSON, padded with blanks.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pathlib import Path
 from tlt_hpc.common.files import DamagedText, open_regular, parse_object, read_text
 
 SIZE = 2048
-"""Bytes of a record; of less than a page, so the write of one is never seen in part."""
+"""Bytes of a record: less than a page, so a reader never sees a part of a write."""
 HEARTBEAT_SECONDS = 5.0
-"""A rank that is at one and the same place for longer writes its record anew as often."""
+"""How often a rank writes its record while its phase and state do not change."""
 _LONGEST_TEXT = 120
 _MOST = 2**53
 VERDICT = "verdict.txt"
 FINISHED = "finished"
-"""The ending of a rank whose work is all done."""
+"""The ending of a rank that has done all of its work."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank tells of itself."""
+    """What a rank reports about itself."""
 
     start: str
     rank: int
     host: str
     pid: int
     heartbeat: int
-    """Looks of the watch so far: it stands still where the process is dead or stopped."""
+    """Looks of the watch so far; stops if the process is dead or stopped."""
     phase: str
     step: int | None
     part: str
@@ -45,23 +45,23 @@ class Record:
     still: int
     """Looks for which its counter has not moved."""
     limit: int
-    """Looks for which it may not, in this phase; 0: for ever."""
+    """Looks after which it counts as stalled in this phase; 0: never."""
     seconds: float
-    """The looks for which it has not moved, in seconds that this rank was running."""
+    """``still`` in seconds during which this process was running."""
     sequences_left: int = -1
     """Of this rank's own responses, in a rollout; -1 elsewhere."""
     where: str = ""
-    """Function and line of the main thread, once it stands still for too long."""
+    """Function and line of the main thread, once it has stalled."""
     ending: str = ""
-    """How the rank ended, in order; empty while it runs and for ever where it was killed."""
+    """How the rank ended, if it could say so; empty while it runs and after it was killed."""
 
     @property
     def stalled(self) -> bool:
-        """Whether it has stood still for longer than its phase allows."""
+        """Whether it has made no progress for longer than its phase allows."""
         return not self.ending and 0 < self.limit <= self.still
 
     def at(self, where: str) -> Record:
-        """The same with where its main thread is."""
+        """The same with the place of its main thread."""
         return replace(self, where=where)
 
     @property
@@ -83,7 +83,7 @@ _TYPES = {field.name: _KINDS[str(field.type)] for field in fields(Record)}
 
 
 class DamagedRecordError(ValueError):
-    """A status file holds no record."""
+    """A status file does not hold a record."""
 
 
 def status_file(folder: Path, rank: int) -> Path:
@@ -92,12 +92,12 @@ def status_file(folder: Path, rank: int) -> Path:
 
 
 def stacks_file(folder: Path, rank: int) -> Path:
-    """Where a rank that stood still has left what its threads were doing."""
+    """Where a rank that has stalled writes the stacks of its threads."""
     return folder / f"rank-{rank:04d}.stacks"
 
 
 def verdict_file(folder: Path) -> Path:
-    """Where the one line stands that tells why a start of the job was ended."""
+    """The file of the one line that says why a start of the job was ended."""
     return folder / VERDICT
 
 
@@ -111,7 +111,7 @@ def encode(record: Record) -> bytes:
 
 
 def _plain(text: str) -> str:
-    """Text of bounded size in JSON."""
+    """ASCII of bounded length."""
     return "".join(letter if " " <= letter <= "~" else "?" for letter in text[:_LONGEST_TEXT])
 
 
@@ -136,7 +136,7 @@ def decode(data: bytes) -> Record:
 
 
 def _is_bounded(value: object) -> bool:
-    """Whether a number is one that a rank counts to or waits for; NaN is none."""
+    """Whether a number is one that a rank can count to; NaN is not."""
     return not isinstance(value, (int, float)) or -1 <= value <= _MOST
 
 
@@ -174,7 +174,7 @@ def read_record_at(path: Path) -> Record:
 
 
 def claim_verdict(folder: Path, start: str, line: str) -> bool:
-    """Leave the one line that ends a start; False where another rank has left one already.
+    """Write the one line that ends a start; False if another rank has written one already.
 
     Raises:
         OSError: it cannot be written.
@@ -192,7 +192,7 @@ def claim_verdict(folder: Path, start: str, line: str) -> bool:
 
 
 def read_verdict(folder: Path) -> tuple[str, str] | None:
-    """The start that was ended, and why; None where none was.
+    """The start that was ended, and why; None if there is none.
 
     Raises:
         OSError: it cannot be read.

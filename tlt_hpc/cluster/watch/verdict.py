@@ -1,8 +1,7 @@
-"""From all ranks' records to the rank that holds up the others, and what for. Pure.
+"""Finds in all ranks' records the rank that blocks the others. Pure.
 
-A rank that stands still in work of its own comes before those that wait; one that shows no sign of life comes next;
-where all wait, the collectives that they wait in are what differs. Nobody is named while a rank whose counter moves may
-still come.
+A rank that is stuck in work of its own is named first, then one whose heartbeat has stopped. If all ranks wait, the
+line compares the collectives that they wait in. Nobody is named while a rank that makes progress may still arrive.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ _ORDER = [phase.value for phase in Phase]
 
 @dataclass(frozen=True)
 class Sighting:
-    """What one look into a rank's status file found."""
+    """What was found in a rank's status file."""
 
     rank: int
     record: Record | None
     problem: str = ""
     """Why there is no record."""
     silent: bool = False
-    """Its heartbeat has stood still for longer than a live rank's can."""
+    """Its heartbeat has not moved for longer than a live rank's can."""
     process: str = ""
-    """Of a silent rank on the reader's own host: what the system says of its process."""
+    """The state of a silent rank's process, if it is on the reader's host."""
 
 
 def judge(sightings: Sequence[Sighting]) -> str | None:
-    """Who holds up the others, in one line; None while nobody can be told to.
+    """Which rank blocks the others, in one line; None while that cannot be decided.
 
-    Called by a rank whose own counter stands still, so at least one of the records is ``stalled``.
+    Called by a rank that has stalled, so at least one of the records is ``stalled``.
     """
     known = [seen.record for seen in sightings if seen.record is not None and not seen.silent]
     running = [record for record in known if not record.ending]
@@ -46,7 +45,7 @@ def judge(sightings: Sequence[Sighting]) -> str | None:
 
 
 def judge_alone(record: Record, why: str) -> str:
-    """What a rank can say that sees no record but its own, and ``why`` it does not."""
+    """The line of a rank that sees no record but its own, and ``why``."""
     told = _of_stuck([record], []) if not record.waiting else f"{record.name}: {_waiting([record])}"
     return f"{told}; what the other ranks do cannot be seen: {why}"
 
@@ -61,7 +60,7 @@ def _accuse(sightings: Sequence[Sighting], running: Sequence[Record]) -> str | N
     if silent:
         return _of_silent(silent, others)
     if any(not record.waiting or not record.stalled for record in running):
-        return None  # one that is at work, or has just come, may set all going
+        return None  # one that makes progress, or has just arrived, may let all continue
     missing = [seen.rank for seen in sightings if seen.record is None]
     if missing:
         return f"{_ranks(missing)} cannot be seen, while {_waiting(others)}"
@@ -72,10 +71,10 @@ def _accuse(sightings: Sequence[Sighting], running: Sequence[Record]) -> str | N
 
 
 def _of_stuck(stuck: Sequence[Record], others: Sequence[Record]) -> str:
-    """Of several, those least far: the rest may wait for them where no counter tells, as in torch's collectives."""
+    """Of several, names those least far: the rest may wait for them uncounted, as in torch's collectives."""
     first = min(map(_how_far, stuck))
     least = [record for record in stuck if _how_far(record) == first]
-    told = "; ".join(f"{r.name} stands still in {r.place} for {r.seconds:g} s{_at(r)}" for r in least[:3])
+    told = "; ".join(f"{r.name} is stuck in {r.place} for {r.seconds:g} s{_at(r)}" for r in least[:3])
     more = f" and {len(least) - 3} more" if len(least) > 3 else ""
     behind = [record for record in stuck if record not in least]
     tail = f"; {_ranks(r.rank for r in behind)} further on, in {behind[0].place}" if behind else ""
@@ -103,7 +102,7 @@ def _of_waiting(waiting: Sequence[Record]) -> str:
 
 
 def _waiting(waiting: Iterable[Record], numbered: bool = False) -> str:
-    """Which ranks wait in which collectives; their numbers tell them apart only where all wait, and all is recent."""
+    """Which ranks wait in which collectives; the numbers are comparable only if all ranks wait."""
     groups: dict[str, list[Record]] = {}
     for record in waiting:
         name = f"{record.waiting} number {record.number}" if numbered else record.waiting

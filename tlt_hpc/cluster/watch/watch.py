@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from tlt_hpc.cluster.device import local_rank
 from tlt_hpc.cluster.watch.beat import BEAT, Beat, Member, Phase
 from tlt_hpc.cluster.watch.diagnosis import Diagnosis, is_due
-from tlt_hpc.cluster.watch.monitor import Liveness, may_be_first
+from tlt_hpc.cluster.watch.monitor import Liveness
 from tlt_hpc.cluster.watch.progress_counter import ProgressCounter
 from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
 from tlt_hpc.cluster.watch.status_writer import StatusWriter
@@ -60,7 +61,7 @@ class Watch:
         self._beat, self._exit, self._look_seconds = beat, end, look_seconds
         self._counter = ProgressCounter(beat, factor, look_seconds)
         self._nobody = Member(rank or 0, 1, socket.gethostname(), "", {})
-        self._liveness = Liveness(starts_monitor=rank is not None and may_be_first(os.environ))
+        self._liveness = Liveness(starts_monitor=rank is not None and not local_rank(os.environ))
         self._writer = StatusWriter()
         self._closing = threading.Event()
         # Daemon: a rank that raises must reach MPI_Abort at exit.
@@ -196,7 +197,7 @@ class Watch:
         self._end()
 
     def _say_why(self, line: str) -> None:
-        say(f"the job stands still: {line}; the same command goes on from the last committed step")
+        say(f"the job hangs: {line}; the same command goes on from the last committed step")
 
     def _end(self) -> None:
         """End the job through MPI, which reaches all nodes; if MPI itself hangs, end this process."""
