@@ -23,6 +23,7 @@ from tlt_hpc.look.energy.counters import NoCounterError, Nvml, Rapl
 from tlt_hpc.look.energy.meter import Counters, Meter, Reach, told_kinds
 from tlt_hpc.look.energy.usage import analyse_energy
 from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import joules
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.step_lines import read_lines
 
@@ -50,10 +51,10 @@ class Powercap:
         self.set(zone, 0)
 
     def set(self, zone: str, microjoules: int) -> None:
-        file = self.path / zone / "energy_uj"
-        file.touch()
-        with file.open("r+") as place:  # never empty for a thread that reads meanwhile
-            place.write(f"{microjoules:020d}\n")
+        path = self.path / zone / "energy_uj"
+        path.touch()
+        with path.open("r+b") as file:  # in one write, without truncating: a thread may be reading
+            file.write(b"%-31d\n" % microjoules)
 
     def energy(self, package_0: int, package_1: int, dram: int) -> None:
         self.set("intel-rapl:0", package_0)
@@ -412,7 +413,7 @@ def test_energy_is_compared_where_both_tell_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("joules", "words"), ((0.5, "0.5 J"), (999.4, "999 J"), (999.9, "1 kJ"), (12345, "12.3 kJ"), (4.56e9, "4.56 GJ"))
+    ("value", "words"), ((0.5, "0.5 J"), (999.4, "999 J"), (999.9, "1 kJ"), (12345, "12.3 kJ"), (4.56e9, "4.56 GJ"))
 )
-def test_joules_for_people(joules: float, words: str) -> None:
-    assert joules(joules) == words
+def test_joules_for_people(value: float, words: str) -> None:
+    assert joules(value) == words
