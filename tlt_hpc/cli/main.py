@@ -43,9 +43,7 @@ from tlt_hpc.evaluate import options as evaluate_options
 from tlt_hpc.export import options as export_options
 from tlt_hpc.look.live import options as live_options
 from tlt_hpc.look.report import options as report_options
-from tlt_hpc.plan.memory import options as memory_plan_options
-from tlt_hpc.plan.preflight import options as preflight_options
-from tlt_hpc.plan.simulate import options as simulate_options
+from tlt_hpc.plan import plan_options
 from tlt_hpc.resume.finished import told_finished
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
@@ -244,7 +242,7 @@ def plan_run(config: Config, num_ranks: int) -> str:
     """
     from tlt_hpc.config.tracking import check_installed
     from tlt_hpc.plan.inputs import describe, read_assets
-    from tlt_hpc.plan.memory.command import summarise
+    from tlt_hpc.plan.memory.summary import summarise
 
     assets = read_assets(config, num_ranks)
     check_installed(config.tracking)
@@ -441,13 +439,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ablate_options.add_ablate_options(ablate)
     bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
-    memory_plan_options.add_plan_options(
+    plan_options.add_plan_options(
         commands.add_parser("plan", help="predict the memory that a run takes, by phase; status 1: more than there is")
     )
-    simulate_options.add_simulate_options(
+    plan_options.add_simulate_options(
         commands.add_parser("simulate", help="predict seconds, GPU-hours and energy of a run by number of nodes")
     )
-    preflight_options.add_preflight_options(
+    plan_options.add_preflight_options(
         commands.add_parser("preflight", help="find before a job what would end it; status 1: something would")
     )
     live_options.add_watch_options(
@@ -500,7 +498,7 @@ def run_export_policy(options: argparse.Namespace) -> None:
 
 def run_plan(options: argparse.Namespace) -> int:
     """``tlt plan``."""
-    from tlt_hpc.plan.memory.command import run
+    from tlt_hpc.plan.memory.summary import run
 
     return run(options)
 

@@ -6,10 +6,8 @@ from tlt_hpc.config import (
     EMBEDDED_TASK,
     ConfigError,
     check_learns,
-    check_model_limits,
     check_ranks,
     check_resumable,
-    check_sequence_parallel,
 )
 from tlt_hpc.mpi.owner import find_at_work
 from tlt_hpc.plan.preflight.machine import size
@@ -60,10 +58,10 @@ def check_ranks_fit(subject: Subject) -> Finding:
 
 def check_model(subject: Subject) -> Finding:
     """The folder, its sizes, and every file of weights, which is opened and not read."""
-    from tlt_hpc.models.folder import check_weights, end_token_ids
     from tlt_hpc.models.shape import read_shape
     from tlt_hpc.models.tokenizer import find_model
-    from tlt_hpc.plan.inputs import check_division
+    from tlt_hpc.plan.inputs import check_files
+    from tlt_hpc.plan.shape_checks import check_shape
 
     config = subject.config
     try:
@@ -72,11 +70,8 @@ def check_model(subject: Subject) -> Finding:
         absent = failure_of(error)
         return failure(absent.found, f"{absent.remedy}; --fix --model-id OWNER/NAME downloads it")
     shape = read_shape(folder)
-    check_weights(folder, shape)
-    end_token_ids(folder, shape)
-    check_model_limits(config, shape.max_positions)
-    check_division(config, shape)
-    check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, subject.num_ranks)
+    check_files(folder, shape)
+    check_shape(config, shape, subject.num_ranks)
     files = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
     num_bytes = sum(path.stat().st_size for path in files)
     return ok(f"{config.model.path}: {shape.family}, {shape.num_parameters / 1e6:,.1f} M parameters, {len(files)} "
@@ -168,7 +163,7 @@ def check_rewards(subject: Subject) -> Finding:
 def check_drafter(subject: Subject) -> Finding:
     """The drafter that the run begins with is there, and this model's; its strategies can be."""
     from tlt_hpc.models.drafter_file import initial_drafter
-    from tlt_hpc.plan.inputs import check_strategies
+    from tlt_hpc.plan.shape_checks import check_strategies
 
     config = subject.config
     check_strategies(config)

@@ -12,11 +12,11 @@ _MB = 2**20
 
 def check_memory(subject: Subject) -> Finding:
     """The peak of each GPU and of each node's host memory, as ``tlt plan`` predicts them."""
-    from tlt_hpc.plan.memory.limits import Limits
-    from tlt_hpc.plan.memory.report import verdict, way_out
+    from tlt_hpc.plan.memory.plan import MemoryLimits
+    from tlt_hpc.plan.memory.summary import verdict, way_out
 
     plan = subject.plan
-    limits = Limits(_gpu_bytes(subject), _host_bytes(subject))
+    limits = MemoryLimits(_gpu_bytes(subject), _host_bytes(subject))
     said = verdict(plan, limits)
     if not limits.hold(plan):
         return failure(said.rstrip("."), f"{way_out(plan, limits)} See tlt plan")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tlt_hpc.models.shape import ModelShape
-    from tlt_hpc.plan.memory.parts import DeviceType, MemoryPlan
+    from tlt_hpc.plan.memory.plan import DeviceType, MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Subject:
     @cached_property
     def plan(self) -> MemoryPlan:
         """What the job takes."""
-        from tlt_hpc.plan.memory.parts import Situation
         from tlt_hpc.plan.memory.phases import plan_memory
+        from tlt_hpc.plan.memory.plan import Situation
 
         device: DeviceType = "cuda" if self.uses_gpu else "cpu"
         return plan_memory(Situation(self.config, self.shape, self.num_ranks, self.ranks_per_node, device))
