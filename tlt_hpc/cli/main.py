@@ -505,7 +505,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def run_simulate(options: argparse.Namespace) -> int:
     """``tlt simulate``."""
-    from tlt_hpc.plan.simulate.command import run
+    from tlt_hpc.plan.simulate.predict import run
 
     return run(options)
 

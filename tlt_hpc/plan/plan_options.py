@@ -85,5 +85,3 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw step seconds and gain by nodes: .png or .svg")
     validate = "compare predictions with recorded runs; status 1: over 10 %% off"
     add("--validate", nargs="+", type=Path, metavar="RUN", help=validate)
-    paper = "the TLT paper's gains, predicted from one of them; status 1: over 10 %% off"
-    add("--paper", action="store_true", help=paper)
