@@ -512,7 +512,7 @@ def run_simulate(options: argparse.Namespace) -> int:
 
 def run_preflight(options: argparse.Namespace) -> int:
     """``tlt preflight``."""
-    from tlt_hpc.plan.preflight.command import run
+    from tlt_hpc.plan.preflight.checklist import run
 
     return run(options)
 
