@@ -40,7 +40,7 @@ from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
 from tlt_hpc.evaluate import options as evaluate_options
-from tlt_hpc.export import options as export_options
+from tlt_hpc.export import export_options
 from tlt_hpc.look.live import options as live_options
 from tlt_hpc.look.report import options as report_options
 from tlt_hpc.plan import plan_options
@@ -483,7 +483,7 @@ def run_bench(options: argparse.Namespace) -> None:
 def run_export(options: argparse.Namespace) -> None:
     """``tlt export-drafter``."""
     checked = export_options.read_options(options)
-    from tlt_hpc.export.command import run
+    from tlt_hpc.export.drafter import run
 
     run(checked)
 
