@@ -697,7 +697,7 @@ def test_times_are_read_as_slurm_writes_them(text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("gres", "gpus"),
     [("gpu:a100:4(S:0-1)", 4), ("gpu:8", 8), ("(null)", 0), ("gpu:a100:2,gpu:v100:1", 3), ("nvme:1,gpu:h100:8(S:0)", 8),
-     ("gpu_memory:80", 0)],
+     ("gpu_memory:80", 0), ("gpu:1g.10gb:7(S:0,1)", 7)],
 )  # fmt: skip
 def test_gpus_are_counted_in_generic_resources(gres: str, gpus: int) -> None:
     assert gpus_of(gres) == gpus

@@ -129,26 +129,22 @@ def check_evaluation(job: PlannedJob) -> Finding:
     """The data sets that are evaluated between steps, if there are any."""
     if not job.config.evaluation.every_steps:
         return ok("none between the steps")
-    try:
-        from tlt_hpc.plan.inputs import open_checked_sets
-    except RuntimeError:  # mpi4py's, where it finds no library; the check of that says so
-        raise Skip("evaluation cannot be loaded without an MPI library") from None
-    folder = job.model_folder
-    open_checked_sets(job.config, folder, job.shape, job.tokenizer)
+    from tlt_hpc.plan.inputs import open_checked_sets
+
+    open_checked_sets(job.config, job.model_folder, job.shape, job.tokenizer)
     return ok(f"every {job.config.evaluation.every_steps} steps; its data can be used")
 
 
 def check_rewards(job: PlannedJob) -> Finding:
     """The reward server starts here as it does in a job: it imports the user's function and makes the sandbox."""
+    from tlt_hpc.plan.inputs import check_reward_function
     from tlt_hpc.rewards.client import RewardClient
-    from tlt_hpc.rewards.functions import check_function
     from tlt_hpc.rewards.judge import needs_worker
     from tlt_hpc.rewards.standing import settings_of
 
     reward = job.config.reward
     settings = settings_of(reward)
-    if reward.function:
-        check_function(reward.function)
+    check_reward_function(job.config)
     if not any(needs_worker(kind, settings) for kind in settings.kinds):
         return ok(f"{', '.join(settings.kinds)}; judged in the ranks")
     client = RewardClient(settings)
