@@ -285,12 +285,12 @@ def limits_overstepped(batch: Batch) -> list[str]:
     Only said, for a site's QOS may allow what its partition does not.
     """
     from tlt_hpc.plan.preflight import limits
+    from tlt_hpc.plan.preflight.planned_job import PlannedJob
     from tlt_hpc.plan.preflight.request import request_of
-    from tlt_hpc.plan.preflight.subject import Subject
-    from tlt_hpc.plan.preflight.verdict import Level, judge
+    from tlt_hpc.plan.preflight.results import Level, judge
 
     request = request_of([word for option in sbatch_options(batch) for word in shlex.split(option)])
-    subject = Subject(None, request, asks_slurm=True)
+    subject = PlannedJob(None, request, asks_slurm=True)
     checks = (limits.check_time, limits.check_node_count, limits.check_cpus, limits.check_gpus)
     verdicts = [judge(check.__name__, partial(check, subject)) for check in checks]
     return [f"{one.found}; {one.remedy}" for one in verdicts if one.level == Level.FAILURE]

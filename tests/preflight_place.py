@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tlt_hpc.cli.main import main
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.plan.preflight import job_python, mpi
-from tlt_hpc.plan.preflight.ask import Answer
+from tlt_hpc.plan.preflight.program import ProgramOutput
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTITION = {
@@ -150,12 +150,12 @@ def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return place
 
 
-def answer_of_mpich(command: list[str], seconds: float, environment: object = None) -> Answer:
+def answer_of_mpich(command: list[str], seconds: float, environment: object = None) -> ProgramOutput:
     """What a sound MPICH answers to the checks of MPI."""
     if command[-1] == "--version":
-        return Answer(0, "HYDRA build details:", "")
+        return ProgramOutput(0, "HYDRA build details:", "")
     told = {"ranks": 2, "hosts": ["here"], "version": "MPICH Version: 5.0.2", "files": ["/opt/mpi/libmpi.so.12"]}
-    return Answer(0, json.dumps(told), "")
+    return ProgramOutput(0, json.dumps(told), "")
 
 
 def shard(folder: Path) -> None:

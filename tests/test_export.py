@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
-from tlt_hpc.export import formats
+from tlt_hpc.export.formats import Files, lay_out
 from tlt_hpc.export.forms import Eagle3Drafter, EagleDrafter, drafter_from
 from tlt_hpc.export.target import read_target
 from tlt_hpc.models.drafter import Drafter
@@ -37,6 +37,12 @@ from tlt_hpc.storage.folder import RunFolder
 
 H, INNER, V, W, QUERIES, KEYS = 128, 256, 24, 7, 128, 64
 IDS = [2, 3, 5, 8, 13, 17, 19]
+
+
+def laid_out(kind: str, drafter: Any, target: Any) -> Files:
+    return lay_out(kind, drafter, target, lambda: pytest.fail("this format has no copy of the embedding"))[0]
+
+
 THREE = ["config.json", "README.md", "model.safetensors"]
 
 LAYER = {
@@ -252,7 +258,7 @@ def test_biases_that_we_have_not_are_zeros(tmp_path, target):
 
 def test_only_a_qwen2_target_gets_sglangs_qwen2_layer(target):
     llama = replace(target, shape=replace(target.shape, family="llama", qkv_bias=False))
-    files = formats.sglang(drafter_from(embedded_eagle(), target.shape, "x"), llama)
+    files = laid_out("sglang", drafter_from(embedded_eagle(), target.shape, "x"), llama)
     assert files.config == {**CONFIG, "architectures": ["LlamaForCausalLMEagle"]}
     assert set(files.tensors) == set(EAGLE) | {"fc.bias"}
 
@@ -277,7 +283,7 @@ def test_a_scaled_rotary_embedding_is_written_where_both_readers_look(kind, targ
     new = replace(target, shape=replace(old.shape, rope_scaling={**scaling, "rope_theta": 5e5}))
     for scaled_target in (old, new):
         drafter = drafter_from(random_eagle3(target.shape), target.shape, "x")
-        config = formats.PORTABLE[kind](drafter, scaled_target).config
+        config = laid_out(kind, drafter, scaled_target).config
         assert config["rope_scaling"] == scaling
         assert config["rope_theta"] == 5e5
         assert config["rope_parameters"] == {**scaling, "rope_theta": 5e5}
@@ -293,7 +299,7 @@ def test_floats_are_bfloat16_unless_the_target_is_float16(tmp_path, target):
         changed = {name: kept for name, kept in raw.items() if name != "dtype"} | {key: value}
         (tmp_path / "config.json").write_text(json.dumps(changed))
         other = read_target(str(tmp_path), "test")
-        files = formats.vllm(drafter_from(embedded_eagle(), target.shape, "x"), other)
+        files = laid_out("vllm", drafter_from(embedded_eagle(), target.shape, "x"), other)
         assert {tensor.dtype for tensor in files.tensors.values()} == {wanted}
         assert files.config["torch_dtype"] == str(wanted).removeprefix("torch.")
 
@@ -758,7 +764,7 @@ def test_what_a_format_cannot_carry_is_refused(kind, form, changes, words, targe
     made = EagleDrafter if form == "eagle" else Eagle3Drafter
     drafter = made(**{name: torch.zeros(size) for name, size in sizes.items()})
     with pytest.raises(UserError) as found:
-        formats.PORTABLE[kind](drafter, changed)
+        laid_out(kind, drafter, changed)
     assert words in str(found.value)
     assert "\n" not in str(found.value)
 
@@ -766,10 +772,10 @@ def test_what_a_format_cannot_carry_is_refused(kind, form, changes, words, targe
 def test_a_target_of_seven_layers_and_heads_of_another_width_are_carried(target):
     seven = replace(target, shape=replace(target.shape, num_layers=7))
     drafter = drafter_from(random_eagle3(target.shape), target.shape, "x")
-    assert set(formats.vllm(drafter, seven).tensors) == set(EAGLE3)
+    assert set(laid_out("vllm", drafter, seven).tensors) == set(EAGLE3)
     wide = replace(target, shape=replace(target.shape, family="qwen3", head_dim=64, qkv_bias=False))
     made = EagleDrafter(**{name: torch.zeros(size) for name, size in drafter_sizes(wide.shape).items()})
-    files = formats.sglang(made, wide)
+    files = laid_out("sglang", made, wide)
     assert files.config["head_dim"] == 64
     assert files.tensors["layers.0.self_attn.q_proj.weight"].shape == (256, H)
     assert files.tensors["layers.0.self_attn.o_proj.weight"].shape == (H, 256)

@@ -17,14 +17,11 @@ from launch_ranks import launch
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import load_config
 from tlt_hpc.plan.memory import engine as engine_plan
-from tlt_hpc.plan.memory.activations import drafter_parameters
-from tlt_hpc.plan.memory.knobs import free_knobs, turn_knobs
-from tlt_hpc.plan.memory.limits import Limits
-from tlt_hpc.plan.memory.parts import MemoryPlan, Situation
 from tlt_hpc.plan.memory.phases import micro_batch_tokens, plan_memory
-from tlt_hpc.plan.memory.search import cheapest_fit, furthest
+from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, Situation
+from tlt_hpc.plan.memory.savings import cheapest_fit, free_knobs, furthest, turn_knobs
 from tlt_hpc.plan.memory.shapes import find_shape, named_shape
-from tlt_hpc.plan.memory.zero import BUCKET_ELEMENTS, training_state
+from tlt_hpc.plan.memory.training import BUCKET_ELEMENTS, drafter_parameters, num_drafter_parameters, training_state
 from tlt_hpc.studies.bench.live_bytes import LiveBytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,12 +133,12 @@ def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
     from tlt_hpc.checkpoint.host_copy import CHUNK_BYTES
     from tlt_hpc.drafting import loss
     from tlt_hpc.models import documents, policy_model
-    from tlt_hpc.plan.memory import activations, phases
+    from tlt_hpc.plan.memory import phases, training
     from tlt_hpc.rl.engine import REDUCE_BUCKET_ELEMENTS
 
     assert BUCKET_ELEMENTS == REDUCE_BUCKET_ELEMENTS and phases.COPY_CHUNK_BYTES == CHUNK_BYTES
-    assert activations.CHUNK_LOGITS == policy_model._CHUNK_LOGITS == loss._MOST_LOGITS
-    assert activations._MASKED_RUN == documents._RUN_TOKENS and activations._MOST_SCORES == documents._MOST_SCORES
+    assert training.CHUNK_LOGITS == policy_model._CHUNK_LOGITS == loss._MOST_LOGITS
+    assert training._MASKED_RUN == documents._RUN_TOKENS and training._MAX_SCORES == documents._MOST_SCORES
 
 
 @pytest.mark.parametrize(("tie_guard", "tolerance"), [("off", 0.0), ("on", 0.01)])
@@ -283,11 +280,11 @@ def test_a_pass_has_no_more_tokens_than_a_ranks_share_or_the_budget() -> None:
 def test_what_is_saved_counts_masters_moments_drafter_and_a_reference_that_is_renewed() -> None:
     changes = "checkpoint.keep=3", "algorithm.kl_coefficient=0.1", "algorithm.reference_every_steps=5"
     plan = plan_memory(situation("tiny", *changes, ranks=2))
-    saved = (12 + 4) * plan.situation.shape.num_parameters + 16 * engine_plan.num_drafter_parameters(plan.situation)
+    saved = (12 + 4) * plan.situation.shape.num_parameters + 16 * num_drafter_parameters(plan.situation)
     disk, host = ({part.name: part.num_bytes for part in parts} for parts in (plan.disk, plan.host))
     assert disk["checkpoints"] == 4 * saved, "the next is written before one goes"
     assert disk["features"] == 2 * plan.situation.config.drafter.cache_bytes
-    alone = 16 * engine_plan.num_drafter_parameters(plan.situation)
+    alone = 16 * num_drafter_parameters(plan.situation)
     assert disk["the drafter's between them"] == 3 * alone, "two are kept, and the next is written before one goes"
     assert host["copy for checkpoints"] == (-(-saved // (2 << 24)) + -(-alone // (2 << 24))) << 24
     without = plan_memory(situation("tiny", *changes, "checkpoint.drafter_every_steps=0", ranks=2))
@@ -355,7 +352,7 @@ def test_the_cheapest_settings_that_fit_are_found() -> None:
     by_rows = "rollout.kv_bytes=0", "rollout.max_live=16"
     plan = plan_memory(situation("qwen7b", *by_rows))
     for gigabytes in (80, 73, 63, 43):
-        limits = Limits(gigabytes * 10**9)
+        limits = MemoryLimits(gigabytes * 10**9)
         found = cheapest_fit(plan, limits)
         assert found is not None and limits.hold(found.plan)
         again = plan_memory(situation("qwen7b", *by_rows, *found.what.split()))
@@ -369,9 +366,9 @@ def test_a_setting_that_gives_nothing_by_itself_may_open_another() -> None:
     """One rank gains nothing by a stage of ZeRO, and without one nothing is offloaded."""
     alone = "model.dtype=float32", "optimizer.zero_stage=0"
     plan = plan_memory(situation("tiny", *alone, model="qwen2.5-1.5b", ranks=1))
-    found = cheapest_fit(plan, Limits(24 * 10**9))
+    found = cheapest_fit(plan, MemoryLimits(24 * 10**9))
     assert found is not None and {"optimizer.zero_stage", "optimizer.offload"} <= found.turned.keys()
-    assert Limits(24 * 10**9).hold(found.plan)
+    assert MemoryLimits(24 * 10**9).hold(found.plan)
 
 
 def plans_below(plan: MemoryPlan, price: int) -> list[MemoryPlan]:
@@ -392,19 +389,19 @@ def plans_below(plan: MemoryPlan, price: int) -> list[MemoryPlan]:
 def test_host_memory_is_not_spent_that_is_not_there() -> None:
     plan = plan_memory(situation("qwen7b", "rollout.tensor_parallel=4", "optimizer.sequence_parallel=4"))
     now = plan.host_bytes_per_node
-    tight = cheapest_fit(plan, Limits(26 * 10**9, now))
-    ample = cheapest_fit(plan, Limits(25 * 10**9, now + 2 * named_parameters()))
+    tight = cheapest_fit(plan, MemoryLimits(26 * 10**9, now))
+    ample = cheapest_fit(plan, MemoryLimits(25 * 10**9, now + 2 * named_parameters()))
     assert tight is not None and "optimizer.offload_parameters" not in tight.turned
     assert ample is not None and ample.turned["optimizer.offload_parameters"] is True
-    assert cheapest_fit(plan, Limits(25 * 10**9, now)) is None
+    assert cheapest_fit(plan, MemoryLimits(25 * 10**9, now)) is None
 
 
 def test_where_nothing_fits_the_least_is_told() -> None:
     plan = plan_memory(situation("qwen7b"))
-    limits = Limits(16 * 10**9)
+    limits = MemoryLimits(16 * 10**9)
     least = furthest(plan, limits).plan.peak.num_bytes
     assert cheapest_fit(plan, limits) is None and 16e9 < least < min(knob.peak_bytes for knob in turn_knobs(plan))
-    assert furthest(plan, Limits(least)).plan.peak.num_bytes == least
+    assert furthest(plan, MemoryLimits(least)).plan.peak.num_bytes == least
 
 
 # --- the command ---

@@ -22,11 +22,11 @@ from preflight_place import FIND_PYTHON, ROOT, SCRIPT, Place, make_place
 from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.watch.process import look_at
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.plan.preflight import assets, disk, fix, job_python, machine, mpi, request, verdict
-from tlt_hpc.plan.preflight.ask import NoAnswer, ask
+from tlt_hpc.plan.preflight import assets, fix, job_python, machine, mpi, request, resources, results
+from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS
 from tlt_hpc.plan.preflight.cluster import gpus_of
-from tlt_hpc.plan.preflight.command import CHECKS, SLURM_CHECKS
 from tlt_hpc.plan.preflight.file_system import local_disk
+from tlt_hpc.plan.preflight.program import NoAnswer, ask
 
 Plant = Callable[[Place], None]
 
@@ -127,7 +127,7 @@ def small_disk(place: Place) -> None:
     found = os.statvfs(place.path)
     values = [*found]
     values[3] = values[4] = 10
-    place.monkeypatch.setattr(disk.os, "statvfs", lambda path: os.statvfs_result(values))
+    place.monkeypatch.setattr(resources.os, "statvfs", lambda path: os.statvfs_result(values))
 
 
 def small_quota(place: Place) -> None:
@@ -251,7 +251,7 @@ def test_a_run_that_is_there_goes_on_unless_a_start_of_it_is_at_work(place: Plac
     run = place.path / "runs" / "tiny"
     run.mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", place.base())))
-    assert place.check()[1]["run"]["found"] == f"{run} is there, and goes on"
+    assert place.check()[1]["run"]["found"] == f"{run} is there, and will be resumed"
     place.monkeypatch.setattr(assets, "find_at_work", lambda status: f"job 17, {status.name}")
     status, verdicts = place.check()
     assert_found(status, verdicts, "run", r"a start of this run is at work there \(job 17, status\)", set(), "warning")
@@ -370,7 +370,7 @@ def test_what_could_not_be_checked_says_why(place: Place) -> None:
     skipped = {name: one["found"] for name, one in verdicts.items() if one["level"] == "skipped"}
     for name in ("tokenizer", "chat template"):
         assert skipped[name] == f"there is no model in {place.model}"
-    assert skipped["data"].startswith(f"{place.data} has 40 rows; they cannot be held against the model: there is no")
+    assert skipped["data"].startswith(f"{place.data} has 40 rows, not checked against the model: there is no")
     for name in ("memory", "disk"):
         assert skipped[name] == f"the sizes of {place.model} are not known"
 
@@ -697,7 +697,7 @@ def test_times_are_read_as_slurm_writes_them(text: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("gres", "gpus"),
     [("gpu:a100:4(S:0-1)", 4), ("gpu:8", 8), ("(null)", 0), ("gpu:a100:2,gpu:v100:1", 3), ("nvme:1,gpu:h100:8(S:0)", 8),
-     ("gpu_memory:80", 0)],
+     ("gpu_memory:80", 0), ("gpu:1g.10gb:7(S:0,1)", 7)],
 )  # fmt: skip
 def test_gpus_are_counted_in_generic_resources(gres: str, gpus: int) -> None:
     assert gpus_of(gres) == gpus
@@ -793,11 +793,11 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
 
 
 def test_a_programmers_mistake_is_no_verdict() -> None:
-    def check() -> verdict.Finding:
+    def check() -> results.Finding:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        verdict.judge("x", check)
+        results.judge("x", check)
 
 
 def test_the_command_answers_within_seconds_of_its_subprocesses(place: Place) -> None:

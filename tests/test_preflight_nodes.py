@@ -16,7 +16,7 @@ from launch_ranks import LAUNCH_ENVIRONMENT, launch, mpiexec, run_on_ranks
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.models.tokenizer import embedded
 from tlt_hpc.plan.preflight import nodes
-from tlt_hpc.plan.preflight.nodes import NodeFacts, Record, find_difference, refuse_errors
+from tlt_hpc.plan.preflight.nodes import NodeFacts, NodeReport, find_difference, refuse_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS = NodeFacts(
@@ -71,11 +71,11 @@ def test_a_harmless_difference_does_not_hide_another() -> None:
 
 
 def test_an_error_of_one_rank_has_its_node_and_one_of_all_stands_as_it_is() -> None:
-    refuse_errors([Record("n1", FACTS), Record("n1", None)])
+    refuse_errors([NodeReport("n1", FACTS), NodeReport("n1", None)])
     with pytest.raises(UserError, match=r"^rank 1 on n2: no data; copy it$"):
-        refuse_errors([Record("n1", FACTS), Record("n2", None, "no data; copy it")])
+        refuse_errors([NodeReport("n1", FACTS), NodeReport("n2", None, "no data; copy it")])
     with pytest.raises(UserError, match=r"^no data; copy it$"):
-        refuse_errors([Record("n1", None, "no data; copy it"), Record("n2", None, "no data; copy it")])
+        refuse_errors([NodeReport("n1", None, "no data; copy it"), NodeReport("n2", None, "no data; copy it")])
 
 
 def test_the_digests_follow_what_they_are_of(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ from tlt_hpc.config import load_config
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, figures_of
 from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.look.metrics import StepMetrics
-from tlt_hpc.plan.preflight import command
-from tlt_hpc.plan.preflight.verdict import Finding, ok
+from tlt_hpc.plan.preflight import checklist
+from tlt_hpc.plan.preflight.results import Finding, ok
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
@@ -269,7 +269,7 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(
 # -- words ----------------------------------------------------------------------------------------------------------
 
 SPEAK = ("cli", "look/live", "resume/finished", "plan/inputs", "cluster/local", "studies/warmup/plan")
-SPEAK += ("studies/ablate/plan", "evaluate/command", "plan/preflight/command", "tools/inspect_run")
+SPEAK += ("studies/ablate/plan", "evaluate/command", "plan/preflight/checklist", "tools/inspect_run")
 COUNTED = re.compile(r" (steps|ranks|nodes|responses|updates|files|prompts|rows|refills|replicas|runs)\b")
 
 
@@ -457,7 +457,7 @@ def test_preflight_prints_a_check_before_the_next_begins(
         told.append(capsys.readouterr().out)
         return ok("right")
 
-    monkeypatch.setattr(command, "CHECKS", {"first": check, "second": check})
+    monkeypatch.setattr(checklist, "CHECKS", {"first": check, "second": check})
     assert cli.main(["preflight", "jobs/tiny.toml"]) == 0
     assert "config" in told[0] and "first" in told[1]
 

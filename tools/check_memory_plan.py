@@ -27,8 +27,8 @@ from tlt_hpc.common.script import ending
 from tlt_hpc.cli.display import SilentReporter
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.memory.parts import MemoryPlan, Situation, total
 from tlt_hpc.plan.memory.phases import plan_memory
+from tlt_hpc.plan.memory.plan import MemoryPlan, Situation, total
 from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.gather import gather

@@ -15,12 +15,11 @@ from tlt_hpc.common.script import ending
 
 # isort: split
 from tlt_hpc.config import ConfigError, check_ranks, load_config
-from tlt_hpc.plan.memory.limits import Limits, node_bytes
-from tlt_hpc.plan.memory.options import GPU_GB
-from tlt_hpc.plan.memory.parts import Situation
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.search import cheapest_fit
+from tlt_hpc.plan.memory.plan import MemoryLimits, Situation
+from tlt_hpc.plan.memory.savings import cheapest_fit
 from tlt_hpc.plan.memory.shapes import find_shape
+from tlt_hpc.plan.plan_options import GPU_GB
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
@@ -50,13 +49,13 @@ def row(job: str, gpu: str, nodes: int) -> str:
     except ConfigError:
         return ""
     situation = Situation(config, find_shape(config.model.path, None), num_ranks, GPUS, "cuda")
-    found = cheapest_fit(plan_memory(situation), Limits(int(GPU_GB[gpu] * GB)))
+    found = cheapest_fit(plan_memory(situation), MemoryLimits(int(GPU_GB[gpu] * GB)))
     head = f"| `{job}` | `{gpu}` | {nodes} |"
     if found is None:
         return f"{head} does not fit | | | |"
     peak, host, disk = (
         found.plan.peak.num_bytes,
-        node_bytes(found.plan),
+        found.plan.node_bytes,
         sum(part.num_bytes for part in found.plan.disk),
     )
     settings = f"`{found.what}`" if found.what else "none"

@@ -40,11 +40,9 @@ from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
 from tlt_hpc.evaluate import options as evaluate_options
-from tlt_hpc.export import options as export_options
+from tlt_hpc.export import export_options
 from tlt_hpc.look.arguments import add_report_arguments, add_watch_arguments
-from tlt_hpc.plan.memory import options as memory_plan_options
-from tlt_hpc.plan.preflight import options as preflight_options
-from tlt_hpc.plan.simulate import options as simulate_options
+from tlt_hpc.plan import plan_options
 from tlt_hpc.resume.finished import told_finished
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
@@ -243,7 +241,7 @@ def plan_run(config: Config, num_ranks: int) -> str:
     """
     from tlt_hpc.config.tracking import check_installed
     from tlt_hpc.plan.inputs import describe, read_assets
-    from tlt_hpc.plan.memory.command import summarise
+    from tlt_hpc.plan.memory.summary import summarise
 
     assets = read_assets(config, num_ranks)
     check_installed(config.tracking)
@@ -440,13 +438,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     ablate_options.add_ablate_options(ablate)
     bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
-    memory_plan_options.add_plan_options(
+    plan_options.add_plan_options(
         commands.add_parser("plan", help="predict the memory that a run takes, by phase; status 1: more than there is")
     )
-    simulate_options.add_simulate_options(
+    plan_options.add_simulate_options(
         commands.add_parser("simulate", help="predict seconds, GPU-hours and energy of a run by number of nodes")
     )
-    preflight_options.add_preflight_options(
+    plan_options.add_preflight_options(
         commands.add_parser("preflight", help="find before a job what would end it; status 1: something would")
     )
     add_watch_arguments(
@@ -484,7 +482,7 @@ def run_bench(options: argparse.Namespace) -> None:
 def run_export(options: argparse.Namespace) -> None:
     """``tlt export-drafter``."""
     checked = export_options.read_options(options)
-    from tlt_hpc.export.command import run
+    from tlt_hpc.export.drafter import run
 
     run(checked)
 
@@ -499,21 +497,21 @@ def run_export_policy(options: argparse.Namespace) -> None:
 
 def run_plan(options: argparse.Namespace) -> int:
     """``tlt plan``."""
-    from tlt_hpc.plan.memory.command import run
+    from tlt_hpc.plan.memory.summary import run
 
     return run(options)
 
 
 def run_simulate(options: argparse.Namespace) -> int:
     """``tlt simulate``."""
-    from tlt_hpc.plan.simulate.command import run
+    from tlt_hpc.plan.simulate.predict import run
 
     return run(options)
 
 
 def run_preflight(options: argparse.Namespace) -> int:
     """``tlt preflight``."""
-    from tlt_hpc.plan.preflight.command import run
+    from tlt_hpc.plan.preflight.checklist import run
 
     return run(options)
 

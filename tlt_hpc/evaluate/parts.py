@@ -19,11 +19,11 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, make_drafter
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.once import read_all_once
-from tlt_hpc.models.shape import ModelShape, read_shape
+from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import ModelAssets, check_division, open_checked_sets
+from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
@@ -52,7 +52,7 @@ def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, Evaluation
     folder = find_model(config.model.path)
     shape = read_shape(folder)
     check_replicas(config, num_ranks)
-    check_division(config, shape)
+    check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
     tokenizer = load_tokenizer(folder)
     sets = open_checked_sets(config, folder, shape, tokenizer)
     return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets

@@ -1,4 +1,4 @@
-"""The text beside an export: a model card, and what to type next in the engine. Knows no file."""
+"""The text of an export: a model card, and the command that serves the drafter."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import shlex
 from pathlib import Path
 
 from tlt_hpc import __version__
-from tlt_hpc.export.formats import SPECULATIVE_TOKENS, Files
+from tlt_hpc.export.formats import FORMATS, SPECULATIVE_TOKENS, Files
 from tlt_hpc.export.forms import AnyDrafter, Eagle3Drafter
 from tlt_hpc.export.source import History, Source
 from tlt_hpc.export.target import Target
 from tlt_hpc.models.eagle3 import feature_layers
 
 MARK = "<!-- written by tlt export-drafter -->"
-"""What tells an earlier export from a folder of the user's own."""
+"""Identifies an earlier export, which may be replaced."""
 POLICY_FOLDER = "POLICY_FOLDER"
-"""Stands for the trained policy, which is not written in Hugging Face form."""
+"""Placeholder for the trained policy, which ``tlt export-policy`` writes."""
 _ABSENT = "not recorded"
-_TITLES = {"sglang": "SGLang", "vllm": "vLLM", "speculators": "speculators", "eagle": "EAGLE's reference code"}
 
 
 def form_name(drafter: AnyDrafter) -> str:
@@ -30,7 +29,7 @@ def card(source: Source, files: Files, kind: str, command: str, embedding: str |
     """The README.md of an export; ``embedding`` says where the copy of the target's is from, if there is one."""
     rows = [
         ("form", _describe_form(source.drafter, source.target)),
-        ("layout", _TITLES[kind]),
+        ("layout", FORMATS[kind].title),
         ("weights", weights_line(files)),
         *record_rows(source),
         *([("embedding", embedding)] if embedding else []),
@@ -48,7 +47,7 @@ def card(source: Source, files: Files, kind: str, command: str, embedding: str |
 
 
 def record_rows(source: Source) -> list[tuple[str, str]]:
-    """What is on record of the drafter, said where it is not."""
+    """What was recorded of the drafter's training."""
     history = source.history
     return [
         ("target", _describe_target(source.target, history)),
@@ -77,9 +76,9 @@ def tensor_table(files: Files) -> list[str]:
 
 
 def next_command(source: Source, kind: str, output: Path) -> str:
-    """What a user types, or runs in Python, to serve the target with the drafter.
+    """The command, or Python call, that serves the target with the drafter.
 
-    After reinforcement learning the target is the policy, which the user has to put in Hugging Face form.
+    After reinforcement learning the target is the policy, which the user has to export in Hugging Face form.
     """
     is_eagle3 = isinstance(source.drafter, Eagle3Drafter)
     path = POLICY_FOLDER if source.history.num_steps else source.target.path
@@ -143,7 +142,7 @@ def _describe_accept(history: History) -> str:
 
 
 def advice(source: Source) -> str:
-    """Which weights to serve it with."""
+    """Which weights to serve the drafter with."""
     if not source.history.num_steps:
         return "The target checks every draft: a drafter that fits it badly makes serving slower, not different."
     return (

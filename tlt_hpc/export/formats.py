@@ -1,9 +1,10 @@
-"""What each engine loads: a drafter and its target in, named tensors and a config.json out. Pure; knows no file.
+"""What each engine loads: from a drafter and its target to named tensors and a config.json. Reads and writes no file.
 
-Traps that the layouts avoid. SGLang ignores unknown names and leaves missing ones at random; vLLM raises KeyError; so
-the set of names is exact. EAGLE's and SGLang's fc has a bias that stays random where the file lacks it, vLLM's has
-none. ``eagle_aux_hidden_state_layer_ids`` is never written: SGLang adds one to it, vLLM does not, and both default to
-the layers that we train on. transformers 5 reads ``rope_parameters``, the engines ``rope_theta`` at top level.
+Mistakes that the layouts avoid: SGLang ignores unknown names and leaves missing tensors random, and vLLM raises
+KeyError, so the set of names is exact. The fc of EAGLE and SGLang has a bias, which is random if the file lacks it;
+vLLM's has none. ``eagle_aux_hidden_state_layer_ids`` is never written: SGLang adds one to it, vLLM does not, and both
+default to the layers that we train on. transformers 5 reads ``rope_parameters``, the engines ``rope_theta`` at top
+level.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from tlt_hpc.models.shape import ModelShape
 
 SPECULATIVE_TOKENS = 5
 """Length of the chain that the speculators layout proposes as its default."""
-_EMBEDDING_NAME = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -34,80 +34,93 @@ class Files:
     config: dict[str, Any]
 
 
-def sglang(drafter: AnyDrafter, target: Target) -> Files:
-    """For SGLang; its class for Qwen2 wants biases of q, k and v, which ours has not: zeros.
+@dataclass(frozen=True)
+class DrafterFormat:
+    """What an engine loads as a drafter; the layout of EAGLE-3 is the same for all but speculators."""
+
+    title: str
+    eagle_class: str
+    """Architecture of an EAGLE drafter; empty: the engine has a layout for EAGLE-3 alone."""
+    fusion_bias: bool = False
+    """Whether EAGLE's fc has a bias, which ours does not: zeros."""
+    qwen2_class: str = ""
+    """Architecture of an EAGLE drafter for Qwen2 targets, with biases of q, k and v: zeros; empty: the usual one."""
+    is_reference: bool = False
+    """EAGLE's own code, which supports neither Llama 3.1's rotary scaling nor heads of another total width."""
+
+
+FORMATS = {
+    "sglang": DrafterFormat("SGLang", "LlamaForCausalLMEagle", True, "Qwen2ForCausalLMEagle"),
+    # vLLM puts "Eagle" before the architecture, and has a Llama layer for targets of every family
+    "vllm": DrafterFormat("vLLM", "LlamaForCausalLM"),
+    "speculators": DrafterFormat("speculators", ""),
+    "eagle": DrafterFormat("EAGLE's reference code", "LlamaForCausalLM", True, is_reference=True),
+}
+
+
+def lay_out(
+    kind: str, drafter: AnyDrafter, target: Target, read_embedding: Callable[[], tuple[Tensor, str]]
+) -> tuple[Files, str | None]:
+    """An export's files in a format, and where the copy of the target's embedding is from, if the format has one.
 
     Raises:
         UserError: the format cannot carry this drafter.
     """
-    if isinstance(drafter, Eagle3Drafter):
-        return _eagle3(drafter, target)
-    tensors = _eagle_tensors(drafter, target.shape) | _fusion_bias(target.shape)
-    if target.shape.family != "qwen2":
-        return _files(tensors, _config(target, "LlamaForCausalLMEagle"), target)
-    config = _config(target, "Qwen2ForCausalLMEagle") | {"model_type": "qwen2", "use_sliding_window": False}
-    del config["attention_bias"]  # no key of this family, whose q, k and v have biases always
-    return _files(tensors | _attention_biases(target.shape), config, target)
-
-
-def vllm(drafter: AnyDrafter, target: Target) -> Files:
-    """For vLLM, which puts ``Eagle`` before the architecture; it has a Llama layer for targets of every family.
-
-    Raises:
-        UserError: the format cannot carry this drafter.
-    """
-    if isinstance(drafter, Eagle3Drafter):
-        return _eagle3(drafter, target)
-    return _files(_eagle_tensors(drafter, target.shape), _config(target, "LlamaForCausalLM"), target)
-
-
-def eagle(drafter: AnyDrafter, target: Target) -> Files:
-    """For EAGLE's reference code, which knows neither Llama 3.1's rotary scaling nor heads of another total width.
-
-    Raises:
-        UserError: the format cannot carry this drafter.
-    """
-    if target.shape.rope_scaling is not None:
+    form = FORMATS[kind]
+    if form.is_reference and target.shape.rope_scaling is not None:
         raise UserError(
-            f"--format eagle: {target.name} scales its rotary embedding (llama3), which EAGLE's reference code does "
+            f"--format {kind}: {target.name} scales its rotary embedding (llama3), which EAGLE's reference code does "
             "not know; use --format sglang or vllm"
         )
-    if isinstance(drafter, Eagle3Drafter):
-        return _eagle3(drafter, target)
-    _check_heads(target, "--format eagle", "use --format sglang or vllm")
-    tensors = _eagle_tensors(drafter, target.shape) | _fusion_bias(target.shape)
-    return _files(tensors, _config(target, "LlamaForCausalLM"), target)
-
-
-def eagle3_only(drafter: AnyDrafter) -> Eagle3Drafter:
-    """The drafter, where the speculators layout has a place for it.
-
-    Raises:
-        UserError: it has none.
-    """
-    if isinstance(drafter, Eagle3Drafter):
-        return drafter
-    raise UserError(
-        "--format speculators has a layout for EAGLE-3 drafters alone, and this one is of the EAGLE form; use "
-        "--format vllm"
-    )
-
-
-def speculators(drafter: Eagle3Drafter, target: Target, embedding: Tensor) -> Files:
-    """For the speculators library and ``vllm serve`` on its layout, which holds a copy of the target's embedding.
-
-    ``norm_before_residual`` is written since vLLM takes it for true here where it is absent.
-
-    Raises:
-        UserError: the format cannot carry this drafter.
-    """
+    if not isinstance(drafter, Eagle3Drafter):
+        return _eagle(drafter, target, kind), None
     flat = _eagle3(drafter, target)
+    if form.eagle_class:
+        return flat, None
+    embedding, origin = read_embedding()
+    return _speculators(flat, target, embedding), origin
+
+
+def _eagle(drafter: EagleDrafter, target: Target, kind: str) -> Files:
+    """A Llama layer without ``input_layernorm``, behind fc."""
+    form, shape = FORMATS[kind], target.shape
+    if not form.eagle_class:
+        raise UserError(
+            f"--format {kind} has a layout for EAGLE-3 drafters alone, and this one is of the EAGLE form; use --format "
+            "vllm"
+        )
+    if form.is_reference:
+        _check_heads(target, f"--format {kind}", "use --format sglang or vllm")
+    layer = _layer_tensors(drafter, shape)
+    tensors = {"fc.weight": drafter.fc, **{f"layers.0.{name}": tensor for name, tensor in layer.items()}}
+    if form.fusion_bias:
+        tensors["fc.bias"] = torch.zeros(shape.hidden_size)
+    if shape.family != "qwen2" or not form.qwen2_class:
+        return _files(tensors, _config(target, form.eagle_class), target)
+    for name, count in {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}.items():
+        tensors[f"layers.0.self_attn.{name}_proj.bias"] = torch.zeros(count * shape.head_dim)
+    config = _config(target, form.qwen2_class) | {"model_type": "qwen2", "use_sliding_window": False}
+    del config["attention_bias"]  # no key of this family, whose q, k and v always have biases
+    return _files(tensors, config, target)
+
+
+def _speculators(flat: Files, target: Target, embedding: Tensor) -> Files:
+    """The layout of the speculators library and ``vllm serve``, which holds a copy of the target's embedding.
+
+    ``norm_before_residual`` is written because vLLM assumes that it is true if it is absent.
+    """
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in flat.tensors.items()}
     layer = {key: value for key, value in flat.config.items() if key not in ("architectures", "draft_vocab_size")}
+    greedy = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
     config = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "speculators_config": _proposals(target),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**greedy, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
+            "verifier": {"name_or_path": target.path, "architectures": list(target.architectures)},
+        },
         "draft_vocab_size": flat.config["draft_vocab_size"],
         "norm_before_residual": False,
         "target_hidden_size": None,
@@ -115,17 +128,7 @@ def speculators(drafter: Eagle3Drafter, target: Target, embedding: Tensor) -> Fi
         "torch_dtype": flat.config["torch_dtype"],
         "transformer_layer_config": layer,
     }
-    return _files({**tensors, _EMBEDDING_NAME: embedding}, config, target)
-
-
-PORTABLE: dict[str, Callable[[AnyDrafter, Target], Files]] = {"sglang": sglang, "vllm": vllm, "eagle": eagle}
-"""The formats that need nothing but the drafter and its target's sizes."""
-
-
-def _eagle_tensors(drafter: EagleDrafter, shape: ModelShape) -> dict[str, Tensor]:
-    """A Llama layer without ``input_layernorm``, behind fc."""
-    layer = _layer_tensors(drafter, shape)
-    return {"fc.weight": drafter.fc, **{f"layers.0.{name}": tensor for name, tensor in layer.items()}}
+    return _files({**tensors, "embed_tokens.weight": embedding}, config, target)
 
 
 def _eagle3(drafter: Eagle3Drafter, target: Target) -> Files:
@@ -164,15 +167,6 @@ def _layer_tensors(drafter: AnyDrafter, shape: ModelShape) -> dict[str, Tensor]:
     }
 
 
-def _fusion_bias(shape: ModelShape) -> dict[str, Tensor]:
-    return {"fc.bias": torch.zeros(shape.hidden_size)}
-
-
-def _attention_biases(shape: ModelShape) -> dict[str, Tensor]:
-    heads = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
-    return {f"layers.0.self_attn.{p}_proj.bias": torch.zeros(n * shape.head_dim) for p, n in heads.items()}
-
-
 def _config(target: Target, architecture: str) -> dict[str, Any]:
     """The config.json of a Llama of one layer, with the target's sizes and rotary embedding."""
     s = target.shape
@@ -201,22 +195,6 @@ def _config(target: Target, architecture: str) -> dict[str, Any]:
         "attention_bias": False,
         **target.token_ids,
         "torch_dtype": str(target.dtype).removeprefix("torch."),
-    }
-
-
-def _proposals(target: Target) -> dict[str, Any]:
-    return {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [
-            {
-                "proposal_type": "greedy",
-                "speculative_tokens": SPECULATIVE_TOKENS,
-                "accept_tolerance": 0.0,
-                "verifier_accept_k": 1,
-            }
-        ],
-        "verifier": {"name_or_path": target.path, "architectures": list(target.architectures)},
     }
 
 

@@ -1,4 +1,4 @@
-"""The two forms of drafter as they are stored: names, sizes, meaning. Knows no trainer and no engine's layout.
+"""The two forms of drafter as they are stored: names, sizes, meaning.
 
 A file of ours holds each parameter of a form as ``<name>.weight``, in any floating type, and ``token_ids`` under that
 name; whatever else it holds (optimiser moments, counters) is not the drafter. Heads are in halves, as Hugging Face

@@ -1,6 +1,6 @@
-"""Runs ``tlt export-policy``: a run's policy as a Hugging Face folder, a file of weights in memory at a time.
+"""``tlt export-policy``: writes a run's policy as a Hugging Face folder, with one file of weights in memory at a time.
 
-What is not weights is the start model's own: its configuration but for the type of the weights, tokenizer, template.
+Everything but the weights is the start model's: configuration (with the new type of the weights), tokenizer, template.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.export.options import PolicyOptions
+from tlt_hpc.export.export_options import PolicyOptions
 from tlt_hpc.export.source import checkpoint_at, config_of
-from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, is_marked, write_folder
+from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, write_folder
 from tlt_hpc.models.folder import DTYPES, find_model
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.storage.folder import RunFolder
@@ -32,7 +32,7 @@ _MASTER = ".master"
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _LARGEST_COMPANION = 64 * 2**20
-"""A tokenizer is far smaller, what else lies in a model's folder may not be."""
+"""Largest file that is copied from the model's folder; a tokenizer is far smaller."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def run(options: PolicyOptions) -> None:
     model = find_model(options.model or config.model.path)
     check_model(checkpoint, model)
     companions = companions_of(model)
-    check_policy_output(options.output, [path.name for path in companions])
+    ours = {CONFIG, CARD, _INDEX, *(path.name for path in companions)}
+    check_output(options.output, MARK, lambda name: name in ours or name.endswith(".safetensors"))
     dtype: torch.dtype = DTYPES[options.dtype]
     shards = plan_shards(checkpoint, dtype, round(options.shard_gigabytes * 1e9))
 
@@ -91,7 +92,7 @@ def check_model(checkpoint: Checkpoint, model: Path) -> None:
     """Refuse the configuration and tokenizer of another model than the checkpoint's.
 
     Raises:
-        ValueError: the weights are more or fewer than the folder's configuration asks for.
+        ValueError: the number of weights is not that of the folder's configuration.
     """
     shape = read_shape(model)
     names = shapes_of(checkpoint)
@@ -104,7 +105,7 @@ def check_model(checkpoint: Checkpoint, model: Path) -> None:
 
 
 def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype, most_bytes: int) -> list[Shard]:
-    """Files of at most ``most_bytes`` each, or of one tensor that is larger; named as transformers names them."""
+    """Files of at most ``most_bytes`` each, or of a single larger tensor; named as in transformers."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes_of(checkpoint).items():
@@ -123,7 +124,7 @@ def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype, most_bytes: int) -> 
 
 
 def write_weights(folder: Path, checkpoint: Checkpoint, shards: Sequence[Shard], dtype: torch.dtype) -> Iterator[Path]:
-    """Write the shards, and their index where there are several; yields each file when it is written."""
+    """Write the shards, and their index if there are several; yields each file when it is written."""
     for shard in shards:
         tensors = {name: weight_of(checkpoint, name, dtype) for name in shard.names}
         save_file(tensors, folder / shard.file, metadata={"format": "pt"})
@@ -141,7 +142,7 @@ def weight_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def companions_of(model: Path) -> list[Path]:
-    """What a model's folder has beside weights and configuration: tokenizer, template, generation settings, licence."""
+    """A model folder's files besides weights and configuration: tokenizer, template, generation settings, licence."""
     files = [path for path in sorted(model.iterdir()) if path.is_file() and not path.name.startswith(".")]
     return [
         path
@@ -153,27 +154,10 @@ def companions_of(model: Path) -> list[Path]:
 
 
 def config_with(path: Path, dtype: str) -> dict[str, Any]:
-    """A model's config.json with the type that the weights have now."""
+    """A model's config.json with the type that the exported weights have."""
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     return {**config, "dtype": dtype}
-
-
-def check_policy_output(folder: Path, companions: Sequence[str]) -> None:
-    """Refuse a place that holds something other than an earlier export of a policy.
-
-    Raises:
-        UserError: what is there.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output {folder} is a file; give a folder")
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    strange = sorted(n for n in names - {CONFIG, CARD, _INDEX, *companions} if not n.endswith(".safetensors"))
-    if names and (strange or not is_marked(folder, MARK)):
-        raise UserError(
-            f"--output {folder} has {(strange or sorted(names))[0]!r} in it and is no earlier export; give a new or "
-            "empty folder"
-        )
 
 
 def card(config: Config, checkpoint: Checkpoint, options: PolicyOptions) -> str:

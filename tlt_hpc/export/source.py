@@ -1,4 +1,4 @@
-"""Finds the drafter that a user names, its target, and what the run recorded of it. Reads; knows no engine's layout."""
+"""Finds the drafter that a user names, its target, and what the run recorded of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
+from tlt_hpc.export.export_options import ExportOptions
 from tlt_hpc.export.forms import AnyDrafter, drafter_from
-from tlt_hpc.export.options import ExportOptions
 from tlt_hpc.export.target import EMBEDDING, Target, embedding_of, read_target
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS
 from tlt_hpc.models.folder import embedded
@@ -28,7 +28,7 @@ _NUM_UPDATES = "num_steps"
 
 @dataclass(frozen=True)
 class History:
-    """What is on record of a drafter's training; None: not recorded."""
+    """What was recorded of a drafter's training; None: not recorded."""
 
     data: str | None = None
     num_steps: int | None = None
@@ -36,29 +36,29 @@ class History:
     num_updates: int | None = None
     """Optimiser steps behind the weights."""
     init: str | None = None
-    """What these began from: ``random``, or another drafter, whose own steps are not counted."""
+    """What the weights started from: ``random``, or another drafter, whose own steps are not counted."""
     accept_length: float | None = None
     """Tokens per target pass and sequence in the last rollout on record, whatever strategies the run chose from."""
     temperature: float | None = None
     validation: str | None = None
-    """What the accept length was measured with, where that was on held-out prompts."""
+    """What the accept length was measured with, if that was on held-out prompts."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A drafter, its target, and where both are from."""
+    """A drafter, its target, and where both come from."""
 
     origin: Path
     drafter: AnyDrafter
     target: Target
     history: History
     embedding: Callable[[], tuple[Tensor, str]]
-    """Reads the target's embedding [V, H], and says where it is from."""
+    """Reads the target's embedding [V, H]; also returns where it comes from."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A drafter's tensors by their stored names, the run beside them if there is one, and the RL steps behind them."""
+    """A drafter's tensors by their stored names, its run if there is one, and the RL steps that it was trained for."""
 
     origin: Path
     stored: Mapping[str, Tensor]
@@ -94,7 +94,7 @@ def _find(options: ExportOptions) -> _Found:
 
 
 def _in_run(options: ExportOptions, run: RunFolder) -> _Found:
-    """The newest checkpoint, or the one asked for; the file of a finished run where its checkpoints are gone."""
+    """The drafter of the newest or the requested checkpoint; of a finished run's file if its checkpoints are gone."""
     checkpoint = checkpoint_at(run, options.step)
     if checkpoint is not None and checkpoint.names("drafter"):
         stored = {name: checkpoint.read("drafter", name) for name in checkpoint.names("drafter") if _is_read(name)}
@@ -118,7 +118,7 @@ def _from_file(path: Path, run: RunFolder | None) -> _Found:
 
 
 def _is_read(name: str) -> bool:
-    """Whether a stored tensor is of use: the optimiser's moments are not, and are most of the bytes."""
+    """Whether a stored tensor is needed: the optimiser's moments are not, and are most of the bytes."""
     return name.endswith(".weight") or name in (TOKEN_IDS, _NUM_UPDATES)
 
 
@@ -137,7 +137,7 @@ def checkpoint_at(run: RunFolder, step: int | None) -> Checkpoint | None:
 
 
 def _run_around(folder: Path) -> RunFolder | None:
-    """The run that a drafter's folder lies in, as a run leaves it, or is."""
+    """The run whose folder this is, or that it is in."""
     return next(
         (RunFolder(path) for path in (folder, folder.resolve().parent) if RunFolder(path).config.is_file()), None
     )
@@ -210,7 +210,7 @@ def _describe_data(config: Config) -> str:
 
 
 def _embedding(found: _Found, target: Target) -> tuple[Tensor, str]:
-    """The policy's where its checkpoint is at hand, since training moves it; else that of the model folder."""
+    """The policy's embedding if there is a checkpoint, since training changes it; else that of the model folder."""
     master = f"{EMBEDDING}.master"
     if found.checkpoint is None or master not in found.checkpoint.names("policy"):
         return embedding_of(target), f"the model folder {target.name}, before any training"

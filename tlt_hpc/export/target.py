@@ -1,4 +1,4 @@
-"""The target model as an exported drafter's files describe it. Knows its config.json, and the embedding alone."""
+"""The target model as an exported drafter's files describe it: its config.json and its embedding."""
 
 from __future__ import annotations
 

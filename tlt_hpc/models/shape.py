@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.config import ConfigError
 from tlt_hpc.models.json_file import read_json
 
 FAMILIES = ("qwen2", "qwen3", "llama")
@@ -66,13 +67,13 @@ def check_sharding(shape: ModelShape, size: int, asked: str) -> None:
     """Refuse a number of ranks that a model cannot be divided over; ``asked`` names the setting.
 
     Raises:
-        ValueError: with the size that it does not divide, and what would.
+        ConfigError: with the size that it does not divide, and what would.
     """
     what = "num_attention_heads", "num_key_value_heads", "intermediate_size"
     counts = shape.num_heads, shape.num_kv_heads, shape.intermediate_size
     fits = [n for n in range(1, size + 1) if _misfit(counts, n) is None]
     if (index := _misfit(counts, size)) is not None:
-        raise ValueError(
+        raise ConfigError(
             f"{asked} = {size} does not divide the model's {what[index]} = {counts[index]}; use {fits[-1]} or another "
             "number that does"
         )

@@ -1,4 +1,7 @@
-"""What a run would do: the configuration held against the files it names, before any rank starts or writes."""
+"""What a run would do: the configuration checked against the files it names, before any rank starts or writes.
+
+A start reads everything with ``read_assets``; preflight calls the same checks one at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,15 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.words import count
-from tlt_hpc.config import (
-    Config,
-    ConfigError,
-    check_model_limits,
-    check_ranks,
-    check_sequence_parallel,
-    to_toml,
-)
+from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response, open_sets
 from tlt_hpc.data.once import ReadOnce
 from tlt_hpc.data.prompts import PromptSource, open_prompts
 from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load_tokenizer
-from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
+from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
+from tlt_hpc.plan.shape_checks import check_shape, check_strategies
 from tlt_hpc.rewards.functions import check_function
-from tlt_hpc.rollout.strategy import strategies_of
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
@@ -42,7 +38,7 @@ class ModelAssets:
 
 @dataclass(frozen=True)
 class Assets(ModelAssets):
-    """And the prompts that a run draws."""
+    """A model's files, and the prompts that a run draws."""
 
     prompts: PromptSource
 
@@ -56,20 +52,26 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     check_ranks(config, num_ranks)
     folder = find_model(config.model.path)
     shape = read_shape(folder)
-    check_model_limits(config, shape.max_positions)
-    check_division(config, shape)
-    check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, num_ranks)
+    check_shape(config, shape, num_ranks)
     check_strategies(config)
-    if config.reward.function:
-        _check_reward_function(config)
+    check_reward_function(config)
     tokenizer = load_tokenizer(folder)
     prompts = open_prompts(config, tokenizer, read_chat_format(folder))
+    return Assets(folder, shape, tokenizer, check_files(folder, shape), prompts)
+
+
+def check_files(folder: Path, shape: ModelShape) -> tuple[int, ...]:
+    """Open every file of weights without reading it; returns the ids of the tokens that end a response.
+
+    Raises:
+        ValueError: a file is missing or broken.
+    """
     check_weights(folder, shape)
-    return Assets(folder, shape, tokenizer, end_token_ids(folder, shape), prompts)
+    return end_token_ids(folder, shape)
 
 
 def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
-    """``read_assets`` on the node's first rank, for all its ranks; prompts are read there at every step, too.
+    """``read_assets`` on the node's first rank, for all its ranks; that rank also reads the prompts of every step.
 
     Collective over the node, as the prompts' ``batch`` and ``refill`` are.
 
@@ -90,46 +92,36 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
     return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, prompts)
 
 
-def check_division(config: Config, shape: ModelShape) -> None:
-    """Refuse a model that cannot be divided over a replica's ranks.
+def check_reward_function(config: Config) -> None:
+    """Check the file of the user's reward function, if there is one, without running it.
 
     Raises:
         ConfigError: with the key and the remedy.
     """
-    try:
-        check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _check_reward_function(config: Config) -> None:
+    if not config.reward.function:
+        return
     try:
         check_function(config.reward.function)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def check_strategies(config: Config) -> None:
-    """Refuse strategies that cannot be, or leave nothing to choose from.
+def open_checked_sets(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> EvaluationSets:
+    """The evaluation's data sets, checked against the model and the reward.
 
     Raises:
-        ConfigError: with the key and the remedy.
+        ValueError: as ``open_sets``, or a response of full length would not fit the model.
     """
-    mode, names = config.speculation.mode, config.speculation.strategies
-    try:
-        arms = strategies_of(mode, names)
-    except ValueError as error:
-        raise ConfigError(f"speculation.strategies: {error}") from None
-    if mode != "plain" and len(arms) == 1:
+    check_reward_function(config)
+    sets = open_sets(config, tokenizer, read_chat_format(folder))
+    total = sets.longest_prompt + longest_response(config)
+    if total > shape.max_positions:
         raise ConfigError(
-            f"speculation.strategies = {list(names)} leaves nothing to try in speculation.mode = {mode!r}; "
-            "add e.g. 'ngram-4' or use mode 'full'"
+            f"the longest prompt's {sets.longest_prompt} tokens and a response of {longest_response(config)} exceed "
+            f"the model's {shape.max_positions} positions; set evaluation.max_new_tokens = "
+            f"{max(1, shape.max_positions - sets.longest_prompt)} or less"
         )
-    if mode == "full" and config.drafter.schedule == "falling" and not any(arm.has_drafter for arm in arms):
-        raise ConfigError(
-            "drafter.schedule = 'falling' judges the learned drafter's rounds, and speculation.strategies = "
-            f"{list(names)} has none of them; add e.g. 'drafter-4' or use drafter.schedule = 'always'"
-        )
+    return sets
 
 
 def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
@@ -166,25 +158,3 @@ def _replica_in_words(config: Config, shape: ModelShape) -> str:
         f"{count(size, 'rank')} decode together, each with {heads} of {shape.num_heads} heads, {kv_heads} of "
         f"{shape.num_kv_heads} key-value heads and 1/{size} of the MLP"
     )
-
-
-def open_checked_sets(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> EvaluationSets:
-    """The data sets, held against the model and the reward.
-
-    Raises:
-        ValueError: as ``open_sets``, or a response of full length would not fit the model.
-    """
-    if config.reward.function:
-        try:
-            check_function(config.reward.function)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    sets = open_sets(config, tokenizer, read_chat_format(folder))
-    total = sets.longest_prompt + longest_response(config)
-    if total > shape.max_positions:
-        raise ConfigError(
-            f"the longest prompt's {sets.longest_prompt} tokens and a response of {longest_response(config)} exceed "
-            f"the model's {shape.max_positions} positions; set evaluation.max_new_tokens = "
-            f"{max(1, shape.max_positions - sets.longest_prompt)} or less"
-        )
-    return sets

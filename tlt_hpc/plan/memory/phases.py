@@ -1,45 +1,55 @@
-"""From a situation to its memory plan: which parts are there in which phase of a step. Counts alone."""
+"""From a situation to its memory plan: which parts are held in which phase of a step."""
 
 from __future__ import annotations
 
-from tlt_hpc.plan.memory.activations import drafter_activations, update_activations
-from tlt_hpc.plan.memory.engine import engine_parts, num_drafter_parameters, rollout_workspace
-from tlt_hpc.plan.memory.parts import MemoryPlan, Part, Phase, Situation, some, total
-from tlt_hpc.plan.memory.reference import gathered_reference, reference_in_host_memory, reference_parts
-from tlt_hpc.plan.memory.zero import MOMENTS, TrainingState, training_state
+from tlt_hpc.plan.memory.engine import engine_parts, rollout_workspace
+from tlt_hpc.plan.memory.plan import MemoryPart, MemoryPlan, PhaseMemory, Situation, parts_of, total
+from tlt_hpc.plan.memory.training import (
+    MOMENTS,
+    TrainingState,
+    drafter_activations,
+    gathered_reference,
+    num_drafter_parameters,
+    reference_in_host_memory,
+    reference_parts,
+    training_state,
+    update_activations,
+)
 
 RUNTIME_BYTES = 2_000_000_000
-"""Assumed of a GPU for CUDA's context, NCCL's buffers and what the allocator cannot give out again."""
+"""Assumed for CUDA's context, NCCL's buffers and what the allocator cannot reuse, on each GPU."""
 PROCESS_BYTES = {"cuda": 3_000_000_000, "cpu": 1_000_000_000}
-"""Assumed of a rank's process in host memory: Python, torch, DeepSpeed and their libraries."""
+"""Assumed for a rank's process in host memory: Python, torch, DeepSpeed and their libraries."""
 COPY_CHUNK_BYTES = 1 << 24
-"""Host memory of a checkpoint is taken in chunks of so much (``checkpoint.host_copy``)."""
+"""Host memory for a checkpoint's copy is allocated in chunks of this size (``checkpoint.host_copy``)."""
 _LOG_BYTES = 8
-"""Of a response token in the rollout log: the token and its log-probability, before compression."""
+"""Bytes of a response token in the rollout log: the token and its log-probability, before compression."""
 
 
 def plan_memory(situation: Situation) -> MemoryPlan:
-    """What the run takes on each rank's device by phase, of each rank in host memory, and on disk."""
-    state = training_state(situation)
-    resident = (*_runtime(situation), *engine_parts(situation), *_drafter(situation), *state.resident)
-    resident = (*resident, *reference_parts(situation))
+    """What the run takes on each rank's device by phase, on each rank in host memory, and on disk."""
+    state, is_cuda = training_state(situation), situation.device == "cuda"
+    runtime = parts_of({"CUDA, NCCL (assumed)": RUNTIME_BYTES if is_cuda else 0})
+    resident = (*runtime, *engine_parts(situation), *_drafter(situation), *state.resident, *reference_parts(situation))
     start = tuple(part for part in resident if part.name != MOMENTS)  # the first step makes them
-    if situation.device == "cpu":  # the host's memory is the device's
-        resident = (*resident, _checkpoint_copy(situation))
+    if not is_cuda:  # the host's memory is the device's
+        resident += parts_of(_checkpoint_copy(situation))
     phases = [
-        Phase("start", start, _start(situation, state)),
-        Phase("rollout", resident, rollout_workspace(situation)),
-        Phase("tail", resident, _tail(situation)),
-        Phase("update", resident, _update(situation, state)),
-        Phase("save", resident, ()),
+        PhaseMemory("start", start, _start(situation, state)),
+        PhaseMemory("rollout", resident, rollout_workspace(situation)),
+        *([PhaseMemory("tail", resident, _tail(situation))] if situation.trains_drafter else []),
+        PhaseMemory("update", resident, _update(situation, state)),
+        PhaseMemory("save", resident, ()),
     ]
-    named = tuple(phase for phase in phases if phase.name != "tail" or _trains(situation))
-    return MemoryPlan(situation, named, _host(situation, state), _first_host(situation), _disk(situation))
+    loaded = {"weights while loading": situation.item * situation.shape.num_parameters if is_cuda else 0}
+    is_sharded = situation.config.optimizer.zero_stage == 3  # rank 0 reads the policy and the reference for all
+    host = _host(situation, state, {} if is_sharded else loaded)
+    return MemoryPlan(situation, tuple(phases), host, parts_of(loaded if is_sharded else {}), _disk(situation))
 
 
 def micro_batch_tokens(situation: Situation) -> int:
     """Most tokens that a rank holds in a pass of the update: its slice of the budget, or of one response of full length
-    beyond it; no more than it ever has."""
+    that exceeds it; no more than its share of the step's samples."""
     config, rollout = situation.config, situation.config.rollout
     sharing = config.optimizer.sequence_parallel
     samples = rollout.prompts_per_step * rollout.group_size // config.algorithm.updates_per_step
@@ -48,31 +58,17 @@ def micro_batch_tokens(situation: Situation) -> int:
     return -(-tokens // sharing)
 
 
-def _trains(situation: Situation) -> bool:
-    return situation.learns_drafting and situation.config.drafter.train
-
-
-def _runtime(situation: Situation) -> tuple[Part, ...]:
-    return some((Part("CUDA, NCCL (assumed)", RUNTIME_BYTES if situation.device == "cuda" else 0),))
-
-
-def _drafter(situation: Situation) -> tuple[Part, ...]:
+def _drafter(situation: Situation) -> tuple[MemoryPart, ...]:
     settings, weights = situation.config.drafter, 4 * num_drafter_parameters(situation)
-    averaged = settings.train and settings.average_merges > 1
-    return some(
-        (
-            Part("drafter in training", weights),
-            Part("drafter's moments", 2 * weights),
-            Part("drafter's average", weights if averaged else 0),
-        )
-    )
+    average = weights if settings.train and settings.average_merges > 1 else 0
+    return parts_of({"drafter in training": weights, "drafter's moments": 2 * weights, "drafter's average": average})
 
 
-def _start(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
-    """The policy arrives whole and is shared out, which at stage 3 is over before the rest is made.
+def _start(situation: Situation, state: TrainingState) -> tuple[MemoryPart, ...]:
+    """The policy as it is loaded, whole, before ZeRO shards it.
 
-    At stage 3 rank 0 has it whole in host memory, and a GPU one matrix at a time, the largest of them the embedding;
-    a reference comes after it in the same way.
+    At stage 3 this ends before the rest is made: rank 0 has it whole in host memory, and a GPU holds one matrix at a
+    time, the largest of them the embedding; a reference follows in the same way.
     """
     stage, shape = situation.config.optimizer.zero_stage, situation.shape
     whole = situation.item * shape.num_parameters
@@ -82,101 +78,78 @@ def _start(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
         begun = total(part for part in state.resident if part.name not in ("policy", MOMENTS))
         whole -= min(begun, total(reference_parts(situation))) if situation.has_reference else begun
     elif stage:
-        whole = max(whole, 4 * -(-shape.num_parameters // situation.num_ranks))  # then gradients of zero, to begin with
-    return some((Part("policy, not yet shared out", max(0, whole) if stage else 0),))
+        whole = max(whole, 4 * situation.own_parameters)  # later the gradients, which begin as zeros
+    return parts_of({"policy, not yet shared out": max(0, whole) if stage else 0})
 
 
-def _tail(situation: Situation) -> tuple[Part, ...]:
-    weights = 4 * num_drafter_parameters(situation)
-    tokens = situation.config.drafter.micro_step_tokens
-    return (
-        Part("drafter's gradients", weights),
-        Part("drafter's activations", drafter_activations(situation, tokens)),
+def _tail(situation: Situation) -> tuple[MemoryPart, ...]:
+    activations = drafter_activations(situation, situation.config.drafter.micro_step_tokens)
+    return parts_of(
+        {"drafter's gradients": 4 * num_drafter_parameters(situation), "drafter's activations": activations}
     )
 
 
-def _update(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
-    """At its largest: in a backward pass, as it ends, or in the optimiser's step."""
+def _update(situation: Situation, state: TrainingState) -> tuple[MemoryPart, ...]:
+    """The update at its largest: in a backward pass, at the end of one, or in the optimiser's step."""
     activations = update_activations(situation, micro_batch_tokens(situation))
-    merge = Part("merge of the drafters", _merge(situation))
+    # on a CPU the sum in progress is held as tensors; from a GPU it goes through host memory
+    merges = situation.device == "cpu" and situation.trains_drafter
+    merge = {"merge of the drafters": 12 * num_drafter_parameters(situation) if merges else 0}
     gathered = (*state.held, *gathered_reference(situation))
-    held = total(gathered)
-    if state.stepping > held + max(activations, state.reduced):
-        return some((merge, Part("optimiser's step", state.stepping)))
-    last = Part("activations", activations)
+    if state.stepping > total(gathered) + max(activations, state.reduced):
+        return parts_of({**merge, "optimiser's step": state.stepping})
+    last = {"activations": activations}
     if state.reduced > activations:
-        last = Part("gradients being reduced", state.reduced)
-    return some((merge, *gathered, last))
+        last = {"gradients being reduced": state.reduced}
+    return (*parts_of(merge), *gathered, *parts_of(last))
 
 
-def _merge(situation: Situation) -> int:
-    """On a CPU the sum that is under way stands where tensors do; from a GPU it goes through host memory."""
-    if situation.device == "cuda" or not _trains(situation):
-        return 0
-    return 3 * 4 * num_drafter_parameters(situation)
-
-
-def _host(situation: Situation, state: TrainingState) -> tuple[Part, ...]:
-    """Of one rank."""
-    drafter = num_drafter_parameters(situation)
-    copies = 2 if _trains(situation) and situation.device == "cuda" else 0
-    return some(
-        (
-            Part("process (assumed)", PROCESS_BYTES[situation.device]),
-            Part("weights while loading", 0 if _rank_0_loads(situation) else _loaded(situation)),
-            *(() if situation.device == "cpu" else (_checkpoint_copy(situation),)),
-            Part("optimiser (offload)", state.host),
-            Part("reference (offload)", reference_in_host_memory(situation)),
-            Part("merge of the drafters", copies * 12 * drafter),
-        )
+def _host(situation: Situation, state: TrainingState, loaded: dict[str, int]) -> tuple[MemoryPart, ...]:
+    """Host memory of one rank."""
+    is_cuda = situation.device == "cuda"
+    copies = 2 if situation.trains_drafter and is_cuda else 0
+    return parts_of(
+        {
+            "process (assumed)": PROCESS_BYTES[situation.device],
+            **loaded,
+            **(_checkpoint_copy(situation) if is_cuda else {}),
+            "optimiser (offload)": state.host,
+            "reference (offload)": reference_in_host_memory(situation),
+            "merge of the drafters": copies * 12 * num_drafter_parameters(situation),
+        }
     )
 
 
-def _first_host(situation: Situation) -> tuple[Part, ...]:
-    """Of rank 0 beside that."""
-    return some((Part("weights while loading", _loaded(situation) if _rank_0_loads(situation) else 0),))
-
-
-def _rank_0_loads(situation: Situation) -> bool:
-    """At stage 3 the others are dealt what it has read, the policy and then the reference."""
-    return situation.config.optimizer.zero_stage == 3
-
-
-def _loaded(situation: Situation) -> int:
-    """A whole model on its way to a GPU."""
-    return situation.item * situation.shape.num_parameters if situation.device == "cuda" else 0
-
-
-def _checkpoint_copy(situation: Situation) -> Part:
-    """A rank's share of what is saved, and of the drafter alone, in whole chunks each."""
+def _checkpoint_copy(situation: Situation) -> dict[str, int]:
+    """A rank's share of a checkpoint, and of the drafter's own checkpoint, in whole chunks each."""
     shares = (_saved(situation), _saved_alone(situation))
     chunks = sum(-(-share // (situation.num_ranks * COPY_CHUNK_BYTES)) for share in shares)
-    return Part("copy for checkpoints", chunks * COPY_CHUNK_BYTES)
+    return {"copy for checkpoints": chunks * COPY_CHUNK_BYTES}
 
 
 def _saved_alone(situation: Situation) -> int:
-    """Of the drafter's checkpoints between the whole ones."""
-    alone = _trains(situation) and situation.config.checkpoint.drafter_every_steps > 0
-    return 16 * num_drafter_parameters(situation) * alone
+    """Bytes of a checkpoint of the drafter alone, written between the whole ones."""
+    is_saved = situation.trains_drafter and situation.config.checkpoint.drafter_every_steps > 0
+    return 16 * num_drafter_parameters(situation) * is_saved
 
 
 def _saved(situation: Situation) -> int:
-    """Of a checkpoint: masters and moments, the drafter's with its average, a reference that is renewed."""
+    """Bytes of a checkpoint: masters and moments, the drafter's with its average, a reference that is renewed."""
     renewed = situation.config.algorithm.reference_every_steps > 0
     reference = situation.item * situation.shape.num_parameters * renewed
     return 12 * situation.shape.num_parameters + 16 * num_drafter_parameters(situation) + reference
 
 
-def _disk(situation: Situation) -> tuple[Part, ...]:
-    """Of the whole run, at most."""
-    config, saved = situation.config, _saved(situation)
+def _disk(situation: Situation) -> tuple[MemoryPart, ...]:
+    """Upper bound of what the whole run writes."""
+    config = situation.config
     step = config.samples_per_step * (4 * situation.longest + (_LOG_BYTES - 4) * config.rollout.max_new_tokens)
-    cache = config.drafter.cache_bytes * situation.num_ranks if situation.learns_drafting else 0
-    return some(
-        (
-            Part("checkpoints", (config.checkpoint.keep + 1) * saved),  # the next is written before one goes
-            Part("the drafter's between them", 3 * _saved_alone(situation)),
-            Part("features", cache),
-            Part("rollout logs", step * config.run.num_steps),
-        )
+    return parts_of(
+        {
+            # the next is written before the oldest is removed
+            "checkpoints": (config.checkpoint.keep + 1) * _saved(situation),
+            "the drafter's between them": 3 * _saved_alone(situation),
+            "features": config.drafter.cache_bytes * situation.num_ranks if situation.learns_drafting else 0,
+            "rollout logs": step * config.run.num_steps,
+        }
     )

@@ -1,4 +1,4 @@
-"""Whether what a job reads is here, and whole: model, tokenizer, templates, data, judges, drafter, trackers."""
+"""Whether what a job reads is here and complete: model, tokenizer, templates, data, rewards, drafter, trackers."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from tlt_hpc.config import (
     EMBEDDED_TASK,
     ConfigError,
     check_learns,
-    check_model_limits,
     check_ranks,
     check_resumable,
-    check_sequence_parallel,
 )
 from tlt_hpc.mpi.owner import find_at_work
 from tlt_hpc.plan.preflight.machine import size
-from tlt_hpc.plan.preflight.subject import Subject
-from tlt_hpc.plan.preflight.verdict import Finding, Skip, failure, failure_of, ok, warning
+from tlt_hpc.plan.preflight.planned_job import PlannedJob
+from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
 from tlt_hpc.storage.folder import RunFolder
 
 JUDGE_SECONDS = 60.0
-"""Until what judges responses is ready: importing math-verify and the user's own function takes a few."""
+"""Time limit for the reward server to start: importing math-verify and the user's own function takes a few seconds."""
 
 
-def check_run(subject: Subject) -> Finding:
-    """A run that is there already is one that this configuration may go on with."""
-    config = subject.config
+def check_run(job: PlannedJob) -> Finding:
+    """If the run exists already, this configuration may resume it."""
+    config = job.config
     saved = RunFolder(config.folder).config
     if not saved.exists():
         return ok(f"a new one, {config.folder}")
@@ -33,127 +31,120 @@ def check_run(subject: Subject) -> Finding:
             f"{config.folder}: a start of this run is at work there ({name}), and a second one ends itself",
             "wait for it, end it, or give this one another run.name",
         )
-    return ok(f"{config.folder} is there, and goes on")
+    return ok(f"{config.folder} is there, and will be resumed")
 
 
-def check_ranks_fit(subject: Subject) -> Finding:
-    """The samples, the heads and the replicas can be dealt over the ranks."""
-    config, num_ranks = subject.config, subject.num_ranks
+def check_ranks_fit(job: PlannedJob) -> Finding:
+    """The samples and the replicas can be divided over the ranks."""
+    config, num_ranks = job.config, job.num_ranks
     check_learns(config)
     check_ranks(config, num_ranks)
-    parallel, gpus = config.rollout.tensor_parallel, subject.request.gpus_per_node
-    if subject.ranks_per_node % parallel:
+    parallel, gpus = config.rollout.tensor_parallel, job.request.gpus_per_node
+    if job.ranks_per_node % parallel:
         raise ConfigError(
-            f"rollout.tensor_parallel = {parallel} with {subject.ranks_per_node} ranks a node: a replica would lie on "
+            f"rollout.tensor_parallel = {parallel} with {job.ranks_per_node} ranks a node: a replica would be on "
             f"several nodes; use a multiple of {parallel} ranks a node"
         )
-    if gpus and subject.ranks_per_node != gpus:
+    if gpus and job.ranks_per_node != gpus:
         return warning(
-            f"{subject.ranks_per_node} ranks and {gpus} GPUs a node: one rank a GPU is what the program is made for",
+            f"{job.ranks_per_node} ranks and {gpus} GPUs a node: the program is made for one rank a GPU",
             f"use --ranks-per-node={gpus}",
         )
-    nodes = subject.request.nodes
+    nodes = job.request.nodes
     return ok(
-        f"{num_ranks} on one node" if nodes == 1 else f"{num_ranks}, {subject.ranks_per_node} on each of {nodes} nodes"
+        f"{num_ranks} on one node" if nodes == 1 else f"{num_ranks}, {job.ranks_per_node} on each of {nodes} nodes"
     )
 
 
-def check_model(subject: Subject) -> Finding:
-    """The folder, its sizes, and every file of weights, which is opened and not read."""
-    from tlt_hpc.models.folder import check_weights, end_token_ids
+def check_model(job: PlannedJob) -> Finding:
+    """The folder, its sizes, and every file of weights, which is opened but not read."""
     from tlt_hpc.models.shape import read_shape
     from tlt_hpc.models.tokenizer import find_model
-    from tlt_hpc.plan.inputs import check_division
+    from tlt_hpc.plan.inputs import check_files
+    from tlt_hpc.plan.shape_checks import check_shape
 
-    config = subject.config
+    config = job.config
     try:
         folder = find_model(config.model.path)
     except ValueError as error:
         absent = failure_of(error)
         return failure(absent.found, f"{absent.remedy}; --fix --model-id OWNER/NAME downloads it")
     shape = read_shape(folder)
-    check_weights(folder, shape)
-    end_token_ids(folder, shape)
-    check_model_limits(config, shape.max_positions)
-    check_division(config, shape)
-    check_sequence_parallel(config, shape.num_heads, shape.num_kv_heads, subject.num_ranks)
+    check_files(folder, shape)
+    check_shape(config, shape, job.num_ranks)
     files = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
     num_bytes = sum(path.stat().st_size for path in files)
     return ok(f"{config.model.path}: {shape.family}, {shape.num_parameters / 1e6:,.1f} M parameters, {len(files)} "
               f"file{'s' * (len(files) != 1)} of weights, {size(num_bytes)}")  # fmt: skip
 
 
-def check_tokenizer(subject: Subject) -> Finding:
-    """It is there, and knows no token that the model does not have."""
+def check_tokenizer(job: PlannedJob) -> Finding:
+    """It exists, and has no token that the model does not have."""
     from tlt_hpc.models.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(subject.model_folder)
+    tokenizer = load_tokenizer(job.model_folder)
     most = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    if most > subject.shape.vocab_size:
+    if most > job.shape.vocab_size:
         return warning(
-            f"the tokenizer has {most} tokens and the model {subject.shape.vocab_size}: it may be another model's",
+            f"the tokenizer has {most} tokens and the model {job.shape.vocab_size}: it may be another model's",
             "take the model's own tokenizer.json",
         )
     return ok(f"{most} tokens")
 
 
-def check_template(subject: Subject) -> Finding:
-    """The chat template compiles; a set of prompts that needs one and has none is the data's failure."""
+def check_template(job: PlannedJob) -> Finding:
+    """The chat template compiles; prompts that need one and have none fail the check of the data."""
     from tlt_hpc.data.chat import read_template
     from tlt_hpc.models.tokenizer import read_chat_format
 
-    if subject.config.data.source == EMBEDDED_TASK:
+    if job.config.data.source == EMBEDDED_TASK:
         return ok("none needed: the embedded task has no chats")
-    given = subject.config.data.chat_template
-    if read_template(subject.config.data, read_chat_format(subject.model_folder)) is None:
+    given = job.config.data.chat_template
+    if read_template(job.config.data, read_chat_format(job.model_folder)) is None:
         return ok("none in the model folder; prompts that are lists of messages would need one")
     return ok("the model folder's" if given == "auto" else given)
 
 
-def check_data(subject: Subject) -> Finding:
-    """The files are there, have the columns, and the first 10,000 rows drawn can be used."""
+def check_data(job: PlannedJob) -> Finding:
+    """The files exist and have the columns, and the first 10,000 rows drawn can be used."""
     from tlt_hpc.data.prompts import open_prompts, open_reader
     from tlt_hpc.models.tokenizer import read_chat_format
 
-    data = subject.config.data
+    data = job.config.data
     if data.source == EMBEDDED_TASK:
-        open_prompts(subject.config, subject.tokenizer, read_chat_format(subject.model_folder))
-        return ok(f"{EMBEDDED_TASK}, made as it goes")
+        open_prompts(job.config, job.tokenizer, read_chat_format(job.model_folder))
+        return ok(f"{EMBEDDED_TASK}, generated during the run")
     try:
-        tokenizer, chat = subject.tokenizer, read_chat_format(subject.model_folder)
-    except Skip as reason:  # what can be said without one
-        rows = len(open_reader(data.model_copy(update={"chat_template": "auto"}), subject.config.run.seed, None))
-        raise Skip(f"{data.source_name} has {rows:,} rows; they cannot be held against the model: {reason}") from None
-    prompts = open_prompts(subject.config, tokenizer, chat)
-    rows = len(open_reader(data, subject.config.run.seed, tokenizer, chat))
+        tokenizer, chat = job.tokenizer, read_chat_format(job.model_folder)
+    except Skip as reason:  # what can be checked without one
+        rows = len(open_reader(data.model_copy(update={"chat_template": "auto"}), job.config.run.seed, None))
+        raise Skip(f"{data.source_name} has {rows:,} rows, not checked against the model: {reason}") from None
+    prompts = open_prompts(job.config, tokenizer, chat)
+    rows = len(open_reader(data, job.config.run.seed, tokenizer, chat))
     found = f"{data.source_name}: {rows:,} rows, the first drawn can be used"
     return warning(prompts.warning, "see tlt data inspect") if prompts.warning else ok(found)
 
 
-def check_evaluation(subject: Subject) -> Finding:
-    """The data sets that are evaluated between steps, where there are any."""
-    if not subject.config.evaluation.every_steps:
+def check_evaluation(job: PlannedJob) -> Finding:
+    """The data sets that are evaluated between steps, if there are any."""
+    if not job.config.evaluation.every_steps:
         return ok("none between the steps")
-    try:
-        from tlt_hpc.plan.inputs import open_checked_sets
-    except RuntimeError:  # mpi4py's, where it finds no library; the check of that says so
-        raise Skip("evaluation cannot be loaded without an MPI library") from None
-    folder = subject.model_folder
-    open_checked_sets(subject.config, folder, subject.shape, subject.tokenizer)
-    return ok(f"every {subject.config.evaluation.every_steps} steps; its data can be used")
+    from tlt_hpc.plan.inputs import open_checked_sets
+
+    open_checked_sets(job.config, job.model_folder, job.shape, job.tokenizer)
+    return ok(f"every {job.config.evaluation.every_steps} steps; its data can be used")
 
 
-def check_rewards(subject: Subject) -> Finding:
-    """What judges responses starts here as it does in a job: the user's function is imported, the sandbox is made."""
+def check_rewards(job: PlannedJob) -> Finding:
+    """The reward server starts here as it does in a job: it imports the user's function and makes the sandbox."""
+    from tlt_hpc.plan.inputs import check_reward_function
     from tlt_hpc.rewards.client import RewardClient
-    from tlt_hpc.rewards.functions import check_function
     from tlt_hpc.rewards.judge import needs_worker
     from tlt_hpc.rewards.standing import settings_of
 
-    reward = subject.config.reward
+    reward = job.config.reward
     settings = settings_of(reward)
-    if reward.function:
-        check_function(reward.function)
+    check_reward_function(job.config)
     if not any(needs_worker(kind, settings) for kind in settings.kinds):
         return ok(f"{', '.join(settings.kinds)}; judged in the ranks")
     client = RewardClient(settings)
@@ -165,29 +156,29 @@ def check_rewards(subject: Subject) -> Finding:
     return ok(f"{', '.join(settings.kinds)}{f' {reward.function}' if reward.function else ''}: its server starts{here}")
 
 
-def check_drafter(subject: Subject) -> Finding:
-    """The drafter that the run begins with is there, and this model's; its strategies can be."""
+def check_drafter(job: PlannedJob) -> Finding:
+    """The drafter that the run begins with exists and is of this model; its strategies are valid."""
     from tlt_hpc.models.drafter_file import initial_drafter
-    from tlt_hpc.plan.inputs import check_strategies
+    from tlt_hpc.plan.shape_checks import check_strategies
 
-    config = subject.config
+    config = job.config
     check_strategies(config)
     if config.speculation.mode != "full":
         return ok(f"none: speculation.mode = {config.speculation.mode!r}")
     if config.drafter.init != "random":
-        initial_drafter(config.drafter.init, config.drafter.form, subject.shape)
+        initial_drafter(config.drafter.init, config.drafter.form, job.shape)
     return ok(f"{config.drafter.form} from {config.drafter.init!r}")
 
 
-def check_trackers(subject: Subject) -> Finding:
-    """The packages of the trackers that are asked for are installed."""
+def check_trackers(job: PlannedJob) -> Finding:
+    """The packages of the configured trackers are installed."""
     from tlt_hpc.config.tracking import asked_for, check_installed
 
-    tracking = subject.config.tracking
+    tracking = job.config.tracking
     check_installed(tracking)
     if tracking.wandb == "online":
         return warning(
-            "tracking.wandb = 'online' needs a network on rank 0's node, which compute nodes mostly have not",
+            "tracking.wandb = 'online' needs a network on rank 0's node, which compute nodes usually do not have",
             "use tracking.wandb = 'offline' and wandb sync",
         )
     return ok(", ".join(asked_for(tracking)) or "none asked for")

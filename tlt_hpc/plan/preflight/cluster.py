@@ -1,4 +1,4 @@
-"""What Slurm says of a cluster, read from its own commands. Knows no job."""
+"""What Slurm reports of a cluster, read from its own commands."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tlt_hpc.config import UserError
-from tlt_hpc.plan.preflight.ask import Answer, ask
-from tlt_hpc.plan.preflight.request import seconds_of
+from tlt_hpc.plan.preflight.program import ProgramOutput, ask
+from tlt_hpc.plan.preflight.request import gpu_resources, seconds_of
 
 _SECONDS = 30.0
 """A busy controller answers in a few; more is an outage."""
 _UNUSABLE = ("down", "drain", "drng", "fail", "maint", "unk", "no_respond", "reboot", "power", "planned_down", "inval")
-"""Beginnings of states in which a node takes no job, nor soon will."""
+"""Prefixes of states in which a node accepts no job, now or soon."""
 
 
 @dataclass(frozen=True)
-class NodeGroup:
+class NodeKind:
     """Nodes of a partition that are alike."""
 
     count: int
@@ -36,13 +36,13 @@ class NodeGroup:
 
     @property
     def gpu_kinds(self) -> tuple[str, ...]:
-        """What Slurm calls the GPUs of a node, such as ``a100``; empty where they have no name."""
-        return tuple(sorted(set(re.findall(r"(?:^|,)gpu:([^:,()\d][^:,()]*):\d", self.gres))))
+        """Slurm's names of a node's GPUs, such as ``a100``; empty if they have none."""
+        return tuple(sorted({kind for kind, _ in gpu_resources(self.gres) if kind}))
 
     def meets(self, constraint: str) -> bool:
-        """Whether a node has the features of a ``--constraint``, of whose alternatives one is enough.
+        """Whether a node has the features of a ``--constraint``, one of its alternatives.
 
-        True of one with counts or parentheses, which only sbatch judges.
+        True for one with counts or parentheses, which only sbatch can judge.
         """
         if re.search(r"[()*]", constraint):
             return True
@@ -52,26 +52,26 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class Gate:
-    """Whom a partition lets in: names by commas, small letters as Slurm keeps them; ``all``: there is no list."""
+    """Whom a partition admits: comma-separated names in lower case; ``all``: there is no list."""
 
     allowed: str = "all"
     denied: str = ""
 
     def takes(self, name: str) -> bool:
-        """Whether it lets a name in; the list of those that it allows goes first, as in Slurm."""
+        """Whether it admits a name; the list of allowed names has precedence, as in Slurm."""
         if self.allowed != "all":
             return name.lower() in self.allowed.split(",")
         return name.lower() not in self.denied.split(",")
 
     @property
     def words(self) -> str:
-        """What it says, to follow its partition's name."""
+        """The rule in words, to follow its partition's name."""
         return f"takes only {self.allowed}" if self.allowed != "all" else f"takes none of {self.denied}"
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition's limits; infinite and 0: there is none."""
+    """A partition's limits; infinite or 0 if there is none."""
 
     name: str
     state: str
@@ -81,7 +81,7 @@ class Partition:
     grace_seconds: float
     accounts: Gate
     qos: Gate
-    groups: tuple[NodeGroup, ...]
+    groups: tuple[NodeKind, ...]
 
     @property
     def num_nodes(self) -> int:
@@ -89,8 +89,8 @@ class Partition:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of the whole cluster."""
+class SlurmSettings:
+    """Settings of the whole cluster."""
 
     kill_wait_seconds: float
     requeues: bool
@@ -102,10 +102,10 @@ class NoSuchPartition(UserError):  # noqa: N818
 
 
 def read_partitions(names: str) -> tuple[Partition, ...]:
-    """The partitions of a list by commas, in one of which the job will run; with no name the default one.
+    """The partitions of a comma-separated list, in one of which the job will run; the default one if it is empty.
 
     Raises:
-        NoSuchPartition: with the names that there are; ``sbatch`` refuses a list with such a name too.
+        NoSuchPartition: with the names that exist; ``sbatch`` refuses a list with an unknown name too.
         UserError: Slurm does not answer.
     """
     found = {one["PartitionName"]: one for one in _partitions()}
@@ -134,11 +134,11 @@ def _partition(raw: dict[str, str]) -> Partition:
 
 
 def _gate(raw: dict[str, str], of: str) -> Gate:
-    """Slurm prints one list of the two: a partition that has those whom it denies has no line of the others."""
+    """Slurm prints one of the two lists: a partition with denied names has no line of allowed ones."""
     return Gate(raw.get(f"Allow{of}", "ALL").lower(), raw.get(f"Deny{of}", "").lower())
 
 
-def read_settings() -> Settings:
+def read_settings() -> SlurmSettings:
     """The cluster's settings.
 
     Raises:
@@ -146,11 +146,11 @@ def read_settings() -> Settings:
     """
     lines = (line.partition("=") for line in _said("scontrol", "show", "config").splitlines())
     raw = {key.strip(): value.strip() for key, separator, value in lines if separator}
-    return Settings(float(raw["KillWait"].split()[0]), raw["JobRequeue"] == "1", raw["PreemptType"])
+    return SlurmSettings(float(raw["KillWait"].split()[0]), raw["JobRequeue"] == "1", raw["PreemptType"])
 
 
 def accounts_of(user: str) -> dict[str, frozenset[str]]:
-    """The accounts that a user may charge, each with its QOS, in small letters; empty where Slurm keeps none."""
+    """The accounts that a user may charge, each with its QOS, in lower case; empty if Slurm has none."""
     if shutil.which("sacctmgr") is None:
         return {}
     command = ["sacctmgr", "-n", "-P", "show", "assoc", f"user={user}", "format=account,qos"]
@@ -163,7 +163,7 @@ def accounts_of(user: str) -> dict[str, frozenset[str]]:
 
 
 def launch_types() -> list[str]:
-    """What ``srun --mpi`` takes here.
+    """The values that ``srun --mpi`` accepts here.
 
     Raises:
         UserError: Slurm does not answer.
@@ -174,8 +174,8 @@ def launch_types() -> list[str]:
     return sorted({line for line in lines if re.fullmatch(r"\w+", line)} | set(named))
 
 
-def would_take(arguments: Iterable[str]) -> Answer:
-    """Whether ``sbatch`` would take a job, without submitting it, in its own words.
+def would_take(arguments: Iterable[str]) -> ProgramOutput:
+    """What ``sbatch`` prints about a job that it only tests and does not submit.
 
     Raises:
         UserError: Slurm does not answer.
@@ -188,20 +188,20 @@ def _partitions() -> list[dict[str, str]]:
     return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines if line.startswith("PartitionName=")]
 
 
-def _groups(partition: str) -> Iterable[NodeGroup]:
+def _groups(partition: str) -> Iterable[NodeKind]:
     for line in _said("sinfo", "-h", "-p", partition, "-o", "%D|%T|%c|%m|%G|%f").splitlines():
         count, state, cpus, memory, gres, features = line.split("|", 5)
         named = frozenset(features.split(",")) - {"(null)"}
-        yield NodeGroup(int(count), state, _least(cpus), _least(memory), gpus_of(gres), gres, named)
+        yield NodeKind(int(count), state, _least(cpus), _least(memory), gpus_of(gres), gres, named)
 
 
 def gpus_of(gres: str) -> int:
-    """GPUs of a node by what ``sinfo`` calls its generic resources, such as ``gpu:a100:4(S:0-1)``."""
-    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
+    """GPUs of a node by its generic resources in ``sinfo``, such as ``gpu:a100:4(S:0-1)``."""
+    return sum(count for _, count in gpu_resources(gres))
 
 
 def _least(text: str) -> int:
-    """``256000`` of ``256000+``, which stands for that many and more."""
+    """``256000`` of ``256000+``, which means that many or more."""
     return int(text.rstrip("+"))
 
 

@@ -1,4 +1,4 @@
-"""Tries on the file systems of a run what a run does there, and removes it again."""
+"""Tries on the run's file systems what a run does there, and removes the files again."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tlt_hpc.plan.preflight import machine
-from tlt_hpc.plan.preflight.subject import Subject
-from tlt_hpc.plan.preflight.verdict import Finding, failure, ok, warning
+from tlt_hpc.plan.preflight.planned_job import PlannedJob
+from tlt_hpc.plan.preflight.results import Finding, failure, ok, warning, worst
 from tlt_hpc.storage.folder import WriteError, node_folder, writing_beside
 
 _TRIAL_BYTES = 2**20
 _SLOW_SECONDS = 2.0
-"""For a file of a megabyte that reaches the disk; a run makes one a rank and step."""
-_WRITABLE = "see to it that you may write there, or set {key} to another place"
+"""Seconds for a file of a megabyte to reach the disk; a run writes one per rank and step."""
+_WRITABLE = "make sure that you may write there, or set {key} to another place"
 
 
-def check_run_folder(subject: Subject) -> Finding:
-    """Where the run writes: create, write, fsync, rename, read back, list; and of what kind the file system is."""
-    folder = machine.nearest_folder(subject.config.folder)
+def check_run_folder(job: PlannedJob) -> Finding:
+    """The run's folder can be written, synced, renamed in and read back, and its file system is suitable."""
+    folder = machine.nearest_folder(job.config.folder)
     mount = machine.mount_of(folder)
     try:
         with trial_folder(folder) as trial:
@@ -37,14 +37,14 @@ def check_run_folder(subject: Subject) -> Finding:
             f"{words}; it is in memory, so runs are gone when the machine starts again, and take memory",
             "set run.folder to a place on a disk",
         )
-    if subject.request.nodes > 1 and not mount.is_shared:
+    if job.request.nodes > 1 and not mount.is_shared:
         return warning(
-            f"{words}; {mount.kind} is mostly of one machine, and all {subject.request.nodes} nodes must see the run",
+            f"{words}; {mount.kind} is mostly of one machine, and all {job.request.nodes} nodes must see the run",
             "set run.folder to a file system that all nodes share",
         )
     if mount.is_shared and folder.is_relative_to(Path.home()):
         return warning(
-            f"{words}; it is in your home folder, which on clusters is mostly small and slow",
+            f"{words}; it is in your home folder, which on clusters is usually small and slow",
             "set run.folder to the scratch or project file system",
         )
     if seconds > _SLOW_SECONDS:
@@ -52,13 +52,13 @@ def check_run_folder(subject: Subject) -> Finding:
     return ok(words)
 
 
-def check_hdf5(subject: Subject) -> Finding:
-    """A log can be written to the run's file system and read back, with HDF5's own locking off as in a run."""
+def check_hdf5(job: PlannedJob) -> Finding:
+    """An HDF5 file can be written to the run's file system and read back, with HDF5's own locking off as in a run."""
     import numpy as np
 
     from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_array, replacing
 
-    folder, kind = machine.nearest_folder(subject.config.folder), FileKind("preflight trial", 1, "remove it")
+    folder, kind = machine.nearest_folder(job.config.folder), FileKind("preflight trial", 1, "remove it")
     values = np.arange(_TRIAL_BYTES // 8)
     try:
         with trial_folder(folder) as trial:
@@ -69,13 +69,13 @@ def check_hdf5(subject: Subject) -> Finding:
     except OSError as error:
         return failure(f"{folder}: {_said(error)}", _WRITABLE.format(key="run.folder"))
     if not is_same:
-        return failure(f"{folder} gives back other bytes than were written", "set run.folder to another file system")
+        return failure(f"{folder} returns other bytes than were written", "set run.folder to another file system")
     return ok("written and read back, locking off")
 
 
-def check_local_folder(subject: Subject) -> Finding:
-    """The folders of the node's own: for compiled kernels, as the batch scripts have it, and for features."""
-    config = subject.config
+def check_local_folder(job: PlannedJob) -> Finding:
+    """The node's local folders work: for compiled kernels, as in the batch scripts, and for features."""
+    config = job.config
     folders = {"TLT_LOCAL_DISK": Path(local_disk(os.environ))}
     if config.drafter.cache_folder:
         try:
@@ -83,14 +83,14 @@ def check_local_folder(subject: Subject) -> Finding:
                 config.drafter.cache_folder, config.folder, socket.gethostname()
             )
         except ValueError as error:
-            if not subject.asks_slurm:
+            if not job.asks_slurm:
                 raise
-            return warning(f"{error}".rpartition("; ")[0], "see that it is set inside a job on every node")
-    return _worst([_check_local(key, machine.nearest_folder(path)) for key, path in folders.items()])
+            return warning(f"{error}".rpartition("; ")[0], "make sure that it is set inside a job on every node")
+    return worst(_check_local(key, machine.nearest_folder(path)) for key, path in folders.items())
 
 
 def local_disk(environment: Mapping[str, str]) -> str:
-    """The disk on which sbatch/env.sh puts what is compiled; TMPDIR counts where it was made for the job alone."""
+    """The disk on which sbatch/env.sh puts compiled files; TMPDIR counts only if it was made for the job."""
     if environment.get("TLT_LOCAL_DISK"):
         return environment["TLT_LOCAL_DISK"]
     is_the_jobs = (environment.get("SLURM_JOB_ID") or "none") in environment.get("TMPDIR", "")
@@ -115,14 +115,9 @@ def _check_local(key: str, folder: Path) -> Finding:
     return ok(f"{folder} ({mount.kind}) on this machine")
 
 
-def _worst(findings: list[Finding]) -> Finding:
-    order = ["ok", "warning", "failure"]
-    return max(findings, key=lambda finding: order.index(finding.level))
-
-
 @contextmanager
 def trial_folder(folder: Path) -> Iterator[Path]:
-    """A folder of our own in ``folder``, removed in the end.
+    """A temporary folder in ``folder``, removed at the end.
 
     Raises:
         OSError: it cannot be made there.
@@ -139,7 +134,7 @@ def _said(error: OSError) -> str:
 
 
 def _try_files(trial: Path) -> float:
-    """Write as a run writes; the seconds that it took.
+    """Write as a run writes; returns the seconds that it took.
 
     Raises:
         OSError: the system refuses, or what is read is not what was written.

@@ -1,4 +1,4 @@
-"""What ``--fix`` does: makes folders that are missing and fetches the model. Says what it could not do."""
+"""What ``--fix`` does: makes missing folders and downloads the model, and reports what it could not do."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pathlib import Path
 
 from tlt_hpc.config import EMBEDDED_MODEL, Config
 from tlt_hpc.plan.preflight.machine import nearest_folder
-from tlt_hpc.plan.preflight.verdict import Finding, failure, ok, warning
+from tlt_hpc.plan.preflight.results import Finding, failure, ok, warning
 
 _PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer*", "LICENSE*")
-"""Of a repository: what a run reads; not the same weights once more in another format."""
+"""Files of a repository that a run reads, without copies of the weights in other formats."""
 
 Fetch = Callable[[str, Path], None]
 
 
 def fetch(model_id: str, folder: Path) -> None:
-    """Fetch a model's repository from the hub into a folder; goes on where it was broken off.
+    """Download a model's repository from the hub into a folder; an interrupted download is resumed.
 
     Raises:
-        ImportError: huggingface_hub is not there.
-        OSError: no network, no such repository, or no leave to have it.
-        ValueError: that is no name of a repository.
+        ImportError: huggingface_hub is not installed.
+        OSError: no network, no such repository, or no permission to read it.
+        ValueError: not the name of a repository.
     """
     import httpx
     from huggingface_hub import snapshot_download
 
     try:
-        with redirect_stderr(sys.__stderr__):  # its bars are drawn with sequences of its own
+        with redirect_stderr(sys.__stderr__):  # its progress bars use escape sequences
             snapshot_download(model_id, local_dir=folder, allow_patterns=list(_PATTERNS))
     except httpx.HTTPError as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def repairs(config: Config, model_id: str, get: Fetch = fetch) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """What may have to be repaired, each by its name, to be called in this order."""
+    """Repairs by name, to be called in this order."""
     yield "fix run folder", lambda: _make_folder(Path(config.run.folder))
     yield "fix model", lambda: _get_model(Path(config.model.path), model_id, get)
     yield "fix data", lambda: _say_of_data(config)
@@ -57,7 +57,7 @@ def _get_model(folder: Path, model_id: str, get: Fetch) -> Finding:
     if str(folder) == EMBEDDED_MODEL or (folder / "config.json").is_file():
         return ok(f"{folder} is there")
     if not model_id:
-        return warning(f"{folder} is not there, and nobody said what belongs there", "give --model-id OWNER/NAME")
+        return warning(f"{folder} does not exist, and no model to download was given", "give --model-id OWNER/NAME")
     try:
         get(model_id, folder)
     except ValueError as error:
@@ -66,13 +66,13 @@ def _get_model(folder: Path, model_id: str, get: Fetch) -> Finding:
         return failure(
             f"could not fetch {model_id!r}: {_first_line(error)}",
             f"fetch it where there is internet: hf download {model_id} --local-dir {folder}; for a model with terms "
-            "accept them and set HF_TOKEN, and see that HF_HUB_OFFLINE is not set",
+            "accept them and set HF_TOKEN, and make sure that HF_HUB_OFFLINE is not set",
         )
     return ok(f"fetched {model_id} to {folder}")
 
 
 def _say_of_data(config: Config) -> Finding:
-    """Data sets are nobody's to guess."""
+    """A data set is never downloaded: its source cannot be guessed."""
     return ok(f"left alone: put data.source = {config.data.source_name} there yourself if the line 'data' asks for it")
 
 

@@ -1,4 +1,4 @@
-"""The Python that a job's ranks will run, found by sbatch/env.sh as in the job. Knows no check."""
+"""The Python that a job's ranks will run, found by sbatch/env.sh as in the job."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import tlt_hpc
 from tlt_hpc.config import UserError
-from tlt_hpc.plan.preflight.ask import ask
+from tlt_hpc.plan.preflight.program import ask
 
 _CLONE = Path(tlt_hpc.__file__).resolve().parent.parent
 _ENVIRONMENT = _CLONE / "sbatch" / "env.sh"
 _SECONDS = 60.0
-"""Python starts twice, mpi4py is loaded, conda is set up: seconds, on a slow file system more."""
+"""Python starts twice, loads mpi4py and sets up conda: seconds, more on a slow file system."""
 _SHELL = 'set -euo pipefail; PROJECT=$1 STORE=$1; source "$2" >&2; exec $TLT_CONTAINER python -c "$3"'
 _QUESTION = """
 import importlib.util, json, pathlib, platform, sys
@@ -25,7 +25,7 @@ torch = importlib.util.find_spec("torch")
 text = pathlib.Path(torch.origin).with_name("version.py").read_text() if torch and torch.origin else ""
 print(json.dumps([sys.executable, sys.prefix, platform.python_version(), text]))
 """
-"""What torch was built for is read, not imported, which takes seconds."""
+"""Reads what torch was built for; importing it would take seconds."""
 _IN_AN_IMAGE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 
 
@@ -35,12 +35,12 @@ class JobPython:
 
     program: str
     prefix: Path
-    """Of its environment."""
+    """Prefix of its environment."""
     version: str
     torch: str
-    """Its version; empty: not installed."""
+    """Version; empty: not installed."""
     torch_cuda: str
-    """The CUDA that it is built for, such as ``12.8``; empty for a CPU build."""
+    """The CUDA version that torch is built for, such as ``12.8``; empty for a CPU build."""
 
     @property
     def is_this(self) -> bool:
@@ -49,7 +49,7 @@ class JobPython:
 
 
 def find_python(asks_slurm: bool) -> JobPython:
-    """The job's Python: this one, unless a batch script is to look for it.
+    """The job's Python: this one, unless the job's batch script will search for one.
 
     Raises:
         UserError: the batch script would not find one.
@@ -69,6 +69,6 @@ def _python_of(answer: str) -> JobPython:
 
 
 def _of_torch(name: str, text: str) -> str:
-    """A text that torch's version.py sets; empty where it sets None, or there is no torch."""
+    """A string that torch's version.py sets; empty if it sets None or there is no torch."""
     found = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
     return found[1] if found else ""

@@ -1,6 +1,6 @@
-"""Holds what a job asks for against what Slurm allows. Asks nobody but ``cluster``.
+"""Checks what a job requests against what Slurm allows.
 
-A job may name several partitions and runs in one of them: it is held against the one that stands least in its way.
+A job may name several partitions and runs in one of them: it is checked against the one with the fewest obstacles.
 """
 
 from __future__ import annotations
@@ -11,71 +11,71 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 
 from tlt_hpc.plan.preflight import cluster
-from tlt_hpc.plan.preflight.request import Request
-from tlt_hpc.plan.preflight.subject import Subject
-from tlt_hpc.plan.preflight.verdict import Finding, Level, Skip, failure, ok, warning
+from tlt_hpc.plan.preflight.planned_job import PlannedJob
+from tlt_hpc.plan.preflight.request import SlurmRequest
+from tlt_hpc.plan.preflight.results import Finding, Level, Skip, failure, ok, warning
 
 SAVING_SECONDS = 10.0
-"""What a run that gets TERM wants for the responses that it has finished."""
+"""Seconds that a run needs after TERM to save the responses that it has finished."""
 _MOST_NAMES = 6
-Judge = Callable[[Subject, cluster.Partition], Finding]
+Judge = Callable[[PlannedJob, cluster.Partition], Finding]
 _JUDGES: list[Judge] = []
-"""What a partition is chosen by."""
+"""The checks that a partition is chosen by."""
 
 
-def of_a_partition(judge: Judge) -> Callable[[Subject], Finding]:
-    """A check of the partition that the job is held against; by all of them together it is chosen."""
+def of_a_partition(judge: Judge) -> Callable[[PlannedJob], Finding]:
+    """Makes a check of the partition that the job is checked against, which all these checks together choose."""
     _JUDGES.append(judge)
 
     @wraps(judge)
-    def check(subject: Subject) -> Finding:
-        return judge(subject, partition_of(subject))
+    def check(job: PlannedJob) -> Finding:
+        return judge(job, partition_of(job))
 
     return check
 
 
-def partition_of(subject: Subject) -> cluster.Partition:
-    """Of the partitions asked for the one with the fewest failures, then warnings; of a draw the first."""
+def partition_of(job: PlannedJob) -> cluster.Partition:
+    """The requested partition with the fewest failures, then warnings; the first of equal ones."""
 
     def obstacles(partition: cluster.Partition) -> tuple[int, int]:
-        levels = [judge(subject, partition).level for judge in (_judge_state, *_JUDGES)]
+        levels = [judge(job, partition).level for judge in (_judge_state, *_JUDGES)]
         return levels.count(Level.FAILURE), levels.count(Level.WARNING)
 
-    return min(subject.partitions, key=obstacles)
+    return min(job.partitions, key=obstacles)
 
 
-def check_partition(subject: Subject) -> Finding:
-    """Those that were asked for exist, and one of them takes jobs."""
-    cluster.read_partitions(subject.request.partition)  # raises what is wrong, where the others only skip
-    return _judge_state(subject, partition_of(subject))
+def check_partition(job: PlannedJob) -> Finding:
+    """The requested partitions exist, and one of them accepts jobs."""
+    cluster.read_partitions(job.request.partition)  # raises the error for which other checks are skipped
+    return _judge_state(job, partition_of(job))
 
 
-def _judge_state(subject: Subject, partition: cluster.Partition) -> Finding:
+def _judge_state(job: PlannedJob, partition: cluster.Partition) -> Finding:
     if partition.state != "UP":
         return failure(f"partition {partition.name!r} is {partition.state}", "wait until it is UP, or give another")
-    chosen = f", which suits best of {subject.request.partition}," if len(subject.partitions) > 1 else ""
+    chosen = f", which suits best of {job.request.partition}," if len(job.partitions) > 1 else ""
     nodes = f"{partition.num_nodes} nodes, at most {_hours(partition.max_seconds)}"
     return ok(f"{partition.name}{chosen} is up: {nodes}")
 
 
 @of_a_partition
-def check_time(subject: Subject, partition: cluster.Partition) -> Finding:
-    """The time asked for is no longer than the partition allows: Slurm may take such a job, and never start it."""
-    asked = subject.request.seconds
+def check_time(job: PlannedJob, partition: cluster.Partition) -> Finding:
+    """The requested time is no longer than the partition allows: Slurm may accept such a job and never start it."""
+    asked = job.request.seconds
     if not asked:
         return warning("no time was asked for, so the partition's default counts", "give --time")
     if asked > partition.max_seconds:
         return failure(
             f"{_hours(asked)} asked for, partition {partition.name!r} gives at most {_hours(partition.max_seconds)}",
-            f"ask for --time={_as_time(partition.max_seconds)}; the run goes on in the next job",
+            f"ask for --time={_as_time(partition.max_seconds)}; the next job resumes the run",
         )
     return ok(f"{_hours(asked)} of at most {_hours(partition.max_seconds)}")
 
 
 @of_a_partition
-def check_node_count(subject: Subject, partition: cluster.Partition) -> Finding:
-    """The partition has so many nodes, allows so many to a job, and so many of them are up."""
-    asked = subject.request.nodes
+def check_node_count(job: PlannedJob, partition: cluster.Partition) -> Finding:
+    """The partition has enough nodes, allows a job that many, and enough of them are up."""
+    asked = job.request.nodes
     allowed = min(partition.num_nodes, partition.max_nodes)
     if asked > allowed:
         has = f"partition {partition.name!r} has {partition.num_nodes}"
@@ -92,12 +92,12 @@ def check_node_count(subject: Subject, partition: cluster.Partition) -> Finding:
 
 
 @of_a_partition
-def check_gpus(subject: Subject, partition: cluster.Partition) -> Finding:
-    """The partition's nodes have so many GPUs, and the job asks for as many as it needs."""
-    asked = subject.request.gpus_per_node
+def check_gpus(job: PlannedJob, partition: cluster.Partition) -> Finding:
+    """The partition's nodes have enough GPUs, and the job requests those that it needs."""
+    asked = job.request.gpus_per_node
     most = max((group.gpus for group in partition.groups), default=0)
     if not asked:
-        if subject.needs_gpu:
+        if job.needs_gpu:
             return failure("model.device = 'cuda' and no GPUs are asked for", f"give --gpus-per-node={most or 'N'}")
         return ok("none asked for")
     if not most:
@@ -110,31 +110,31 @@ def check_gpus(subject: Subject, partition: cluster.Partition) -> Finding:
             f"{asked} GPUs a node are asked for, the nodes of {partition.name!r} have at most {most}",
             f"ask for --gpus-per-node={most} and more nodes",
         )
-    groups = [group for group in partition.groups if group.gpus >= asked and _suits(group, subject.request)]
+    groups = [group for group in partition.groups if group.gpus >= asked and _suits(group, job.request)]
     having = sum(group.count for group in groups)
-    if having < subject.request.nodes:
-        what = f"{subject.request.nodes} nodes with {asked} GPUs{_wanted(subject.request)}"
+    if having < job.request.nodes:
+        what = f"{job.request.nodes} nodes with {asked} GPUs{_wanted(job.request)}"
         less = f"ask for --nodes={having}, or for fewer GPUs a node"
         other = "ask for what `sinfo -o '%P %D %G %f'` shows"
         return failure(f"{what} are asked for, partition {partition.name!r} has {having}", less if having else other)
-    return _judge_mixture(subject.request, groups) or ok(
+    return _judge_mixture(job.request, groups) or ok(
         f"{asked} a node, which {having} nodes have ({', '.join(dict.fromkeys(group.gres for group in groups))})"
     )
 
 
-def _suits(group: cluster.NodeGroup, request: Request) -> bool:
-    """Whether nodes have the kind of GPU and the features that are asked for."""
+def _suits(group: cluster.NodeKind, request: SlurmRequest) -> bool:
+    """Whether nodes have the kind of GPU and the features that are requested."""
     return group.meets(request.constraint) and request.gpu_kind in ("", *group.gpu_kinds)
 
 
-def _wanted(request: Request) -> str:
+def _wanted(request: SlurmRequest) -> str:
     kind = f" of the kind {request.gpu_kind}" if request.gpu_kind else ""
     return kind + (f" and the features {request.constraint}" if request.constraint else "")
 
 
-def _judge_mixture(request: Request, groups: Sequence[cluster.NodeGroup]) -> Finding | None:
-    """What Slurm may mix in a job of several nodes, which ends where their GPUs differ; None: nothing."""
-    if request.nodes == 1 or request.constraint.startswith("["):  # whose alternatives Slurm does not mix
+def _judge_mixture(request: SlurmRequest, groups: Sequence[cluster.NodeKind]) -> Finding | None:
+    """Nodes that Slurm may combine in one job, which fails if their GPUs differ; None: they are alike."""
+    if request.nodes == 1 or request.constraint.startswith("["):  # Slurm does not mix these alternatives
         return None
     kinds = sorted({" and ".join(group.gpu_kinds) or "GPUs without a name" for group in groups})
     if not request.gpu_kind and len(kinds) > 1:
@@ -153,12 +153,12 @@ def _judge_mixture(request: Request, groups: Sequence[cluster.NodeGroup]) -> Fin
 
 
 @of_a_partition
-def check_cpus(subject: Subject, partition: cluster.Partition) -> Finding:
-    """So many of the partition's nodes have the cores and the memory that are asked for."""
-    request = subject.request
-    cpus = subject.ranks_per_node * request.cpus_per_rank
+def check_cpus(job: PlannedJob, partition: cluster.Partition) -> Finding:
+    """Enough of the partition's nodes have the requested cores and memory."""
+    request = job.request
+    cpus = job.ranks_per_node * request.cpus_per_rank
     memory = f" and {request.memory_mb} MB" if request.memory_mb else ""
-    what = f"{cpus} cores ({subject.ranks_per_node} x {request.cpus_per_rank}){memory}"
+    what = f"{cpus} cores ({job.ranks_per_node} x {request.cpus_per_rank}){memory}"
     groups = [group for group in partition.groups if group.cpus >= cpus and group.memory_mb >= request.memory_mb]
     having = sum(group.count for group in groups)
     if having < min(request.nodes, partition.num_nodes):
@@ -171,22 +171,22 @@ def check_cpus(subject: Subject, partition: cluster.Partition) -> Finding:
     return ok(f"{what} a node")
 
 
-def check_account(subject: Subject) -> Finding:
-    """The account is one of the user's, and may use the partition; where Slurm does not say, ``sbatch`` will."""
-    request = subject.request
+def check_account(job: PlannedJob) -> Finding:
+    """The account is one of the user's and may use the partition; what Slurm does not show, ``sbatch`` checks."""
+    request = job.request
     placeholder = next((word for word in (request.account, request.partition) if word.startswith("YOUR_")), "")
     if placeholder:
         return failure(
             f"the script still says {placeholder}",
             "edit the lines at its top, or give --account and --partition here and to sbatch",
         )
-    gate = _check_gate(subject)
+    gate = _check_gate(job)
     if gate.level == Level.FAILURE:
         return gate
     mine = cluster.accounts_of(getpass.getuser())
     if not mine:
-        raise Skip("this Slurm tells nothing of accounts (sacctmgr)")
-    account, names = request.account.lower(), ", ".join(sorted(mine))  # Slurm tells no capital letters apart
+        raise Skip("this Slurm reports no accounts (sacctmgr)")
+    account, names = request.account.lower(), ", ".join(sorted(mine))  # Slurm ignores capital letters
     if account and account not in mine:
         return failure(f"account {request.account!r} is none of {getpass.getuser()}'s", f"give one of {names}")
     qos = mine.get(account, frozenset())
@@ -196,38 +196,38 @@ def check_account(subject: Subject) -> Finding:
 
 
 @of_a_partition
-def _check_gate(subject: Subject, partition: cluster.Partition) -> Finding:
-    """The partition lets the account and the QOS in, as far as they were named."""
-    account, qos = subject.request.account, subject.request.qos
+def _check_gate(job: PlannedJob, partition: cluster.Partition) -> Finding:
+    """The partition admits the account and the QOS, if they were named."""
+    account, qos = job.request.account, job.request.qos
     if account and not partition.accounts.takes(account):
         found = f"account {account!r} may not use partition {partition.name!r}, which {partition.accounts.words}"
         return failure(found, "give another --account, or another --partition")
     if qos and not partition.qos.takes(qos):
         found = f"QOS {qos!r} may not use partition {partition.name!r}, which {partition.qos.words}"
         return failure(found, "give another --qos, or another --partition")
-    return ok("let in")
+    return ok("admitted")
 
 
-def check_requeue(subject: Subject) -> Finding:
-    """A job that is preempted or meets its time limit is queued again, and told of it in time."""
-    request = subject.request
-    if request.requeue is False or (request.requeue is None and not subject.slurm_settings.requeues):
+def check_requeue(job: PlannedJob) -> Finding:
+    """A job that is preempted or reaches its time limit is queued again, and gets a signal in time."""
+    request = job.request
+    if request.requeue is False or (request.requeue is None and not job.slurm_settings.requeues):
         why = "the script says --no-requeue" if request.requeue is False else "JobRequeue = 0 in slurm.conf"
         return warning(
-            f"requeue is off ({why}): a job that is preempted or meets its time limit does not go on by itself",
-            "add #SBATCH --requeue, or submit the same script again: it goes on from the last step",
+            f"requeue is off ({why}): a job that is preempted or reaches its time limit is not resumed by itself",
+            "add #SBATCH --requeue, or submit the same script again: it resumes from the last step",
         )
     if request.script is not None and not request.signal.startswith("USR2@"):
         return warning(
-            f"{request.script} asks for no USR2 ahead of its time limit, so the step under way is lost there",
+            f"{request.script} requests no USR2 before its time limit, so the step in progress is lost then",
             "add #SBATCH --signal=USR2@120",
         )
-    return ok("on" + (f", {request.signal} ahead of the time limit" if request.signal else ""))
+    return ok("on" + (f", {request.signal} before the time limit" if request.signal else ""))
 
 
-def check_preemption(subject: Subject) -> Finding:
-    """How a job of this partition is preempted, and how long it has between TERM and KILL."""
-    partition, settings = partition_of(subject), subject.slurm_settings
+def check_preemption(job: PlannedJob) -> Finding:
+    """How a job of this partition is preempted, and the time between TERM and KILL."""
+    partition, settings = partition_of(job), job.slurm_settings
     seconds = settings.kill_wait_seconds + partition.grace_seconds
     time = f"KILL comes {seconds:g} s after TERM (KillWait {settings.kill_wait_seconds:g}, GraceTime "
     time += f"{partition.grace_seconds:g})"
@@ -247,16 +247,16 @@ def check_preemption(subject: Subject) -> Finding:
     return ok(f"PreemptMode = {partition.preempt_mode}; {time}")
 
 
-def check_acceptance(subject: Subject) -> Finding:
-    """What ``sbatch --test-only`` says."""
-    answer = cluster.would_take(arguments_of(subject.request, subject.ranks_per_node))
+def check_acceptance(job: PlannedJob) -> Finding:
+    """``sbatch --test-only`` accepts the job."""
+    answer = cluster.would_take(arguments_of(job.request, job.ranks_per_node))
     if answer.status:
         return failure(f"sbatch would refuse the job: {answer.last_line}", "ask for what the lines above allow")
     return ok(f"would take it: {answer.last_line.removeprefix('sbatch: ')}")
 
 
-def arguments_of(request: Request, ranks_per_node: int) -> list[str]:
-    """What ``sbatch`` is given: the script itself, with what overrides its lines; where there is none, the request."""
+def arguments_of(request: SlurmRequest, ranks_per_node: int) -> list[str]:
+    """Arguments of ``sbatch``: the script with the options that override its lines; without a script, the request."""
     if request.script is not None:
         return [*request.overrides, str(request.script)]
     seconds = 0 if math.isinf(request.seconds) else request.seconds
@@ -275,7 +275,7 @@ def arguments_of(request: Request, ranks_per_node: int) -> list[str]:
 
 
 def _first_of(names: Sequence[str]) -> str:
-    """Names in a line: nodes may have one for their rack or their place in it."""
+    """Names in one line: nodes may have one each for their rack or their place in it."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 

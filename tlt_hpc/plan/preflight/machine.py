@@ -1,52 +1,40 @@
-"""What this machine has: GPUs and their driver, memory, mounts. Knows no job."""
+"""What this machine has: GPUs and their driver, memory, mounts."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tlt_hpc.plan.preflight.ask import Answer, NoAnswer, ask
+from tlt_hpc.plan.preflight.program import NoAnswer, ProgramOutput, ask
 
 MEBIBYTE = 2**20
 _SECONDS = 30.0
 """nvidia-smi without a persistence daemon takes seconds on a node of eight GPUs."""
 _MOUNTS = Path("/proc/self/mountinfo")
-_MEMORY = Path("/proc/meminfo")
 NETWORK = (
-    "nfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "panfs",
-    "cifs",
-    "smb",
-    "fuse.",
-    "afs",
-    "9p",
-    "orangefs",
-    "wekafs",
-)
-"""Beginnings of file systems that several machines share; of those on FUSE nobody can say."""
+    "nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "cifs", "smb", "fuse.", "afs", "9p", "orangefs", "wekafs"
+)  # fmt: skip
+"""Prefixes of file systems that several machines share; those on FUSE may be shared or not."""
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
-class Gpu:
+class DriverGpu:
     """One GPU as the driver sees it."""
 
     name: str
     num_bytes: int | None
-    """None: the driver does not tell."""
+    """None: the driver does not report it."""
     driver: str
 
 
 @dataclass(frozen=True)
 class Mount:
-    """The file system that a path lies on."""
+    """The file system that a path is on."""
 
     point: str
     kind: str
@@ -61,23 +49,23 @@ class Mount:
         return self.kind in IN_MEMORY
 
 
-def read_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine; none where there is no driver, or it does not answer."""
+def read_gpus() -> tuple[DriverGpu, ...]:
+    """The GPUs of this machine; empty if there is no driver, or it does not answer."""
     query = "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"
     rows = (line.split(", ") for line in _driver_says(*query).splitlines())
     return tuple(
-        Gpu(name, int(memory) * MEBIBYTE if memory.isdigit() else None, driver) for name, memory, driver in rows
+        DriverGpu(name, int(memory) * MEBIBYTE if memory.isdigit() else None, driver) for name, memory, driver in rows
     )
 
 
 def driver_cuda() -> str:
-    """The newest CUDA that this machine's driver takes, such as ``12.4``; empty where there is none."""
+    """The newest CUDA version that this machine's driver supports, such as ``12.4``; empty if there is none."""
     found = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+\.\d+)", _driver_says())
     return found[1] if found else ""
 
 
 def check_driver() -> None:
-    """Raises where there is a driver that does not answer, as on a node with a broken GPU.
+    """Refuse a driver that does not answer, as on a node with a broken GPU.
 
     Raises:
         NoAnswer: with the command to try.
@@ -88,12 +76,12 @@ def check_driver() -> None:
 
 def _driver_says(*arguments: str) -> str:
     answer = _ask_driver(*arguments)
-    return answer.out if isinstance(answer, Answer) and answer.status == 0 else ""
+    return answer.out if isinstance(answer, ProgramOutput) and answer.status == 0 else ""
 
 
 @cache
-def _ask_driver(*arguments: str) -> Answer | NoAnswer | None:
-    """What nvidia-smi answers, or that it does not: it is asked once. None: there is none."""
+def _ask_driver(*arguments: str) -> ProgramOutput | NoAnswer | None:
+    """What nvidia-smi answers, or the error if it does not; None if there is no nvidia-smi. Called once."""
     if shutil.which("nvidia-smi") is None:
         return None
     try:
@@ -103,19 +91,17 @@ def _ask_driver(*arguments: str) -> Answer | NoAnswer | None:
 
 
 def forget() -> None:
-    """Ask the driver anew."""
+    """Forget the driver's answers."""
     _ask_driver.cache_clear()
 
 
 def memory_bytes() -> int:
     """This machine's memory."""
-    found = re.search(r"^MemTotal:\s+(\d+) kB", _MEMORY.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None, f"{_MEMORY} has no MemTotal"
-    return 1024 * int(found[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that a path that exists lies on: the last of those whose point is the nearest above it."""
+    """The mount that an existing path is on: the last one at the nearest mount point above it."""
     resolved, best = path.resolve(), Mount("/", "unknown", "")
     for line in _MOUNTS.read_text(encoding="utf-8").splitlines():
         before, _, after = line.partition(" - ")
@@ -127,7 +113,7 @@ def mount_of(path: Path) -> Mount:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path where it is a folder, else the nearest above it that is."""
+    """The path if it is a folder, else the nearest folder above it."""
     path = path.expanduser().absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
@@ -139,5 +125,5 @@ def size(num_bytes: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """A field of mountinfo, in which blanks are written as octal numbers."""
+    """A field of mountinfo with its octal escapes decoded."""
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,6 +1,6 @@
-"""Whether MPI works: the library that mpi4py loads, the launcher that fits it, ranks that find each other.
+"""Whether MPI works: the library that mpi4py loads, the launcher for it, ranks that find each other.
 
-All of it in processes of their own: an MPI library that does not fit ends, or hangs, whoever loads it.
+Every test has a process of its own: an MPI library that does not fit can end, or hang, the process that loads it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from tlt_hpc.cluster.local import find_mpiexec, launch_environment
 from tlt_hpc.plan.preflight import cluster
-from tlt_hpc.plan.preflight.ask import Answer, ask
-from tlt_hpc.plan.preflight.subject import Subject
-from tlt_hpc.plan.preflight.verdict import Finding, Skip, failure, failure_of, ok, warning
+from tlt_hpc.plan.preflight.planned_job import PlannedJob
+from tlt_hpc.plan.preflight.program import ProgramOutput, ask
+from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
 
 LOAD_SECONDS = 60.0
 TALK_SECONDS = 90.0
-"""Python and MPI from a cold file system take seconds; ranks that do not find each other wait for ever."""
+"""Python and MPI from a cold file system take seconds; ranks that do not find each other wait forever."""
 _VERSION_SECONDS = 30.0
 _PROBE = "tlt_hpc.mpi.probe"
 _FAMILIES = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "prterun": "Open MPI", "PRRTE": "Open MPI",
              "Intel(R) MPI": "Intel MPI", "CRAY MPICH": "Cray MPICH", "MVAPICH": "MVAPICH", "MPICH": "MPICH",
              "HYDRA": "MPICH"}  # fmt: skip
-"""Words by which a library or a launcher is known, the more telling first."""
+"""Words by which a library or a launcher is recognised, the more specific first."""
 _FITTING = {
     "Open MPI": ("pmix",),
     "MPICH": ("pmi2",),
@@ -35,7 +35,7 @@ _FITTING = {
     "Intel MPI": ("pmi2", "pmix"),
     "Cray MPICH": ("cray_shasta", "pmi2"),
 }
-"""What ``srun --mpi`` is to say for them."""
+"""Values of ``srun --mpi`` for each family."""
 _LOAD_REMEDY = "load your site's MPI module, or `pip install mpich`; `MPI4PY_LIBMPI` names a library"
 
 
@@ -52,7 +52,7 @@ class Library:
 
     @property
     def fitting(self) -> tuple[str, ...]:
-        """What of ``srun --mpi`` it can be started by, the best first; empty where it is none of those known."""
+        """Values of ``srun --mpi`` that can start it, the best first; empty if the library is not known."""
         usual = _FITTING.get(self.family, ())
         return (*usual, "pmix") if "--with-pmix" in self.version and "pmix" not in usual else usual
 
@@ -63,7 +63,7 @@ class Library:
 
 
 def family_of(text: str) -> str:
-    """Whose library or launcher says this of itself; empty where nobody's that is known."""
+    """The family of a library or launcher by its version text; empty if it is not known."""
     return next((family for word, family in _FAMILIES.items() if word in text), "")
 
 
@@ -81,7 +81,7 @@ def read_library() -> Library:
     return Library(raw["version"], tuple(raw["files"]))
 
 
-def check_library(subject: Subject) -> Finding:
+def check_library(job: PlannedJob) -> Finding:
     """mpi4py finds a library."""
     try:
         return ok(read_library().in_words)
@@ -89,23 +89,23 @@ def check_library(subject: Subject) -> Finding:
         return failure(str(reason), _LOAD_REMEDY)
 
 
-def check_launcher(subject: Subject) -> Finding:
-    """What starts the ranks belongs to that library: a foreign one starts N jobs of one rank each."""
-    return _check_srun(subject, read_library()) if subject.asks_slurm else _check_mpiexec(read_library())
+def check_launcher(job: PlannedJob) -> Finding:
+    """The launcher belongs to that library: another one starts N jobs of one rank each."""
+    return _check_srun(job, read_library()) if job.asks_slurm else _check_mpiexec(read_library())
 
 
-def check_talk(subject: Subject) -> Finding:
-    """Two ranks, or inside an allocation one on each node, find each other, with the threads that a run needs."""
-    if subject.asks_slurm and "SLURM_JOB_ID" in os.environ:
-        return _talk(_srun_command(_srun_mpi(subject, read_library())), int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+def check_talk(job: PlannedJob) -> Finding:
+    """Two ranks, or in an allocation one on each node, find each other, with the thread level that a run needs."""
+    if job.asks_slurm and "SLURM_JOB_ID" in os.environ:
+        return _talk(_srun_command(_srun_mpi(job, read_library())), int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
     try:
         mpiexec = find_mpiexec()
     except ValueError as error:
-        if subject.asks_slurm:
+        if job.asks_slurm:
             raise Skip(_only_inside("there is no mpiexec here")) from None
         return failure_of(error)
     found = _talk([mpiexec], 1)
-    if subject.asks_slurm and found.level == "failure":  # login nodes often forbid it, and the job has srun
+    if job.asks_slurm and found.level == "failure":  # login nodes often forbid it, and the job uses srun
         return warning(found.found, "run preflight inside an allocation, where it tries srun: salloc --nodes=2")
     return found
 
@@ -114,7 +114,7 @@ def _check_mpiexec(library: Library) -> Finding:
     mpiexec = find_mpiexec()
     family = family_of(ask([mpiexec, "--version"], _VERSION_SECONDS).text)
     if not family or not library.family:
-        return warning(f"nobody can say whether {mpiexec} belongs to {library.in_words}", "see the line 'ranks talk'")
+        return warning(f"it is not known whether {mpiexec} belongs to {library.in_words}", "see the line 'ranks talk'")
     if family != library.family:
         return failure(
             f"{mpiexec} is {family}'s and mpi4py loads {library.family}: it would start single ranks",
@@ -123,8 +123,8 @@ def _check_mpiexec(library: Library) -> Finding:
     return ok(f"{mpiexec}, {family}'s as the library")
 
 
-def _check_srun(subject: Subject, library: Library) -> Finding:
-    asked, known = _srun_mpi(subject, library), cluster.launch_types()
+def _check_srun(job: PlannedJob, library: Library) -> Finding:
+    asked, known = _srun_mpi(job, library), cluster.launch_types()
     if asked not in known:
         fitting = [kind for kind in known if kind.startswith(library.fitting)] if library.fitting else known
         return failure(
@@ -139,11 +139,11 @@ def _check_srun(subject: Subject, library: Library) -> Finding:
     return ok(f"srun --mpi={asked} for {library.family or library.in_words}")
 
 
-def _srun_mpi(subject: Subject, library: Library) -> str:
-    """As asked for, or what fits."""
-    if not subject.request.srun_mpi and not library.fitting:
-        raise Skip(f"nobody can say how srun starts {library.in_words}; set TLT_SRUN_MPI to one of srun --mpi=list")
-    return subject.request.srun_mpi or library.fitting[0]
+def _srun_mpi(job: PlannedJob, library: Library) -> str:
+    """As requested, or what fits the library."""
+    if not job.request.srun_mpi and not library.fitting:
+        raise Skip(f"it is not known how srun starts {library.in_words}; set TLT_SRUN_MPI to one of srun --mpi=list")
+    return job.request.srun_mpi or library.fitting[0]
 
 
 def _talk(launcher: list[str], num_nodes: int) -> Finding:
@@ -165,13 +165,13 @@ def _only_inside(why: str) -> str:
     return f"{why}; inside an allocation (salloc --nodes=2) preflight tries srun"
 
 
-def _last(answer: Answer) -> str:
-    """The line of JSON, below whatever a site's library prints."""
+def _last(answer: ProgramOutput) -> str:
+    """The last line of JSON; a site's library may print others."""
     return next(line for line in reversed(answer.out.splitlines()) if line.startswith("{"))
 
 
-def _cause(answer: Answer) -> str:
-    """The line that says most: an error's own rather than what launchers say of a rank that ended."""
+def _cause(answer: ProgramOutput) -> str:
+    """The most useful line: the error itself, not what launchers print about a rank that ended."""
     lines: list[Any] = [line.strip() for line in answer.text.splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"MPI sees|thread level|Error:|error:|fatal", line)]
     return str((telling or lines or [f"status {answer.status}"])[0])

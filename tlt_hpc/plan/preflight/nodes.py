@@ -1,6 +1,6 @@
-"""What a job looks at on every node before it loads anything: the node that differs from the others is named.
+"""Compares all nodes when a job starts, before anything is loaded: a node that differs from the others is named.
 
-One rank a node gathers, small records travel; no process is started, since MPI is, and torch is not imported.
+One rank of each node gathers the facts. No process is started, because MPI is running, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _REMEDIES = {
 }
 _REMEDY = "start all ranks from one environment that all nodes share"
 _HARMLESS = ("driver",)
-"""Facts in which nodes may differ: it is warned of."""
+"""Facts in which nodes may differ: a difference is a warning."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node has; a text each, so that two of them can be shown side by side."""
+    """What a node has; one text for each fact, so that two can be shown side by side."""
 
     python: str
     packages: str
@@ -57,8 +57,8 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a rank contributes: its node's facts where it is the node's first, and its own error where it has one."""
+class NodeReport:
+    """What a rank contributes: its node's facts if it is the first rank there, and its own error if it has one."""
 
     hostname: str
     facts: NodeFacts | None
@@ -69,31 +69,31 @@ def check_nodes(world: World, config: Config, check: Callable[[], object] = lamb
     """Refuse nodes that differ in what must not differ; collective, before anything is loaded.
 
     Args:
-        check: what a node's first rank looks at besides; raises ValueError.
+        check: a further check on each node's first rank; raises ValueError.
 
     Raises:
-        UserError: on all ranks, with the node, both values and the remedy; or with the error that a rank met.
+        UserError: on all ranks, with the node, both values and the remedy; or with the error of a rank.
     """
     if world.local_rank:
-        return _judge(world, Record(world.hostname, None))
+        return _judge(world, NodeReport(world.hostname, None))
     error = ""
     try:
         check()
     except ValueError as caught:
         error = str(caught)
-    return _judge(world, Record(world.hostname, gather_facts(config, world), error))
+    return _judge(world, NodeReport(world.hostname, gather_facts(config, world), error))
 
 
 def report_error(world: World, error: ValueError) -> None:
-    """In the place of ``check_nodes`` on a rank that met an error before: tells it to all, so that none waits.
+    """Replaces ``check_nodes`` on a rank that has failed already: sends its error to all ranks, so that none waits.
 
     Raises:
         UserError: always, on all ranks, with the error of the first rank that has one.
     """
-    _judge(world, Record(world.hostname, None, str(error)))
+    _judge(world, NodeReport(world.hostname, None, str(error)))
 
 
-def _judge(world: World, own: Record) -> None:
+def _judge(world: World, own: NodeReport) -> None:
     records = world.allgather(own)
     refuse_errors(records)
     difference = find_difference({one.hostname: one.facts for one in records if one.facts is not None})
@@ -103,8 +103,8 @@ def _judge(world: World, own: Record) -> None:
         logger.warning("%s", difference.warned)
 
 
-def refuse_errors(records: Sequence[Record]) -> None:
-    """Raise the first rank's error: as it stands where all who looked have it, else with its rank and node.
+def refuse_errors(records: Sequence[NodeReport]) -> None:
+    """Raise the first rank's error: as it is if all checking ranks have it, else with its rank and node.
 
     Raises:
         UserError: there is one.
@@ -118,14 +118,14 @@ def refuse_errors(records: Sequence[Record]) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference that a job is refused for, and the first that it is warned of; empty: none."""
+    """The first difference that ends the job, and the first that is a warning; empty: none."""
 
     refused: str = ""
     warned: str = ""
 
 
 def find_difference(nodes: Mapping[str, NodeFacts]) -> Difference:
-    """What differs between nodes, in order of their ranks: the majority is right, of a draw the first."""
+    """Differences between nodes, in order of their ranks: the majority is right, or the first of equal groups."""
     found = {True: "", False: ""}
     for field in fields(NodeFacts):
         values = {hostname: str(vars(facts)[field.name]) for hostname, facts in nodes.items()}
@@ -136,7 +136,7 @@ def find_difference(nodes: Mapping[str, NodeFacts]) -> Difference:
 
 
 def _in_words(name: str, values: Mapping[str, str]) -> str:
-    """One line: the odd nodes, their value, and what the others have."""
+    """One line: the nodes that differ, their value, and what the others have."""
     usual = Counter(values.values()).most_common(1)[0][0]
     odd = next(value for value in values.values() if value != usual)
     hosts = [hostname for hostname, value in values.items() if value == odd]
@@ -152,7 +152,7 @@ def _in_words(name: str, values: Mapping[str, str]) -> str:
 
 
 def _where_they_differ(one: str, other: str) -> tuple[str, str]:
-    """Of two lists in words the entries that are not in both."""
+    """The entries of two comma-separated lists that are not in both."""
     ones, others = one.split(", "), other.split(", ")
     mine, theirs = ([item for item in items if item not in rest] for items, rest in ((ones, others), (others, ones)))
     return ", ".join(mine) or one, ", ".join(theirs) or other
@@ -173,7 +173,7 @@ def gather_facts(config: Config, world: World) -> NodeFacts:
 
 
 def model_digest(folder: Path) -> str:
-    """Of a model's config.json and tokenizer, and of the sizes of its files of weights, which are not read."""
+    """A digest of a model's config.json and tokenizer, and of the sizes of its weight files, which are not read."""
     digest = hashlib.sha256()
     for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"):
         if (folder / name).is_file():
@@ -184,7 +184,7 @@ def model_digest(folder: Path) -> str:
 
 
 def gpus_in_words(environment: Mapping[str, str]) -> str:
-    """How many GPUs the job has on this node, of which models: as the driver's files and Slurm say."""
+    """Number and models of the job's GPUs on this node, from the driver's files and Slurm."""
     files = sorted((_DRIVER / "gpus").glob("*/information"))
     models = {_model_of(path.read_text(encoding="utf-8")) for path in files}
     count = environment.get("SLURM_GPUS_ON_NODE") or str(len(files))
@@ -197,7 +197,7 @@ def _model_of(information: str) -> str:
 
 
 def _driver() -> str:
-    """The version in ``NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ...``."""
+    """The driver version in ``NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ...``."""
     path = _DRIVER / "version"
     words = path.read_text(encoding="utf-8").split() if path.is_file() else []
     return next((word for word in words if word.replace(".", "").isdigit() and "." in word), ABSENT)
@@ -211,7 +211,7 @@ def _version(name: str) -> str:
 
 
 def _of(read: Callable[[], str]) -> str:
-    """What a node can read, or that it cannot: the others must not wait for it."""
+    """What a node reads, or its error as text: the others must not wait for it."""
     try:
         return read()
     except (ValueError, OSError) as error:

@@ -1,7 +1,4 @@
-"""What a job asks of Slurm: by options, SBATCH_ variables and a batch script's #SBATCH lines, in this order.
-
-Asks nobody.
-"""
+"""What a job requests of Slurm: by options, SBATCH_ variables and a batch script's #SBATCH lines, in this order."""
 
 from __future__ import annotations
 
@@ -17,12 +14,13 @@ from typing import NoReturn
 from tlt_hpc.config import ConfigError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+_GPU_RESOURCE = re.compile(r"(?:^|,)gpu(?::(?!\d+(?:$|[,(]))([^:,()]+))?(?::(\d+))?(?=$|[,(])")
 _SRUN_MPI = re.compile(r"--mpi[= ]\"?(?:\$\{TLT_SRUN_MPI:-(?P<default>\w+)\}|(?P<fixed>\w+))")
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of Slurm; zeros and empty texts: nothing was said."""
+class SlurmRequest:
+    """What is requested of Slurm; zeros and empty texts: nothing."""
 
     nodes: int = 1
     ranks_per_node: int = 0
@@ -37,7 +35,7 @@ class Request:
     """Empty: what fits the MPI library."""
     script: Path | None = None
     overrides: tuple[str, ...] = ()
-    """Options that sbatch gets before the script's name, as they were given here."""
+    """Options given here, which sbatch gets before the script's name."""
     constraint: str = ""
     gpu_kind: str = ""
     """Such as ``a100``; empty: any."""
@@ -55,7 +53,7 @@ _OPTIONS = {
     "--account": "account",
     "--time": "time",
 }
-"""sbatch's options, and what they are called here."""
+"""sbatch's options, and their names here."""
 _VARIABLES = {
     "SBATCH_PARTITION": "--partition",
     "SBATCH_ACCOUNT": "--account",
@@ -69,11 +67,11 @@ _VARIABLES = {
 }
 
 
-def make_request(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Request:
-    """What the script and the options ask for.
+def make_request(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> SlurmRequest:
+    """What the script and the options request.
 
     Raises:
-        ConfigError: no such script, or a value that cannot be.
+        ConfigError: no such script, or an invalid value.
     """
     for name in ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank"):
         value, least = vars(options)[name], 0 if name == "gpus_per_node" else 1
@@ -90,11 +88,11 @@ def make_request(options: argparse.Namespace, environment: Mapping[str, str] = o
     )
 
 
-def request_of(words: Sequence[str]) -> Request:
-    """What options of sbatch ask for, of which the last of a name counts.
+def request_of(words: Sequence[str]) -> SlurmRequest:
+    """What options of sbatch request; the last of each name counts.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: an invalid value.
     """
     asked = vars(_parsed(words))
     nodes = _count(asked["nodes"].partition("-")[0]) or 1
@@ -102,7 +100,7 @@ def request_of(words: Sequence[str]) -> Request:
     gpus = _gpus_per_node(asked, nodes, ranks)
     ranks = ranks or gpus // (_count(asked["gpus_per_task"]) or 1)
     cpus = _count(asked["cpus_per_task"]) or 1
-    return Request(
+    return SlurmRequest(
         nodes=nodes,
         ranks_per_node=ranks,
         gpus_per_node=gpus,
@@ -120,7 +118,7 @@ def request_of(words: Sequence[str]) -> Request:
 
 
 def seconds_of(text: str) -> float:
-    """A time as Slurm writes it, in seconds; 0 where none is given, infinity where there is no limit.
+    """A time in Slurm's format, in seconds; 0 if none is given, infinity if there is no limit.
 
     Raises:
         ConfigError: it is no such time.
@@ -142,14 +140,14 @@ def seconds_of(text: str) -> float:
 
 
 class _Quiet(argparse.ArgumentParser):
-    """Ends with an error of ours instead of the process."""
+    """Raises a ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"the script's #SBATCH lines: {message}; write them as sbatch takes them")
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """What options of sbatch ask for; those that do not matter here are left out."""
+    """The options of sbatch that matter here."""
     parser = _Quiet(add_help=False, allow_abbrev=False)
     for names in (
         *(("-N", "--nodes"), ("-n", "--ntasks"), ("--ntasks-per-node",), ("-c", "--cpus-per-task")),
@@ -165,30 +163,29 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _gpus_per_node(asked: Mapping[str, str], nodes: int, ranks: int) -> int:
-    """However they are asked for: for a node, for the whole job, or for each of a node's ranks."""
+    """GPUs of a node, requested for a node, for the whole job, or for each of a node's ranks."""
     whole = -(-_count(asked["gpus"]) // nodes)
     if asked["gpus_per_node"]:
         return _count(asked["gpus_per_node"])
-    counts = [one.rpartition(":")[2] for one in _gpu_resources(asked["gres"])]
-    in_gres = sum(int(count) if count.isdecimal() else 1 for count in counts)
+    in_gres = sum(count for _, count in gpu_resources(asked["gres"]))
     return in_gres or whole or max(ranks, 1) * _count(asked["gpus_per_task"])
 
 
 def _gpu_kind(asked: Mapping[str, str]) -> str:
-    """The kind of GPUs that is asked for, ``a100`` of ``a100:4`` and of ``gpu:a100:4``; empty where any will do."""
-    gres = [one.removeprefix("gpu:") for one in _gpu_resources(asked["gres"])]
-    text = asked["gpus_per_node"] or ":".join(gres[:1]) or asked["gpus"] or asked["gpus_per_task"]
-    kind, separator, _ = text.partition(":")
-    return kind if separator else ""
+    """The requested kind of GPUs, ``a100`` of ``a100:4`` and of ``gpu:a100:4``; empty if any will do."""
+    texts = (asked["gpus_per_node"], asked["gpus"], asked["gpus_per_task"])
+    per_node, whole, per_task = (f"gpu:{text}" if text else "" for text in texts)
+    found = (gpu_resources(gres) for gres in (per_node, asked["gres"], whole, per_task))
+    return next((kinds[0][0] for kinds in found if kinds), "")
 
 
-def _gpu_resources(gres: str) -> list[str]:
-    """The GPUs among the generic resources of ``--gres``."""
-    return [one for one in gres.split(",") if one.partition(":")[0] == "gpu"]
+def gpu_resources(gres: str) -> list[tuple[str, int]]:
+    """Kinds and numbers of the GPUs among generic resources, such as ``gpu:a100:4(S:0-1),nvme:1`` or ``gpu:8``."""
+    return [(kind, int(count or 1)) for kind, count in _GPU_RESOURCE.findall(gres)]
 
 
 def _memory_per_node(asked: Mapping[str, str], cpus: int, gpus: int) -> int:
-    """In megabytes: for a node, or for each of its ``cpus`` or ``gpus``; sbatch takes one of the three."""
+    """Megabytes of a node, requested for the node or for each of its ``cpus`` or ``gpus``."""
     each = cpus * megabytes(asked["mem_per_cpu"]) or gpus * megabytes(asked["mem_per_gpu"])
     return megabytes(asked["mem"]) or each
 
@@ -223,7 +220,7 @@ def _count(text: str) -> int:
 
 
 def megabytes(text: str) -> int:
-    """Memory as Slurm writes it, of ``64G``, ``4000`` (megabytes) or ``0``, which asks for all that a node has."""
+    """Megabytes of ``64G``, ``4000`` (megabytes) or ``0``, which requests all that a node has."""
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     if match is None:
         return 0

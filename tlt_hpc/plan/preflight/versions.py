@@ -1,4 +1,4 @@
-"""Whether the packages fit: the ranges that the project asks for, and each other, the GPU's driver and the job."""
+"""Whether the installed packages fit the project's version ranges, the GPU driver and the job."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from packaging.specifiers import SpecifierSet
 import tlt_hpc
 from tlt_hpc.config import UserError
 from tlt_hpc.plan.preflight import machine
-from tlt_hpc.plan.preflight.subject import Subject
-from tlt_hpc.plan.preflight.verdict import Finding, Skip, failure, ok, warning
+from tlt_hpc.plan.preflight.planned_job import PlannedJob
+from tlt_hpc.plan.preflight.results import Finding, Skip, failure, ok, warning
 
 _PROJECT = Path(tlt_hpc.__file__).resolve().parent.parent / "pyproject.toml"
 _SHOWN = ("torch", "mpi4py", "deepspeed", "transformers", "h5py")
 _FLASH_ATTENTION = SpecifierSet(">=2.8")
 
 
-def check_python(subject: Subject) -> Finding:
-    """The Python that the job will use, which should be the one that is looked at here."""
-    python, (wanted, _) = subject.python, _asked_for()
+def check_python(job: PlannedJob) -> Finding:
+    """The Python that the job will use; it should be the one that preflight runs in."""
+    python, (wanted, _) = job.python, _asked_for()
     found = f"{python.version}, {python.program}"
     if not wanted.contains(python.version):
-        return failure(f"{found}: the project asks for {wanted}", "make the environment again with such a Python")
+        return failure(f"{found}: the project needs {wanted}", "create the environment again with such a Python")
     if not python.is_this:
         return warning(
-            f"{found}, by sbatch/env.sh; preflight runs in {sys.prefix} and looks at the packages there",
+            f"{found}, by sbatch/env.sh; preflight runs in {sys.prefix} and checks the packages there",
             "activate the job's environment and call preflight in it, or name this one in TLT_ENVIRONMENT",
         )
     return ok(found)
 
 
-def check_packages(subject: Subject) -> Finding:
-    """Every package that the project asks for is installed, in a version that it asks for."""
+def check_packages(job: PlannedJob) -> Finding:
+    """Every required package is installed in a supported version."""
     _, requirements = _asked_for()
     wrong = [words for one in requirements if (words := _misfit(one))]
     if wrong:
-        return failure(", ".join(wrong), "pip install the versions asked for, or make the environment again")
+        return failure(", ".join(wrong), "pip install the required versions, or create the environment again")
     return ok(", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN))
 
 
-def check_torch(subject: Subject) -> Finding:
-    """The build of torch is for what the job runs on, and the driver, where there is one, is new enough for it."""
+def check_torch(job: PlannedJob) -> Finding:
+    """The build of torch is for the job's device, and the driver, if there is one, is new enough for it."""
     machine.check_driver()
     try:
-        python, gpus = subject.python, machine.read_gpus()
+        python, gpus = job.python, machine.read_gpus()
     except UserError:  # the check of Python says so
         raise Skip("the job's Python is not known") from None
     if not python.torch:
-        return failure(f"torch is not installed in {python.prefix}", "make the environment again (environment.yml)")
+        return failure(f"torch is not installed in {python.prefix}", "create the environment again (environment.yml)")
     cuda, version = python.torch_cuda, python.torch
-    if subject.uses_gpu and not cuda:
+    if job.uses_gpu and not cuda:
         return failure(
             f"torch {version} in {python.prefix} is a build for CPUs, and the job runs on GPUs",
             "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which), or name an "
@@ -67,7 +67,7 @@ def check_torch(subject: Subject) -> Finding:
     if not cuda:
         return ok(f"torch {version} for CPUs")
     if not gpus:
-        if subject.needs_gpu and not subject.asks_slurm:
+        if job.needs_gpu and not job.asks_slurm:
             return warning(f"torch {version} for CUDA {cuda}; this machine has no GPU, and the job runs on GPUs",
                            "start the job where there are some; a login node needs none")  # fmt: skip
         return ok(f"torch {version} for CUDA {cuda}; no GPU here, so its driver is not known")
@@ -81,9 +81,9 @@ def check_torch(subject: Subject) -> Finding:
     return ok(f"torch {version} for CUDA {cuda}; {here}, which takes CUDA {newest or 'of its own'}")
 
 
-def check_flash_attention(subject: Subject) -> Finding:
-    """flash-attn is there for a job on GPUs, which does without, more slowly."""
-    if not subject.uses_gpu:
+def check_flash_attention(job: PlannedJob) -> Finding:
+    """flash-attn is installed for a job on GPUs, which is slower without it."""
+    if not job.uses_gpu:
         raise Skip("the job runs on CPUs")
     try:
         version = metadata.version("flash-attn")
@@ -93,13 +93,13 @@ def check_flash_attention(subject: Subject) -> Finding:
             "conda install flash-attn (environment.yml), or pip install flash-attn where nvcc is",
         )
     if not _FLASH_ATTENTION.contains(version):
-        return failure(f"flash-attn {version}, the project asks for {_FLASH_ATTENTION}", "install such a version")
+        return failure(f"flash-attn {version}, the project needs {_FLASH_ATTENTION}", "install such a version")
     return ok(version)
 
 
-def check_offload(subject: Subject) -> Finding:
-    """What DeepSpeed compiles for ZeRO offload can be compiled: C++ for the CPU, without CUDA's compiler."""
-    if not subject.config.optimizer.offload or not subject.uses_gpu:
+def check_offload(job: PlannedJob) -> Finding:
+    """DeepSpeed can compile its CPU optimiser for ZeRO offload: C++, without CUDA's compiler."""
+    if not job.config.optimizer.offload or not job.uses_gpu:
         raise Skip("nothing is offloaded")
     lacking = [what for what, is_there in _tools().items() if not is_there]
     if lacking:
@@ -120,7 +120,7 @@ def _tools() -> dict[str, bool]:
 
 
 def _asked_for() -> tuple[SpecifierSet, list[Requirement]]:
-    """The ranges of Python and of the packages: of the clone where this is one, else of what is installed."""
+    """The supported versions of Python and of the packages: from the clone, else from the installed package."""
     if _PROJECT.is_file():
         project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
         return SpecifierSet(project["requires-python"]), [Requirement(line) for line in project["dependencies"]]
@@ -131,7 +131,7 @@ def _asked_for() -> tuple[SpecifierSet, list[Requirement]]:
 
 
 def _misfit(wanted: Requirement) -> str:
-    """What is wrong with a package, in words; empty where nothing is."""
+    """What is wrong with a package, in words; empty if nothing is."""
     try:
         found = metadata.version(wanted.name)
     except metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""A discrete-event model of training steps: what a cluster would take, before it is asked for. Pure numpy."""
+"""A discrete-event model of training steps, in numpy: what a job would take on a number of nodes."""

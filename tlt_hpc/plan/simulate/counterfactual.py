@@ -1,4 +1,4 @@
-"""What a speculative run's responses would have taken plainly, from its own log alone."""
+"""Estimates from a speculative run's own log how long plain decoding of its responses would have taken."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tlt_hpc.plan.simulate.costs import Costs, Floats
+from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.measured import MANY_ROUNDS, has_plain, plain_seconds, read_rounds, setting_of
-from tlt_hpc.plan.simulate.run_log import RunLog, read_run
-from tlt_hpc.plan.simulate.step import Phases, simulate
-from tlt_hpc.plan.simulate.walk import walk
+from tlt_hpc.plan.simulate.run_log import RecordedRun, read_run
+from tlt_hpc.plan.simulate.step import StepPhases, simulate, walk
 from tlt_hpc.rollout.strategy import OFF
 
 TRUSTED_SHARE = 0.5
-"""Of an estimate's seconds, at batches where the run itself decoded plainly: from here on the estimate is trusted.
+"""Least share of an estimate's seconds at batches where the run itself decoded plainly, for it to be trusted.
 
-Six runs with n-grams alone, which are above it, came out within 11 % of a plain run of the same tokens; six with a
-drafter, which are below it, within 26 % (docs/simulator.md).
+Six runs with n-grams alone, which are above it, were within 11 % of a plain run of the same tokens; six with a drafter,
+which are below it, within 26 % (docs/simulator.md).
 """
 
 
@@ -26,8 +25,8 @@ drafter, which are below it, within 26 % (docs/simulator.md).
 class PlainEstimate:
     """Seconds [T] by step, as the run took them and as plain decoding of the same responses would have taken.
 
-    ``plain_step_seconds`` have the rest of the step as it was. ``measured_share`` of the plain rollouts' rank-seconds
-    lie at batches where the run itself decoded plainly often enough to be believed; ``basis`` says so in words.
+    ``plain_step_seconds`` keep the rest of the step as it was. ``measured_share`` is the share of the plain rollouts'
+    rank-seconds at batches where the run itself decoded plainly often enough; ``basis`` says so in words.
     """
 
     steps: tuple[int, ...]
@@ -51,12 +50,12 @@ class PlainEstimate:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether most of the estimate rests on plain rounds that the run itself made."""
+        """Whether most of the estimate rests on the run's own plain rounds."""
         return self.measured_share >= TRUSTED_SHARE
 
 
 def estimate_plain(path: Path) -> PlainEstimate:
-    """Estimate what a run's rollouts would have taken without speculation, on the same machine at the run's pace.
+    """Estimate how long a run's rollouts would have taken without speculation, on the same machine at the run's pace.
 
     Raises:
         ValueError: no run, a run that decoded plainly anyway, one of replicas, or one without a plain round.
@@ -64,8 +63,8 @@ def estimate_plain(path: Path) -> PlainEstimate:
     return estimate_of(read_run(path), path)
 
 
-def estimate_of(log: RunLog, path: Path) -> PlainEstimate:
-    """The same of a run's log that has been read from ``path``.
+def estimate_of(log: RecordedRun, path: Path) -> PlainEstimate:
+    """As ``estimate_plain``, for a log that was read from ``path``.
 
     Raises:
         ValueError: as ``estimate_plain``.
@@ -75,8 +74,8 @@ def estimate_of(log: RunLog, path: Path) -> PlainEstimate:
     return estimate(log)
 
 
-def estimate(log: RunLog) -> PlainEstimate:
-    """The same of a log that is read already.
+def estimate(log: RecordedRun) -> PlainEstimate:
+    """As ``estimate_plain``, for any log that was read.
 
     Raises:
         ValueError: the run never decoded plainly.
@@ -85,7 +84,7 @@ def estimate(log: RunLog) -> PlainEstimate:
     setting = replace(setting_of(log), stop_seconds=0.0)
     most = setting.max_live
     token = plain_seconds(log, rounds, most)
-    plain = simulate(log.lengths, _plain(token, read_seconds), setting, Phases()).rollout_seconds + log.stop_seconds
+    plain = simulate(log.lengths, _plain(token, read_seconds), setting, StepPhases()).rollout_seconds + log.stop_seconds
     share = _share(log, token, has_plain(rounds, most))
     num_plain = int(np.count_nonzero(rounds.are(OFF.name)))
     return PlainEstimate(
@@ -100,8 +99,8 @@ def estimate(log: RunLog) -> PlainEstimate:
     )
 
 
-def _share(log: RunLog, token: Floats, is_measured: np.ndarray) -> float:
-    """Of all rank-seconds of plain decoding, those at such batches."""
+def _share(log: RecordedRun, token: Floats, is_measured: np.ndarray) -> float:
+    """The share of all rank-seconds of plain decoding at batches where it was measured."""
     rollouts = log.lengths.reshape(-1, log.lengths.shape[2])
 
     def rank_seconds(of: Floats) -> float:
@@ -110,8 +109,8 @@ def _share(log: RunLog, token: Floats, is_measured: np.ndarray) -> float:
     return rank_seconds(np.where(is_measured, token, 0.0)) / rank_seconds(token)
 
 
-def _plain(token: Floats, read_seconds: float = 0.0) -> Costs:
-    return Costs((OFF.name,), token[None, :], np.zeros((1, len(token))), read_seconds)
+def _plain(token: Floats, read_seconds: float = 0.0) -> TokenCosts:
+    return TokenCosts((OFF.name,), token[None, :], np.zeros((1, len(token))), read_seconds)
 
 
 def _basis(num_plain: int, share: float, has_profile: bool) -> str:

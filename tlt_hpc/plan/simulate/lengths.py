@@ -1,4 +1,4 @@
-"""How long responses are, and which replica generates which. Knows no seconds.
+"""How long responses are, and which replica generates which.
 
 Shapes: ``T`` steps, ``P`` prompts, ``G`` responses of each, ``R`` replicas, ``N`` responses of the largest shard.
 """
@@ -18,12 +18,12 @@ Ints = NDArray[np.int64]
 Shard = Literal["group", "sample"]
 
 MEDIAN_SHARE, SPREAD = 1 / 6, 0.9
-"""Of the long tail that ``tlt bench`` runs: log-normal around a sixth of the cap, one response in forty reaches it."""
+"""The long tail that ``tlt bench`` runs: log-normal around a sixth of the cap, which one response in forty reaches."""
 PROMPT_SHARE = 0.5
 
 
-class Lengths(Protocol):
-    """Where lengths come from."""
+class LengthSource(Protocol):
+    """A source of response lengths."""
 
     def draw(self, steps: int, prompts: int, group: int, rng: np.random.Generator) -> Ints:
         """[T, P, G] lengths, each 1 or more."""
@@ -31,7 +31,8 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class LogNormal:
-    """``spread`` is the standard deviation of a log length; ``prompt_share`` of its square lies between prompts."""
+    """A log-normal law: ``spread`` is the standard deviation of a log length, ``prompt_share`` the share of its square
+    that lies between prompts."""
 
     median: float
     cap: int
@@ -47,9 +48,9 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Logged:
-    """Lengths of groups [K, G'] that were seen; groups are drawn whole, with replacement.
+    """Recorded lengths of groups [K, G']; groups are drawn whole, with replacement.
 
-    Of single responses, G' = 1, nobody knows what those of a prompt have in common: each is drawn for itself.
+    Single responses (G' = 1) do not show what those of a prompt have in common: each is drawn by itself.
     """
 
     groups: Ints
@@ -67,7 +68,7 @@ class Logged:
 
 
 def read_lengths(path: Path, cap: int) -> Logged:
-    """Lengths from a file: numbers between white space or commas, or a JSON list; above the cap they are cut.
+    """Lengths from a file: numbers separated by white space or commas, or a JSON list; the cap limits them.
 
     Raises:
         ValueError: it holds none, or something else.
@@ -84,7 +85,7 @@ def read_lengths(path: Path, cap: int) -> Logged:
 
 
 def deal(lengths: Ints, num_replicas: int, shard: Shard) -> Ints:
-    """[T, R, N] lengths in the order of admission, as a run deals them: units in turn; zeros fill up short shards."""
+    """Lengths [T, R, N] in the order of admission, distributed round-robin as in a run; zeros fill short shards."""
     steps, prompts, group = lengths.shape
     units = lengths if shard == "group" else lengths.reshape(steps, prompts * group, 1)
     count = -(-units.shape[1] // num_replicas)

@@ -1,7 +1,7 @@
-"""Costs and phases fitted to a run's own log. Knows no published figure.
+"""Costs and phases fitted to a run's own log.
 
-A round's seconds are what the rank took from its start to its last token, shared out over its rounds as they were
-measured, so that what lies between rounds is counted.
+A rank's seconds from its start to its last token are divided over its rounds in proportion to their measured seconds,
+so that what lies between rounds is counted.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import PREFILL
-from tlt_hpc.plan.simulate.costs import Costs
+from tlt_hpc.plan.simulate.costs import TokenCosts, chance_of
 from tlt_hpc.plan.simulate.lengths import Logged
 from tlt_hpc.plan.simulate.profile import round_seconds
-from tlt_hpc.plan.simulate.published import chance_of
-from tlt_hpc.plan.simulate.run_log import RunLog
-from tlt_hpc.plan.simulate.step import Phases, Setting
+from tlt_hpc.plan.simulate.run_log import RecordedRun
+from tlt_hpc.plan.simulate.step import Setting, StepPhases
 from tlt_hpc.rollout.cost_profile import CostProfile
 from tlt_hpc.rollout.strategy import OFF, Source, strategy_named
 
 Floats = NDArray[np.float64]
 LEAST_ROUNDS = 4
-"""Rounds of a strategy in a power of two of batches, from which its seconds there are believed."""
+"""RecordedRounds of a strategy in a power of two of batches, from which its seconds there are believed."""
 MANY_ROUNDS = 8
-"""Plain rounds in a power of two, from which they count for more there than all others together: single rounds vary by
-a quarter and more, the median of so many by a tenth."""
+"""Plain rounds in a power of two from which they count for more there than all others together: single rounds vary by a
+quarter and more, the median of this many by a tenth."""
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """All decoding rounds of a log, [K] each; ``strategy`` counts in ``names``. There are millions in a long run."""
+class RecordedRounds:
+    """All decoding rounds of a log, [K] each; ``strategy`` is an index into ``names``. A long run has millions."""
 
     names: tuple[str, ...]
     strategy: NDArray[np.int16]
@@ -43,7 +42,7 @@ class Rounds:
 
     @cached_property
     def bucket(self) -> NDArray[np.int8]:
-        """The power of two that each one's batch is in."""
+        """The power of two that each round's batch is in."""
         most = int(self.live.max(initial=1))
         found: NDArray[np.int8] = bucket_of(np.arange(1, most + 1)).astype(np.int8)[self.live - 1]
         return found
@@ -54,18 +53,18 @@ class Rounds:
         return [self.names[i] for i in np.flatnonzero(np.bincount(self.strategy, minlength=len(self.names)))]
 
     def are(self, name: str) -> NDArray[np.bool_]:
-        """Which of them are of a strategy."""
+        """Which rounds used a strategy."""
         place = self.names.index(name) if name in self.names else -1
         chosen: NDArray[np.bool_] = self.strategy == place
         return chosen
 
 
-def read_rounds(log: RunLog) -> tuple[Rounds, float]:
+def read_rounds(log: RecordedRun) -> tuple[RecordedRounds, float]:
     """The rounds, and the seconds of reading one response's prompt."""
     read_seconds, num_responses, at = 0.0, 0, 0
     names = tuple(dict.fromkeys(name for ranks in log.ranks for rank in ranks for name in rank.strategy_names))
     most = sum(len(rank.spans) for ranks in log.ranks for rank in ranks)
-    rounds = Rounds(
+    rounds = RecordedRounds(
         names, np.empty(most, np.int16), np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float64)
     )
     for rank in (rank for ranks in log.ranks for rank in ranks):
@@ -81,22 +80,22 @@ def read_rounds(log: RunLog) -> tuple[Rounds, float]:
         rounds.strategy[place] = own[spans.strategy_index[kept]]
         rounds.live[place], rounds.tokens[place] = spans.num_live[kept], spans.num_tokens[kept]
         rounds.seconds[place] = seconds[kept]
-    found = Rounds(names, rounds.strategy[:at], rounds.live[:at], rounds.tokens[:at], rounds.seconds[:at])
+    found = RecordedRounds(names, rounds.strategy[:at], rounds.live[:at], rounds.tokens[:at], rounds.seconds[:at])
     return found, read_seconds / max(num_responses, 1)
 
 
-def costs_as_chosen(log: RunLog, most_live: int) -> Costs:
-    """Seconds a token by batch, whatever strategies the run took there, its trials among them."""
+def costs_as_chosen(log: RecordedRun, most_live: int) -> TokenCosts:
+    """Seconds a token by batch with the strategies that the run took there, trials included."""
     rounds, read_seconds = read_rounds(log)
     seconds, _ = curve(rounds, np.ones(len(rounds.live), bool), most_live, least=1)
-    return Costs(("as chosen",), seconds[None, :], np.zeros((1, most_live)), read_seconds)
+    return TokenCosts(("as chosen",), seconds[None, :], np.zeros((1, most_live)), read_seconds)
 
 
-def costs_by_strategy(log: RunLog, most_live: int) -> Costs:
-    """Seconds a token by strategy and batch; a strategy is allowed at batches where it was seen often enough.
+def costs_by_strategy(log: RecordedRun, most_live: int) -> TokenCosts:
+    """Seconds a token by strategy and batch; a strategy is allowed at batches where it ran often enough.
 
     Raises:
-        ValueError: the run never decoded plainly, so there is nothing to hold others against.
+        ValueError: the run never decoded plainly, so there is nothing to compare others with.
     """
     rounds, read_seconds = read_rounds(log)
     names = [OFF.name, *sorted(set(rounds.ran) - {OFF.name})]
@@ -107,22 +106,21 @@ def costs_by_strategy(log: RunLog, most_live: int) -> Costs:
         seconds, seen = curve(rounds, chosen, most_live, LEAST_ROUNDS, shape)
         token.append(seconds)
         allowed.append(seen)
-    return Costs(tuple(names), np.array(token), np.zeros((len(names), most_live)), read_seconds, np.array(allowed))
+    return TokenCosts(tuple(names), np.array(token), np.zeros((len(names), most_live)), read_seconds, np.array(allowed))
 
 
-def plain_seconds(log: RunLog, rounds: Rounds, most_live: int) -> Floats:
+def plain_seconds(log: RecordedRun, rounds: RecordedRounds, most_live: int) -> Floats:
     """Seconds of a plain round at batches 1 to ``most_live``, also at those where the run never decoded plainly.
 
-    The shape over batches (``shape_of``), times the median of what the run's plain rounds took against it: in each
-    power of two its own, as far as it has rounds, drawn towards that of all, in which no power of two counts for more
-    than ``MANY_ROUNDS`` rounds.
+    The shape over batches (``shape_of``) times the median ratio of the run's plain rounds to it. Each power of two has
+    its own median, shrunk towards that of all rounds, in which no power of two counts for more than ``MANY_ROUNDS``.
 
     Raises:
         ValueError: the run never decoded plainly.
     """
     is_plain = rounds.are(OFF.name)
     if not is_plain.any():
-        raise ValueError(f"{log.name} has no plain round to hold speculation against; give a longer run")
+        raise ValueError(f"{log.name} has no plain round to compare speculation with; give a longer run")
     shape = shape_of(rounds, OFF.name, most_live, log.profile)
     ratio, bucket = rounds.seconds[is_plain] / shape[rounds.live[is_plain].astype(int) - 1], rounds.bucket[is_plain]
     count = np.bincount(bucket)
@@ -134,17 +132,17 @@ def plain_seconds(log: RunLog, rounds: Rounds, most_live: int) -> Floats:
     return factor * shape
 
 
-def has_plain(rounds: Rounds, most_live: int) -> NDArray[np.bool_]:
-    """Batches 1 to ``most_live`` in whose power of two the run decoded plainly often enough to be believed."""
+def has_plain(rounds: RecordedRounds, most_live: int) -> NDArray[np.bool_]:
+    """Batches 1 to ``most_live`` in whose power of two the run decoded plainly often enough."""
     count = np.bincount(rounds.bucket[rounds.are(OFF.name)], minlength=64)
     often: NDArray[np.bool_] = count[bucket_of(np.arange(1, most_live + 1))] >= MANY_ROUNDS
     return often
 
 
-def shape_of(rounds: Rounds, name: str, most_live: int, profile: CostProfile | None) -> Floats:
-    """How a strategy's seconds a round go with the batch, but for a factor.
+def shape_of(rounds: RecordedRounds, name: str, most_live: int, profile: CostProfile | None) -> Floats:
+    """How a strategy's seconds a round depend on the batch, up to a factor.
 
-    As the run's cost profile has it, or else a line through the medians of the strategy's own rounds.
+    From the run's cost profile, or else a line through the medians of the strategy's own rounds.
     """
     strategy, batch = strategy_named(name), np.arange(1, most_live + 1)
     if profile is not None and profile.covers([strategy], 1):
@@ -162,7 +160,7 @@ def shape_of(rounds: Rounds, name: str, most_live: int, profile: CostProfile | N
 
 
 def fit_line(at: Floats, values: Floats, weights: Floats) -> tuple[float, float]:
-    """Neither negative: what is fixed and what each adds, by weighted least squares; of one point all is fixed."""
+    """A fixed part and a slope by weighted least squares, neither negative; a single point gives a slope of 0."""
     mean_at, mean = float(np.average(at, weights=weights)), float(np.average(values, weights=weights))
     spread = float(np.average((at - mean_at) ** 2, weights=weights))
     if not spread:
@@ -181,12 +179,12 @@ def _median(values: Floats, weights: Floats) -> float:
 
 
 def curve(
-    rounds: Rounds, chosen: NDArray[np.bool_], most_live: int, least: int, shape: Floats | None = None
+    rounds: RecordedRounds, chosen: NDArray[np.bool_], most_live: int, least: int, shape: Floats | None = None
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """Seconds a token at batches 1 to ``most_live``, and where they rest on measurements: sums by powers of two.
+    """Seconds a token at batches 1 to ``most_live``, and at which of them the powers of two were measured.
 
-    Between and beyond them they go as ``shape`` [most_live] does, or where there is none, linearly in log2 of the batch
-    and flat.
+    Between and beyond these they follow ``shape`` [most_live]; without it they are linear in log2 of the batch, then
+    constant.
     """
     batch = np.arange(1, most_live + 1)
     shape = np.ones(most_live) if shape is None else shape
@@ -212,10 +210,10 @@ def bucket_of(live: NDArray[Any]) -> NDArray[np.int64]:
     return bucket
 
 
-def chances_of(log: RunLog) -> dict[Source, float]:
-    """Chances that a draft stands, given those before it, as the run's accept lengths have them, by kind of draft.
+def chances_of(log: RecordedRun) -> dict[Source, float]:
+    """Chances that a draft is accepted, given those before it, from the run's accept lengths, by kind of draft.
 
-    Of a tree they are those of a chain that gives as much. A kind of which no round ran is left out.
+    A tree has the chance of a chain that gives as many tokens. A kind of which no round ran is left out.
     """
     rounds, _ = read_rounds(log)
     sums: dict[Source, list[float]] = {}
@@ -228,16 +226,16 @@ def chances_of(log: RunLog) -> dict[Source, float]:
     return {source: chance / drafts for source, (chance, drafts) in sums.items()}
 
 
-def phases_of(log: RunLog) -> Phases:
+def phases_of(log: RecordedRun) -> StepPhases:
     """The step's seconds beside the rollout, as a line over the tokens of a rank."""
     other, tokens = log.step_seconds - log.rollout_seconds, log.tokens / log.num_ranks
     spread = float(((tokens - tokens.mean()) ** 2).sum())
     slope = float(((tokens - tokens.mean()) * (other - other.mean())).sum()) / spread if spread else 0.0
     slope = float(np.clip(slope, 0.0, other.mean() / tokens.mean()))
-    return Phases(slope, float(other.mean() - slope * tokens.mean()))
+    return StepPhases(slope, float(other.mean() - slope * tokens.mean()))
 
 
-def setting_of(log: RunLog) -> Setting:
+def setting_of(log: RecordedRun) -> Setting:
     """How the run rolled out; prompts are read at the measured seconds, each one token long."""
     config = log.config
     return Setting(
@@ -250,8 +248,8 @@ def setting_of(log: RunLog) -> Setting:
     )
 
 
-def lengths_of(log: RunLog) -> Logged:
-    """The run's responses, by group where groups stayed together."""
+def lengths_of(log: RecordedRun) -> Logged:
+    """The run's responses, by group if groups stayed together."""
     values = log.lengths[log.lengths > 0]
     group = log.config.rollout.group_size if log.config.rollout.shard == "group" else 1
     return Logged(values.reshape(-1, group))

@@ -12,13 +12,13 @@ matplotlib.use("Agg")  # files only: no display is needed, none is opened
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from tlt_hpc.plan.simulate.workload import Row
+from tlt_hpc.plan.simulate.workload import NodesRow
 
 _BUSY, _HARVESTED, _IDLE, _UPDATE, _GAIN = "#0072b2", "#009e73", "#cccccc", "#e69f00", "#222222"
-"""Okabe and Ito's colours, which tell apart to all."""
+"""Okabe and Ito's colours, which everyone can tell apart."""
 
 
-def plot(name: str, rows: Sequence[Row], path: Path) -> None:
+def plot(name: str, rows: Sequence[NodesRow], path: Path) -> None:
     """Write the picture, as PNG or SVG by the file's suffix."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.0, 4.2), layout="constrained", width_ratios=(3, 2))
     _seconds(left, rows)
@@ -28,7 +28,7 @@ def plot(name: str, rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def _seconds(axes: Axes, rows: Sequence[Row]) -> None:
+def _seconds(axes: Axes, rows: Sequence[NodesRow]) -> None:
     """Mean seconds of a rank in a step, stacked."""
     at = range(len(rows))
     idle = [row.idle_share * row.step_seconds for row in rows]
@@ -63,7 +63,7 @@ def _seconds(axes: Axes, rows: Sequence[Row]) -> None:
     _nodes(axes, rows)
 
 
-def _gain(axes: Axes, rows: Sequence[Row]) -> None:
+def _gain(axes: Axes, rows: Sequence[NodesRow]) -> None:
     at = range(len(rows))
     axes.plot(at, [row.gain for row in rows], color=_GAIN, marker="o", linewidth=1.8)
     for place, row in enumerate(rows):
@@ -75,7 +75,7 @@ def _gain(axes: Axes, rows: Sequence[Row]) -> None:
     _nodes(axes, rows)
 
 
-def _nodes(axes: Axes, rows: Sequence[Row]) -> None:
+def _nodes(axes: Axes, rows: Sequence[NodesRow]) -> None:
     axes.set_xticks(range(len(rows)), [str(row.nodes) for row in rows])
     axes.set_xlabel(f"nodes of {rows[0].ranks // rows[0].nodes} ranks")
     axes.spines[["top", "right"]].set_visible(False)

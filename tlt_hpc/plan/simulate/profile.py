@@ -1,4 +1,4 @@
-"""Costs from a cost profile that the engine has measured, and chances that a draft stands, which no profile knows."""
+"""Costs from a cost profile that the engine has measured, and assumed chances that a draft is accepted."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from tlt_hpc.plan.simulate.costs import Costs
-from tlt_hpc.plan.simulate.published import expected
+from tlt_hpc.plan.simulate.costs import TokenCosts, expected
 from tlt_hpc.rollout.cost_profile import CostProfile, read_profile
 from tlt_hpc.rollout.strategy import OFF, Source, Strategy
 
 DEFAULT_CHANCES: dict[Source, float] = {"drafter": 0.8, "hybrid": 0.8, "ngram": 0.5}
-"""That a draft stands, given those before it. Assumed: of a drafter that is warm, and of texts that repeat themselves
-somewhat. A hybrid's is its drafter's: what n-grams bring to it is left out."""
+"""Assumed chances that a draft is accepted, given those before it: for a trained drafter, and for texts that repeat
+themselves somewhat. A hybrid has its drafter's chance: what n-grams add is left out."""
 
 
 def read_costs(
     path: Path, strategies: Sequence[Strategy], most_live: int, chances: Mapping[Source, float], prefill_tokens: int
-) -> Costs:
-    """Seconds a token of plain decoding, of those strategies that the profile covers, and of reading prompts.
+) -> TokenCosts:
+    """Seconds a token of plain decoding, of the strategies that the profile covers, and of reading prompts.
 
-    ``prefill_tokens``: most tokens that one pass reads of prompts.
+    ``prefill_tokens``: most prompt tokens that one pass reads.
 
     Raises:
         ValueError: no cost profile.
@@ -41,11 +40,11 @@ def read_costs(
         ]
     )
     read_seconds = prompt_token_seconds(profile, prefill_tokens)
-    return Costs(tuple(strategy.name for strategy in known), token, np.zeros_like(token), read_seconds)
+    return TokenCosts(tuple(strategy.name for strategy in known), token, np.zeros_like(token), read_seconds)
 
 
 def round_seconds(profile: CostProfile, strategy: Strategy, batch: int) -> float:
-    """Seconds of a round; beyond the largest batch of the profile on the line through its last two."""
+    """Seconds of a round; beyond the profile's largest batch, on the line through its last two."""
     batches = [measured for measured, _ in profile.verify.rows]
     if batch <= batches[-1] or len(batches) == 1:
         return profile.seconds(strategy, batch)
@@ -55,7 +54,7 @@ def round_seconds(profile: CostProfile, strategy: Strategy, batch: int) -> float
 
 
 def prompt_token_seconds(profile: CostProfile, prefill_tokens: int) -> float:
-    """Seconds of reading a token of a prompt, which no profile has: as in the widest pass of those that it has.
+    """Seconds of reading a prompt token, taken from the profile's widest pass, since it has no prefill.
 
     Chunks of prompts are wider, and a pass whose tokens all get a distribution costs more, so this is an upper bound.
     """

@@ -1,4 +1,4 @@
-"""What a rank's log of one step tells the simulator. Knows no configuration, whose libraries take long to import."""
+"""What the simulator reads of a rank's log of one step. Imports no configuration, whose libraries take long to load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ATTRIBUTES = (
 
 @dataclass(frozen=True)
 class RoundColumns:
-    """Rounds and prefill passes, [K] each, as in the log's ``spans``, but for when they began."""
+    """Rounds and prefill passes, [K] each, as in the log's ``spans``, without their start times."""
 
     strategy_index: NDArray[np.int16]
     num_live: NDArray[np.int32]
@@ -36,11 +36,11 @@ class RoundColumns:
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's part of a step, as far as the simulator asks for it."""
+    """One rank's part of a step, as far as the simulator needs it."""
 
     num_ranks: int
     is_whole: bool
-    """Whether it is told of rounds, of one rollout, of which no earlier start generated a part."""
+    """Whether it logged the rounds of one rollout, of which no earlier start generated a part."""
     response_lengths: NDArray[np.int64]
     timing: RolloutTiming
     strategy_names: tuple[str, ...]
@@ -48,7 +48,7 @@ class RankStep:
 
 
 def rank_step(columns: Columns) -> RankStep:
-    """From a log's ``COLUMNS`` and ``ATTRIBUTES``."""
+    """A rank's step from a log's ``COLUMNS`` and ``ATTRIBUTES``."""
     start, last, release, kept_tokens = (columns.attributes[name] for name in ATTRIBUTES)
     spans = RoundColumns(*(columns[name] for name in _SPANS))
     return RankStep(

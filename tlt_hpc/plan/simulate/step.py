@@ -1,6 +1,9 @@
-"""Training steps over all ranks: rollouts, waiting, spot training, update, save. Knows costs, not where they come from.
+"""Training steps over all ranks, from response lengths and costs: rollouts, waiting, spot training, update, save.
 
-Shapes: ``T`` steps, ``R`` replicas, ``N`` responses of the largest shard.
+All live sequences of a replica advance together, so in tokens its rollout is list scheduling on ``max_live`` places:
+``walk`` advances from one response's end to the next, between which the batch is constant, for many replicas at once.
+Shapes: ``T`` steps, ``R`` replicas (in ``walk`` rollouts, of a step and a replica each), ``N`` responses of the largest
+shard, in the order of their admission; a length of 0 is no response.
 """
 
 from __future__ import annotations
@@ -8,23 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tlt_hpc.plan.simulate.costs import Costs, Floats
-from tlt_hpc.plan.simulate.walk import walk
-
-Ints = NDArray[np.int64]
+from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
+from tlt_hpc.plan.simulate.lengths import Ints
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the ranks roll out and what they do while they wait."""
+    """How the ranks roll out, and what they do while they wait."""
 
     ranks_per_replica: int = 1
     max_live: int = 64
     prompt_tokens: float = 0.0
     read_share: float = 1.0
-    """Share of the responses whose prompt is read: where groups stay together, one of each."""
+    """Share of the responses whose prompt is read: one of each group if groups stay together."""
     min_idle: int = 1
     micro_step_seconds: float = 0.2
     trains: bool = True
@@ -33,8 +33,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Phases:
-    """The rest of a step: seconds of each response token on one rank, seconds a step, and of every so many-th step."""
+class StepPhases:
+    """The rest of a step: seconds for each response token on one rank, for each step, and for each save."""
 
     token_seconds: float = 0.0
     fixed_seconds: float = 0.0
@@ -42,7 +42,7 @@ class Phases:
     save_every: int = 1
 
     def seconds(self, tokens: Floats, num_ranks: int) -> Floats:
-        """Of steps of so many tokens, over so many ranks."""
+        """Seconds of steps with these response tokens, over all ranks."""
         saved: Floats = (
             self.fixed_seconds + self.save_seconds / self.save_every + self.token_seconds * tokens / num_ranks
         )
@@ -51,7 +51,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Steps:
-    """What came out, [T] each; rank-seconds are sums over the ranks."""
+    """Simulated steps, [T] each; rank-seconds are sums over the ranks."""
 
     num_ranks: int
     rollout_seconds: Floats
@@ -67,18 +67,18 @@ class Steps:
 
     @property
     def idle_share(self) -> float:
-        """Of all rank-seconds, those in which a rank waits for the rollout's end."""
+        """Share of all rank-seconds in which a rank waits for the rollout's end."""
         return float(self.idle_rank_seconds.sum() / (self.step_seconds.sum() * self.num_ranks))
 
     @property
     def harvested_share(self) -> float:
-        """Of the idle rank-seconds."""
+        """Share of the idle rank-seconds that trains the drafter."""
         idle = float(self.idle_rank_seconds.sum())
         return float(self.harvested_rank_seconds.sum()) / idle if idle else 0.0
 
 
-def simulate(lengths: Ints, costs: Costs, setting: Setting, phases: Phases) -> Steps:
-    """Run steps whose responses are ``lengths`` [T, R, N], in the order of their admission."""
+def simulate(lengths: Ints, costs: TokenCosts, setting: Setting, phases: StepPhases) -> Steps:
+    """Simulate steps whose responses are ``lengths`` [T, R, N], in the order of their admission."""
     steps, replicas, number = lengths.shape
     flat = lengths.reshape(steps * replicas, number)
     done = walk(flat, costs, setting.max_live, setting.prompt_tokens, setting.read_share)
@@ -89,7 +89,7 @@ def simulate(lengths: Ints, costs: Costs, setting: Setting, phases: Phases) -> S
 
 
 def after_rollouts(
-    ended: Floats, tokens: Floats, speculated: Floats, num_ranks: int, setting: Setting, phases: Phases
+    ended: Floats, tokens: Floats, speculated: Floats, num_ranks: int, setting: Setting, phases: StepPhases
 ) -> Steps:
     """Steps whose replicas had their last tokens at ``ended`` [T, R] seconds."""
     release = ended.max(1) + setting.stop_seconds
@@ -106,7 +106,7 @@ def after_rollouts(
 
 
 def _harvested(ended: Floats, release: Floats, setting: Setting) -> Floats:
-    """Seconds [T, R] in whole micro-steps: from where a rank is idle, and ``min_idle`` are, to the release."""
+    """Seconds [T, R] of whole micro-steps, from when the rank and ``min_idle`` ranks are idle until the release."""
     number = -(-setting.min_idle // setting.ranks_per_replica)
     if not setting.trains or number > ended.shape[1]:
         return np.zeros_like(ended)
@@ -115,3 +115,79 @@ def _harvested(ended: Floats, release: Floats, setting: Setting) -> Floats:
     begin = np.maximum(ended, enough)
     fitting = np.floor((release[:, None] - begin) / setting.micro_step_seconds + 1e-9)
     return np.where(begin < last, fitting * setting.micro_step_seconds, 0.0)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """``ends`` [R, N]: seconds after the start at which each response ended; [R]: ``seconds`` of the last end, response
+    ``tokens``, and ``speculated`` tokens, which did not come from plain decoding."""
+
+    ends: Floats
+    seconds: Floats
+    tokens: Ints
+    speculated: Floats
+
+
+def walk(lengths: Ints, costs: TokenCosts, max_live: int, prompt_tokens: float = 0.0, read_share: float = 1.0) -> Walk:
+    """Simulate rollouts.
+
+    Args:
+        lengths: [R, N]; zeros come last in a row.
+        prompt_tokens: of each response; they are part of the context, and are read when it is admitted.
+        read_share: the share of responses whose prompt has to be read: one of a group that stays together.
+    """
+    costs = costs.up_to(max_live)
+    starts, order, finish = schedule(lengths, max_live)
+    count = (lengths > 0).sum(1)
+    rows, number = lengths.shape
+    index = np.arange(number)
+    live = np.clip(count[:, None] - index, 0, max_live)
+    span = np.diff(finish, axis=1, prepend=0.0)
+    held = positions(starts, order, finish, span, count, live, max_live) + prompt_tokens * live
+    rate, chosen = costs.best(live, held)
+    admitted = np.zeros((rows, number))
+    admitted[:, 0] = np.minimum(count, max_live)
+    admitted[:, 1:] = count[:, None] > max_live + index[:-1]
+    read = np.cumsum(admitted, 1) * (prompt_tokens * read_share * costs.prompt_token_seconds)
+    together = np.maximum.accumulate(np.where(span > 0, index, 0), axis=1)  # of those that end in one round the first
+    clock = np.cumsum(span * rate, 1) + np.take_along_axis(read, together, 1)
+    ends = np.zeros_like(clock)
+    np.put_along_axis(ends, order, clock, 1)
+    ends[lengths == 0] = 0.0
+    speculated = (span * live * (chosen > 0)).sum(1)
+    last = ends.max(1, initial=0.0)
+    return Walk(ends, last, lengths.sum(1), speculated)
+
+
+def schedule(lengths: Ints, max_live: int) -> tuple[Floats, Ints, Floats]:
+    """In tokens, [R, N] each: when responses are admitted, in which order they end, and when; flat behind the last."""
+    rows, number = lengths.shape
+    starts, finish = np.zeros((rows, number)), lengths.astype(np.float64)
+    if number > max_live:
+        places = finish[:, :max_live].copy()
+        every = np.arange(rows)
+        for index in range(max_live, number):
+            free = places.argmin(1)
+            starts[:, index] = places[every, free]
+            finish[:, index] += starts[:, index]
+            places[every, free] = np.where(lengths[:, index] > 0, finish[:, index], np.inf)
+    finish[lengths == 0] = np.inf
+    order = np.argsort(finish, axis=1, kind="stable")
+    finish = np.take_along_axis(finish, order, 1)
+    last = np.where(np.isfinite(finish), finish, 0.0).max(1, initial=0.0)
+    return starts, order, np.minimum(finish, last[:, None])
+
+
+def positions(
+    starts: Floats, order: Ints, finish: Floats, span: Floats, count: Ints, live: Ints, max_live: int
+) -> Floats:
+    """Response tokens in the contexts of the live sequences, half-way through each span [R, N]."""
+    number = starts.shape[1]
+    begun = np.cumsum(starts, 1)
+    index = np.minimum(np.minimum(np.arange(number) + max_live, number)[None, :], np.maximum(count, 1)[:, None]) - 1
+    all_begun = np.take_along_axis(begun, index, 1)
+    ended = np.cumsum(np.take_along_axis(starts, order, 1), 1)
+    ended = np.concatenate([np.zeros((len(starts), 1)), ended[:, :-1]], 1)
+    middle = finish - span / 2
+    held: Floats = np.where(live > 0, live * middle - (all_begun - ended), 0.0)
+    return held

@@ -1,4 +1,4 @@
-"""Held against a recorded run: costs from some of its steps, the seconds of the others from their lengths alone."""
+"""Checks the simulator against a recorded run: costs from some of its steps predict the seconds of the others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.plan.simulate.measured import LEAST_ROUNDS, Rounds, costs_as_chosen, phases_of, read_rounds, setting_of
-from tlt_hpc.plan.simulate.run_log import RunLog
+from tlt_hpc.plan.simulate.measured import (
+    LEAST_ROUNDS,
+    RecordedRounds,
+    costs_as_chosen,
+    phases_of,
+    read_rounds,
+    setting_of,
+)
+from tlt_hpc.plan.simulate.run_log import RecordedRun
 from tlt_hpc.plan.simulate.step import simulate
 
 WITHIN = 0.10
@@ -17,11 +24,11 @@ WITHIN = 0.10
 
 @dataclass(frozen=True)
 class Check:
-    """Seconds of the predicted steps together; ``rollout_spread`` is the mean error of single steps, without sign.
+    """Seconds of the predicted steps together; ``rollout_spread`` is the mean absolute error of single steps.
 
-    ``machine_drift``: seconds of a round in the predicted steps over those of the fitted ones, same batch and strategy;
-    no model can know of it. ``rollout_at_one_pace``: what the predicted steps' rollouts would have taken, had each of
-    their rounds taken what one like it took in the fitted steps: held against it, the model's own error is left.
+    ``machine_drift``: seconds of a round in the predicted steps over those of the fitted ones, same batch and strategy,
+    which no model can know. ``rollout_at_one_pace``: seconds of the predicted steps' rollouts if each of their rounds
+    had taken what one like it took in the fitted steps; the difference from it is the model's own error.
     """
 
     run: str
@@ -45,7 +52,7 @@ class Check:
 
     @property
     def model_error(self) -> float:
-        """What is left of the rollout's error on a machine of one pace."""
+        """The rollout's error on a machine that keeps its pace."""
         return self.rollout_predicted / self.rollout_at_one_pace - 1
 
     @property
@@ -62,8 +69,8 @@ class Check:
         return asdict(self) | {f"{name}_error": value for name, value in errors.items()} | {"holds": self.holds}
 
 
-def validate(log: RunLog) -> list[Check]:
-    """Fit on the first half and predict the second; then on every other step, where a machine's drift cancels.
+def validate(log: RecordedRun) -> list[Check]:
+    """Fit on the first half and predict the second; then fit on every other step, so that a machine's drift cancels.
 
     Raises:
         ValueError: fewer than four steps.
@@ -78,7 +85,7 @@ def validate(log: RunLog) -> list[Check]:
     ]
 
 
-def check(log: RunLog, split: str, fitted: slice, asked: slice) -> Check:
+def check(log: RecordedRun, split: str, fitted: slice, asked: slice) -> Check:
     """Predict the ``asked`` steps from the ``fitted`` ones."""
     known, unknown = log.part(fitted), log.part(asked)
     setting = setting_of(known)
@@ -102,14 +109,14 @@ def check(log: RunLog, split: str, fitted: slice, asked: slice) -> Check:
     )
 
 
-def drift(known: RunLog, unknown: RunLog) -> float:
-    """Seconds of rounds in one part of a run over those of like rounds in another: weighted by the former."""
+def drift(known: RecordedRun, unknown: RecordedRun) -> float:
+    """Seconds of rounds in ``unknown`` over those of like rounds in ``known``."""
     rounds, _ = read_rounds(unknown)
     return float(rounds.seconds.sum() / paced(read_rounds(known)[0], rounds).sum())
 
 
-def retimed(known: RunLog, unknown: RunLog) -> float:
-    """Seconds of one part's rollouts together, its rounds and prompts at the pace of another part."""
+def retimed(known: RecordedRun, unknown: RecordedRun) -> float:
+    """Seconds of the rollouts in ``unknown``, with rounds and prompts at the pace of ``known``."""
     before, read_seconds = read_rounds(known)
     total = 0.0
     for step in range(len(unknown.steps)):
@@ -122,10 +129,10 @@ def retimed(known: RunLog, unknown: RunLog) -> float:
     return total
 
 
-def paced(before: Rounds, rounds: Rounds) -> NDArray[np.float64]:
-    """Seconds of each round, were they the mean of those of its strategy and power of two, or else of that power.
+def paced(before: RecordedRounds, rounds: RecordedRounds) -> NDArray[np.float64]:
+    """Seconds of each round, replaced by the mean of its strategy and power of two, or else of that power of two.
 
-    A strategy's mean counts from ``LEAST_ROUNDS`` rounds on: a first round may take several times as long as the next.
+    A strategy's mean is used from ``LEAST_ROUNDS`` rounds on: a first round may take several times as long as the next.
     """
     names = tuple(dict.fromkeys((*before.names, *rounds.names)))
     places = [np.array([names.index(name) for name in part.names], np.int64) for part in (before, rounds)]
@@ -134,7 +141,7 @@ def paced(before: Rounds, rounds: Rounds) -> NDArray[np.float64]:
     most, count = 1 + int(buckets.max(initial=0)), len(before.seconds)
 
     def means(keys: NDArray[np.int64], size: int, least: int = 1) -> NDArray[np.float64]:
-        """Of each key's rounds before, for the rounds asked of; NaN where there were too few."""
+        """Mean of each key's earlier rounds, for the rounds asked about; NaN if there were too few."""
         num = np.bincount(keys[:count], minlength=size)
         sums = np.bincount(keys[:count], before.seconds, size)
         return np.where(num >= least, sums / np.maximum(num, 1), np.nan)[keys[count:]]

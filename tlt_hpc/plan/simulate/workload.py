@@ -1,31 +1,30 @@
-"""A job on a number of ranks: its lengths, costs and phases put together, and what comes out. Prints nothing."""
+"""A job on a number of ranks: lengths, costs and phases combined, and the seconds, GPU-hours and energy that result."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from tlt_hpc.config import Config
-from tlt_hpc.plan.simulate.costs import Costs
-from tlt_hpc.plan.simulate.energy import Watts, kilowatt_hours
-from tlt_hpc.plan.simulate.lengths import Ints, Lengths, Shard, deal
-from tlt_hpc.plan.simulate.step import Phases, Setting, Steps, simulate
+from tlt_hpc.plan.simulate.costs import TokenCosts
+from tlt_hpc.plan.simulate.lengths import Ints, LengthSource, Shard, deal
+from tlt_hpc.plan.simulate.step import Setting, StepPhases, Steps, simulate
 
 
 @dataclass(frozen=True)
-class Workload:
-    """All but the number of ranks. ``origin`` says where costs and lengths come from, in words."""
+class SimulatedJob:
+    """A job without its number of ranks. ``origin`` says where costs and lengths come from, in words."""
 
     prompts: int
     group: int
     shard: Shard
     num_steps: int
-    """Of the run."""
+    """Steps of the run."""
     setting: Setting
-    costs: Costs
-    phases: Phases
-    lengths: Lengths
+    costs: TokenCosts
+    phases: StepPhases
+    lengths: LengthSource
     origin: tuple[str, ...]
     speculates: bool = True
     seed: int = 0
@@ -35,7 +34,7 @@ class Workload:
         return num_ranks // self.setting.ranks_per_replica
 
     def drawn(self) -> Ints:
-        """[T, P, G], the same for any number of ranks and any setting."""
+        """Lengths [T, P, G], the same for any number of ranks and any setting."""
         rng = np.random.default_rng(self.seed)
         return self.lengths.draw(self.simulated_steps, self.prompts, self.group, rng)
 
@@ -43,16 +42,16 @@ class Workload:
         return deal(self.drawn(), self.replicas(num_ranks), self.shard)
 
     def run(self, num_ranks: int, speculates: bool | None = None) -> Steps:
-        """Simulate the steps; ``speculates`` as the job has it where it is not said."""
+        """Simulate the steps; ``speculates``: the job's own if None."""
         does = self.speculates if speculates is None else speculates
         return simulate(self.dealt(num_ranks), self.costs if does else self.costs.plain, self.setting, self.phases)
 
-    def with_setting(self, **changes: int | float) -> Workload:
+    def with_setting(self, **changes: int | float) -> SimulatedJob:
         return replace(self, setting=replace(self.setting, **changes))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Row:
+class NodesRow:
     """One number of ranks: means of a step, sums of the run."""
 
     nodes: int
@@ -61,32 +60,32 @@ class Row:
     step_seconds: float
     gpu_hours: float
     kilowatt_hours: float | None
-    """None where no watts are known."""
+    """None if no watts are known."""
     idle_share: float
-    """Of all rank-seconds."""
+    """Share of all rank-seconds."""
     harvested_share: float
-    """Of the idle ones."""
+    """Share of the idle ones."""
     speculated_share: float
-    """Of all tokens."""
+    """Share of all tokens."""
     gain: float
-    """Plain step over this one."""
+    """Seconds of a plain step over those of this one."""
 
 
-def rows(work: Workload, nodes: list[int], ranks_per_node: int, watts: Watts | None) -> list[Row]:
+def rows(job: SimulatedJob, nodes: list[int], ranks_per_node: int, watts: Watts | None) -> list[NodesRow]:
     """The table: a row for each number of nodes."""
-    return [_row(work, count, count * ranks_per_node, watts) for count in nodes]
+    return [_row(job, count, count * ranks_per_node, watts) for count in nodes]
 
 
-def _row(work: Workload, nodes: int, ranks: int, watts: Watts | None) -> Row:
-    steps, plain = work.run(ranks), work.run(ranks, speculates=False)
+def _row(job: SimulatedJob, nodes: int, ranks: int, watts: Watts | None) -> NodesRow:
+    steps, plain = job.run(ranks), job.run(ranks, speculates=False)
     seconds = float(steps.step_seconds.mean())
-    return Row(
+    return NodesRow(
         nodes=nodes,
         ranks=ranks,
         rollout_seconds=float(steps.rollout_seconds.mean()),
         step_seconds=seconds,
-        gpu_hours=seconds * ranks * work.num_steps / 3600,
-        kilowatt_hours=None if watts is None else kilowatt_hours(steps, watts) * work.num_steps,
+        gpu_hours=seconds * ranks * job.num_steps / 3600,
+        kilowatt_hours=None if watts is None else kilowatt_hours(steps, watts) * job.num_steps,
         idle_share=steps.idle_share,
         harvested_share=steps.harvested_share,
         speculated_share=float(steps.speculated_tokens.sum() / steps.tokens.sum()),
@@ -107,3 +106,41 @@ def setting_from(config: Config) -> Setting:
         trains=drafter.train and drafter.place == "tail" and config.speculation.mode == "full",
         stop_seconds=0.005,
     )
+
+
+@dataclass(frozen=True)
+class Watts:
+    """Watts of one GPU with its share of the node; assumed, not measured: an H100's limit is 700 W."""
+
+    decode: float = 450.0
+    train: float = 600.0
+    wait: float = 150.0
+    update: float = 650.0
+
+
+def kilowatt_hours(steps: Steps, watts: Watts) -> float:
+    """Energy of an average step, all ranks together."""
+    idle, harvested = float(steps.idle_rank_seconds.mean()), float(steps.harvested_rank_seconds.mean())
+    busy = float(steps.rollout_seconds.mean()) * steps.num_ranks - idle
+    update = float(steps.other_seconds.mean()) * steps.num_ranks
+    joules = busy * watts.decode + harvested * watts.train + (idle - harvested) * watts.wait + update * watts.update
+    return joules / 3.6e6
+
+
+def read_watts(text: str) -> Watts:
+    """Read watts such as ``decode=450,wait=150``.
+
+    Raises:
+        ValueError: an unknown phase, or no number of 0 or more.
+    """
+    known = [field.name for field in fields(Watts)]
+    given: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            given[name.strip()] = float(value)
+        except ValueError:
+            given[name.strip()] = -1.0
+    if bad := [name for name, value in given.items() if name not in known or not 0 <= value < 1e6]:
+        raise ValueError(f"--watts {text}: {bad[0]!r} is none of {', '.join(known)} with watts, as in decode=450")
+    return Watts(**given)

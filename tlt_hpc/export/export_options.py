@@ -1,4 +1,4 @@
-"""The options of the exports: what may be asked for, and what makes no sense. Knows nothing heavy."""
+"""The options of the exports; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -42,15 +42,12 @@ def read_options(given: argparse.Namespace) -> ExportOptions:
     """The options, completed and checked.
 
     Raises:
-        UserError: an option that makes no sense.
+        UserError: an invalid option.
     """
-    if given.step is not None and given.step < 1:
-        raise UserError(f"--step {given.step} is no checkpoint; use the number of a folder below RUN/checkpoints")
+    folder = _output(given, given.format)
     if given.place == EMBEDDED_MODEL and given.output is None:
         raise UserError(f"{EMBEDDED_MODEL} lies inside the package, which is not written to; add --output FOLDER")
-    name = given.format if given.step is None else f"{given.format}-step-{given.step:06d}"
-    output = given.output or Path(given.place) / "export" / name
-    return ExportOptions(place=given.place, format=given.format, output=output, step=given.step, model=given.model)
+    return ExportOptions(place=given.place, format=given.format, output=folder, step=given.step, model=given.model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,18 +81,24 @@ def read_policy_options(given: argparse.Namespace) -> PolicyOptions:
     """The options, completed and checked.
 
     Raises:
-        UserError: an option that makes no sense.
+        UserError: an invalid option.
     """
-    if given.step is not None and given.step < 1:
-        raise UserError(f"--step {given.step} is no checkpoint; use the number of a folder below RUN/checkpoints")
+    folder = _output(given, "policy")
     if not 0.001 <= given.shard_gb < math.inf:
         raise UserError(f"--shard-gb {given.shard_gb}: give at least 0.001, e.g. 5")
-    name = "policy" if given.step is None else f"policy-step-{given.step:06d}"
     return PolicyOptions(
         place=given.place,
-        output=given.output or Path(given.place) / "export" / name,
+        output=folder,
         step=given.step,
         model=given.model,
         dtype=given.dtype,
         shard_gigabytes=given.shard_gb,
     )
+
+
+def _output(given: argparse.Namespace, name: str) -> Path:
+    """Where to write an export of this name, if the user did not say."""
+    if given.step is not None and given.step < 1:
+        raise UserError(f"--step {given.step} is no checkpoint; use the number of a folder below RUN/checkpoints")
+    of_step = "" if given.step is None else f"-step-{given.step:06d}"
+    return given.output or Path(given.place) / "export" / f"{name}{of_step}"

@@ -1,4 +1,4 @@
-"""What is checked: a job's configuration and request, and what several checks read of them, each thing once."""
+"""The job that is checked: its configuration and request, and what several checks read of them, each thing once."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING
 
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.plan.preflight import cluster, job_python, machine
-from tlt_hpc.plan.preflight.request import Request
-from tlt_hpc.plan.preflight.verdict import Skip
+from tlt_hpc.plan.preflight.request import SlurmRequest
+from tlt_hpc.plan.preflight.results import Skip
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from tlt_hpc.models.shape import ModelShape
-    from tlt_hpc.plan.memory.parts import DeviceType, MemoryPlan
+    from tlt_hpc.plan.memory.plan import DeviceType, MemoryPlan
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A job, as far as it can be read. What cannot be had is a ``Skip`` that says why."""
+class PlannedJob:
+    """A job, as far as it can be read. A property that is not available raises a ``Skip`` that says why."""
 
     loaded: Config | None
     """None: the configuration has mistakes."""
-    request: Request
+    request: SlurmRequest
     asks_slurm: bool
     gpu_bytes: int | None = None
-    """Of each GPU of the job, where it was said."""
+    """Memory of each GPU of the job, if it was given."""
 
     @property
     def config(self) -> Config:
@@ -38,7 +38,7 @@ class Subject:
 
     @property
     def ranks_per_node(self) -> int:
-        """As asked for; else one a GPU, or the configuration's own on one node."""
+        """As requested; else one a GPU, or the configuration's own on one node."""
         own = self.loaded.run.ranks if self.loaded is not None and self.request.nodes == 1 else 1
         return self.request.ranks_per_node or own
 
@@ -52,16 +52,16 @@ class Subject:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether the job runs on GPUs: it says so, or takes what it finds where some are asked for or are here."""
+        """Whether the job runs on GPUs: it says so, or uses what it finds and some are requested or are here."""
         found = bool(self.request.gpus_per_node) or (not self.asks_slurm and bool(machine.read_gpus()))
         return self.needs_gpu or (self.config.model.device == "auto" and found)
 
     @cached_property
     def python(self) -> job_python.JobPython:
-        """The job's.
+        """The job's Python.
 
         Raises:
-            UserError: it would find none.
+            UserError: the job would find none.
         """
         return job_python.find_python(self.asks_slurm)
 
@@ -76,7 +76,7 @@ class Subject:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The model's, or where it is not there yet the known one of its name."""
+        """The model's shape, or if it is not there yet, the known one of its name."""
         from tlt_hpc.plan.memory.shapes import find_shape
 
         try:
@@ -95,23 +95,23 @@ class Subject:
 
     @cached_property
     def plan(self) -> MemoryPlan:
-        """What the job takes."""
-        from tlt_hpc.plan.memory.parts import Situation
+        """The memory that the job takes."""
         from tlt_hpc.plan.memory.phases import plan_memory
+        from tlt_hpc.plan.memory.plan import Situation
 
         device: DeviceType = "cuda" if self.uses_gpu else "cpu"
         return plan_memory(Situation(self.config, self.shape, self.num_ranks, self.ranks_per_node, device))
 
     @cached_property
     def partitions(self) -> tuple[cluster.Partition, ...]:
-        """Those that were asked for; the job will run in one of them."""
+        """The requested partitions; the job will run in one of them."""
         try:
             return cluster.read_partitions(self.request.partition)
         except UserError:  # the check of the partition says so
             raise Skip(f"nothing is known of partition {self.request.partition or '(the default)'}") from None
 
     @cached_property
-    def slurm_settings(self) -> cluster.Settings:
+    def slurm_settings(self) -> cluster.SlurmSettings:
         try:
             return cluster.read_settings()
         except UserError:

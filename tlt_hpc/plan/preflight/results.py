@@ -1,17 +1,17 @@
-"""What a check says. Knows no check."""
+"""What a check finds, and how errors become findings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-_REMEDY_OF_ANY = "mend that and run preflight again"
-_NO_PACKAGE = "make the environment again (environment.yml, or make) and run preflight in it"
+_REMEDY_OF_ANY = "fix that and run preflight again"
+_NO_PACKAGE = "create the environment again (environment.yml, or make) and run preflight in it"
 
 
 class Level(StrEnum):
-    """How grave it is; only a failure keeps a job from running."""
+    """Severity; only a failure keeps a job from running."""
 
     OK = "ok"
     WARNING = "warning"
@@ -21,7 +21,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, and what to do about it where it is not well; each in one line."""
+    """What a check found, and the remedy if something is wrong; each in one line."""
 
     level: Level
     found: str
@@ -29,7 +29,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     """A finding with the name of its check."""
 
     name: str
@@ -39,7 +39,7 @@ class Verdict:
 
 
 class Skip(Exception):  # noqa: N818
-    """A check cannot be made; its text says why."""
+    """A check cannot be made; the text says why."""
 
 
 def ok(found: str) -> Finding:
@@ -54,8 +54,13 @@ def failure(found: str, remedy: str) -> Finding:
     return Finding(Level.FAILURE, found, remedy)
 
 
-def judge(name: str, check: Callable[[], Finding]) -> Verdict:
-    """What a check says, whatever it meets: a mistake of the user's, a system that refuses, a package that lacks.
+def worst(findings: Iterable[Finding]) -> Finding:
+    """The first finding of the highest severity."""
+    return max(findings, key=lambda finding: [Level.OK, Level.WARNING, Level.FAILURE].index(finding.level))
+
+
+def judge(name: str, check: Callable[[], Finding]) -> CheckResult:
+    """Run a check; a user's mistake, a refusal by the system and a missing package become its result.
 
     A programmer's mistake still ends the command.
     """
@@ -64,16 +69,16 @@ def judge(name: str, check: Callable[[], Finding]) -> Verdict:
     except Skip as reason:
         finding = Finding(Level.SKIPPED, str(reason))
     except ImportError as error:
-        finding = failure(f"cannot import what it takes: {_line(error)}", _NO_PACKAGE)
+        finding = failure(f"cannot import what it needs: {_line(error)}", _NO_PACKAGE)
     except ValueError as error:
         finding = failure_of(error)
     except OSError as error:
         finding = failure(_line(error), _REMEDY_OF_ANY)
-    return Verdict(name, finding.level, finding.found, finding.remedy)
+    return CheckResult(name, finding.level, finding.found, finding.remedy)
 
 
 def failure_of(error: ValueError) -> Finding:
-    """An error of this project's: what is wrong stands before the last semicolon, the remedy behind it."""
+    """Splits this project's error messages: the problem is before the last semicolon, the remedy after it."""
     found, separator, remedy = _line(error).rpartition("; ")
     return failure(found, remedy) if separator else failure(remedy, _REMEDY_OF_ANY)
 

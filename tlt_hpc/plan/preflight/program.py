@@ -1,4 +1,4 @@
-"""Runs another program for its answer, never for longer than it was given. Knows none of them."""
+"""Runs another program with a time limit and returns its output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tlt_hpc.config import UserError
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a program said and how it ended."""
+class ProgramOutput:
+    """What a program printed, and its exit status."""
 
     status: int
     out: str
@@ -23,22 +23,22 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All that it said."""
+        """Everything that it printed."""
         return f"{self.out}\n{self.err}"
 
     @property
     def last_line(self) -> str:
-        """Of what it complained of, else of what it said, the last line: mostly the error."""
+        """The last line of stderr, else of stdout: usually the error."""
         lines = [line.strip() for line in (self.err.strip() or self.out.strip()).splitlines() if line.strip()]
-        return lines[-1] if lines else f"status {self.status} and no word"
+        return lines[-1] if lines else f"status {self.status} and no output"
 
 
 class NoAnswer(UserError):  # noqa: N818
     """A program did not end in time and was killed, or could not be started."""
 
 
-def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Answer:
-    """What a program answers.
+def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> ProgramOutput:
+    """Run a program and return its output.
 
     Raises:
         NoAnswer: it could not be started, or took longer than ``seconds``; it and what it started have been killed.
@@ -50,7 +50,7 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
             )
         except OSError as error:
-            raise NoAnswer(f"{command[0]} cannot be started: {error.strerror}; see that it is on PATH") from None
+            raise NoAnswer(f"{command[0]} cannot be started: {error.strerror}; make sure that it is on PATH") from None
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -60,4 +60,4 @@ def ask(command: Sequence[str], seconds: float, environment: Mapping[str, str] |
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         out.seek(0), err.seek(0)
-        return Answer(status, out.read(), err.read())
+        return ProgramOutput(status, out.read(), err.read())

@@ -1,0 +1,246 @@
+"""What training the policy and the drafter takes on each rank: state by ZeRO stage, reference model, activations.
+
+Bytes of DeepSpeed 0.19 with the settings of ``rl/policy.py``, found by counting tensors at every stage on 1 and 2
+ranks, and activations by counting the bytes of live tensors over shapes, lengths and precisions
+(``tools/check_memory_plan.py`` counts them again). ``P`` parameters, ``N`` ranks; ``H`` hidden, ``I`` intermediate,
+``V`` vocabulary, ``q`` all query heads, ``k`` all key heads, each times the head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.plan.memory.plan import MemoryPart, Situation, parts_of
+
+MOMENTS = "Adam moments"
+BUCKET_ELEMENTS = 50_000_000
+"""Gradients reduced in one collective (``rl.engine.REDUCE_BUCKET_ELEMENTS``)."""
+CHUNK_LOGITS = 1 << 26
+"""Logits in memory at once, of policy and drafter alike."""
+_KEPT_WHOLE = 100_000
+"""Parameters up to this size stay gathered at stage 3 (DeepSpeed's stage3_param_persistence_threshold)."""
+_MAX_GATHERED = 1_000_000_000
+"""Parameters gathered at once at stage 3 (its stage3_max_live_parameters)."""
+_PREFETCHED = 50_000_000
+"""Parameters of the next layers that are gathered ahead (its stage3_prefetch_bucket_size)."""
+_STAGE_0_REDUCED = 500_000_000
+"""Gradients that stage 0 copies at once to reduce them."""
+_LOGIT_BYTES = 16
+"""Bytes of a logit of the policy's head: logits, their log-softmax, its exponential and its product, in float32."""
+_DRAFT_LOGIT_BYTES = 20
+"""Bytes of a logit in the drafter's loss: both logits, both softmaxes, their gradient."""
+_MASKED_RUN = 128
+"""Keys of a run of short documents, whose mask every layer keeps (``models.documents``); on CPUs."""
+_MAX_SCORES = 1 << 24
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes of a rank's training state."""
+
+    resident: tuple[MemoryPart, ...]
+    held: tuple[MemoryPart, ...] = ()
+    """Held in addition to activations, through all micro-batches of an update."""
+    reduced: int = 0
+    """Gradients on their way to the ranks that keep them, at the end of a backward pass, when activations are gone."""
+    stepping: int = 0
+    """Inside the optimiser's step, in place of activations and of what is held."""
+    host: int = 0
+    """In host memory, with offload."""
+
+
+def training_state(situation: Situation) -> TrainingState:
+    """What the policy's engine takes at the configured stage."""
+    stage = situation.config.optimizer.zero_stage
+    if stage == 0:
+        return _stage_0(situation.shape.num_parameters)
+    if stage == 1 and situation.item == 2 and not situation.offloads:
+        return _stage_1_in_bf16(situation)
+    state = _stage_3(situation) if stage == 3 else _stage_1_or_2(situation)
+    return _offloaded(state, situation) if situation.offloads else state
+
+
+def _stage_0(count: int) -> TrainingState:
+    return TrainingState(
+        resident=parts_of({"policy": 4 * count, MOMENTS: 8 * count}),
+        held=parts_of({"gradients": 4 * count}),
+        reduced=4 * min(count, _STAGE_0_REDUCED),
+        stepping=4 * count,
+    )
+
+
+def _stage_1_in_bf16(situation: Situation) -> TrainingState:
+    """DeepSpeed's BF16_Optimizer: every rank keeps all gradients, in fp32."""
+    count, own = situation.shape.num_parameters, situation.own_parameters
+    state = {"policy": 2 * count, "gradients": 4 * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}
+    return TrainingState(parts_of(state), parts_of({"gradients in bf16": 2 * count}), stepping=2 * count + 8 * own)
+
+
+def _stage_1_or_2(situation: Situation) -> TrainingState:
+    count, own, is_stage_1 = (
+        situation.shape.num_parameters,
+        situation.own_parameters,
+        situation.config.optimizer.zero_stage == 1,
+    )
+    bucket = 4 * min(count, BUCKET_ELEMENTS)
+    # stage 1 adds up whole gradients over the micro-batches, stage 2 each rank's shard
+    held = {"gradients": situation.item * count if is_stage_1 else 4 * own, "bucket of gradients": bucket}
+    return TrainingState(
+        resident=parts_of({"policy": situation.item * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}),
+        held=parts_of({**held, **_head_reduction(situation)}),
+        reduced=4 * own if is_stage_1 else bucket,
+        stepping=12 * own,
+    )
+
+
+def _stage_3(situation: Situation) -> TrainingState:
+    count, own, item = situation.shape.num_parameters, situation.own_parameters, situation.item
+    bucket = 4 * min(count, BUCKET_ELEMENTS)
+    gathered = min(count, small_parameters(situation) + _MAX_GATHERED) if situation.num_ranks > 1 else 0
+    state = {"policy": item * own, "gradients": 4 * own, "fp32 masters": 4 * own, MOMENTS: 8 * own}
+    return TrainingState(
+        resident=parts_of({**state, "bucket of gradients": bucket}),
+        held=parts_of({"gathered weights": item * gathered, **_head_reduction(situation)}),
+        reduced=2 * bucket,
+        stepping=12 * own,
+    )
+
+
+def _offloaded(state: TrainingState, situation: Situation) -> TrainingState:
+    """Moves masters, moments and the rank's gradients to host memory, where the step is taken too; its parameters if
+    asked."""
+    own, moves_parameters = situation.own_parameters, situation.offloads_parameters
+    away = {"fp32 masters", MOMENTS, "gradients"} | ({"policy"} if moves_parameters else set())
+    return TrainingState(
+        resident=tuple(part for part in state.resident if part.name not in away),
+        held=tuple(part for part in state.held if part.name not in away),
+        reduced=state.reduced,
+        host=16 * own + (situation.item * own if moves_parameters else 0),
+    )
+
+
+def _head_reduction(situation: Situation) -> dict[str, int]:
+    """The gradient of the head (if tied, the embedding's) while it is reduced, if it exceeds a bucket.
+
+    In half precision a float32 copy of it is sent while the backward pass continues with the layers.
+    """
+    count = situation.shape.vocab_size * situation.shape.hidden_size
+    size = situation.item + (4 if situation.item == 2 else 0)
+    return {"head's gradient": count * size if count > BUCKET_ELEMENTS else 0}
+
+
+def small_parameters(situation: Situation) -> int:
+    """Parameters in tensors that stage 3 never shards: norms and biases, and all of a small model."""
+    s = situation.shape
+    rows, columns = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    matrices = [rows * s.hidden_size] * 2 + [columns * s.hidden_size] * 2 + [s.intermediate_size * s.hidden_size] * 3
+    table = s.vocab_size * s.hidden_size
+    tables = [table] if s.tied_head else [table, table]
+    large = s.num_layers * sum(size for size in matrices if size > _KEPT_WHOLE)
+    large += sum(size for size in tables if size > _KEPT_WHOLE)
+    return s.num_parameters - large
+
+
+# --- the reference model: whole below stage 3, sharded at stage 3 ---
+
+
+def reference_parts(situation: Situation) -> tuple[MemoryPart, ...]:
+    """What stays on the device; at stage 3 the rank's shard, and small tensors whole once they have been read."""
+    if not situation.has_reference:
+        return ()
+    count = situation.shape.num_parameters
+    if situation.config.optimizer.zero_stage == 3:
+        count = 0 if situation.offloads_parameters else situation.own_parameters
+        count += small_parameters(situation) if situation.num_ranks > 1 else 0
+    return parts_of({"reference": situation.item * count})
+
+
+def gathered_reference(situation: Situation) -> tuple[MemoryPart, ...]:
+    """What a forward pass of a sharded reference gathers at once: a table, and what is prefetched."""
+    is_sharded = situation.config.optimizer.zero_stage == 3 and situation.num_ranks > 1
+    if not situation.has_reference or not is_sharded:
+        return ()
+    s = situation.shape
+    most = s.vocab_size * s.hidden_size + _PREFETCHED + s.intermediate_size * s.hidden_size
+    count = min(s.num_parameters - small_parameters(situation), most)
+    return parts_of({"gathered reference": situation.item * count})
+
+
+def reference_in_host_memory(situation: Situation) -> int:
+    """Bytes of a rank's shard of the reference, if parameters are offloaded."""
+    offloaded = situation.has_reference and situation.offloads_parameters
+    return situation.item * situation.own_parameters if offloaded else 0
+
+
+# --- activations: what a forward pass keeps for its backward pass ---
+
+
+def update_activations(situation: Situation, num_tokens: int) -> int:
+    """Most bytes of activations in one forward and backward pass of the policy over ``num_tokens``."""
+    shape, item = situation.shape, situation.item
+    layer = _policy_layer_bytes(situation) * num_tokens
+    repeats = situation.config.optimizer.repeats_layers(situation.device)
+    kept = num_tokens * item * shape.hidden_size * shape.num_layers if repeats else layer * shape.num_layers
+    kept += num_tokens * (3 * item * shape.hidden_size + 2 * item * shape.head_dim)  # the last norm, rotary table
+    gradients = num_tokens * item * 3 * max(shape.hidden_size, shape.intermediate_size // 2)
+    logits = _LOGIT_BYTES * min(num_tokens * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
+    return kept + max(logits, gradients + (layer if repeats else 0))
+
+
+def _policy_layer_bytes(situation: Situation) -> int:
+    """What one layer of transformers' model keeps of a token."""
+    s, item = situation.shape, situation.item
+    q, k = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    norm = 3 * item if item == 4 else 4 + 2 * item  # input in float32, normed, weighted; half precision casts
+    outputs = 2 if situation.device == "cpu" else 1  # on a GPU the runs of documents need no concatenation
+    total = 2 * norm * s.hidden_size + item * ((1 + outputs) * q + 2 * k + 4 * s.intermediate_size)
+    total += 8 + 4 * s.num_heads  # norms' factors, attention's log-sum-exp
+    if s.head_norm:
+        total += (norm - item) * (q + k)
+    return total + (item * _MASKED_RUN if situation.device == "cpu" else 0)
+
+
+def drafter_activations(situation: Situation, num_tokens: int) -> int:
+    """Most bytes of activations of a micro-step of ``num_tokens``, in float32."""
+    settings, s = situation.config.drafter, situation.shape
+    q, k = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    wide = 10 if settings.form == "eagle" else 16
+    step = 4 * (wide * s.hidden_size + 4 * (q + k) + 4 * s.intermediate_size + 64)
+    step += 4 * _MASKED_RUN if situation.device == "cpu" else 0
+    kept, most = step * num_tokens, 0
+    length = min(num_tokens, situation.longest)
+    if settings.num_unrolled > 1:
+        scores = s.num_heads * length
+        recomputes = scores * length > _MAX_SCORES
+        kept += (settings.num_unrolled - 1) * num_tokens * (step + (0 if recomputes else 8 * scores))
+        most = 20 * _MAX_SCORES if recomputes else 0
+    # the target's logits are the larger half, whatever the drafter's vocabulary is
+    logits = _DRAFT_LOGIT_BYTES * min(num_tokens * s.vocab_size, CHUNK_LOGITS)
+    return kept + max(most, logits, 6 * s.intermediate_size * num_tokens)
+
+
+# --- the drafter's size ---
+
+
+def num_drafter_parameters(situation: Situation) -> int:
+    """Weights of the learned drafter; 0 if there is none."""
+    settings = situation.config.drafter
+    if not situation.learns_drafting:
+        return 0
+    return drafter_parameters(situation.shape, settings.form, settings.vocabulary)
+
+
+def drafter_parameters(shape: ModelShape, form: str, vocabulary: int) -> int:
+    """Weights of a drafter; ``vocabulary``: of an EAGLE-3 one."""
+    h, layer = shape.hidden_size, drafter_layer_parameters(shape, form)
+    if form == "eagle":
+        return 2 * h * h + layer + h
+    return 3 * h * h + layer + 4 * h + min(vocabulary, shape.vocab_size) * h
+
+
+def drafter_layer_parameters(shape: ModelShape, form: str) -> int:
+    """Weights of the drafter layer's matrices; EAGLE-3's attention reads states and embeddings side by side."""
+    rows = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    attention = (1 if form == "eagle" else 2) * rows + shape.num_heads * shape.head_dim
+    return shape.hidden_size * (attention + 3 * shape.intermediate_size)
