@@ -102,7 +102,7 @@ class Findings:
     def is_guarded(self) -> bool:
         """Whether near-ties were decided the same way on every path, so that the text cannot depend on speculation."""
         guard, dtype = self.log.setting("rollout", "tie_guard"), self.log.setting("model", "dtype")
-        return bool(guard == "on" or (guard == "auto" and dtype == "float32"))
+        return bool(guard != "off" and dtype == "float32")  # version 0.1 had a key that switched it off
 
     def mean(self, metric: str) -> float:
         """Of a metric over the steps that tell it; NaN where none does."""

@@ -156,7 +156,7 @@ def _checkpoint_copy(situation: Situation) -> Part:
 
 def _saved_alone(situation: Situation) -> int:
     """Of the drafter's checkpoints between the whole ones."""
-    alone = _trains(situation) and situation.config.checkpoint.drafter_every_steps > 0
+    alone = _trains(situation)
     return 16 * num_drafter_parameters(situation) * alone
 
 
