@@ -124,7 +124,7 @@ def test_what_is_asked_of_the_engine():
         SamplingParams(512, temperature=0.0, stop_strings=("x",)), sampled, sampled,
     ]  # fmt: skip
     assert [(key.seed, key.stream, key.draw, key.sample) for key in (request.key for request in wanted.requests)] == [
-        (3, Stream.EVALUATION, 7, sample) for sample in range(3)
+        (0, Stream.EVALUATION, 7, sample) for sample in range(3)
     ]
 
 

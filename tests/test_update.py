@@ -53,8 +53,8 @@ def test_without_penalties_rewards_are_scores() -> None:
 
 def test_length_is_punished_before_the_advantage() -> None:
     update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong_buffer=20")
-    assert update.rewards.tolist() == pytest.approx([1, -0.2, 0.7, 0.6])
-    assert given == pytest.approx([0.6, -0.6, 0.05, -0.05])
+    assert update.rewards.tolist() == pytest.approx([1, -0.5, 0.25, 0])
+    assert given == pytest.approx([0.75, -0.75, 0.125, -0.125])
 
 
 def test_what_dynamic_sampling_leaves_out_is_not_learned_from() -> None:
