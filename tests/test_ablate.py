@@ -54,7 +54,7 @@ def plan(folder: Path, *overrides: str, ranks: int = 1, **asked) -> Ablation:
 
 
 def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
-    config = job("drafter.schedule=every", "drafter.every_steps=3")
+    config = job("drafter.schedule=falling")
     changed = {}
     for arm in ARMS:
         ours, theirs = config_of(config, arm, 7, tmp_path, "elsewhere").model_dump(), config.model_dump()
@@ -67,10 +67,10 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
         # a replay would leave out the drafter's updates, which are what is compared
         place = {"run.name": arm, "run.folder": str(tmp_path), "run.num_steps": 7, "checkpoint.replay": False}
         assert {name: changed[arm].pop(name) for name in place} == place
-    frozen = {"drafter.train": False, "drafter.schedule": "always", "drafter.every_steps": 1}
+    frozen = {"drafter.train": False, "drafter.schedule": "always"}
     control = {
         "drafter.place": "serial", "drafter.rollouts": "first", "drafter.serial_as": str(tmp_path / "tail"),
-        "drafter.schedule": "always", "drafter.every_steps": 1,
+        "drafter.schedule": "always",
     }  # fmt: skip
     assert changed == {
         "plain": {"speculation.mode": "plain"},

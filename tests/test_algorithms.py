@@ -125,18 +125,12 @@ def test_one_response_a_prompt_suits_an_advantage_without_groups() -> None:
             "algorithm.kl_estimator=low_var_kl",
             "algorithm.kl_estimator = 'low_var_kl': input should be 'auto', 'k1', 'k2' or 'k3'",
         ),
-        ("algorithm.kl_in=both", "algorithm.kl_in = 'both': input should be 'loss' or 'reward'"),
         (
             "algorithm.entropy_coefficient=-1",
             "algorithm.entropy_coefficient = -1: use a number from 0 to 1000000",
         ),
         ("algorithm.max_refills=1.5", "algorithm.max_refills = 1.5: input should be a valid integer"),
         ("algorithm.updates_per_step=0", "algorithm.updates_per_step = 0: use a whole number from 1 to 2147483647"),
-        (
-            "algorithm.overlong_penalty=0.5",
-            "algorithm.overlong_penalty = 0.5 says nothing with algorithm.overlong_buffer = 0; set a buffer, or leave "
-            "algorithm.overlong_penalty out",
-        ),
         ("algorithm.clip_low=-0.1", "algorithm.clip_low = -0.1: use a number from 0 to 1e+06, or 'auto'"),
         ("algorithm.clip_high=wide", "algorithm.clip_high = 'wide': use a number from 0 to 1e+06, or 'auto'"),
         ("algorithm.clip_high=inf", "algorithm.clip_high = inf: use a number from 0 to 1e+06, or 'auto'"),
@@ -146,29 +140,14 @@ def test_one_response_a_prompt_suits_an_advantage_without_groups() -> None:
             "rollout.group_size of 2 or more, or algorithm.name = 'reinforce++'",
         ),
         (
-            "algorithm.kl_in=reward algorithm.kl_coefficient=0.1",
-            "algorithm.kl_in = 'reward' with algorithm.advantage = 'group', which divides by the group's deviation: "
-            "where the answers are all right or all wrong only the distance is left, however small its coefficient; "
-            "use algorithm.kl_in = 'loss', or another advantage",
-        ),
-        (
-            "algorithm.name=rloo algorithm.kl_in=reward algorithm.kl_coefficient=0.1 algorithm.kl_estimator=k3",
-            "algorithm.kl_estimator = 'k3' with algorithm.kl_in = 'reward': the mean of its gradient there is not the "
-            "distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss",
+            "algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1",
+            "algorithm.kl_estimator = 'k1', which is part of the reward, with algorithm.advantage = 'group', which "
+            "divides by the group's deviation: where the answers are all right or all wrong only the divergence is "
+            "left, however small its coefficient; use algorithm.kl_estimator = 'k3', or another advantage",
         ),
         (
             "algorithm.overlong_buffer=4096",
             "algorithm.overlong_buffer = 4096 is more than rollout.max_new_tokens = 512; lower it",
-        ),
-        (
-            "algorithm.kl_in=reward",
-            "algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = 0.0; set a coefficient, or leave "
-            "algorithm.kl_in out",
-        ),
-        (
-            "algorithm.kl_estimator=k1 algorithm.kl_coefficient=0.1",
-            "algorithm.kl_estimator = 'k1' with algorithm.kl_in = 'loss': the mean of its gradient there is not the "
-            "distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss",
         ),
         (
             "algorithm.clip_low=1.5",
@@ -218,7 +197,7 @@ def test_an_advantage_is_found_by_its_name(kind: Any, wanted: Any) -> None:
 
 def test_coming_close_to_the_longest_costs_evenly() -> None:
     lengths = np.array([1, 80, 81, 90, 100, 120])
-    assert overlong_penalties(lengths, 100, 20, 0.5).tolist() == pytest.approx([0, 0, -0.025, -0.25, -0.5, -0.5])
+    assert overlong_penalties(lengths, 100, 20).tolist() == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
 
 
 # -- aggregation ------------------------------------------------------------------------------------------------------

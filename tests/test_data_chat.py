@@ -176,17 +176,17 @@ def test_templates_in_the_tokenizers_configuration(tmp_path: Path) -> None:
         read_chat_format(folder)
 
 
-def test_the_date_is_the_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_date_is_always_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers takes the clock's, with which a prompt would depend on the day of the run."""
 
     class Then(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Then:
-            return cls(2025, 3, 1, 12)
+            return cls(2024, 7, 26, 12)
 
     monkeypatch.setattr(theirs, "datetime", Then)
     folder = folder_with(DATED, tmp_path / "model")
-    both(folder, [[{"role": "user", "content": "1"}]], tmp_path, "data.template_date=2025-03-01")
+    both(folder, [[{"role": "user", "content": "1"}]], tmp_path)
 
 
 def test_a_tokenizer_that_was_saved_with_truncation(tmp_path: Path) -> None:

@@ -295,11 +295,7 @@ def test_lists_and_tables_are_written_with_the_run() -> None:
             "data.task_args={a = 2024-07-26}",
             "data.task_args = {'a': datetime.date(2024, 7, 26)}: give numbers, texts, booleans and lists alone",
         ),
-        (
-            "data.template_date='2024-02-30'",
-            "data.template_date = '2024-02-30': day is out of range for month; give a day as 2024-07-26",
-        ),
-        ("data.template_date=today", "data.template_date = 'today': give a day as 2024-07-26"),
+        ("data.task_args={size = 0}", "data.task_args.size = 0: use a whole number from 1 to 100000000"),
         ("data.max_prompt_tokens=0", "data.max_prompt_tokens = 0: use a whole number from 1 to 2147483647"),
         ("data.chat_template=", "data.chat_template = '': use 1 to 4095 characters"),
         ("data.overlong=cut", "data.overlong = 'cut': input should be 'error' or 'drop'"),

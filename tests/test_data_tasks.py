@@ -36,7 +36,7 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_problems_of_a_task(gym: None) -> None:
-    source = open_data("reasoning-gym:sums", "data.task_size=20", seed=3, count=10)
+    source = open_data("reasoning-gym:sums", "data.task_args={size = 20}", seed=3, count=10)
     drawn = [*source.batch(0), *source.batch(1)]
     assert sorted(texts(drawn)) == sorted(f"3,{i % 9}=" for i in range(20))
     first = next(prompt for prompt in drawn if prompt.text == "3,4=")
@@ -46,15 +46,17 @@ def test_problems_of_a_task(gym: None) -> None:
 
 
 def test_a_task_that_judges_by_its_entry_alone(gym: None) -> None:
-    assert reader_of("reasoning-gym:sums", "data.task_size=6").read(5).answer == ""
+    assert reader_of("reasoning-gym:sums", "data.task_args={size = 6}").read(5).answer == ""
 
 
 def test_arguments_and_seed_make_other_problems(gym: None) -> None:
-    def fingerprint(*overrides: str, seed: int = 0) -> str:
-        return open_data("reasoning-gym:sums", "data.task_size=20", *overrides, seed=seed).fingerprints()["data.source"]
+    def fingerprint(*given: str, seed: int = 0) -> str:
+        return open_data(
+            "reasoning-gym:sums", f"data.task_args={{{', '.join(['size = 20', *given])}}}", seed=seed
+        ).fingerprints()["data.source"]
 
     assert fingerprint() == fingerprint()
-    assert len({fingerprint(), fingerprint(seed=1), fingerprint("data.task_args={largest = 2}")}) == 3
+    assert len({fingerprint(), fingerprint(seed=1), fingerprint("largest = 2")}) == 3
 
 
 def test_arguments_that_a_task_refuses(gym: None) -> None:
@@ -86,7 +88,7 @@ def test_a_task_that_is_not_there(gym: None) -> None:
 def test_a_task_whose_questions_are_no_texts(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sums, "__getitem__", lambda *_: {"question": 3, "answer": "1"})
     with pytest.raises(UserError) as caught:
-        open_data("reasoning-gym:sums", "data.task_size=21")
+        open_data("reasoning-gym:sums", "data.task_args={size = 21}")
     assert str(caught.value) == (
         "reasoning-gym:sums problem 0: its question is no text; use another task, or set data.broken_rows = 'skip'"
     )
@@ -103,7 +105,7 @@ def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_package_itself() -> None:
     pytest.importorskip("reasoning_gym")
-    settings = ("data.task_size=8", "data.task_args={min_animals = 2, max_animals = 3}")
+    settings = ("data.task_args={size = 8, min_animals = 2, max_animals = 3}",)
     reader = reader_of("reasoning-gym:leg_counting", *settings, "data.max_prompt_tokens=500")
     rows = [reader.rows[index] for index in range(8)]
     assert all("how many legs" in row["prompt"] and row["answer"].isdecimal() for row in rows)

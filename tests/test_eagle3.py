@@ -234,8 +234,9 @@ def make_trainer(tmp_path, **settings):
     return SpotTrainer(embedded_decoder(), cache, options, 0, 0, torch.arange(NUM_TOKENS)), cache
 
 
-def test_training_along_its_own_path_makes_drafts_that_are_accepted(tmp_path):
-    trainer, cache = make_trainer(tmp_path, unroll_steps=2, micro_step_tokens=1024)
+def test_training_along_its_own_path_makes_drafts_that_are_accepted(tmp_path, monkeypatch):
+    monkeypatch.setattr(DrafterSection, "num_unrolled", 2)
+    trainer, cache = make_trainer(tmp_path, micro_step_tokens=1024)
     collector = make_engine([OFF], drafter=eagle3(ids=torch.arange(NUM_TOKENS)), max_live=32)
     collector.feature_sink = cache.begin_step(0, 0).append
     generate(collector, gcd_requests(16, 4))

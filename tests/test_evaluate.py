@@ -115,7 +115,7 @@ def test_it_answers_every_prompt_greedily_and_by_sampling(plain):
 
 
 def test_what_is_asked_of_the_engine():
-    changes = "evaluation.samples=2", "evaluation.seed=3", "rollout.stop_strings=['x']", "rollout.top_k=5"
+    changes = "evaluation.samples=2", "rollout.stop_strings=['x']", "rollout.top_k=5"
     config = load_config(TINY, changes)
     prompt = Prompt(np.array([2], np.int32), "", "", "")
     (wanted,) = wanted_responses(config, EvaluationSets((EvaluationSet("a", (7,), (prompt,), ""),)))
@@ -124,7 +124,7 @@ def test_what_is_asked_of_the_engine():
         SamplingParams(512, temperature=0.0, stop_strings=("x",)), sampled, sampled,
     ]  # fmt: skip
     assert [(key.seed, key.stream, key.draw, key.sample) for key in (request.key for request in wanted.requests)] == [
-        (3, Stream.EVALUATION, 7, sample) for sample in range(3)
+        (0, Stream.EVALUATION, 7, sample) for sample in range(3)
     ]
 
 
@@ -220,7 +220,7 @@ def test_more_samples_are_added_to_those_that_are_there(tmp_path):
         ("evaluation.temperature=0.9", "evaluation.temperature = 0.6, now 0.9"),
         ("evaluation.max_new_tokens=50", "evaluation.max_new_tokens = 160, now 50"),
         ("reward.default=numeric", "reward.default = 'boxed', now 'numeric'"),
-        ("evaluation.seed=1", "evaluation.seed = 0, now 1"),
+        ("evaluation.top_p=0.9", "evaluation.top_p = 0.95, now 0.9"),
     ],
 )
 def test_another_evaluation_in_the_folder_is_refused(plain, override, what):
@@ -277,19 +277,10 @@ def test_sets_and_the_sources_within_them(two_sets, tmp_path):
     ("overrides", "message"),
     [
         (
-            ["evaluation.pass_k=[1,9]"],
-            "evaluation.pass_k has 9, more than evaluation.samples = 8; raise evaluation.samples to 9 or leave it out",
-        ),
-        (
-            ["evaluation.samples=0", "evaluation.greedy=false"],
-            "evaluation.samples = 0 and evaluation.greedy = false ask for no answer; set one of them",
-        ),
-        (
             ["evaluation.temperature=0"],
-            "evaluation.temperature = 0 with evaluation.samples = 8 gives one answer so many times; use "
-            "evaluation.greedy with evaluation.samples = 0",
+            "evaluation.temperature = 0 with evaluation.samples = 8 gives the greedy answer so many times; use "
+            "evaluation.samples = 0, since every prompt is answered greedily once",
         ),
-        (["evaluation.names=['a']"], "evaluation.names has 1 names for 0 sources; give one each"),
         (
             ["evaluation.every_steps=2", "data.source=x.jsonl"],
             "evaluation.every_steps = 2, but there is nothing to evaluate on; name files in evaluation.sources",
@@ -317,7 +308,7 @@ def test_settings_that_cannot_work(overrides, message):
         ),
         (
             ["evaluation.sources=['embedded:gcd','embedded:gcd']"],
-            "two of evaluation.sources are called 'gcd'; give evaluation.names",
+            "two of evaluation.sources are called 'gcd', after their files; rename one",
         ),
         (
             ["data.source=x.jsonl"],

@@ -287,7 +287,7 @@ def test_what_is_saved_counts_masters_moments_drafter_and_a_reference_that_is_re
     alone = 16 * num_drafter_parameters(plan.situation)
     assert disk["the drafter's between them"] == 3 * alone, "two are kept, and the next is written before one goes"
     assert host["copy for checkpoints"] == (-(-saved // (2 << 24)) + -(-alone // (2 << 24))) << 24
-    without = plan_memory(situation("tiny", *changes, "checkpoint.drafter_every_steps=0", ranks=2))
+    without = plan_memory(situation("tiny", *changes, "drafter.train=false", ranks=2))
     assert "the drafter's between them" not in {part.name for part in without.disk}
 
 

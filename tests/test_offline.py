@@ -133,42 +133,33 @@ def test_the_learning_rate_climbs_and_falls_to_nothing():
 # -- when it is over ------------------------------------------------------------------------------------------------
 
 
-def at(updates: int, *accept_lengths: float, tokens: int = 0, seconds: float = 0.0) -> Progress:
+def at(updates: int, *accept_lengths: float) -> Progress:
     curve = tuple(CurvePoint(10 * (i + 1), 0, 0.0, 0.5, length) for i, length in enumerate(accept_lengths))
-    return Progress(updates, tokens, seconds, (), curve)
+    return Progress(updates, 0, 0.0, (), curve)
 
 
-LIMITS = WarmupSection(updates=100, tokens=1000, minutes=2.0, patience=2, validate_every=10)
+LIMITS = WarmupSection(updates=100, validate_every=10)
 
 
 @pytest.mark.parametrize(
     ("progress", "over", "reason"),
     [
-        (at(99, 1.0, 2.0, tokens=999, seconds=119.0), False, ""),
+        (at(99, 1.0, 2.0), False, ""),
         (at(100), True, "warmup.updates = 100"),
-        (at(50, tokens=1000), True, "warmup.tokens = 1000"),
-        (at(50, seconds=120.0), True, "warmup.minutes = 2"),
-        (at(50, 3.0, 2.0), False, ""),
-        (at(50, 3.0, 2.0, 2.9), True, "no new best in 2 validations (warmup.patience)"),
-        (at(50, 3.0, 2.0, 2.9, 3.1), False, ""),
-        (at(50, 3.0, 3.0, 3.0), True, "no new best in 2 validations (warmup.patience)"),
+        (at(50, 3.0, *[2.0] * 7), False, ""),
+        (at(50, 3.0, *[2.0] * 8), True, "no new best in 8 validations"),
+        (at(50, 3.0, *[2.0] * 7, 3.1), False, ""),
+        (at(50, *[3.0] * 9), True, "no new best in 8 validations"),
     ],
 )
-def test_a_budget_or_the_patience_ends_it(progress, over, reason):
+def test_the_updates_or_the_patience_end_it(progress, over, reason):
     assert is_over(progress, LIMITS) == over
     if over:
         assert end_reason(progress, LIMITS) == reason
 
 
-def test_budgets_that_are_off_end_nothing():
-    endless = WarmupSection(updates=100, tokens=0, minutes=0.0, patience=0)
-    assert not is_over(at(99, *[1.0] * 50, tokens=10**9, seconds=1e9), endless)
-
-
-def test_the_share_done_is_that_of_the_budget_which_ends_first():
-    assert share_done(at(50, tokens=100), LIMITS) == 0.5
-    assert share_done(at(50, tokens=900), LIMITS) == 0.9
-    assert share_done(at(50, tokens=9000), LIMITS) == 1.0
+def test_the_share_done_is_that_of_the_updates():
+    assert share_done(at(50), LIMITS) == 0.5 and share_done(at(101), LIMITS) == 1.0
 
 
 def test_the_best_is_the_first_of_the_highest():
@@ -186,7 +177,8 @@ def test_validation_comes_on_time_at_the_end_and_never_twice():
     assert validation_is_due(Progress(0), LIMITS, is_trained=True), "a start that has learned already is judged"
     judged = Progress(17).validated(2.0, 1.0)
     assert not validation_is_due(judged, LIMITS, is_trained=True)
-    assert validation_is_due(at(17, tokens=1000), LIMITS, is_trained=True), "a budget ended it in between"
+    ended = WarmupSection(updates=17, validate_every=10)
+    assert validation_is_due(at(17), ended, is_trained=True), "the last update, in between"
 
 
 def test_progress_comes_back_equal_from_json():

@@ -131,7 +131,6 @@ SMALL_WARMUP = (
     "warmup.updates=2",
     "warmup.validate_every=2",
     "warmup.validation_prompts=4",
-    "warmup.validation_tokens=16",
 )
 MODEL = {"read/model/model.safetensors", "read/model/tokenizer.json", "read/model/config.json"}
 

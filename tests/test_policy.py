@@ -119,7 +119,7 @@ class Reference:
         self.model = make_model()
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), settings.learning_rate, settings.betas, settings.epsilon, settings.weight_decay
+            self.model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay
         )
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.norms: list[float] = []
@@ -409,7 +409,7 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     config = make_config(
         algorithm__name="rloo",
         algorithm__kl_coefficient=0.5,
-        algorithm__kl_in="reward",
+        algorithm__kl_estimator="k1",
         optimizer__zero_stage=stage,
         optimizer__sequence_parallel=sharing,
     )

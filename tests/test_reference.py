@@ -80,7 +80,7 @@ def hashes_at_stage_3() -> list[list[str]]:
     world = connect()
     found = []
     for kl_in, estimator in (("loss", "k3"), ("reward", "k1")):
-        recipe = {"name": "rloo", "kl_coefficient": 0.5, "kl_in": kl_in, "kl_estimator": estimator}
+        recipe = {"name": "rloo", "kl_coefficient": 0.5, "kl_estimator": estimator}
         recipe["reference_every_steps"] = 1
         settings = {f"algorithm__{key}": value for key, value in recipe.items()}
         digests = []

@@ -105,9 +105,9 @@ def judged(rollout: Rollout) -> float:
         ),
         (
             "import time; time.sleep(60)",
-            ("reward.wall_seconds=0.3", "reward.cpu_seconds=0.1", "reward.workers=16"),
-            "judging them took longer than reward.wall_seconds; see what reward.function waits for or raise it; for "
-            "one, no verdict in 0.3 s of the clock",
+            ("reward.cpu_seconds=0.1", "reward.workers=16"),
+            "judging them took 60 times reward.cpu_seconds; see what reward.function waits for or raise it; for one, "
+            "no verdict in 6.0 s of the clock",
         ),
         (
             "return len('x' * 2**40)",

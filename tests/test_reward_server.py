@@ -67,7 +67,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def client_of(own: str, **changes: object) -> RewardClient:
-    given = {"default": "function", "function": own, "cpu_seconds": 1.0, "wall_seconds": 60.0, "memory_mb": 512}
+    given = {"default": "function", "function": own, "cpu_seconds": 1.0, "memory_mb": 512}
     client = RewardClient(settings_of(RewardSection.model_validate(given | changes)))
     client.wait_until_ready()
     return client
@@ -135,8 +135,8 @@ def test_what_goes_wrong_costs_that_answer_alone(
 
 
 def test_an_answer_that_waits_for_ever_meets_the_far_limit(own: str) -> None:
-    client = client_of(own, cpu_seconds=0.2, wall_seconds=5.0)
-    assert ask(client, "sleep", "a") == [Verdict.failed(Failure.WALL, "no verdict in 5.0 s of the clock"), Verdict(1.0)]
+    client = client_of(own, cpu_seconds=0.1)
+    assert ask(client, "sleep", "a") == [Verdict.failed(Failure.WALL, "no verdict in 6.0 s of the clock"), Verdict(1.0)]
     client.close()
 
 
@@ -196,7 +196,7 @@ def test_an_answer_that_the_server_dies_of_is_not_tried_for_ever(own: str) -> No
 
 def test_a_server_that_stands_still_is_replaced(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt_hpc.rewards.client._STALLED_SECONDS", 5.0)
-    client = client_of(own, wall_seconds=5.0)
+    client = client_of(own, cpu_seconds=0.1)
     os.kill(client.server_pid, signal.SIGSTOP)
     assert ask(client, "four") == [Verdict(4.0)]
     assert client.num_restarts == 1

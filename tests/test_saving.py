@@ -51,7 +51,7 @@ def disk(monkeypatch) -> Iterator[threading.Event]:
     ready.set()
 
 
-def job_in(folder, background: bool) -> Any:
+def job_in(folder) -> Any:
     shard = {"weight": torch.arange(4.0)}
     claim_owner(folder, BEAT.start)
     policy = SimpleNamespace(state_shard=lambda: shard, reference_shard=dict, optimizer_step_count=1)
@@ -59,7 +59,7 @@ def job_in(folder, background: bool) -> Any:
         world=AloneWorld(), folder=SimpleNamespace(status=folder),
         checkpoints=CheckpointStore(folder, 2), drafting=None, policy=policy,
         engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
-        config=SimpleNamespace(run=SimpleNamespace(seed=0), checkpoint=SimpleNamespace(background=background)),
+        config=SimpleNamespace(run=SimpleNamespace(seed=0)),
     )  # fmt: skip
 
 
@@ -68,34 +68,28 @@ def end_the_time(job: Any) -> None:
     job.world.flag.request(Stop.KILL, "SIGTERM")
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_a_save_that_nobody_has_time_for_is_given_up(tmp_path, disk, background, caplog):
-    job = job_in(tmp_path, background)
-    if background:
-        assert saving.save_checkpoint(job, 1, saved=0) == 1  # begun, and nobody waits
-        end_the_time(job)
-        assert saving.save_checkpoint(job, 2, saved=1) == 1  # the wait for the one before is what there is no time for
-    else:
-        end_the_time(job)
-        assert saving.save_checkpoint(job, 1, saved=0) == 0
+def test_a_save_that_nobody_has_time_for_is_given_up(tmp_path, disk, caplog):
+    job = job_in(tmp_path)
+    assert saving.save_checkpoint(job, 1, saved=0) == 1  # begun, and nobody waits
+    end_the_time(job)
+    assert saving.save_checkpoint(job, 2, saved=1) == 1  # the wait for the one before is what there is no time for
     assert "no time is left to save" in caplog.text
     assert saving.save_at_end(job, saved=0, step=2) == (Stop.KILL, False)
     assert not job.checkpoints.is_saving
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_with_time_left_it_is_waited_for(tmp_path, disk, background):
-    job = job_in(tmp_path, background)
+def test_with_time_left_it_is_waited_for(tmp_path, disk):
+    job = job_in(tmp_path)
     threading.Timer(0.2, disk.set).start()
     assert saving.save_checkpoint(job, 1, saved=0) == 1
-    assert job.checkpoints.is_saving == background
+    assert job.checkpoints.is_saving
     assert saving.save_checkpoint(job, 2, saved=1) == 2
     assert saving.save_at_end(job, saved=2, step=2) == (Stop.NONE, True)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001", "step-000002"]
 
 
 def test_at_the_end_nothing_is_begun_once_it_is_late(tmp_path, disk):
-    job = job_in(tmp_path, background=True)
+    job = job_in(tmp_path)
     job.world.flag.request(Stop.TIME, "SIGUSR2")
     assert not job.world.flag.is_late
     disk.set()
@@ -109,7 +103,7 @@ def test_at_the_end_nothing_is_begun_once_it_is_late(tmp_path, disk):
 
 
 def test_a_start_that_has_lost_its_folder_saves_nothing(tmp_path, disk):
-    job = job_in(tmp_path, background=True)
+    job = job_in(tmp_path)
     disk.set()
     claim_owner(tmp_path, "later")
     with pytest.raises(UserError, match="another start has taken over"):

@@ -15,7 +15,7 @@ from tlt_hpc.rollout.tally import DraftTally
 from tlt_hpc.rollout_loop import past_drafts
 from tlt_hpc.storage.folder import RunFolder
 
-WARM = {"init": "embedded:tiny", "schedule": "falling", "fall": 0.1}
+WARM = {"init": "embedded:tiny", "schedule": "falling"}
 
 
 def counts_of(length: float, sequences: float = 1000.0) -> DraftCounts:
@@ -37,16 +37,12 @@ def decisions(lengths: list[float], **settings) -> str:
     return "".join("T" if decide(section, step, past[:step]).trains else "." for step in range(len(lengths) + 1))
 
 
-def test_always_and_every() -> None:
+def test_always() -> None:
     assert all(decide(DrafterSection(), step, []).trains for step in range(5))
-    every = DrafterSection(schedule="every", every_steps=3)
-    assert [decide(every, step, []).trains for step in range(7)] == [True, False, False, True, False, False, True]
-    assert decide(every, 4, []).reason == "every 3 steps: next at step 6"
 
 
 def test_falling_begins_under_the_fall_and_ends_at_half_of_it() -> None:
     assert decisions([4.0, 3.7, 3.7, 3.59, 3.7, 3.79, 3.81, 3.7]) == "....TTT.."
-    assert decisions([4.0, 3.7, 3.7, 3.59, 3.7, 3.79, 3.81, 3.7], fall=0.05) == "..TTTTTTT"
     assert decisions([3.0, 4.0, 3.7, 4.4, 3.9]) == ".....T", "a new best moves the bounds"
 
 
@@ -128,13 +124,11 @@ def test_counts_survive_the_log_and_later_steps_are_not_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["drafter.every_steps=3"], "drafter.every_steps = 3 says nothing with drafter.schedule = 'always'"),
         (["drafter.train=false", "drafter.place=serial"], "drafter.place = 'serial' with drafter.train = false"),
         (["drafter.rollouts=first", "drafter.cache_folder=/local"], "drafter.cache_folder = '/local': the first step"),
         (["drafter.train=false", "drafter.rollouts=first"], "drafter.rollouts = 'first' with drafter.train = false"),
         (["drafter.train=false", "drafter.schedule=falling"], "drafter.schedule = 'falling' with drafter.train = fals"),
         (["drafter.schedule=falling", 'speculation.strategies=["ngram-4"]'], "judges the learned drafter's rounds"),
-        (["drafter.fall=1.0"], "drafter.fall = 1.0"),
     ],
 )
 def test_combinations_that_make_no_sense_are_one_line(overrides: list[str], message: str) -> None:

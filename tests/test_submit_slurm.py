@@ -136,7 +136,7 @@ def test_six_runs_are_trained_on_two_nodes_each(
     """The same with real runs: warm-up, training, evaluation; one cannot write its folder."""
     small = (
         *("rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=32", "run.num_steps=2"),
-        *("warmup.responses=12", "warmup.updates=2", "warmup.batch_tokens=64", "warmup.ramp_updates=1"),
+        *("warmup.responses=12", "warmup.updates=2", "warmup.batch_tokens=64"),
         *("warmup.validation_prompts=4", "evaluation.limit=4", "evaluation.samples=1"),
     )
     (tmp_path / "runs").mkdir()

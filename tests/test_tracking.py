@@ -444,9 +444,7 @@ def test_a_run_that_fails_closes_its_job_first_then_the_trackers(closes, tmp_pat
 
 
 def test_runs_that_are_held_together_have_neither_trackers_nor_evaluations(tmp_path):
-    config = config_for(
-        tmp_path, "tracking.tensorboard=true", "tracking.wandb=online", "evaluation.every_steps=2", "tracking.group=g"
-    )
+    config = config_for(tmp_path, "tracking.tensorboard=true", "tracking.wandb=online", "evaluation.every_steps=2")
     runs = [compare.config_of(config, mode, 1, tmp_path) for mode in compare.MODES]
     runs += [arms.config_of(config, arm, 1, tmp_path, "elsewhere") for arm in ARMS]
     for each in runs:

@@ -52,9 +52,9 @@ def test_without_penalties_rewards_are_scores() -> None:
 
 
 def test_length_is_punished_before_the_advantage() -> None:
-    update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong_buffer=20", "algorithm.overlong_penalty=0.4")
-    assert update.rewards.tolist() == pytest.approx([1, -0.2, 0.7, 0.6])
-    assert given == pytest.approx([0.6, -0.6, 0.05, -0.05])
+    update, given = learned("algorithm.name=dr-grpo", "algorithm.overlong_buffer=20")
+    assert update.rewards.tolist() == pytest.approx([1, -0.5, 0.25, 0])
+    assert given == pytest.approx([0.75, -0.75, 0.125, -0.125])
 
 
 def test_what_dynamic_sampling_leaves_out_is_not_learned_from() -> None:
@@ -65,7 +65,7 @@ def test_what_dynamic_sampling_leaves_out_is_not_learned_from() -> None:
 
 
 def test_the_distance_is_taken_from_the_reward() -> None:
-    update, given = learned("algorithm.name=rloo", "algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1")
+    update, given = learned("algorithm.name=rloo", "algorithm.kl_estimator=k1", "algorithm.kl_coefficient=0.1")
     assert update.rewards.tolist() == pytest.approx([0.95, -0.1, 1.05, 0.8])
     assert given == pytest.approx([1.05, -1.05, 0.25, -0.25])
     assert update.reward_kl == pytest.approx(3.0 / sum(LENGTHS))

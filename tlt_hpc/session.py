@@ -414,12 +414,7 @@ def engine_settings(config: Config, assets: ModelAssets, world: World) -> Engine
         kv_bytes=rollout.kv_bytes,
         page_size=rollout.page_size,
         prefill_tokens=rollout.prefill_tokens,
-        ngram_orders=speculation.ngram_orders,
-        ngram_history_tokens=speculation.ngram_history_tokens,
         strategies=strategies_of(speculation.mode, speculation.strategies),
-        chooser=speculation.chooser,
-        epsilon=speculation.epsilon,
-        window=speculation.window,
         seed=world.rank,
         detokenize=assets.tokenizer.decode if rollout.stop_strings else None,
     )
@@ -442,12 +437,12 @@ def make_drafting(
     kind = FirstRollouts if settings.rollouts == "first" else FeatureCache
     place, rank, num_ranks = cache_place(config, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
-    cache = kind(place, rank, *sizes, num_ranks, settings.cache_compression)
+    cache = kind(place, rank, *sizes, num_ranks)
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)
     alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
-    return Drafting(cache, spot, served, alone, config.checkpoint.drafter_every_steps if settings.train else 0)
+    return Drafting(cache, spot, served, alone, saved_every=1 if settings.train else 0)
 
 
 def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:

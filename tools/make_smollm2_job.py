@@ -60,10 +60,8 @@ updates = 400
 minutes = 8.0
 batch_tokens = 512
 learning_rate = 1e-3
-ramp_updates = 20
 validate_every = 100
 validation_prompts = 16
-validation_tokens = 64
 """
 
 

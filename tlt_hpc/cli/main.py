@@ -453,6 +453,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_report_arguments(
         commands.add_parser("report", help="one page of HTML: what a run learned, where its time went, what it gained")
     )
+    keys = commands.add_parser("keys", help="print every key of the configuration: values, default, unit, meaning")
+    keys.add_argument("section", nargs="?", metavar="SECTION", help="e.g. rollout; without it all")
+    keys.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
     export_options.add_export_options(export)
     policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
@@ -537,11 +540,19 @@ def run_data(options: argparse.Namespace) -> int:
     return run(options.file, options.model, options.overrides)
 
 
+def run_keys(options: argparse.Namespace) -> None:
+    """``tlt keys``."""
+    from tlt_hpc.cli.show_keys import run
+
+    run(options.section, options.markdown)
+
+
 ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "bench": run_bench,
     "export-drafter": run_export,
     "export-policy": run_export_policy,
     "data": run_data,
+    "keys": run_keys,
     "plan": run_plan,
     "simulate": run_simulate,
     "preflight": run_preflight,

@@ -9,11 +9,13 @@ from pydantic import BeforeValidator, Field
 from tlt_hpc.config.base import (
     MAX_WEIGHT,
     Count,
-    Decay,
     LearningRate,
     NumRanks,
+    NumTokens,
     PositiveInt,
     Section,
+    StepCount,
+    TokenCount,
     Weight,
     zero_or_from,
 )
@@ -48,50 +50,56 @@ Bound = Annotated[Weight | Literal["auto"], BeforeValidator(_bound)]
 
 
 class AlgorithmSection(Section):
-    """Parts that are ``auto`` take what the name stands for (``recipes.py``); what is saved with a run is resolved."""
+    """The objective of the policy. A part that is ``auto`` follows from the algorithm's name; the configuration saved
+    with a run has every ``auto`` replaced."""
 
     name: AlgorithmName = "grpo"
+    """The algorithm, a named combination of ``advantage``, ``loss``, ``aggregation``, ``clip_low`` and
+    ``clip_high``."""
     advantage: Literal["auto", AdvantageName] = "auto"
-    """``group``: reward less its group's mean, over its standard deviation; ``group-mean``: not divided;
-    ``leave-one-out``: less the mean of the others in the group; ``batch``: normalised over all tokens of the step;
-    ``group-mean-batch``: less the group's mean, then normalised so."""
+    """How a response's advantage is computed. ``group``: reward minus the mean of its group, divided by the group's
+    standard deviation; ``group-mean``: the same without the division; ``leave-one-out``: reward minus the mean of the
+    other responses of the group; ``batch``: reward normalised over all tokens of the step; ``group-mean-batch``: reward
+    minus the group's mean, then normalised over all tokens."""
     loss: Literal["auto", LossName] = "auto"
-    """``clip``: PPO's, each token by its ratio; ``sequence-clip``: by its response's (GSPO); ``weight-clip``: the ratio
-    is a bounded weight, and no token loses its gradient (CISPO)."""
+    """How the loss uses the probability ratio of new to old policy. ``clip``: PPO's clipped ratio of each token;
+    ``sequence-clip``: the clipped ratio of the whole response (GSPO); ``weight-clip``: the clipped ratio is a constant
+    weight, and every token keeps its gradient (CISPO)."""
     aggregation: Literal["auto", AggregationName] = "auto"
-    """How the losses of a step's tokens are added up; ``-norm`` divides by ``rollout.max_new_tokens``."""
+    """How token losses are combined into the step's loss; the suffix ``-norm`` divides by
+    ``rollout.max_new_tokens``."""
     clip_low: Bound = "auto"
-    """The ratio is kept above 1 less this."""
+    """The ratio is clipped below 1 minus this value."""
     clip_high: Bound = "auto"
-    """The ratio is kept below 1 plus this."""
+    """The ratio is clipped above 1 plus this value."""
     kl_coefficient: Weight = 0.0
-    kl_in: Literal["loss", "reward"] = "loss"
-    """``loss``: added to each token's; ``reward``: each response's sum over its tokens is taken from its reward."""
+    """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
     kl_estimator: Literal["auto", KLName] = "auto"
-    """``k1``, of which only the reward's gradient is the distance's; ``k2`` or ``k3`` in the loss. ``auto``: k3 in the
-    loss, k1 in the reward."""
-    reference_every_steps: Count = 0
-    """The reference becomes the policy after every so many steps, so that the distance is from a policy of late; 0: it
-    stays the model that the run began with."""
+    """Estimator of the KL divergence, and where it is applied. ``k1`` is summed over a response and subtracted from its
+    reward; ``k2`` and ``k3`` are added to each token's loss. ``auto``: ``k3``."""
+    reference_every_steps: StepCount = 0
+    """The reference model is replaced by the current policy every this many steps. 0: it remains the initial model."""
     entropy_coefficient: Weight = 0.0
-    """Times the policy's entropy is taken from each token's loss."""
-    overlong_buffer: Count = 0
-    """The last so many of ``rollout.max_new_tokens`` cost reward, evenly up to ``overlong_penalty`` (DAPO); 0: none."""
-    overlong_penalty: Weight = 1.0
+    """Weight of the entropy bonus, which is subtracted from each token's loss."""
+    overlong_buffer: TokenCount = 0
+    """Soft length penalty (DAPO): over the last this many of ``rollout.max_new_tokens`` the reward falls linearly by up
+    to 1. 0: no penalty."""
     rollout_correction: CorrectionName = "none"
-    """What is done where the rollout's probabilities are not the trainer's, by their ratio w: ``tis`` multiplies each
-    token's loss by w, truncated; ``mis`` leaves out tokens whose w is too large; ``icepop`` those too small as well;
-    ``sequence-`` by the ratio of the whole response. It reads the rollout's own probabilities, whose last bits depend
-    on how it was decoded: the policy is then equal with and without speculation but for these."""
+    """Correction for the difference between the probabilities of rollout engine and trainer, by their ratio. ``tis``
+    multiplies a token's loss by the truncated ratio; ``mis`` leaves out tokens whose ratio is too large; ``icepop``
+    also leaves out those whose ratio is too small; the prefix ``sequence-`` uses the ratio of the whole response. With
+    a correction the policy depends on the last bits of the rollout's probabilities, which differ slightly between
+    decoding with and without speculation."""
     rollout_correction_low: Bound = "auto"
-    """Least w; what is below is left out, or set to it."""
+    """Smallest ratio; tokens below it are left out or set to it. ``auto``: 0.5 for ``icepop``, otherwise 0."""
     rollout_correction_high: Bound = "auto"
-    """Largest w."""
+    """Largest ratio; tokens above it are left out or set to it. ``auto``: 5 for ``icepop``, otherwise 2."""
     max_refills: Count = 0
-    """Dynamic sampling (DAPO): groups whose scores are all equal teach nothing, and are replaced by groups of further
-    prompts, in at most so many further rollouts of a step; what is missing then is filled up with them. 0: off."""
+    """Dynamic sampling (DAPO): groups whose scores are all equal have no gradient, and are replaced by groups of
+    further prompts in at most this many additional rollouts of a step. Groups that are still missing are filled with
+    those without a gradient. 0: off."""
     updates_per_step: PositiveInt = 1
-    """Optimiser steps that one step's rollouts are cut into."""
+    """Optimizer steps per step; each uses an equal part of the step's responses."""
 
     @property
     def recipe(self) -> Recipe:
@@ -100,10 +108,13 @@ class AlgorithmSection(Section):
 
     @property
     def kl(self) -> KLName:
-        """How the distance from the reference is estimated."""
-        if self.kl_estimator != "auto":
-            return self.kl_estimator
-        return "k3" if self.kl_in == "loss" else "k1"
+        """The estimator of the KL divergence."""
+        return "k3" if self.kl_estimator == "auto" else self.kl_estimator
+
+    @property
+    def kl_in(self) -> Literal["loss", "reward"]:
+        """Where the divergence is applied: k1 has the right gradient only in the reward, k2 and k3 only in the loss."""
+        return "reward" if self.kl == "k1" else "loss"
 
     @property
     def correction(self) -> Correction:
@@ -120,27 +131,32 @@ class AlgorithmSection(Section):
 
 
 class OptimizerSection(Section):
+    """AdamW of the policy, with betas of 0.9 and 0.999, and how its work is spread over ranks and memory."""
+
     learning_rate: LearningRate = 1e-6
+    """Learning rate, constant after the warm-up."""
     weight_decay: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
-    epsilon: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8
-    """Far smaller ones are 0 in float32, by which a weight without gradient would be divided."""
+    """Decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e9), zero_or_from(1e-6, 1e9)] = 1.0
-    """0 switches clipping off."""
+    """Gradients are scaled down to this norm. 0: no clipping."""
     warmup_steps: Count = 0
+    """Optimizer steps over which the learning rate rises linearly."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
-    offload_parameters: bool = False
-    """Keep each rank's share of the policy's parameters in host memory too, at ZeRO stage 3; on CUDA."""
+    """What DeepSpeed ZeRO shards over the ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     offload: bool = False
-    """Keep optimiser state in host memory."""
-    micro_batch_tokens: PositiveInt = 8192
-    """Tokens of one forward and backward pass on one rank, or on those that share it; one sequence may exceed it."""
+    """Keep the optimizer state in host memory; needs ``zero_stage`` 1 or higher."""
+    offload_parameters: bool = False
+    """Also keep each rank's shard of the parameters in host memory; needs ``zero_stage = 3``, ``offload = true`` and
+    CUDA."""
+    micro_batch_tokens: NumTokens = 8192
+    """Tokens of one forward and backward pass, on one rank or on the ranks that share a sequence. A single longer
+    sequence exceeds it."""
     sequence_parallel: NumRanks = 1
-    """Neighbouring ranks that share each micro-batch: a slice of its tokens each, and in attention a part of the heads
-    (DeepSpeed-Ulysses). For responses whose activations no GPU holds."""
+    """Consecutive ranks that share each micro-batch (DeepSpeed-Ulysses): each holds a slice of the tokens and, in
+    attention, a part of the heads. For responses whose activations do not fit one GPU."""
     gradient_checkpointing: Switch = "auto"
-    """Keep one state a layer and token for the backward pass, which computes the rest of the layer again: a third more
-    time for a small part of the memory. ``auto``: on a GPU, whose memory long responses would not fit."""
+    """Keep one hidden state per layer and token, and recompute the rest in the backward pass: a third more time for a
+    fraction of the memory. ``auto``: on for CUDA."""
 
     def repeats_layers(self, device: str) -> bool:
         """Whether the backward pass computes each layer again, on a device of type ``cpu`` or ``cuda``."""

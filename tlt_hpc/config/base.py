@@ -5,6 +5,7 @@ Every number is bounded on both sides and every text in length, with room beyond
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -24,6 +25,13 @@ LEAST_TEMPERATURE = 1e-3
 """Below it sampling takes the likeliest token, as 0 does, and logits divided by it leave the range of float32."""
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255
 """Of a path and of each name in it: Linux's limits."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a key, as ``tlt keys`` and docs/configuration.md print it."""
+
+    name: str
 
 
 def check_path(path: str) -> str:
@@ -58,20 +66,23 @@ def zero_or_from(least: float, most: float) -> AfterValidator:
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-NumBytes = Annotated[int, Field(ge=0, le=2**50)]
+NumTokens = Annotated[PositiveInt, Unit("tokens")]
+TokenCount = Annotated[Count, Unit("tokens")]
+NumSteps = Annotated[PositiveInt, Unit("steps")]
+StepCount = Annotated[Count, Unit("steps")]
+NumBytes = Annotated[int, Field(ge=0, le=2**50), Unit("bytes")]
 """Up to a pebibyte, more than a node has of memory or disk."""
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
-NumRanks = Annotated[int, Field(ge=1, le=2**20)]
+NumRanks = Annotated[int, Field(ge=1, le=2**20), Unit("ranks")]
 """More than any machine has."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Weight = Annotated[float, Field(ge=0.0, le=MAX_WEIGHT)]
 Temperature = Annotated[float, Field(ge=0.0, le=100.0), zero_or_from(LEAST_TEMPERATURE, 100)]
 LearningRate = Annotated[float, Field(ge=1e-15, le=1.0)]
 """Of Adam, whose every step changes a weight by about so much: below, float32 keeps no change, and above, no weight."""
-Seconds = Annotated[float, Field(ge=0.0, le=MAX_SECONDS)]
-PositiveSeconds = Annotated[float, Field(ge=1e-3, le=MAX_SECONDS)]
+Seconds = Annotated[float, Field(ge=0.0, le=MAX_SECONDS), Unit("s")]
+PositiveSeconds = Annotated[float, Field(ge=1e-3, le=MAX_SECONDS), Unit("s")]
 
 StrategyName = Annotated[str, Field(min_length=1, max_length=64)]
 FilePath = Annotated[str, Field(max_length=MAX_PATH_BYTES), AfterValidator(check_path)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -12,16 +11,18 @@ from pydantic_core import PydanticCustomError
 
 from tlt_hpc.config.base import (
     MAX_ITEMS,
+    MAX_SECONDS,
     ColumnName,
     ConfigError,
     FilePath,
     Fraction,
-    PositiveInt,
+    NumTokens,
     PositiveSeconds,
     Section,
     SomeLabel,
     SomePath,
     Text,
+    Unit,
     check_path,
 )
 
@@ -31,6 +32,7 @@ RewardKind = Literal["boxed", "math", "numeric", "choice", "format", "code", "fu
 EMBEDDED_TASK = "embedded:gcd"
 TASK_PREFIX = "reasoning-gym:"
 _ARGUMENTS_CHARACTERS = 100_000
+_TASK_SIZE, _LARGEST_TASK = 10_000, 10**8
 
 
 def _as_source(value: object) -> object:
@@ -47,11 +49,6 @@ def _as_source(value: object) -> object:
     return value if isinstance(value, str) else paths
 
 
-def _as_day(value: object) -> object:
-    """A day that TOML has read as one, in words."""
-    return value.isoformat() if isinstance(value, date) else value
-
-
 def _as_arguments(value: object) -> object:
     """A table that TOML can hold again."""
     try:
@@ -64,39 +61,45 @@ def _as_arguments(value: object) -> object:
 
 
 class DataSection(Section):
+    """The prompts that a run trains on."""
+
     source: Annotated[
         SomePath | Annotated[tuple[SomePath, ...], Field(max_length=MAX_ITEMS)], BeforeValidator(_as_source)
     ]
-    """``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of them, or a pattern (``data/*.parquet``); a folder
-    of them, as the hub has it or as ``datasets`` saves it; ``reasoning-gym:NAME``. ``~``, ``$NAME`` are expanded."""
+    """Where prompts come from: ``embedded:gcd``; a .jsonl, .parquet or .arrow file, a list of files, or a pattern such
+    as ``data/*.parquet``; a folder as the Hugging Face hub or ``datasets`` stores it; or ``reasoning-gym:NAME``. ``~``
+    and ``$NAME`` are expanded."""
     split: SomeLabel = "train"
-    """Which split of a folder that has several."""
+    """Split to read from a folder that has several."""
     prompt_key: ColumnName = ""
-    """Column of the prompt, a text or a list of messages; empty: the first there is of ``prompt``, ``problem``,
-    ``question``, ``messages``. Dots lead into a column: ``input.text``."""
+    """Column of the prompt, a text or a list of messages; dots select a field within a column (``input.text``). Empty:
+    the first that exists of ``prompt``, ``problem``, ``question``, ``messages``."""
     answer_key: ColumnName = ""
-    """Column of the answer; empty: the first of ``reward_model.ground_truth``, ``answer``, ``ground_truth``."""
-    max_prompt_tokens: PositiveInt = 1024
+    """Column of the answer. Empty: the first that exists of ``reward_model.ground_truth``, ``answer``,
+    ``ground_truth``."""
+    max_prompt_tokens: NumTokens = 1024
+    """Longest prompt."""
     overlong: Literal["error", "drop"] = "error"
-    """What becomes of prompts over ``max_prompt_tokens``."""
+    """What happens to prompts longer than ``max_prompt_tokens``."""
     broken_rows: Literal["error", "skip"] = "error"
-    """What becomes of rows without a prompt or an answer, or of another form."""
+    """What happens to rows that cannot be read, or have no prompt or no answer."""
     chat_template: SomePath = "auto"
-    """Renders prompts that are lists of messages: the model folder's own (``auto``), or a file of Jinja."""
-    template_date: Annotated[str, BeforeValidator(_as_day), Field(pattern=r"^\d{4}-\d{2}-\d{2}$", max_length=10)] = (
-        "2024-07-26"
-    )
-    """What templates that write today's date take for today, so that no prompt depends on the day of the run."""
+    """Jinja file that renders lists of messages. ``auto``: the template of the model folder."""
     system_prompt: Text = ""
-    """Stands before every list of messages that has no system message of its own."""
+    """System message for prompts that are lists of messages without one."""
     text_prompts: Literal["raw", "chat"] = "raw"
-    """``raw``: a prompt that is a text is fed as it stands; ``chat``: as the message of a user, rendered."""
+    """How a prompt that is a text is passed to the model: ``raw`` unchanged, ``chat`` rendered as a user's message."""
     curriculum: FilePath = ""
-    """``path.py:name``: a function (epoch, rows) that gives the order of an epoch's rows. Empty: shuffled."""
-    task_size: Annotated[int, Field(ge=1, le=10**8)] = 10_000
-    """Problems of a ``reasoning-gym`` task, made from ``run.seed``."""
+    """``path.py:name`` of a function (epoch, rows) that returns the order of an epoch's rows. Empty: each epoch is
+    shuffled."""
     task_args: Annotated[dict[str, Any], BeforeValidator(_as_arguments)] = Field(default_factory=dict)
-    """What that task's configuration takes beside, such as ``{max_digits = 3}``."""
+    """Settings of a ``reasoning-gym`` task, such as ``{max_digits = 3}``; ``size`` is its number of problems
+    (10,000)."""
+
+    @property
+    def task_size(self) -> int:
+        """Problems of a ``reasoning-gym`` task."""
+        return int(self.task_args.get("size", _TASK_SIZE))
 
     @property
     def source_name(self) -> str:
@@ -105,37 +108,45 @@ class DataSection(Section):
 
 
 class RewardSection(Section):
+    """How responses are scored."""
+
     default: RewardKind = "boxed"
-    """How responses are judged whose ``data_source`` is not in ``by_source``. ``boxed``: the text of the last \\boxed{}
-    equals the answer; ``math``: equal as mathematics (math-verify); ``numeric``: equal as numbers, within
-    ``tolerance``; ``choice``: the letter of a multiple choice; ``format``: the form alone, by the keys below; ``code``:
-    the program passes its unit tests, in a sandbox; ``function``: what ``function`` says."""
+    """How responses are scored whose ``data_source`` is not in ``by_source``. ``boxed``: the text of the last
+    ``\\boxed{}`` equals the answer; ``math``: it is mathematically equal (math-verify); ``numeric``: it is the same
+    number within ``tolerance``; ``choice``: it is the same letter of a multiple choice; ``format``: the response has
+    the required format; ``code``: the program passes its unit tests in a sandbox; ``function``: the value that
+    ``function`` returns."""
     by_source: Annotated[dict[ColumnName, RewardKind], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
-    """``data_source`` -> kind; names may have ``*``, ``?``, ``[]``; a name as it stands goes first, then in order."""
+    """Kind of reward by ``data_source``; names may contain ``*``, ``?`` and ``[]``. An exact name takes precedence,
+    then the first pattern that matches."""
     function: FilePath = ""
-    """``path.py:name``, called as verl calls its: (data_source, solution_str, ground_truth, extra_info) -> a number, or
-    a dict with one under ``score``."""
+    """``path.py:name`` of a function with verl's signature (data_source, solution_str, ground_truth, extra_info) that
+    returns a number, or a dict with a number under ``score``."""
     tolerance: Annotated[float, Field(ge=0.0, le=1000.0)] = 1e-6
-    """Of ``numeric``: times the answer, or as it stands where the answer is below 1."""
+    """Tolerance of ``numeric``: relative to the answer, absolute for answers below 1."""
     format_pattern: Text = ""
-    """A regular expression that the whole response must match, ``.`` also matching line ends."""
+    """Regular expression that the whole response must match; ``.`` also matches line ends."""
     format_tags: Annotated[tuple[TagName, ...], Field(strict=False, max_length=64)] = ()
-    """Instead of a pattern: the response is <a>...</a><b>...</b> for these tags in this order, each once."""
+    """Instead of a pattern: the response consists of these tags, each once and in this order, as in
+    ``<a>...</a><b>...</b>``."""
     format_weight: Fraction = 0.0
-    """Share of the form in every other kind's reward: (1 - weight) x reward + weight x form."""
-    workers: Annotated[int, Field(ge=1, le=1024)] = 2
-    """Answers that a rank has judged at a time, in processes of their own; ``boxed``, ``numeric``, ``choice`` and tags
-    need none and are judged in the rank."""
+    """Share of the format in rewards of the other kinds: (1 - weight) x reward + weight x format."""
+    workers: Annotated[int, Field(ge=1, le=1024), Unit("processes")] = 2
+    """Responses that a rank scores at the same time, each in a process of its own. ``boxed``, ``numeric``, ``choice``
+    and tags are scored in the rank itself."""
     cpu_seconds: PositiveSeconds = 5.0
-    """CPU time that an answer may take; one that takes more has reward 0."""
-    memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024
-    """Memory that judging an answer may take, beside what a worker has when it starts."""
-    wall_seconds: PositiveSeconds = 300.0
-    """Far limit for what takes no CPU time, such as a function that waits for ever; nothing else should meet it."""
+    """CPU time for one response; beyond it the reward is 0. Wall-clock time is limited to 60 times this value."""
+    memory_mb: Annotated[int, Field(ge=1, le=2**24), Unit("MiB")] = 1024
+    """Memory for one response, in addition to that of an idle worker; beyond it the reward is 0."""
+
+    @property
+    def wall_seconds(self) -> float:
+        """Limit for what uses no CPU time, such as a function that waits; far out, so that load decides no verdict."""
+        return min(60 * self.cpu_seconds, MAX_SECONDS)
 
 
 _ROW_KEYS = ("chat_template", "system_prompt", "text_prompts", "prompt_key", "answer_key")
-"""Of [data]: how rows are read, of which the embedded task has none."""
+"""The keys of [data] that say how rows are read; the embedded task has no rows."""
 
 
 def check_data(data: DataSection, is_for_others: bool) -> None:
@@ -147,10 +158,9 @@ def check_data(data: DataSection, is_for_others: bool) -> None:
                 f"data.{key} = {value!r} says nothing with data.source = {EMBEDDED_TASK!r}, which has no rows; name "
                 f"files in data.source or leave data.{key} out"
             )
-    try:
-        date.fromisoformat(data.template_date)
-    except ValueError as error:
-        raise ConfigError(f"data.template_date = {data.template_date!r}: {error}; give a day as 2024-07-26") from None
+    size = data.task_args.get("size", _TASK_SIZE)
+    if not isinstance(size, int) or not 1 <= size <= _LARGEST_TASK:
+        raise ConfigError(f"data.task_args.size = {size!r}: use a whole number from 1 to {_LARGEST_TASK}")
     if data.task_args and not (isinstance(data.source, str) and data.source.startswith(TASK_PREFIX)):
         raise ConfigError(
             f"data.task_args = {data.task_args!r} says nothing with data.source = {data.source_name!r}; "
@@ -169,11 +179,6 @@ def check_reward(reward: RewardSection) -> None:
         raise ConfigError(
             f"reward.function = {reward.function!r} names no function for the kind 'function'; "
             "give one as 'path.py:name'"
-        )
-    if reward.wall_seconds < 2 * reward.cpu_seconds:
-        raise ConfigError(
-            f"reward.wall_seconds = {reward.wall_seconds} must be far beyond reward.cpu_seconds = {reward.cpu_seconds}"
-            f", or verdicts depend on the machine's load; use {2 * reward.cpu_seconds} or more"
         )
     _check_format(reward, "format" in kinds)
 
@@ -198,5 +203,5 @@ def _check_format(reward: RewardSection, is_kind: bool) -> None:
         re.compile(reward.format_pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(
-            f"reward.format_pattern = {reward.format_pattern!r} is no regular expression: {error}; mend it"
+            f"reward.format_pattern = {reward.format_pattern!r} is no regular expression: {error}; fix it"
         ) from None

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tlt_hpc import __version__
 from tlt_hpc.common.files import TOML_BYTES, DamagedText, NotTomlError, parse_toml, read_bytes, toml_of
 from tlt_hpc.config.base import ConfigError
-from tlt_hpc.config.whole import Config, check_combinations, find_combinations
+from tlt_hpc.config.removed import REMOVED
+from tlt_hpc.config.whole import SECTIONS, Config, check_combinations, find_combinations
 
 _REMEDIES = {
     "too_short": "give a list of one or more",
     "dict_type": 'give a table, such as {name = "value"}',
     "model_type": "write it as a table, with keys of its own",
     "run.name": "use letters, digits, '_', '-' and '.', and none of the last two in front",
-    "data.template_date": "give a day as 2024-07-26",
     "reward.format_tags": "give a name of letters, digits, '_' and '-', such as think",
-    "optimizer.betas": "give a list of two, such as [0.9, 0.999]",
 }
 """Where pydantic speaks of Python's types or of patterns: by its word for the mistake, or by the key."""
 _SHAPES = ("missing", "tuple_type", "too_long", "string_pattern_mismatch")
@@ -36,11 +36,6 @@ _SHOWN_CHARACTERS = 200
 """Of a value in a message."""
 _KEY_PARTS = 2
 """A section and its key; what follows is a place within a list."""
-_REPLACED = {
-    "speculation.depths": "speculation.strategies",
-    "speculation.sharpness": "speculation.strategies",
-    "data.reward": "reward.default",
-}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), content: bytes | None = None) -> Config:
@@ -88,7 +83,7 @@ def _read_tree(path: Path, content: bytes, overrides: Sequence[str]) -> dict[str
     try:
         tree = parse_toml(content)
     except DamagedText as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}; mend it") from None
+        raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
     for override in overrides:
         apply_override(tree, override)
     return tree
@@ -98,12 +93,29 @@ def load_saved_config(path: Path) -> Config:
     """Read what a run has saved of its configuration.
 
     Raises:
-        ConfigError: as ``load_config``; it is the run's file then that has to be mended, not the user's.
+        ConfigError: as ``load_config``, of the run's file; or a key that was removed has a value that nothing acts on.
     """
     try:
-        return load_config(path)
+        tree = _read_tree(path, _read_file(path), ())
+        _drop_removed(tree)
+        return parse_config(tree)
     except ConfigError as error:
         raise ConfigError(f"{path}, which the run saved: {error} (in that file)") from None
+
+
+def _drop_removed(tree: dict[str, Any]) -> None:
+    """Take keys of earlier versions out of a saved configuration."""
+    for name, removed in REMOVED.items():
+        section, _, key = name.partition(".")
+        values = tree.get(section)
+        if not isinstance(values, dict) or key not in values or key in SECTIONS[section].model_fields:
+            continue
+        value = values.pop(key)
+        if not removed.accepts(value):
+            raise ConfigError(
+                f"{name} = {_shown(value)} is of an earlier version, and tlt_hpc {__version__} has no such key "
+                f"({removed.instead}); open the run with the version that environment.jsonl names beside it"
+            )
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -152,18 +164,19 @@ def to_toml(config: Config) -> str:
     lines: list[str] = []
     for section, values in config.model_dump().items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines += [f"{key} = {toml_value(value)}" for key, value in values.items()]
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A key's value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_value(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, str):
         # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -174,7 +187,7 @@ def _one_line(first: ErrorDetails) -> str:
     location = [str(part)[:_SHOWN_CHARACTERS] for part in first["loc"]]
     key = ".".join(part if part.isprintable() else repr(part) for part in location)
     if first["type"] == "extra_forbidden":
-        return f"unknown key {_shown('.'.join(location))}{_closest(location)}"
+        return f"unknown key {_shown('.'.join(location))}{closest(location)}"
     if first["type"] == "missing" and len(location) <= _KEY_PARTS:
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
     if first["type"] == "missing":  # of a list, whose value is what was given
@@ -215,13 +228,16 @@ def range_of(location: Sequence[str]) -> str:
     if node.get("type") == "string":
         least = f"{node['minLength']} to" if "minLength" in node else "at most"
         return f"use {least} {node['maxLength']} characters"
+    return f"use a {range_in(node)}" if node.get("type") in ("integer", "number") else ""
+
+
+def range_in(node: Mapping[str, Any]) -> str:
+    """The range of a number, from its JSON schema, in words."""
     low, high = (node.get(name) for name in ("minimum", "maximum"))
-    if node.get("type") not in ("integer", "number"):
-        return ""
     kind = "whole number" if node["type"] == "integer" else "number"
     above = f"from {_number(low)}" if low is not None else f"above {_number(node['exclusiveMinimum'])}"
     below = f"to {_number(high)}" if high is not None else f"to below {_number(node['exclusiveMaximum'])}"
-    return f"use a {kind} {above} {below}"
+    return f"{kind} {above} {below}"
 
 
 def _number(value: float) -> str:
@@ -233,16 +249,14 @@ def _plain(message: str) -> str:
     return message[0].lower() + message[1:]
 
 
-def _closest(location: list[str]) -> str:
-    if (replacement := _REPLACED.get(".".join(location))) is not None:
-        return f"; {replacement} has taken its place"
-    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+def closest(location: list[str]) -> str:
+    """What to say of an unknown key: what replaces it, the closest one, or all that there are."""
+    if (removed := REMOVED.get(".".join(location))) is not None:
+        return f"; it was removed: {removed.instead}"
     if len(location) == 1:
-        valid, prefix = list(sections), ""
+        valid, prefix = list(SECTIONS), ""
     else:
-        section = sections[location[0]]
-        assert section is not None
-        valid, prefix = list(section.model_fields), location[0] + "."
+        valid, prefix = list(SECTIONS[location[0]].model_fields), location[0] + "."
     near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
     if near:
         return f"; did you mean {prefix + near[0]!r}?"

@@ -6,23 +6,18 @@ import importlib.util
 from typing import Literal
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.config.base import Label, Section, SomeLabel
+from tlt_hpc.config.base import Section
 
 
 class TrackingSection(Section):
-    """Beside ``metrics.jsonl`` and the rollout log, which are always written."""
+    """Trackers that receive what ``metrics.jsonl`` holds."""
 
     tensorboard: bool = False
-    """Event files under the run's ``tensorboard``."""
+    """Write event files to the run's ``tensorboard`` folder."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases: ``offline`` writes files under the run's ``wandb``, for `wandb sync`; ``online`` needs a
-    network on the node of rank 0, and a login."""
-    project: SomeLabel = "tlt"
-    """Of Weights & Biases."""
-    group: Label = ""
-    """Of Weights & Biases; empty: none."""
-    name: Label = ""
-    """What the run is called there; empty: ``run.name``."""
+    """Weights & Biases. ``offline`` writes files to the run's ``wandb`` folder, for ``wandb sync``; ``online`` needs a
+    network on the node of rank 0, and a login. Project, group and name are those of the environment variables
+    ``WANDB_PROJECT`` (default ``tlt``), ``WANDB_RUN_GROUP`` and ``WANDB_NAME`` (default ``run.name``)."""
 
 
 def asked_for(section: TrackingSection) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,10 +13,11 @@ from tlt_hpc.config.algorithm import AlgorithmSection, OptimizerSection
 from tlt_hpc.config.base import (
     MAX_ITEMS,
     ConfigError,
-    Count,
     FilePath,
     NumBytes,
     NumRanks,
+    NumSteps,
+    NumTokens,
     PositiveInt,
     Seconds,
     Section,
@@ -24,6 +25,8 @@ from tlt_hpc.config.base import (
     Share,
     SomePath,
     Temperature,
+    TokenCount,
+    Unit,
     zero_or_from,
 )
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
@@ -39,70 +42,87 @@ _MOST_SAMPLES = 2**31 - 1
 
 
 class RunSection(Section):
+    """Name, place and length of a run."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)]
-    """Names a folder, and others after it with a word behind (``-warmup``): file systems take 255 characters."""
+    """Name of the run and of its folder."""
     folder: FilePath = "runs"
     """Parent folder; the run writes to ``folder/name``."""
     seed: Seed = 0
-    num_steps: PositiveInt
+    """Seed of the order of the prompts, of sampling and of new weights."""
+    num_steps: NumSteps
+    """Length of the run: one step is a rollout and the update from it."""
     ranks: NumRanks = 1
-    """MPI ranks that ``tlt`` starts itself when no launcher (srun, mpiexec) did; a launcher's count goes first."""
+    """MPI ranks that ``tlt`` starts if no launcher (srun, mpiexec) did; a launcher's number takes precedence."""
     stall_factor: Annotated[float, Field(ge=0.0, le=1e5), zero_or_from(0.01, 1e5)] = 1.0
-    """How long a rank may stand still before the watch ends the job, in limits of docs/cluster.md; 0: for ever."""
+    """Factor on the times after which a rank without progress ends the job (docs/cluster.md). 0: never."""
 
 
 class ModelSection(Section):
+    """The policy."""
+
     path: SomePath
     """A Hugging Face folder, or ``embedded:tiny``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of decoding and of forward and backward passes. In ``float32`` near-ties are decided in float64, so
+    that the text does not depend on speculation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs. ``auto``: on CUDA if there is a GPU."""
 
 
 _StopString = Annotated[str, Field(max_length=1024)]
 
 
 class RolloutSection(Section):
-    prompts_per_step: PositiveInt
-    group_size: PositiveInt
-    max_new_tokens: PositiveInt
+    """The responses of a step and how they are generated."""
+
+    prompts_per_step: Annotated[PositiveInt, Unit("prompts")]
+    """Prompts of one step, over all ranks."""
+    group_size: Annotated[PositiveInt, Unit("responses")]
+    """Responses to each prompt."""
+    max_new_tokens: NumTokens
+    """Longest response."""
     temperature: Temperature = 1.0
-    top_k: Count = 0
+    """Sampling temperature. 0: greedy."""
+    top_k: TokenCount = 0
+    """Sample among this many most likely tokens. 0: all."""
     top_p: Share = 1.0
+    """Sample among the most likely tokens that together have this probability."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    max_live: Annotated[int, Field(ge=1, le=2**20)] = 64
-    """Sequences decoded together on one rank."""
-    min_new_tokens: Count = 0
-    """No end token is sampled before this many tokens."""
+    """Sample among tokens with at least this share of the most likely token's probability."""
+    min_new_tokens: TokenCount = 0
+    """Shortest response: no end token is sampled before."""
     stop_strings: Annotated[tuple[_StopString, ...], Field(strict=False, max_length=MAX_ITEMS)] = ()
-    """A response ends with the token that completes one of these."""
+    """A response ends with the token that completes one of these strings."""
+    max_live: Annotated[int, Field(ge=1, le=2**20), Unit("sequences")] = 64
+    """Sequences that one rank decodes at the same time."""
     kv_bytes: NumBytes = 0
-    """Budget of one rank's keys, values and features; 0: room for ``max_live`` responses of full length."""
-    page_size: Annotated[int, Field(ge=1, le=2**20)] = 128
-    """Tokens of a page of that memory; flash-attention wants multiples of 256."""
-    prefill_tokens: PositiveInt = 4096
-    """Prompt tokens of one pass; longer prompts are read in chunks, between rounds."""
+    """Memory of one rank for keys, values and features. 0: room for ``max_live`` responses of full length."""
+    page_size: Annotated[int, Field(ge=1, le=2**20), Unit("tokens")] = 128
+    """Page size of that memory; flash-attention needs a multiple of 256."""
     shard: Literal["group", "sample"] = "group"
-    """What a rank owns: whole GRPO groups, or single samples of all groups."""
+    """How responses are divided among ranks: by whole groups, or by single samples of all groups."""
     tensor_parallel: NumRanks = 1
     """Consecutive ranks of a node that hold one copy of the model for the rollout, each a part of every layer."""
-    tie_guard: Literal["auto", "on", "off"] = "auto"
-    """``auto``: on for float32, off otherwise."""
+
+    prefill_tokens: ClassVar[int] = 4096
+    """Prompt tokens of one pass, which is then bound by arithmetic; longer prompts are read in chunks between
+    rounds."""
 
 
 class CheckpointSection(Section):
-    every_steps: PositiveInt = 10
+    """What is saved, and how a resumed run uses it."""
+
+    every_steps: NumSteps = 10
+    """Interval of checkpoints of policy, optimizer and drafter. The drafter alone is saved after every step."""
     keep: PositiveInt = 2
-    drafter_every_steps: Count = 1
-    """Between checkpoints the drafter alone is saved every so many steps, in the background: unlike the policy's, its
-    training cannot be repeated from the log. 0: never."""
+    """Checkpoints that are kept."""
     replay: bool = True
-    """Repeat the updates of logged steps that no checkpoint has; off: generate these steps again, and train the drafter
-    in their tails again."""
+    """On resume, repeat the updates of logged steps that are newer than the last checkpoint; otherwise these steps are
+    generated again."""
     keep_responses_seconds: Seconds = 300.0
-    """Finished responses of a step under way are written every so many seconds, for the next start; 0: only when the
-    rollout ends, or a stop cuts it short."""
-    background: bool = True
-    """Write while the next step goes on; off: the step waits for the disk, and what was done is never lost again."""
+    """Interval at which finished responses of the current step are written, for a resume within the step. 0: only at
+    the end of the rollout and on a stop signal."""
 
 
 class Config(Section):
@@ -128,12 +148,18 @@ class Config(Section):
 
     @property
     def tie_guard(self) -> bool:
-        """Whether near-ties are decided canonically: ``auto`` is on where float32 keeps the zone of doubt narrow."""
-        return self.rollout.tie_guard == "on" or (self.rollout.tie_guard == "auto" and self.model.dtype == "float32")
+        """Whether near-ties are decided in float64: in bfloat16 a large share of all tokens would be near-ties."""
+        return self.model.dtype == "float32"
 
     @property
     def folder(self) -> Path:
         return Path(self.run.folder) / self.run.name
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type)
+}
+"""The sections by their names."""
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
@@ -306,37 +332,22 @@ def _check_rollout(config: Config) -> None:
         )
     if "" in config.rollout.stop_strings:
         raise ConfigError("rollout.stop_strings has an empty string, which every response holds; remove it")
-    if config.rollout.tie_guard == "on" and config.model.dtype != "float32":
-        raise ConfigError(
-            f"rollout.tie_guard = 'on' with model.dtype = {config.model.dtype!r}: the guard band would cover a large "
-            "share of all tokens; use model.dtype = 'float32' or rollout.tie_guard = 'auto'"
-        )
 
 
 def _check_distance(config: Config) -> None:
     """What the algorithm takes for the distance from the reference."""
     algorithm, recipe = config.algorithm, config.algorithm.recipe
-    if algorithm.kl_in == "reward" and not algorithm.kl_coefficient:
-        raise ConfigError(
-            f"algorithm.kl_in = 'reward' says nothing with algorithm.kl_coefficient = {algorithm.kl_coefficient}; set "
-            "a coefficient, or leave algorithm.kl_in out"
-        )
     if algorithm.reference_every_steps and not algorithm.kl_coefficient:
         raise ConfigError(
             f"algorithm.reference_every_steps = {algorithm.reference_every_steps} says nothing with "
             f"algorithm.kl_coefficient = {algorithm.kl_coefficient}, which needs no reference; set a coefficient, or "
             "leave algorithm.reference_every_steps out"
         )
-    if algorithm.kl_in == "reward" and recipe.advantage == "group":
+    if algorithm.kl_coefficient and algorithm.kl_in == "reward" and recipe.advantage == "group":
         raise ConfigError(
-            "algorithm.kl_in = 'reward' with algorithm.advantage = 'group', which divides by the group's deviation: "
-            "where the answers are all right or all wrong only the distance is left, however small its coefficient; "
-            "use algorithm.kl_in = 'loss', or another advantage"
-        )
-    if algorithm.kl_coefficient and (algorithm.kl_in == "reward") != (algorithm.kl_estimator == "k1"):
-        raise ConfigError(
-            f"algorithm.kl_estimator = {algorithm.kl_estimator!r} with algorithm.kl_in = {algorithm.kl_in!r}: the mean "
-            "of its gradient there is not the distance's; use 'k1' in the reward, 'k2' or 'k3' in the loss"
+            "algorithm.kl_estimator = 'k1', which is part of the reward, with algorithm.advantage = 'group', which "
+            "divides by the group's deviation: where the answers are all right or all wrong only the divergence is "
+            "left, however small its coefficient; use algorithm.kl_estimator = 'k3', or another advantage"
         )
 
 
@@ -370,11 +381,6 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.max_refills = {algorithm.max_refills} with rollout.group_size = {config.rollout.group_size} "
             f"and rollout.temperature = {config.rollout.temperature}: the scores of every group are equal; use groups "
             "of 2 or more and a temperature above 0, or leave algorithm.max_refills out"
-        )
-    if not algorithm.overlong_buffer and algorithm.overlong_penalty != 1.0:
-        raise ConfigError(
-            f"algorithm.overlong_penalty = {algorithm.overlong_penalty} says nothing with algorithm.overlong_buffer = "
-            "0; set a buffer, or leave algorithm.overlong_penalty out"
         )
     if algorithm.overlong_buffer > config.rollout.max_new_tokens:
         raise ConfigError(

@@ -21,6 +21,8 @@ from tlt_hpc.config import ConfigError, DataSection
 from tlt_hpc.data import rendering
 
 Message = Mapping[str, Any]
+TEMPLATE_DATE = "2024-07-26"
+"""The date that templates write as today's, Llama 3.1's own, so that no prompt depends on the day of the run."""
 _MOST_BYTES = 2**20
 """Of a template; the longest of known models has 20 KB."""
 
@@ -117,7 +119,7 @@ def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
             raise ConfigError(f"{origin} is empty; give a file of Jinja or 'auto'")
     if not text:
         return None
-    return ChatTemplate(text, dict(chat.special_tokens), data.template_date, origin)
+    return ChatTemplate(text, dict(chat.special_tokens), TEMPLATE_DATE, origin)
 
 
 def _read(path: Path) -> str:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, DataSection
+from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.data.order import shuffled
 from tlt_hpc.data.prompts import Sieve, make_prompt, open_reader
@@ -85,10 +86,10 @@ def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> Evaluat
             f"evaluation.sources is empty, and data.source = {config.data.source_name!r} has no held-out part of its "
             "own; name files, e.g. evaluation.sources='[\"data/aime24.parquet\"]'"
         )
-    names = config.evaluation.names or tuple(map(name_of, sources))
+    names = tuple(map(name_of, sources))
     doubles = [name for name, times in Counter(names).items() if times > 1]
     if doubles:
-        raise ConfigError(f"two of evaluation.sources are called {doubles[0]!r}; give evaluation.names")
+        raise ConfigError(f"two of evaluation.sources are called {doubles[0]!r}, after their files; rename one")
     pairs = zip(names, sources, strict=True)
     return EvaluationSets(tuple(_open(config, name, source, tokenizer, chat) for name, source in pairs))
 
@@ -124,7 +125,7 @@ def _read(config: Config, name: str, data: DataSection, tokenizer: Tokenizer, ch
     limit = config.evaluation.limit or len(good)
     drawn = sorted(good[place] for place in shuffled(len(good), config.evaluation.seed, 0)[:limit])
     made_from = [reader.rows.digest(), reader.template_digest, data.system_prompt, data.text_prompts]
-    digest = hashlib.sha256("\0".join([*made_from, data.template_date]).encode()).hexdigest()
+    digest = hashlib.sha256("\0".join([*made_from, TEMPLATE_DATE]).encode()).hexdigest()
     return EvaluationSet(name, tuple(drawn), tuple(map(sieve.read, drawn)), digest, sieve.warning)
 
 

@@ -33,7 +33,8 @@ def open_rows(data: DataSection, seed: int, wanted: frozenset[str]) -> Rows:
     if isinstance(data.source, str) and data.source.startswith(TASK_PREFIX):
         from tlt_hpc.data.tasks import TaskRows
 
-        return TaskRows(data.source.removeprefix(TASK_PREFIX), data.task_size, seed, data.task_args)
+        arguments = {name: value for name, value in data.task_args.items() if name != "size"}
+        return TaskRows(data.source.removeprefix(TASK_PREFIX), data.task_size, seed, arguments)
     parts = [_open(path, *stamp_of(path), wanted) for path in find_files(data)]
     rows = parts[0] if len(parts) == 1 else JoinedRows([part for part in parts if len(part)] or parts)
     if not len(rows):

@@ -42,10 +42,7 @@ class LossSettings:
         """As a run configures it."""
         return cls(
             section.loss_kind,
-            section.feature_loss_weight,
-            section.token_loss_weight,
-            section.num_unrolled,
-            section.unroll_decay,
+            num_steps=section.num_unrolled,
         )
 
 

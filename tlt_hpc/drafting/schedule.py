@@ -18,6 +18,8 @@ LEAST_SEQUENCES = 200
 """Rounds of single sequences that an accept length must rest on to be judged; its error is then about 3 %."""
 PATIENCE = 5
 """Judged steps over which a drafter that began at random must have stopped growing before its training pauses."""
+FALL = 0.1
+"""Share of its best accept length that the drafter must lose before it trains again: several times the error above."""
 BLIND_STEPS = 5
 """Steps in a row without a judgement after which the drafter trains: a bad one is asked too seldom to be judged."""
 
@@ -90,11 +92,7 @@ def decide(settings: DrafterSection, step: int, past: Sequence[DraftCounts]) -> 
     """Whether ``step`` trains the drafter, from the counts of the steps before it, oldest first."""
     if settings.schedule == "always":
         return Decision(True, "always")
-    if settings.schedule == "every":
-        rest = step % settings.every_steps
-        due = "due" if rest == 0 else f"next at step {step - rest + settings.every_steps}"
-        return Decision(rest == 0, f"every {settings.every_steps} steps: {due}")
-    return _decide_falling(settings.fall, settings.init == "random", judge(past))
+    return _decide_falling(FALL, settings.init == "random", judge(past))
 
 
 def judge(past: Sequence[DraftCounts]) -> list[float | None]:

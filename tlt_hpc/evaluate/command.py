@@ -223,7 +223,7 @@ def describe(config: Config, subject: Subject, sets: EvaluationSets, shape: Mode
     """The plan in words, then the resolved configuration as TOML."""
     evaluation = config.evaluation
     named = ", ".join(f"{each.name} ({count(len(each.prompts), 'prompt')})" for each in sets.sets)
-    each = ["greedily"] * evaluation.greedy
+    each = ["greedily"]
     if evaluation.samples:
         each.append(f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}")
     lines = [

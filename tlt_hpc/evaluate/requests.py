@@ -36,7 +36,7 @@ def _requests(config: Config, step: int, row: int, prompt: Prompt) -> tuple[Requ
 def _keys(config: Config, step: int, row: int) -> Iterator[SampleKey]:
     """Keys of a stream of their own, which say nothing of the policy's step: every step is judged on the same noise."""
     evaluation = config.evaluation
-    for sample in range(0 if evaluation.greedy else 1, evaluation.samples + 1):
+    for sample in range(evaluation.samples + 1):
         yield SampleKey(evaluation.seed, Stream.EVALUATION, step, row, sample)
 
 

@@ -6,6 +6,7 @@ A tracker that cannot continue raises one of its ``failures``; the caller decide
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,9 +79,8 @@ class WeightsAndBiases:
         mode: Any = section.wandb
         folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
-            project=section.project,
-            group=section.group or None,
-            name=section.name or config.run.name,
+            project=os.environ.get("WANDB_PROJECT") or "tlt",
+            name=os.environ.get("WANDB_NAME") or config.run.name,
             id=run_id,
             resume="allow",
             mode=mode,

@@ -60,7 +60,7 @@ def goes_on(job: Job) -> bool:
 def save_checkpoint(job: Job, step: int, saved: int) -> int:
     """Begin to save what the next step needs; collective.
 
-    Waits for the save before, and no longer than the copy takes, unless ``checkpoint.background`` is off.
+    Waits for the save before, and no longer than the copy takes,.
 
     Args:
         saved: the step of the save before.
@@ -73,9 +73,7 @@ def save_checkpoint(job: Job, step: int, saved: int) -> int:
     if not wait_for_saves(job, [job.checkpoints]).is_whole:
         return saved
     begin_save(job, step)
-    if job.config.checkpoint.background or wait_for_saves(job, [job.checkpoints]).is_whole:
-        return step
-    return saved
+    return step
 
 
 @BEAT.within(Phase.SAVING)
@@ -108,15 +106,13 @@ def save_between(job: Job, step: int) -> None:
             job.drafting.warned.append(step)
             logger.warning(
                 "step %d: the drafter of an earlier step is still being written to %s, so this step's is not saved; "
-                "a kill would cost it what it learned since (checkpoint.drafter_every_steps = 0: never saved alone)",
+                "a kill would cost it what it learned since",
                 step, job.folder.drafter_checkpoints,
             )  # fmt: skip
         return
     store.begin(
         step, job.world, {"drafter": drafter_shard(job, job.drafting)}, {"strategies": job.engine.chooser.state()}
     )
-    if not job.config.checkpoint.background:
-        wait_for_saves(job, [store])
 
 
 @dataclass(frozen=True)

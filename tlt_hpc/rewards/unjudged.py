@@ -13,7 +13,7 @@ _OF_PROGRAMS = frozenset({Failure.CPU, Failure.MEMORY, Failure.ASLEEP, Failure.O
 _CAUSES = {
     Failure.CPU: "judging them took more CPU time than reward.cpu_seconds; make reward.function faster or raise it",
     Failure.MEMORY: "judging them took more memory than reward.memory_mb; have reward.function use less or raise it",
-    Failure.WALL: "judging them took longer than reward.wall_seconds; see what reward.function waits for or raise it",
+    Failure.WALL: "judging them took 60 times reward.cpu_seconds; see what reward.function waits for or raise it",
     Failure.SIZE: f"they are longer than {MOST_CHARACTERS} characters; lower rollout.max_new_tokens",
     Failure.CRASH: "the process that judged them ended; see whether reward.function crashes or calls os._exit",
     Failure.ERROR: "reward.function failed; fix it",

@@ -88,14 +88,14 @@ def whiten(values: NDArray[np.float64], lengths: NDArray[np.int64]) -> Floats:
     return whitened.astype(np.float32)
 
 
-def overlong_penalties(lengths: NDArray[np.int64], longest: int, buffer: int, penalty: float) -> Floats:
+def overlong_penalties(lengths: NDArray[np.int64], longest: int, buffer: int) -> Floats:
     """DAPO's soft overlong punishment (2503.14476, eq. 13): what a reward loses, [N] float32, none above zero.
 
-    Zero up to ``longest - buffer`` tokens, then falling evenly to ``-penalty`` at ``longest``.
+    Zero up to ``longest - buffer`` tokens, then falling linearly to -1 at ``longest``.
     """
     assert 0 < buffer <= longest, f"a buffer of {buffer} tokens in {longest}"
     exceeded = np.maximum(lengths - (longest - buffer), 0) / buffer
-    return (-penalty * np.minimum(exceeded, 1.0)).astype(np.float32)
+    return -np.minimum(exceeded, 1.0).astype(np.float32)
 
 
 def _groups(rewards: Floats, group_size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -103,7 +103,5 @@ def _make_optimizer(model: torch.nn.Module, config: Config, offloaded: bool) -> 
     return adam(
         model.parameters(),
         lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.epsilon,
         weight_decay=settings.weight_decay,
     )

@@ -47,4 +47,4 @@ def length_penalties(algorithm: AlgorithmSection, lengths: NDArray[np.int64], lo
     """What responses lose for coming close to the longest, [N]."""
     if not algorithm.overlong_buffer:
         return np.zeros(lengths.size, np.float32)
-    return overlong_penalties(lengths, longest, algorithm.overlong_buffer, algorithm.overlong_penalty)
+    return overlong_penalties(lengths, longest, algorithm.overlong_buffer)

@@ -79,7 +79,7 @@ class Findings:
     def is_guarded(self) -> bool:
         """Whether the tie guard was on, so that the text cannot depend on speculation."""
         guard, dtype = self.log.setting("rollout", "tie_guard"), self.log.setting("model", "dtype")
-        return bool(guard == "on" or (guard == "auto" and dtype == "float32"))
+        return bool(guard != "off" and dtype == "float32")  # version 0.1 had a key that switched it off
 
     def to_json(self) -> dict[str, Any]:
         """The JSON of each analysis, by name."""

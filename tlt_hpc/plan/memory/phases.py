@@ -129,8 +129,7 @@ def _checkpoint_copy(situation: Situation) -> dict[str, int]:
 
 def _saved_alone(situation: Situation) -> int:
     """Bytes of a checkpoint of the drafter alone, written between the whole ones."""
-    is_saved = situation.trains_drafter and situation.config.checkpoint.drafter_every_steps > 0
-    return 16 * num_drafter_parameters(situation) * is_saved
+    return 16 * num_drafter_parameters(situation) * situation.trains_drafter
 
 
 def _saved(situation: Situation) -> int:

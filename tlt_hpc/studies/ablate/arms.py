@@ -21,7 +21,7 @@ MEANING: Mapping[ArmName, str] = {
     "tail-random": "as tail, from random weights",
 }
 WITHOUT_DRAFTER: tuple[ArmName, ...] = ("plain", "ngram")
-_FROZEN = {"train": False, "schedule": "always", "every_steps": 1, "place": "tail", "rollouts": "fresh"}
+_FROZEN = {"train": False, "schedule": "always", "place": "tail", "rollouts": "fresh"}
 _TRAINED = {"train": True, "rollouts": "fresh", "serial_as": ""}
 
 
@@ -84,7 +84,6 @@ def _drafter_keys(arm: ArmName, folder: Path, tv_drafter: str) -> dict[str, Any]
         "control": {
             "train": True,
             "schedule": "always",
-            "every_steps": 1,
             "place": "serial",
             "rollouts": "first",
             "cache_folder": "",  # the first step stays with the run

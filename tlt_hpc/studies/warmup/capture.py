@@ -29,7 +29,6 @@ from tlt_hpc.session import make_engine, make_pulse
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.studies.warmup.parts import Parts
-from tlt_hpc.studies.warmup.plan import rollout_strategy
 from tlt_hpc.studies.warmup.texts import Text
 
 _MOST_FILLINGS = 4
@@ -202,11 +201,11 @@ class CaptureWork:
 
     def _settings(self, texts: Sequence[Text]) -> EngineSettings:
         """One strategy: what is chosen by the clock would not be chosen again by a second try."""
-        base = replace(self._parts.settings, tie_guard=False, strategies=(rollout_strategy(self._parts.config),))
+        base = replace(self._parts.settings, tie_guard=False, strategies=(OFF,))
         if not self._texts.are_logged:
             return base
         longest = max(text.num_tokens for text in texts)
-        return replace(base, params=SamplingParams(1, temperature=0.0), strategies=(OFF,), max_prompt_tokens=longest)
+        return replace(base, params=SamplingParams(1, temperature=0.0), max_prompt_tokens=longest)
 
     def _missing(self) -> list[Part]:
         """Own parts to make, as the replica's first rank finds them; collective over it."""

@@ -11,6 +11,7 @@ from tlt_hpc.models.once import read_once
 from tlt_hpc.storage.drafter_facts import DrafterFacts, write_facts
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.studies.warmup.parts import Parts
+from tlt_hpc.studies.warmup.plan import VALIDATION
 from tlt_hpc.studies.warmup.progress import Progress, from_json, to_json
 from tlt_hpc.studies.warmup.shelf import Shelf
 
@@ -46,7 +47,7 @@ def keep_facts(parts: Parts, shelf: Shelf, progress: Progress) -> None:
         learning_rate=config.warmup.learning_rate,
         batch_tokens=config.warmup.batch_tokens,
         accept_length=best.accept_length,
-        strategy=config.warmup.validation_strategy,
+        strategy=VALIDATION.name,
         temperature=config.rollout.temperature,
         num_validation_prompts=len(parts.texts.held_out),
         num_ranks=parts.world.size,

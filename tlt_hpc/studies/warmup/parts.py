@@ -30,8 +30,7 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 
 # What the responses and the held-out prompts depend on. The rest of [warmup] is the training's.
-_OF_RESPONSES = {"sources", "responses", "strategy", "validation_prompts"}
-_FREE = {"minutes", "patience"}
+_OF_RESPONSES = {"sources", "responses", "validation_prompts"}
 _NUM_SAVES = 2
 
 
@@ -138,7 +137,7 @@ def _conflict(folder: RunFolder, config: Config) -> str | None:
     if not folder.config.exists():
         return None
     old, new = load_saved_config(folder.config).warmup.model_dump(), config.warmup.model_dump()
-    changed = [name for name in old if old[name] != new[name] and name not in _FREE]
+    changed = [name for name in old if old[name] != new[name]]
     responses = [name for name in changed if name in _OF_RESPONSES]
     if responses:
         name, remedy = responses[0], "go on with the old value or give another run.name"

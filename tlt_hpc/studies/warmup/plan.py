@@ -10,65 +10,28 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config, to_toml
 from tlt_hpc.models.folder import find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
+from tlt_hpc.rollout.strategy import strategy_named
 from tlt_hpc.storage.folder import RunFolder
 
 SUFFIX = "-warmup"
+VALIDATION = strategy_named("drafter-5")
+"""How validation speculates: with the learned drafter alone, in chains longer than most runs draft."""
 
 
 def config_of(config: Config) -> Config:
     """A job's configuration as its warm-up has it: a folder of its own, and what the warm-up begins from.
 
     Raises:
-        ConfigError: there is no drafter to warm up, or no such strategy.
+        ConfigError: there is no drafter to warm up.
     """
     if config.speculation.mode != "full":
         raise ConfigError(
             f"speculation.mode = {config.speculation.mode!r} has no learned drafter to warm up; "
             "use speculation.mode = 'full'"
         )
-    rollout_strategy(config)
-    validation_strategy(config)
     run = config.run.model_copy(update={"name": config.run.name + SUFFIX})
     drafter = config.drafter.model_copy(update={"init": config.warmup.init, "average_merges": 1})  # nothing is merged
     return config.model_copy(update={"run": run, "drafter": drafter})
-
-
-def rollout_strategy(config: Config) -> Strategy:
-    """How the warm-up's own rollouts are decoded.
-
-    Raises:
-        ConfigError: there is no such strategy, or it needs the drafter that is yet to be trained.
-    """
-    strategy = _strategy(config.warmup.strategy, "warmup.strategy")
-    if strategy.has_drafter:
-        raise ConfigError(
-            f"warmup.strategy = {config.warmup.strategy!r} drafts with what is yet to be trained; "
-            "use 'off' or n-grams such as 'ngram-4'"
-        )
-    return strategy
-
-
-def validation_strategy(config: Config) -> Strategy:
-    """How validation speculates.
-
-    Raises:
-        ConfigError: there is no such strategy, or it asks no learned drafter.
-    """
-    strategy = _strategy(config.warmup.validation_strategy, "warmup.validation_strategy")
-    if strategy.source != "drafter":
-        raise ConfigError(
-            f"warmup.validation_strategy = {config.warmup.validation_strategy!r} does not judge the learned drafter "
-            "alone; use e.g. 'drafter-5'"
-        )
-    return strategy
-
-
-def _strategy(name: str, key: str) -> Strategy:
-    try:
-        return strategy_named(name)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from None
 
 
 def check_sources(config: Config, tokenizer: Tokenizer) -> None:
@@ -106,29 +69,20 @@ def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
     """The plan in words, then the resolved configuration as TOML."""
     warmup, rollout = config.warmup, config.rollout
     origin = f"logged in {', '.join(warmup.sources)}" if warmup.sources else f"to prompts of {config.data.source_name}"
-    speculates = "" if warmup.sources else f", decoded with {strategy_name(config)}"
-    bounds = [f"{count(warmup.updates, 'update')} of {count(warmup.batch_tokens, 'token')}"]
-    bounds += [count(warmup.tokens, "token")] * bool(warmup.tokens)
-    bounds += [f"{warmup.minutes:g} min"] * bool(warmup.minutes)
     lines = [
         f"warm-up     {config.folder}: on {count(num_ranks, 'rank')}, seed {config.run.seed}; "
         f"drafter from {warmup.init}",
         f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
         f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
-        f"responses   up to {warmup.responses:,} {origin}{speculates}; features within "
+        f"responses   up to {warmup.responses:,} {origin}; features within "
         f"{config.drafter.cache_bytes / 1e9:g} GB a rank",
-        f"training    up to {', '.join(bounds)}; learning rate {warmup.learning_rate:g}, noise {warmup.noise:g}",
-        f"validation  every {count(warmup.validate_every, 'update')}: {warmup.validation_strategy} on up to "
+        f"training    up to {count(warmup.updates, 'update')} of {count(warmup.batch_tokens, 'token')}; "
+        f"learning rate {warmup.learning_rate:g}, noise {warmup.noise:g}",
+        f"validation  every {count(warmup.validate_every, 'update')}: {VALIDATION.name} on up to "
         f"{count(warmup.validation_prompts, 'prompt')}, {count(validation_tokens(config), 'token')} each, temperature "
-        f"{rollout.temperature:g}; ends after {warmup.patience or 'no number of'} without a new best",
+        f"{rollout.temperature:g}; ends after {warmup.patience} without a new best",
     ]
     return "\n".join([*lines, "", to_toml(config)])
-
-
-def strategy_name(config: Config) -> str:
-    """What to call the way in which the rollouts are decoded."""
-    strategy = rollout_strategy(config)
-    return "no speculation" if strategy == OFF else strategy.name
 
 
 def validation_tokens(config: Config) -> int:

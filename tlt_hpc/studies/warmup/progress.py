@@ -57,16 +57,13 @@ class Progress:
 
 
 def share_done(progress: Progress, limits: WarmupSection) -> float:
-    """How much of the training is behind, 0 to 1, by the budget that runs out first; the clock has no part in it."""
-    by_tokens = progress.tokens / limits.tokens if limits.tokens else 0.0
-    return min(1.0, max(progress.updates / limits.updates, by_tokens))
+    """The share of the updates that has been made, 0 to 1."""
+    return min(1.0, progress.updates / limits.updates)
 
 
 def is_over(progress: Progress, limits: WarmupSection) -> bool:
-    """Whether the training ends here: a budget is spent, or there was no new best for too long."""
-    out_of_time = bool(limits.minutes) and progress.seconds >= 60 * limits.minutes
-    out_of_patience = bool(limits.patience) and progress.num_since_best >= limits.patience
-    return share_done(progress, limits) >= 1.0 or out_of_time or out_of_patience
+    """Whether the training ends here: all updates are made, or there was no new best for too long."""
+    return progress.updates >= limits.updates or progress.num_since_best >= limits.patience
 
 
 def validation_is_due(progress: Progress, limits: WarmupSection, is_trained: bool) -> bool:
@@ -81,11 +78,7 @@ def end_reason(progress: Progress, limits: WarmupSection) -> str:
     """Why it ended, in words."""
     if progress.updates >= limits.updates:
         return f"warmup.updates = {limits.updates}"
-    if limits.tokens and progress.tokens >= limits.tokens:
-        return f"warmup.tokens = {limits.tokens}"
-    if limits.patience and progress.num_since_best >= limits.patience:
-        return f"no new best in {limits.patience} validations (warmup.patience)"
-    return f"warmup.minutes = {limits.minutes:g}"
+    return f"no new best in {limits.patience} validations"
 
 
 def to_json(progress: Progress) -> dict[str, Any]:

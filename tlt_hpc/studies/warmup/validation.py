@@ -10,7 +10,7 @@ from tlt_hpc.common.records import Request
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.session import make_engine
 from tlt_hpc.studies.warmup.parts import Parts
-from tlt_hpc.studies.warmup.plan import validation_strategy, validation_tokens
+from tlt_hpc.studies.warmup.plan import VALIDATION, validation_tokens
 
 
 class Validation:
@@ -50,7 +50,7 @@ def settings_of(parts: Parts, requests: list[Request]) -> EngineSettings:
         parts.settings,
         params=replace(params, min_tokens=min(params.min_tokens, params.max_tokens)),
         tie_guard=False,
-        strategies=(validation_strategy(parts.config),),
+        strategies=(VALIDATION,),
         max_live=min(parts.settings.max_live, -(-len(requests) // parts.replica.count)),
         max_prompt_tokens=max(len(request.prompt_tokens) for request in requests),
     )

@@ -1,0 +1,62 @@
+"""``tlt keys``: the keys of a configuration as tables, or as the page docs/configuration.md."""
+
+from __future__ import annotations
+
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tlt_hpc.common.console import TextConsole
+from tlt_hpc.config.keys import describe_section, keys_of
+from tlt_hpc.config.whole import SECTIONS
+
+_PAGE = """\
+# Configuration
+
+<!-- Generated from tlt_hpc/config by `tlt keys --markdown > docs/configuration.md`; do not edit. -->
+
+A run is one TOML file of the sections below. Any key can be set on the command line, after the file: `tlt train
+jobs/tiny.toml rollout.temperature=0.9`. `tlt train FILE --dry-run` checks everything and prints the resolved
+configuration; unknown keys and impossible values are errors. `tlt keys [SECTION]` prints this page in the terminal.
+
+Keys without a default are required. Whole numbers without an upper bound may be up to 2147483647. A key marked ✓ in the
+column *resume* may be changed when a run is resumed; changing any other ends the start with one line that names both
+values.
+"""
+
+
+def run(section: str | None, is_markdown: bool) -> None:
+    """Print the keys of one section or of all.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    sections = list(SECTIONS) if section is None else [section]
+    if is_markdown:
+        print("\n".join([_PAGE, *map(_as_markdown, sections)]).rstrip("\n"))
+        return
+    console = TextConsole()
+    for name in sections:
+        console.print(f"[{name}] " + describe_section(name).replace("``", ""), style="bold")
+        console.print(_as_table(name))
+
+
+def _as_table(section: str) -> Table:
+    """Two rows a key, so that the meaning has the terminal's whole width."""
+    table = Table(box=None, show_header=False, padding=(0, 0, 0, 0))
+    for key in keys_of(section):
+        unit = f", {key.unit}" if key.unit else ""
+        default = f"default {key.default}" if key.default else "required"
+        table.add_row(Text(f"{key.name}: {key.values}{unit}; {default}", style="cyan"))
+        table.add_row(Padding(key.meaning.replace("``", ""), (0, 0, 1, 4)))
+    return table
+
+
+def _as_markdown(section: str) -> str:
+    lines = [f"## [{section}]", "", describe_section(section).replace("``", "`"), ""]
+    lines += ["| key | values | default | unit | resume | meaning |", "|---|---|---|---|---|---|"]
+    for key in keys_of(section):
+        default, free = f"`{key.default}`" if key.default else "", "✓" if key.is_free else ""
+        cells = f"`{key.name}`", key.values, default, key.unit, free, key.meaning.replace("``", "`")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
