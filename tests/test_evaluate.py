@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from data_sets import gcd_row, write_parquet
+from fake_world import OneRank
 from launch_ranks import run_on_ranks
 from tiny import embedded_folder
 
@@ -367,13 +367,6 @@ def test_an_evaluation_whose_facts_are_damaged(tmp_path):
     with pytest.raises(ConfigError) as caught:
         EvaluationFolder(tmp_path).claim({})
     assert str(caught.value) == f"{tmp_path}/evaluation.json is damaged; delete {tmp_path} to evaluate anew"
-
-
-class OneRank:
-    rank, size, hostname = 0, 1, "here"
-
-    def allgather(self, item: Any) -> list[Any]:
-        return [item]
 
 
 @pytest.fixture

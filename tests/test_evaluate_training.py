@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_world import OneRank
 from test_tracking import logged, needs_tensorboard, told
 
 from tlt_hpc.evaluate.folder import EvaluationFolder
@@ -122,7 +123,7 @@ def test_another_evaluation_of_the_step_is_set_aside_and_said_so(tmp_path, caplo
     folder = EvaluationFolder(tmp_path / "step-000002")
     folder.path.mkdir()
     folder.claim({"evaluation.seed": 0})
-    alone = SimpleNamespace(world=SimpleNamespace(rank=0, broadcast=lambda item: item))
+    alone = SimpleNamespace(world=OneRank())
     assert claim_anew(alone, folder, {"evaluation.seed": 1}) == set()
     assert caplog.messages == [
         f"{folder.path} has evaluation.seed = 0, now 1: kept as {folder.path}-replaced-1, evaluated anew"

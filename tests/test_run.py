@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -17,16 +16,13 @@ from textwrap import indent
 import numpy as np
 import pytest
 import torch
-from launch_ranks import mpiexec, run_on_ranks
+from launch_ranks import mpiexec
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.common.errors import UserError
-from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.cost_profile import read_profile
 from tlt_hpc.rollout.strategy import OFF, strategy_named
-from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
-from tlt_hpc.train import together
 
 pytestmark = [pytest.mark.mpi]
 
@@ -266,32 +262,6 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
     assert done.returncode != 0
     assert "planted in rank 1" in done.stderr
     assert "Traceback" in done.stderr
-
-
-def write_where_one_cannot(failing: int) -> list[str]:
-    """What ``together`` raises on this rank, where ``failing`` has no room, and where all have."""
-    world = World.connect()
-    full = WriteError(Path("log.h5"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
-    def write():
-        if world.rank == failing:
-            raise full
-
-    raised = []
-    for action in (write, lambda: None):
-        try:
-            together(world, action)
-        except UserError as error:
-            raised.append(str(error))
-    world.leave()
-    return raised
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_rank_cannot_write_ends_all_with_its_line(failing):
-    told = run_on_ranks(2, write_where_one_cannot, failing)
-    assert told[0] == told[1] and len(told[0]) == 1, told
-    assert told[0][0].startswith("cannot write log.h5: No space left on device; what was there is as before")
 
 
 def test_a_finished_run_says_so_and_a_changed_one_is_refused(straight):

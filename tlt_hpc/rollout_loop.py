@@ -265,12 +265,7 @@ def decide_training(job: Job, step: int) -> Decision:
         return Decision(False, "no learned drafter")
     if not job.config.drafter.train:
         return Decision(False, "frozen")
-    decision = None
-    if job.world.rank == 0:
-        decision = decide(job.config.drafter, step, past_drafts(job, step))
-    decision = job.world.broadcast(decision)
-    assert decision is not None
-    return decision
+    return job.world.once(lambda: decide(job.config.drafter, step, past_drafts(job, step)))
 
 
 def past_drafts(job: Job, step: int) -> list[DraftCounts]:

@@ -21,7 +21,6 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
-from tlt_hpc.common.files import told
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams
 from tlt_hpc.config import (
     Config,
@@ -214,16 +213,18 @@ def open_bench(config: Config, world: World) -> Bench:
     Raises:
         ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
     """
-    bench, error = standing_bench(config.reward), ""
-    if bench.client is None:
+    bench = standing_bench(config.reward)
+    client = bench.client
+    if client is None:
         return bench
-    try:
-        bench.client.wait_until_ready()
-    except UserError as caught:
-        error = str(caught)
-    for rank, (hostname, message) in enumerate(world.allgather((world.hostname, error))):
-        if message:
-            raise ConfigError(f"rank {rank} on {hostname}: {message}")
+
+    def wait_until_ready() -> None:
+        try:
+            client.wait_until_ready()
+        except UserError as error:
+            raise ConfigError(f"rank {world.rank} on {world.hostname}: {error}") from None
+
+    world.all_or_none(wait_until_ready)
     return bench
 
 
@@ -239,24 +240,21 @@ def claim_folder(
     ``environment``: on rank 0, what is to be noted of this start.
 
     Raises:
-        ConfigError: on all ranks, where the folder holds a run of another configuration, or not all of them see it.
+        UserError: on all ranks, where the folder holds a run of another configuration, cannot be written, or is not
+            seen by all of them.
     """
-    error, probe = "", folder.path / f"shared-{uuid4().hex}"
-    if world.rank == 0:
-        try:
-            _claim(folder, config)
-            if prompts is not None:
-                claim_data(folder.path, prompts.fingerprints())
-            if environment is not None:
-                add_environment(folder.environment, environment)
-            probe.touch()
-        except UserError as caught:
-            error = str(caught)
-        except OSError as caught:
-            error = told(caught)
-    error, name, writer = world.broadcast((error, probe.name, world.hostname))
-    if error:
-        raise ConfigError(error)
+    probe = folder.path / f"shared-{uuid4().hex}"
+
+    def write_claim() -> tuple[str, str]:
+        _claim(folder, config)
+        if prompts is not None:
+            claim_data(folder.path, prompts.fingerprints())
+        if environment is not None:
+            add_environment(folder.environment, environment)
+        probe.touch()
+        return probe.name, world.hostname
+
+    name, writer = world.once(write_claim)
     try:
         _check_shared(config, name, writer, world)
         if prompts is not None:
@@ -461,16 +459,15 @@ def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFol
     template = config.drafter.cache_folder
     if not template:
         return folder, world.rank, world.size
-    found, error = Path(), ""
-    try:
-        found = node_folder(template, folder.path, world.hostname)
-    except ValueError as caught:
-        error = str(caught)
-    ranks = world.allgather((world.hostname, error))
-    for _, message in ranks:
-        if message:
-            raise ConfigError(message)
-    return RunFolder(found), world.local_rank, sum(hostname == world.hostname for hostname, _ in ranks)
+
+    def find() -> Path:
+        try:
+            return node_folder(template, folder.path, world.hostname)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    found = world.all_or_none(find)
+    return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)
 
 
 def choose_vocabulary(config: Config, assets: Assets) -> torch.Tensor | None:

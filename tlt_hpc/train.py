@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.files import told
 from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
@@ -138,7 +137,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         forget_after(job, step)  # logs that are about to be replaced are no committed step's
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
     if step < config.run.num_steps:
-        together(job.world, lambda: keep_costs(job))
+        world.all_or_none(lambda: keep_costs(job))
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
     settle_heap()
@@ -218,21 +217,12 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     summary = summarise(job.world, record, update, merged, timer.take())
     line = {**summary.metrics, "drafter/why": tail.decision.reason}
     agree_on_owner(job.world, job.folder.status, BEAT.start)
-    together(job.world, lambda: log_step(job, record))
-    together(job.world, lambda: commit(job, step, line))
+    job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
+    job.world.once(lambda: commit(job, step, line))
     if shows:
         reporter.stepped(summary)
         warn_of_mismatch(job, summary)
     return True
-
-
-def log_step(job: Job, record: StepRecord) -> None:
-    """Write this rank's log of a step.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
-    write_step(job.folder.rollout_log(record.step, record.rank), record)
 
 
 def commit(job: Job, step: int, line: Line) -> None:
@@ -241,28 +231,10 @@ def commit(job: Job, step: int, line: Line) -> None:
     Raises:
         UserError, WriteError: the folder is another start's by now, or it cannot be written.
     """
-    if job.world.rank == 0:
-        check_owner(job.folder.status, BEAT.start)
-        drop_foreign_logs(job, step)
-        add_line(job.folder.metrics, line)
-        drop_kept(job.folder)
-
-
-def together(world: World, write: Callable[[], None]) -> None:
-    """Write, and go on once all ranks have; collective, so that one rank's full disk ends them all, with one status.
-
-    Raises:
-        UserError: on all ranks, where one of them could not.
-    """
-    error = ""
-    try:
-        write()
-    except UserError as caught:
-        error = str(caught)
-    except OSError as caught:
-        error = told(caught)
-    if error := next(filter(None, world.allgather(error)), ""):
-        raise UserError(error)
+    check_owner(job.folder.status, BEAT.start)
+    drop_foreign_logs(job, step)
+    add_line(job.folder.metrics, line)
+    drop_kept(job.folder)
 
 
 def warn_of_mismatch(job: Job, summary: StepSummary) -> None:
@@ -338,7 +310,7 @@ def evaluate_if_due(job: Job, evaluation: TrainingEvaluation | None, step: int, 
     """
     if evaluation is None or not evaluation.is_due(job, step):
         return True
-    line = job.world.broadcast(read_lines(job.folder.metrics).get(step - 1) if job.world.rank == 0 else None)
+    line = job.world.once(lambda: read_lines(job.folder.metrics).get(step - 1))
     if line is None or TESTING in line:
         return True
     if job.world.rank == 0:

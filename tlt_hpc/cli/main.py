@@ -603,7 +603,7 @@ def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> in
     if not launched_rank(os.environ):
         start_early(config.tracking)
     world = connect(config, options, flag)
-    if told := world.broadcast(told_finished(config) if world.rank == 0 else ""):
+    if told := world.once(lambda: told_finished(config)):
         if world.rank == 0:
             print(told)
         world.leave()

@@ -87,7 +87,7 @@ def see_all(folder: EvaluationFolder, written: Sequence[str], world: World) -> N
     """
     files = world.allgather((world.hostname, tuple(written)))
     names = {name for _, own in files for name in own}
-    hidden = world.broadcast(hidden_files(folder.responses, names) if world.rank == 0 else set())
+    hidden = world.once(lambda: hidden_files(folder.responses, names))
     for rank, (hostname, own) in enumerate(files):
         for name in own:
             if name in hidden:

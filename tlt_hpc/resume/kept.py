@@ -82,11 +82,9 @@ class Keeper:
 
 def open_keeper(job: Job, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """What keeps this rank's responses of the step, and all ranks' of an earlier start; collective."""
-    origin, paths = "", list[Path]()
-    if job.world.rank == 0:
-        origin = find_origin(job.config, job.folder, step)
-        paths = _parts_of(job.config, job.folder, step)
-    origin, paths = job.world.broadcast((origin, paths))
+    origin, paths = job.world.once(
+        lambda: (find_origin(job.config, job.folder, step), _parts_of(job.config, job.folder, step))
+    )
     keeper = Keeper(job.folder, step, job.world.rank, origin, job.config.checkpoint.keep_responses_seconds)
     if not paths:
         return keeper, {}

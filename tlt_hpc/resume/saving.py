@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
@@ -185,8 +185,11 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
 
     ``shown`` is called on rank 0 with every step that was repeated.
     Returns the step of the checkpoint (0 without one) and the first step to do. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, where there are checkpoints and none is good.
     """
-    checkpoint = newest_checkpoint(job)
+    checkpoint = job.world.once(job.checkpoints.newest)
     saved = 0
     if checkpoint is not None:
         saved = checkpoint.step
@@ -252,24 +255,6 @@ def calibration_requests(job: Job, step: int) -> list[Request]:
     own = shard(job, StepDraws(job.config, job.prompts, step).requests())
     requests = own[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
     return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in requests]
-
-
-def newest_checkpoint(job: Job) -> Checkpoint | None:
-    """What rank 0 finds, on all ranks; collective.
-
-    Raises:
-        CheckpointError: there are checkpoints and none is good.
-    """
-    found: Checkpoint | CheckpointError | None = None
-    if job.world.rank == 0:
-        try:
-            found = job.checkpoints.newest()
-        except CheckpointError as error:
-            found = error
-    found = job.world.broadcast(found)
-    if isinstance(found, CheckpointError):
-        raise found
-    return found
 
 
 def save_drafter(job: Job) -> None:

@@ -57,7 +57,7 @@ def ablate(ablation: Ablation, world: World, screens: Screens) -> Figures | Stop
     check_drafters(ablation, world)
     if world.rank == 0:
         write_plan(ablation)
-    left = world.broadcast([arm for arm in ablation.arms if digest_of(ablation, arm) is None])
+    left = world.once(lambda: [arm for arm in ablation.arms if digest_of(ablation, arm) is None])
     if left and not throw_away_a_step(ablation, left, world, screens):
         return stopped(ablation, world)
     for arm in left:
@@ -67,12 +67,12 @@ def ablate(ablation: Ablation, world: World, screens: Screens) -> Figures | Stop
     held_out = measure(ablation, world)
     if held_out is None:
         return stopped(ablation, world)
-    return world.broadcast(read_figures(ablation, held_out) if world.rank == 0 else None)  # type: ignore[return-value]
+    return world.once(lambda: read_figures(ablation, held_out))
 
 
 def stopped(ablation: Ablation, world: World) -> Stopped:
     """What ended it; collective."""
-    return Stopped(ablation, next(filter(None, world.allgather(world.stop_reason)), ""))
+    return Stopped(ablation, world.first_stop_reason())
 
 
 def check_drafters(ablation: Ablation, world: World) -> None:

@@ -89,8 +89,7 @@ def parts_of(parts: Parts) -> tuple[list[Part], bool]:
     Before that they are all that there can be, the same at every start. Collective.
     """
     num_texts = len(parts.texts.training)
-    decided = (_part_size(parts, num_texts), _fixed_parts(parts)) if parts.world.rank == 0 else None
-    size, fixed = parts.world.broadcast(decided)  # type: ignore[misc]
+    size, fixed = parts.world.once(lambda: (_part_size(parts, num_texts), _fixed_parts(parts)))
     found = [
         Part(index, start, min(start + size, num_texts), RunFolder(parts.features / f"part-{index:05d}"))
         for index, start in enumerate(range(0, num_texts, size))
