@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launch_ranks import run_on_ranks
 from logged import step_record
 
 from tlt_hpc.cli.main import main
@@ -25,6 +26,7 @@ from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
+from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.studies.ablate import command, held_out
 from tlt_hpc.studies.ablate.arms import config_of, possible_arms
 from tlt_hpc.studies.ablate.command import Stopped, ablate
@@ -35,6 +37,7 @@ from tlt_hpc.studies.ablate.plot import plot, rolling_median
 from tlt_hpc.studies.ablate.report import write_report
 from tlt_hpc.studies.ablate.statistics import Passes, gain_in_passes, ratio
 from tlt_hpc.studies.ablate.table import cells_of, to_markdown
+from tlt_hpc.studies.ablate.training import ControlTraining, SerialTraining
 from tlt_hpc.train import RunResult
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +72,6 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
         assert {name: changed[arm].pop(name) for name in place} == place
     frozen = {"drafter.train": False, "drafter.schedule": "always", "drafter.every_steps": 1}
     control = {
-        "drafter.place": "serial", "drafter.rollouts": "first", "drafter.serial_as": str(tmp_path / "tail"),
         "drafter.schedule": "always", "drafter.every_steps": 1,
     }  # fmt: skip
     assert changed == {
@@ -77,7 +79,7 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
         "ngram": {"speculation.mode": "ngram"},
         "frozen": frozen,
         "frozen-tv": frozen | {"drafter.init": "elsewhere"},
-        "serial": {"drafter.place": "serial"},
+        "serial": {},
         "tail": {},
         "control": control,
         "tail-random": {"drafter.init": "random"},
@@ -444,3 +446,38 @@ def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> No
         assert process.poll() is None, "it ended before"
         assert time.monotonic() < deadline, f"no {pattern} in {folder}"
         time.sleep(0.02)
+
+
+def train_serially(folder: str, num_steps: int, tail: str) -> str:
+    """Steps of a run whose drafter is trained after the rollout, as much as the run ``tail`` took; the policy."""
+    from test_resume import Silent
+
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.train import run
+
+    training = ControlTraining(Path(tail)) if tail else SerialTraining(micro_steps=3)
+    config = load_config(
+        TINY, [*SMALL, f"run.folder={folder}", f"run.num_steps={num_steps}", "checkpoint.replay=false"]
+    )
+    result = run(config, World.connect(), Silent(), training=training)
+    leave_process_group()
+    return result.policy_sha256
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_serial_training_is_after_the_rollout_and_the_control_repeats_it_on_the_first_step(tmp_path):
+    digests = run_on_ranks(2, train_serially, str(tmp_path / "serial"), 2, "")
+    serial = tmp_path / "serial" / "tiny"
+    assert num_micro_steps(serial) == [3, 3, 3, 3]
+    for step, row in read_lines(serial / "metrics.jsonl").items():
+        assert row["rollout/harvested_rank_seconds"] == 0 < row["drafter/serial_rank_seconds"]
+        for rank in (0, 1):
+            record = read_step(RunFolder(serial).rollout_log(step, rank))
+            assert all(m.start_seconds >= record.timing.release_seconds for m in record.micro_steps)
+    control = tmp_path / "control" / "tiny"
+    for num_steps in (1, 2):  # resumed in between
+        repeated = run_on_ranks(2, train_serially, str(tmp_path / "control"), num_steps, str(serial))
+    assert num_micro_steps(control) == num_micro_steps(serial) and repeated == digests
+    assert sorted(path.name for path in (control / "first").iterdir()) == ["rank-0000.h5", "rank-0001.h5"]
+    assert not (serial / "first").exists()

@@ -187,8 +187,6 @@ def test_of_what_is_kept_only_that_counts_which_the_next_start_takes_up(tmp_path
     assert progress_of(config) == "step 0 and 0 of the next one's responses"
     keep(folder, 0, 0, origin_of_start(find_model(config.model.path)), 2)
     assert progress_of(config) == "step 0 and 2 of the next one's responses"
-    first = config.model_copy(update={"drafter": config.drafter.model_copy(update={"rollouts": "first"})})
-    assert progress_of(first) == "step 0 and 0 of the next one's responses", "they teach, and are generated again"
     add_line(folder.metrics, {"training/global_step": 0, "timing_s/gen": 1.5})
     add_line(folder.metrics, {"training/global_step": 1, "timing_s/gen": 2.5})
     own = origin_of(read_lines(folder.metrics)[1])

@@ -218,27 +218,6 @@ def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_serial_training_on_first_rollouts_every_other_step_goes_on_as_it_was(straight, tmp_path):
-    """The settings of the ablation together; stopped and resumed in between, the schedule goes on by the log."""
-    settings = ["drafter.place=serial", "drafter.serial_micro_steps=3", "drafter.rollouts=first"]
-    for num_steps in (2, 3):
-        run_tlt(tmp_path, f"run.num_steps={num_steps}", *settings, "drafter.schedule=every", "drafter.every_steps=2")
-    folder = tmp_path / "tiny"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["drafter/steps"] for row in rows] == [6, 0, 6], "three on each rank, every other step"
-    assert [row["drafter/version"] for row in rows] == [3, 3, 6]
-    assert [row["drafter/due"] for row in rows] == [1, 0, 1]
-    assert rows[1]["drafter/why"] == "every 2 steps: next at step 2"
-    for step, row in enumerate(rows):
-        assert row["rollout/harvested_rank_seconds"] == 0
-        assert (row["drafter/serial_rank_seconds"] > 0) == (row["timing_s/drafter"] > 1e-3) == (step != 1)
-        for record in records(folder, step):
-            assert all(m.start_seconds >= record.timing.release_seconds for m in record.micro_steps)
-        assert tokens_of(folder, step) == tokens_of(straight, step), "the drafter's training is nobody's text"
-    assert sorted(path.name for path in (folder / "first").iterdir()) == ["rank-0000.h5", "rank-0001.h5"]
-
-
-@pytest.mark.slow
 def test_falling_trains_by_what_the_log_says(tmp_path):
     """A log that tells of a fall is what a resumed run decides by; without one the warm drafter rests."""
     options = ["drafter.schedule=falling", "drafter.fall=0.5", "checkpoint.every_steps=1"]

@@ -129,9 +129,6 @@ def test_counts_survive_the_log_and_later_steps_are_not_read(tmp_path) -> None:
     ("overrides", "message"),
     [
         (["drafter.every_steps=3"], "drafter.every_steps = 3 says nothing with drafter.schedule = 'always'"),
-        (["drafter.train=false", "drafter.place=serial"], "drafter.place = 'serial' with drafter.train = false"),
-        (["drafter.rollouts=first", "drafter.cache_folder=/local"], "drafter.cache_folder = '/local': the first step"),
-        (["drafter.train=false", "drafter.rollouts=first"], "drafter.rollouts = 'first' with drafter.train = false"),
         (["drafter.train=false", "drafter.schedule=falling"], "drafter.schedule = 'falling' with drafter.train = fals"),
         (["drafter.schedule=falling", 'speculation.strategies=["ngram-4"]'], "judges the learned drafter's rounds"),
         (["drafter.fall=1.0"], "drafter.fall = 1.0"),

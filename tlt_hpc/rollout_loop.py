@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -23,8 +22,6 @@ from tlt_hpc.resume.kept import Keeper, open_keeper
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.session import Job, is_own, shard
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import read_summary
 from tlt_hpc.storage.step_lines import read_lines
 
 
@@ -73,7 +70,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     draws = StepDraws(job.config, job.prompts, step)
     scorer = make_scorer(job, draws)
     begin_features(job, step)
-    trains = decision.trains and job.config.drafter.place == "tail"
+    trains = decision.trains and trains_in_tail(job)
     requests, parts = draws.requests(), list[Part]()
     while requests:
         left = take_up(job, requests, keeper, kept)
@@ -227,36 +224,15 @@ def is_over(job: Job) -> bool:
     return job.pulse.over or job.world.stop_requested
 
 
-def train_serially(job: Job, step: int, tail: Tail) -> None:
-    """Where the drafter is trained in place of the tail: all ranks, right after the release.
-
-    Before the update, so that features and head are of the same weights and the merge hides behind the update, as in
-    the tail: the two places differ in nothing but whose seconds they take.
-    """
-    if tail.stopped or not tail.decision.trains or job.config.drafter.place != "serial":
-        return
-    assert job.drafting is not None
-    for _ in range(num_serial_micro_steps(job, step)):
-        if not job.drafting.spot.micro_step(lambda: job.world.stop_requested):
-            return
+def trains_in_tail(job: Job) -> bool:
+    """Whether idle ranks train the drafter during the rollout."""
+    return job.drafting is not None and job.drafting.training.in_tail
 
 
-def num_serial_micro_steps(job: Job, step: int) -> int:
-    """Micro-steps that this rank takes after a rollout: a fixed number, or what another run's log has of the step.
-
-    Raises:
-        UserError: that run has no log of the step and rank.
-    """
-    settings = job.config.drafter
-    if not settings.serial_as:
-        return settings.serial_micro_steps
-    path = RunFolder(Path(settings.serial_as)).rollout_log(step, job.world.rank)
-    if not path.is_file():
-        raise UserError(
-            f"drafter.serial_as = {settings.serial_as!r}: {path} does not exist; give the folder of a run on as many "
-            "ranks with as many steps"
-        )
-    return len(read_summary(path).micro_steps)
+def train_after_rollout(job: Job, step: int, tail: Tail) -> None:
+    """Train the drafter where the run does so after the rollout; a step that was stopped does not."""
+    if job.drafting and tail.decision.trains and not tail.stopped:
+        job.drafting.training.after_rollout(job.drafting.spot, step, job.world.rank, lambda: job.world.stop_requested)
 
 
 def decide_training(job: Job, step: int) -> Decision:

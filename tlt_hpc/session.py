@@ -32,6 +32,7 @@ from tlt_hpc.config import (
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.training import IN_TAIL, TailTraining
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy.meter import Counters, Meter, told_kinds
 from tlt_hpc.look.facts import Gpu, Place, find_environment
@@ -60,7 +61,6 @@ from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.environment_lines import Environment, add_environment
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.first_rollouts import FirstRollouts
 from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ NFS_SECONDS = 60.0
 class Drafting:
     """The parts that only a run with a learned drafter has."""
 
+    training: TailTraining
     cache: FeatureCache
     spot: SpotTrainer
     served: Drafter
@@ -140,8 +141,8 @@ class Job:
             self.pulse.close()
 
 
-def assemble(config: Config, world: World) -> Job:
-    """Build all parts; collective."""
+def assemble(config: Config, world: World, training: TailTraining = IN_TAIL) -> Job:
+    """Build all parts of a run whose drafter is trained by ``training``; collective."""
     bench = open_bench(config, world)
     node = world.node_group
     world.say("reading the model and the data")
@@ -157,7 +158,9 @@ def assemble(config: Config, world: World) -> Job:
     decoder = make_decoder(config, assets, world, replica)
     device = decoder.device
     drafting = (
-        make_drafting(config, world, folder, decoder, assets, warm) if config.speculation.mode == "full" else None
+        make_drafting(config, world, folder, decoder, assets, warm, training)
+        if config.speculation.mode == "full"
+        else None
     )
     meter, environment = look_around(world, device)
     # last of what may find a mistake of the user's: nothing is written before
@@ -432,6 +435,7 @@ def make_drafting(
     decoder: Decoder,
     assets: Assets,
     warm: dict[str, torch.Tensor] | None,
+    training: TailTraining = IN_TAIL,
 ) -> Drafting:
     """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
     shape, seed, settings = decoder.shape, config.run.seed, config.drafter
@@ -439,15 +443,16 @@ def make_drafting(
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
     if decoder.sharding.size > 1:
         served.split(decoder.sharding)
-    kind = FirstRollouts if settings.rollouts == "first" else FeatureCache
     place, rank, num_ranks = cache_place(config, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
-    cache = kind(place, rank, *sizes, num_ranks, settings.cache_compression)
+    cache = training.cache(place, rank, *sizes, num_ranks, settings.cache_compression)
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)
     alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
-    return Drafting(cache, spot, served, alone, config.checkpoint.drafter_every_steps if settings.train else 0)
+    return Drafting(
+        training, cache, spot, served, alone, config.checkpoint.drafter_every_steps if settings.train else 0
+    )
 
 
 def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:

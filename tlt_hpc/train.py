@@ -18,6 +18,7 @@ from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.drafting.training import IN_TAIL, TailTraining
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
 from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.look.timing import PhaseTimer
@@ -43,7 +44,7 @@ from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.engine import EngineCounts
-from tlt_hpc.rollout_loop import Tail, end_features, roll_out, train_serially
+from tlt_hpc.rollout_loop import Tail, end_features, roll_out, train_after_rollout, trains_in_tail
 from tlt_hpc.session import Job, assemble
 from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
@@ -82,18 +83,25 @@ class RunResult:
     """Empty unless a signal or a vote ended the run early."""
 
 
-def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | None = None) -> RunResult:
+def run(
+    config: Config,
+    world: World,
+    reporter: Reporter,
+    tracking: Tracking | None = None,
+    training: TailTraining = IN_TAIL,
+) -> RunResult:
     """Run, or go on with, the job that ``config`` describes; collective.
 
     Args:
         tracking: what ``open_tracking`` has opened, where trackers are to outlast the run; else they are closed here.
+        training: when, and on which responses, the drafter is trained.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
     # the job is closed before the trackers, which may wait for a server that is away
     trackers = open_tracking(config, world) if tracking is None else nullcontext(tracking)
-    with trackers as told, closing(assemble(config, world)) as job:
+    with trackers as told, closing(assemble(config, world, training)) as job:
         return take_steps(job, told, reporter)
 
 
@@ -181,7 +189,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         tail = roll_out(job, step, reporter)
     job.meter.end_rollout()
     with timer("drafter"):
-        train_serially(job, step, tail)
+        train_after_rollout(job, step, tail)
     with timer("gen"):
         end_features(job, tail)
     if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
@@ -343,7 +351,7 @@ def make_record(
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     names = tuple(counts.strategies)
     kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]
-    harvested = seconds_of(micro_steps) if job.config.drafter.place == "tail" else 0.0
+    harvested = seconds_of(micro_steps) if trains_in_tail(job) else 0.0
     return StepRecord(
         step=step,
         rank=job.world.rank,
@@ -381,7 +389,7 @@ def drafter_metrics(
 ) -> dict[str, float]:
     """What this rank did for the learned drafter, and how the drafter did."""
     assert job.drafting is not None
-    serial = seconds_of(micro_steps) if job.config.drafter.place == "serial" else 0.0
+    serial = 0.0 if trains_in_tail(job) else seconds_of(micro_steps)
     return {
         DUE: float(tail.decision.trains),
         MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,

@@ -98,17 +98,6 @@ class DrafterSection(Section):
     that could not judge it; one that begins at random trains until it has stopped growing."""
     every_steps: PositiveInt = 1
     fall: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    place: Literal["tail", "serial"] = "tail"
-    """``tail``: idle ranks train while others generate; ``serial``: all ranks train together after every rollout, which
-    makes the step longer. Serial is there to be compared with."""
-    serial_micro_steps: PositiveInt = 20
-    """Micro-steps of each rank and step where ``place`` is ``serial``."""
-    serial_as: FilePath = ""
-    """Folder of a run on as many ranks: where ``place`` is ``serial``, each rank takes as many micro-steps in a step as
-    it took there by that run's log, instead of ``serial_micro_steps``. Empty: none."""
-    rollouts: Literal["fresh", "first"] = "fresh"
-    """``fresh``: train on this step's responses and the last one's; ``first``: on those of the run's first step for
-    ever, the control that shows what fresh ones are worth."""
     cache_bytes: Annotated[NumBytes, Field(ge=1)] = 2_000_000_000
     """Bytes of features on disk that one rank may keep: half for the step under way, half for the one before."""
     cache_folder: FilePath = ""
@@ -178,20 +167,8 @@ def check_drafter(drafter: DrafterSection) -> None:
             f"drafter.every_steps = {drafter.every_steps} says nothing with drafter.schedule = {drafter.schedule!r}; "
             "use drafter.schedule = 'every' or leave drafter.every_steps out"
         )
-    if drafter.serial_as and drafter.place != "serial":
+    if not drafter.train and drafter.schedule != "always":
         raise ConfigError(
-            f"drafter.serial_as = {drafter.serial_as!r} says nothing with drafter.place = {drafter.place!r}; "
-            "use drafter.place = 'serial' or leave drafter.serial_as out"
+            f"drafter.schedule = {drafter.schedule!r} with drafter.train = false, which trains nothing; "
+            "use drafter.train = true or leave drafter.schedule out"
         )
-    if drafter.rollouts == "first" and drafter.cache_folder:
-        raise ConfigError(
-            f"drafter.rollouts = 'first' with drafter.cache_folder = {drafter.cache_folder!r}: the first step must "
-            "stay as long as the run, which a node's disk does not; leave drafter.cache_folder out"
-        )
-    usual = {"schedule": "always", "place": "tail", "rollouts": "fresh"}
-    for name, value in usual.items():
-        if not drafter.train and (given := vars(drafter)[name]) != value:
-            raise ConfigError(
-                f"drafter.{name} = {given!r} with drafter.train = false, which trains nothing; "
-                f"use drafter.train = true or leave drafter.{name} out"
-            )

@@ -82,9 +82,7 @@ class Keeper:
 
 def open_keeper(job: Job, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """What keeps this rank's responses of the step, and all ranks' of an earlier start; collective."""
-    origin, paths = job.world.once(
-        lambda: (find_origin(job.config, job.folder, step), _parts_of(job.config, job.folder, step))
-    )
+    origin, paths = job.world.once(lambda: (find_origin(job.config, job.folder, step), job.folder.kept_parts(step)))
     keeper = Keeper(job.folder, step, job.world.rank, origin, job.config.checkpoint.keep_responses_seconds)
     if not paths:
         return keeper, {}
@@ -107,7 +105,7 @@ def progress_of(config: Config) -> str:
     step = max(read_lines(folder.metrics), default=-1) + 1
     if not config.checkpoint.replay:  # begins from a checkpoint, whatever was done after it
         step = max((saved for saved, _ in found_in(folder.checkpoints)), default=0)
-    counted = [_count(path) for path in _parts_of(config, folder, step)]
+    counted = [_count(path) for path in folder.kept_parts(step)]
     own = find_origin(config, folder, step) if counted else ""
     return f"step {step} and {sum(count for origin, count in counted if origin == own)} of the next one's responses"
 
@@ -117,12 +115,6 @@ def _count(path: Path) -> tuple[str, int]:
         return count_kept(path)
     except (DamagedFile, OSError):  # named by the start that meets it
         return "", 0
-
-
-def _parts_of(config: Config, folder: RunFolder, step: int) -> list[Path]:
-    # the first step's responses alone teach the drafter of such a run: they are needed with their features
-    teaches = step == 0 and config.drafter.rollouts == "first"
-    return [] if teaches else folder.kept_parts(step)
 
 
 def _read(path: Path) -> KeptFile | None:
