@@ -21,7 +21,7 @@ from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.resume.kept import Keeper, open_keeper
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.session import Job, is_own, shard
+from tlt_hpc.session import Job, generate, is_own, shard
 from tlt_hpc.storage.step_lines import read_lines
 
 
@@ -61,9 +61,9 @@ class Part:
 
 
 def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
-    """All that a step generates, but for what an earlier start has kept; a rank that waits does as in ``generate``.
+    """Generate a step's responses, apart from those that an earlier start has kept; collective.
 
-    Collective.
+    A rank that has finished scores and trains the drafter meanwhile: ``StepGeneration.on_idle``.
     """
     decision = decide_training(job, step)
     keeper, kept = open_keeper(job, step)
@@ -74,7 +74,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     requests, parts = draws.requests(), list[Part]()
     while requests:
         left = take_up(job, requests, keeper, kept)
-        parts.append(generate(job, step, left, scorer, keeper, trains, reporter))
+        parts.append(generate_part(job, step, left, scorer, keeper, trains, reporter))
         requests = [] if parts[-1].stopped else refill(job, draws, scorer)
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
@@ -126,7 +126,43 @@ def refill(job: Job, draws: StepDraws, scorer: Scorer) -> list[Request]:
     return draws.refill(np.array([score for _, score in sorted(chain.from_iterable(ranks))], np.float32))
 
 
-def generate(
+@dataclass
+class StepGeneration:
+    """This rank's part in a rollout, as ``session.generate`` drives it."""
+
+    job: Job
+    scorer: Scorer
+    keeper: Keeper
+    trains: bool
+    """Whether the step trains the drafter on idle ranks."""
+    last_token: float
+    """When this rank generated its last token, in seconds since the epoch."""
+
+    @property
+    def has_work(self) -> bool:
+        return self.job.engine.has_work
+
+    def status(self) -> Status:
+        return status(self.job)
+
+    def step(self) -> None:
+        """One round of decoding; what has ended may be scored by the reward server meanwhile."""
+        decode(self.job)
+        self.last_token = time.time()
+        self.scorer.offer(self.job.engine.finished)
+
+    def on_idle(self, roster: Roster) -> bool:
+        """Score responses, and once all are scored train the drafter; False where there is nothing to do."""
+        return use_wait(self.job, self.scorer, self.trains and worth_training(self.job, roster))
+
+    def keep_finished(self) -> None:
+        """Write finished responses where that is due."""
+        if self.keeper.is_due(self.job.engine.finished):
+            with self.job.pulse.progressing():
+                self.keeper.keep(self.job.engine.finished)
+
+
+def generate_part(
     job: Job,
     step: int,
     requests: list[Request],
@@ -141,27 +177,21 @@ def generate(
         requests: all ranks'.
         trains: whether the step trains the drafter while it waits.
     """
-    engine, pulse = job.engine, job.pulse
-    start = last_token = time.time()
-    engine.submit(shard(job, requests))
-    pulse.begin(step)
-    while not (roster := pulse.poll(status(job))).over:
-        if engine.has_work:
-            decode(job)
-            last_token = time.time()
-            scorer.offer(job.engine.finished)
-        elif not use_wait(job, scorer, trains and worth_training(job, roster)):
-            pulse.back_off()
-        if keeper.is_due(engine.finished):
-            with pulse.progressing():
-                keeper.keep(engine.finished)
+    start = time.time()
+    work = StepGeneration(job, scorer, keeper, trains, start)
+
+    def shown(roster: Roster) -> None:
+        work.keep_finished()
         if job.world.rank == 0:
             reporter.rolling(step, roster)
-    late_seconds = time.perf_counter() - pulse.released_at
-    timing = RolloutTiming(start, last_token, time.time())
+
+    job.engine.submit(shard(job, requests))
+    roster = generate(job.pulse, work, step, shown)
+    late_seconds = time.perf_counter() - job.pulse.released_at
+    timing = RolloutTiming(start, work.last_token, time.time())
     if roster.stopping:
-        engine.abort()
-    keeper.keep(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
+        job.engine.abort()
+    keeper.keep(job.engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
     return Part(timing, roster.stopping, late_seconds)
 
 

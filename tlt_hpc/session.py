@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -21,7 +22,7 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
-from tlt_hpc.common.records import Request, SampleKey, SamplingParams
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import (
     Config,
     ConfigError,
@@ -48,6 +49,7 @@ from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, RECORD_FIELDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
+from tlt_hpc.mpi.roster import Roster, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
 from tlt_hpc.rewards.scorer import Bench
@@ -55,7 +57,6 @@ from tlt_hpc.rewards.standing import standing_bench
 from tlt_hpc.rl.correction import MismatchWatch
 from tlt_hpc.rl.distributed import join_process_group, replica_sum
 from tlt_hpc.rl.policy import Policy
-from tlt_hpc.rollout.decisions import Agree
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
@@ -71,6 +72,8 @@ GIVEN_GPU = "TLT_GPU"
 DRAFTER_FILE = drafter_file.DRAFTER_FILE
 _COUNTED_STEPS = 64
 """Steps whose prompts are counted for a draft vocabulary."""
+CALIBRATION_RESPONSES = 8
+"""Responses that the engine is calibrated with, at most."""
 NFS_SECONDS = 60.0
 """How long an NFS client may by default go on with an old listing of a folder."""
 
@@ -168,8 +171,8 @@ def assemble(config: Config, world: World, training: TailTraining = IN_TAIL) -> 
     if drafting:
         drafting.cache.recover()
     served = drafting.served if drafting else None
-    engine = make_engine(decoder, engine_settings(config, assets, world), served, replica.agree)
-    engine.keeps = lambda key: replica.keeps(unit_of(config, key))
+    engine = make_engine(decoder, engine_settings(config, assets, world), served, replica)
+    engine.keeps = keeps_of(config, replica)
     world.say("joining the process group")
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     world.say("loading the policy")
@@ -377,23 +380,98 @@ def make_pulse(world: World, replica: Replica, text_mark: Callable[[], int]) -> 
     return ReplicaPulse(exchange, replica, text_mark)
 
 
+class Generation(Protocol):
+    """What ``generate`` drives on one rank: an engine with requests, and what is done once they have been answered."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether this rank still has tokens to generate."""
+        ...
+
+    def status(self) -> Status:
+        """What this rank reports to the others."""
+        ...
+
+    def step(self) -> None:
+        """One round of decoding."""
+        ...
+
+    def on_idle(self, roster: Roster) -> bool:
+        """Something useful while other ranks generate; False where there is nothing to do."""
+        ...
+
+
+def generate(pulse: Pulse, work: Generation, epoch: int, shown: Callable[[Roster], None]) -> Roster:
+    """Generate until all ranks have finished, or one asks to stop; collective.
+
+    Args:
+        epoch: of the pulse; any number that all ranks give.
+        shown: called after every round of this rank with the latest roster.
+
+    Returns the last roster, which is the same on all ranks.
+    """
+    pulse.begin(epoch)
+    while not (roster := pulse.poll(work.status())).over:
+        if work.has_work:
+            work.step()
+        elif not work.on_idle(roster):
+            pulse.back_off()
+        shown(roster)
+    return roster
+
+
 def unit_of(config: Config, key: SampleKey) -> int:
     """By what a step's responses are dealt over replicas and ranks: their group, or their place among all samples."""
     return key.draw if config.rollout.shard == "group" else key.draw * config.rollout.group_size + key.sample
 
 
 def make_engine(
-    decoder: Decoder, settings: EngineSettings, drafter: Drafter | None, agree: Agree | None = None
+    decoder: Decoder, settings: EngineSettings, drafter: Drafter | None, replica: Replica | None = None
 ) -> RolloutEngine:
-    """The rollout engine; ``agree`` where its decoder is one part of several ranks'.
+    """The rollout engine; ``replica``: whose ranks may each hold a part of the decoder.
 
     Raises:
         ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
     """
     try:
-        return RolloutEngine(decoder, settings, drafter, agree if decoder.sharding.size > 1 else None)
+        return RolloutEngine(decoder, settings, drafter, replica.agree if replica and replica.size > 1 else None)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def keeps_of(config: Config, replica: Replica) -> Callable[[SampleKey], bool]:
+    """Tells which of the responses that its replica generates this rank keeps."""
+    return lambda key: replica.keeps(unit_of(config, key))
+
+
+def calibration_requests(requests: Sequence[Request]) -> list[Request]:
+    """The first few under keys of a stream of their own: the true keys would give the coming texts away."""
+    return [
+        replace(request, key=replace(request.key, stream=Stream.CALIBRATION))
+        for request in requests[:CALIBRATION_RESPONSES]
+    ]
+
+
+def calibrate(
+    engine: RolloutEngine,
+    requests: list[Request],
+    profile_seconds: float,
+    node: NodeGroup,
+    say: Callable[[str], None] = lambda words: None,
+) -> None:
+    """Measure near-ties, and the cost of rounds where there is a choice, on responses that are discarded.
+
+    Collective over the node.
+
+    Args:
+        profile_seconds: what measuring the costs may take at most; 0: they are not measured.
+        say: told what is being done.
+    """
+    say("calibrating the rollout engine")
+    engine.calibrate(requests)
+    if len(engine.settings.strategies) > 1 and profile_seconds:
+        say("measuring what rounds cost")
+        engine.profile(requests, profile_seconds, node)
 
 
 def engine_settings(config: Config, assets: ModelAssets, world: World) -> EngineSettings:

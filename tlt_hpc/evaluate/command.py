@@ -22,9 +22,9 @@ from tlt_hpc.evaluate.folder import EvaluationFolder, add_json_line, has_json_li
 from tlt_hpc.evaluate.metrics import to_json
 from tlt_hpc.evaluate.parts import (
     build_engine,
+    calibration_of,
     check_same_sets,
     facts_of,
-    make_ready,
     open_drafter,
     read_assets,
 )
@@ -37,7 +37,7 @@ from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.standing import without_form
-from tlt_hpc.session import make_decoder, make_pulse, make_replica, open_bench
+from tlt_hpc.session import calibrate, make_decoder, make_pulse, make_replica, open_bench
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import make_folder
 
@@ -105,7 +105,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     if num_missing:
         drafter = open_drafter(config, checkpoint, decoder, world.node_group)
         engine = build_engine(config, assets, sets, decoder, drafter, world, replica)
-        make_ready(config, engine, wanted, world.node_group)
+        calibrate(engine, calibration_of(wanted), config.speculation.profile_seconds, world.node_group)
         start = time.perf_counter()
         with closing(make_pulse(world, replica, lambda: engine.text_mark)) as pulse:
             means = Means(engine, bench, assets.tokenizer, pulse, world, replica)

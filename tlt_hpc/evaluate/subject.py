@@ -165,9 +165,11 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
 
 def _readers(subject: Subject, checkpoint: Checkpoint | None) -> Iterator[tuple[str, ReadCut]]:
     """The policy's weights under their Hugging Face names, each to be read before the next is asked for."""
-    if checkpoint is None:
-        yield from folder_readers(find_model(subject.place))
-        return
+    return folder_readers(find_model(subject.place)) if checkpoint is None else policy_readers(checkpoint)
+
+
+def policy_readers(checkpoint: Checkpoint) -> Iterator[tuple[str, ReadCut]]:
+    """The policy's weights of a run's checkpoint under their Hugging Face names, each read when it is asked for."""
     for name in checkpoint.names("policy"):
         if name.endswith(_MASTER):
             yield name.removesuffix(_MASTER), partial(checkpoint.read, "policy", name)

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,13 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.common.records import Request, Stream
 from tlt_hpc.models.once import read_once
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.resume.replay import Replayed, replay
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.cost_profile import to_json
-from tlt_hpc.session import DRAFTER_FILE, Drafting, Job, shard
+from tlt_hpc.session import DRAFTER_FILE, Drafting, Job, calibrate, calibration_requests, shard
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.step_lines import drop_lines
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tlt_hpc.mpi.node import NodeGroup
-
-_CALIBRATION_RESPONSES = 8
 
 logger = logging.getLogger(__name__)
 
@@ -205,12 +202,10 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     if job.drafting:
         job.serve_drafter()
     job.load_policy(step)
-    requests = calibration_requests(job, step)
-    job.world.say("calibrating the rollout engine")
-    job.engine.calibrate(requests)
-    if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
-        job.world.say("measuring what rounds cost")
-        job.engine.profile(requests, job.config.speculation.profile_seconds, job.world.node_group)
+    own = shard(job, StepDraws(job.config, job.prompts, step).requests())
+    some = calibration_requests(own[:: job.config.rollout.group_size])
+    profile_seconds = job.config.speculation.profile_seconds
+    calibrate(job.engine, some, profile_seconds, job.world.node_group, job.world.say)
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step
@@ -248,13 +243,6 @@ def forget_after(job: Job, step: int) -> None:
         )  # fmt: skip
     if job.drafting:
         job.drafting.checkpoints.drop_after(step)
-
-
-def calibration_requests(job: Job, step: int) -> list[Request]:
-    """A few of this rank's prompts under keys of another stream: the coming step's own would give its text away."""
-    own = shard(job, StepDraws(job.config, job.prompts, step).requests())
-    requests = own[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
-    return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in requests]
 
 
 def save_drafter(job: Job) -> None:
