@@ -23,6 +23,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.drafting.schedule import DraftCounts
+from tlt_hpc.drafting.training import IN_TAIL
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
@@ -176,7 +177,8 @@ class FakeRuns:
         self.names: list[str] = []
         self._stops_in = stops_in
 
-    def __call__(self, config, world, reporter) -> RunResult:
+    def __call__(self, config, world, reporter, training) -> RunResult:
+        assert training is IN_TAIL, "none of these arms is trained otherwise"
         name = config.run.name
         self.names.append(name)
         if name == self._stops_in:

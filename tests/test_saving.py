@@ -55,7 +55,7 @@ def job_in(folder, background: bool) -> Any:
 
 
 def end_the_time(job: Any) -> None:
-    job.world.flag.killed_after(0)
+    job.world.flag.set_kill_delay(0)
     job.world.flag.request(Stop.KILL, "SIGTERM")
 
 

@@ -26,18 +26,18 @@ from tlt_hpc.look.tracking.follow import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.finished import note_finished
+from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.resume.kept import drop_kept
 from tlt_hpc.resume.saving import (
-    forget_after,
-    goes_on,
-    keep_costs,
+    drop_steps_after,
     reserve_copy,
     resume,
     save_at_end,
-    save_between,
     save_checkpoint,
+    save_cost_profile,
     save_drafter,
+    save_drafter_if_due,
+    should_continue,
 )
 from tlt_hpc.rewards.unjudged import joined
 from tlt_hpc.rl.correction import Mismatch
@@ -142,14 +142,14 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         saved = save_checkpoint(job, step, saved)
     agree_on_owner(world, job.folder.status, BEAT.start)
     if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
-        forget_after(job, step)  # logs that are about to be replaced are no committed step's
+        drop_steps_after(job, step)  # logs that are about to be replaced are no committed step's
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
     if step < config.run.num_steps:
-        world.all_or_none(lambda: keep_costs(job))
+        world.all_or_none(lambda: save_cost_profile(job))
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
     settle_heap()
-    while step < config.run.num_steps and goes_on(job):
+    while step < config.run.num_steps and should_continue(job):
         if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
             break
         step += 1
@@ -157,7 +157,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
             if step % config.checkpoint.every_steps == 0:
                 saved = save_checkpoint(job, step, saved)
             else:
-                save_between(job, step)
+                save_drafter_if_due(job, step)
         with timer.between_steps("testing"):
             judged = judge_and_track(job, evaluation, tracking, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
@@ -166,7 +166,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         save_drafter(job)
     digest = job.policy.sha256() if finished else ""  # gathers the whole policy
     if finished and world.rank == 0:
-        note_finished(config, step, digest)
+        record_finished(config, step, digest)
     return RunResult(first, step, finished, digest, world.stop_reason if stop and not finished else "")
 
 

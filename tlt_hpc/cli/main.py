@@ -46,7 +46,7 @@ from tlt_hpc.look.report import options as report_options
 from tlt_hpc.plan.memory import options as memory_plan_options
 from tlt_hpc.plan.preflight import options as preflight_options
 from tlt_hpc.plan.simulate import options as simulate_options
-from tlt_hpc.resume.finished import told_finished
+from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.studies.ablate import options as ablate_options
@@ -205,7 +205,7 @@ def check_folder(config: Config) -> str:
     if folder.path.exists() and not folder.path.is_dir():
         raise UserError(f"run.folder and run.name give {folder.path}, which is a file; move it away or give another")
     read_lines(folder.metrics)
-    return told_finished(config)
+    return finished_message(config)
 
 
 def check_drafter(config: Config) -> None:
@@ -356,9 +356,9 @@ def leave_early(world: World, folder: Path, progress: Callable[[], str], trackin
 
 def run_progress(config: Config) -> str:
     """How far ``tlt train`` has come."""
-    from tlt_hpc.resume.kept import progress_of
+    from tlt_hpc.resume.kept import describe_progress
 
-    return progress_of(config)
+    return describe_progress(config)
 
 
 def written_bytes(config: Config) -> str:
@@ -603,7 +603,7 @@ def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> in
     if not launched_rank(os.environ):
         start_early(config.tracking)
     world = connect(config, options, flag)
-    if told := world.once(lambda: told_finished(config)):
+    if told := world.once(lambda: finished_message(config)):
         if world.rank == 0:
             print(told)
         world.leave()

@@ -98,7 +98,7 @@ def open_keeper(job: Job, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     return keeper, {rollout.key: rollout for rollout in merged(every, origin)}
 
 
-def progress_of(config: Config) -> str:
+def describe_progress(config: Config) -> str:
     """How far a run has come, in words: the steps that its next start has no more to do, and what it takes up of the
     step after them. Kept responses of other weights, or in damaged files, are none of it. For rank 0."""
     folder = RunFolder(config.folder)

@@ -164,7 +164,7 @@ def read_ranks(job: Job, step: int) -> LoggedStep | None:
     for _, trouble, _ in reports:
         if trouble:
             raise ReplayError(f"{trouble}; nothing was changed: start again when it can be read")
-    lacking = next((trouble for trouble, *_ in reports if trouble), "") or what_lacks(*everything, job, step)
+    lacking = next((trouble for trouble, *_ in reports if trouble), "") or missing_responses(*everything, job, step)
     if lacking:
         if job.world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step, lacking)
@@ -172,7 +172,7 @@ def read_ranks(job: Job, step: int) -> LoggedStep | None:
     return LoggedStep(*everything, sum(count for *_, count in reports))
 
 
-def what_lacks(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
+def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
     """What the log lacks of the responses to the step's requests by the step's weights; empty where it has all.
 
     Raises:

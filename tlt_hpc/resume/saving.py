@@ -1,4 +1,4 @@
-"""What of a run is saved and when, and how the next start takes it up; knows nothing of what a step is made of."""
+"""Checkpoints of a run: what is saved and when, and how the next start restores it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def drafter_shard(job: Job, drafting: Drafting) -> Iterator[tuple[str, Piece]]:
     return deal(drafting.spot.live_state().items(), job.world.rank, job.world.size)
 
 
-def goes_on(job: Job) -> bool:
-    """Whether nobody was asked to stop; in the same collective all learn how a save goes on."""
+def should_continue(job: Job) -> bool:
+    """Whether no rank was asked to stop; the same collective advances a checkpoint that is being written."""
     reports, stop = job.world.exchange(job.checkpoints.report())
     job.checkpoints.advance(reports)
     return not stop
@@ -91,7 +91,7 @@ def begin_save(job: Job, step: int) -> None:
 
 
 @BEAT.within(Phase.SAVING)
-def save_between(job: Job, step: int) -> None:
+def save_drafter_if_due(job: Job, step: int) -> None:
     """Begin to save the drafter alone, and what the chooser has counted, where that is due; collective.
 
     No step waits for it: where the last one is still being written, this one is left out, which is warned of once.
@@ -211,8 +211,8 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     return saved, step
 
 
-def keep_costs(job: Job) -> None:
-    """Leave in the run's folder what rounds cost here, as measured ahead of the first rollout; on rank 0.
+def save_cost_profile(job: Job) -> None:
+    """Write the costs of decoding rounds, measured before the first rollout, to the run's folder; on rank 0.
 
     Raises:
         WriteError: it cannot be written.
@@ -227,10 +227,10 @@ def _read_once(node: NodeGroup, checkpoint: Checkpoint, part: str, name: str) ->
     return read_once(node, lambda: checkpoint.read(part, name))
 
 
-def forget_after(job: Job, step: int) -> None:
-    """Drop what is on record of later steps, which are about to be generated again; on rank 0.
+def drop_steps_after(job: Job, step: int) -> None:
+    """Drop the lines and drafter checkpoints of steps after ``step``, which are generated again; on rank 0.
 
-    Their lines go first: a drafter without them is not taken up, and lines without theirs would be.
+    The lines go first: a drafter checkpoint without lines is not loaded, while lines without it would be replayed.
 
     Raises:
         CheckpointError: a drafter's checkpoint cannot be removed.
@@ -246,7 +246,7 @@ def forget_after(job: Job, step: int) -> None:
 
 
 def save_drafter(job: Job) -> None:
-    """Leave the drafter beside the run, where ``drafter.init`` of another run finds it."""
+    """Write the drafter to the run's folder, for ``drafter.init`` of another run."""
     if job.drafting is None or job.world.rank != 0:
         return
     from safetensors.torch import save_file
