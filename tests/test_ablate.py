@@ -28,17 +28,18 @@ from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate import command, held_out
+from tlt_hpc.studies.ablate import ablate as ablate_module
+from tlt_hpc.studies.ablate import held_out
+from tlt_hpc.studies.ablate.ablate import Stopped, ablate
+from tlt_hpc.studies.ablate.ablate_options import ARMS, AblateOptions
 from tlt_hpc.studies.ablate.arms import config_of, possible_arms
-from tlt_hpc.studies.ablate.command import Stopped, ablate
 from tlt_hpc.studies.ablate.figures import ArmFigures, Figures, StepFigures, read_figures, to_tree, verdict
-from tlt_hpc.studies.ablate.options import ARMS, AblateOptions
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of, mark_done, plan_ablation, write_plan
 from tlt_hpc.studies.ablate.plot import plot, rolling_median
-from tlt_hpc.studies.ablate.report import write_report
 from tlt_hpc.studies.ablate.statistics import Passes, gain_in_passes, ratio
 from tlt_hpc.studies.ablate.table import cells_of, to_markdown
 from tlt_hpc.studies.ablate.training import ControlTraining, SerialTraining
+from tlt_hpc.studies.ablate.write import write_report
 from tlt_hpc.train import RunResult
 
 ROOT = Path(__file__).parent.parent
@@ -188,15 +189,15 @@ class FakeRuns:
 
 
 def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "measure", lambda ablation, world: {})
+    monkeypatch.setattr(ablate_module, "measure", lambda ablation, world: {})
     world, ablation = World.connect(), plan(tmp_path, num_steps=2, arms=("plain", "frozen", "tail"))
     first = FakeRuns(stops_in="frozen")
-    monkeypatch.setattr(command, "run", first)
+    monkeypatch.setattr(ablate_module, "run", first)
     assert isinstance(ablate(ablation, world, Screens()), Stopped)
     assert first.names == ["first-start-not-counted", "plain", "frozen"]
     assert not (ablation.folder / "first-start-not-counted").exists()
     for wanted in (["first-start-not-counted", "frozen", "tail"], []):
-        monkeypatch.setattr(command, "run", again := FakeRuns())
+        monkeypatch.setattr(ablate_module, "run", again := FakeRuns())
         figures = ablate(plan(tmp_path, resume=ablation.folder), world, Screens())
         assert again.names == wanted
         assert isinstance(figures, Figures)
@@ -204,7 +205,7 @@ def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, m
 
 
 def test_a_drafter_that_does_not_fit_is_found_before_any_arm(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "run", runs := FakeRuns())
+    monkeypatch.setattr(ablate_module, "run", runs := FakeRuns())
     ablation = plan(tmp_path, num_steps=1, tv_drafter=str(tmp_path / "none"))
     with pytest.raises(UserError, match="--tv-drafter"):
         ablate(ablation, World.connect(), Screens())

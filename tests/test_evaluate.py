@@ -28,10 +28,10 @@ from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, t
 from tlt_hpc.data.evaluation_sets import EvaluationSet, EvaluationSets
 from tlt_hpc.evaluate import answering
 from tlt_hpc.evaluate.answering import share_of
-from tlt_hpc.evaluate.command import EvaluationResult, evaluate, evaluation_config
+from tlt_hpc.evaluate.evaluate import EvaluationResult, evaluate, evaluation_config
+from tlt_hpc.evaluate.evaluate_options import EvaluateOptions
 from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
-from tlt_hpc.evaluate.options import EvaluateOptions
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
 from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.evaluate.tally import same_math

@@ -18,7 +18,7 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
-from tlt_hpc.evaluate.options import EvaluateOptions
+from tlt_hpc.evaluate.evaluate_options import EvaluateOptions
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import find_model, folder_readers
 from tlt_hpc.models.once import ReadCut, readers_once

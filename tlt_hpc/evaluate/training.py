@@ -15,7 +15,7 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.data.evaluation_sets import EvaluationSets
 from tlt_hpc.evaluate.answering import Means, answer
-from tlt_hpc.evaluate.command import complete, count_missing, report
+from tlt_hpc.evaluate.evaluate import complete, count_missing, report
 from tlt_hpc.evaluate.folder import EvaluationFolder, changed_facts
 from tlt_hpc.evaluate.parts import check_same_sets, facts_of
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses

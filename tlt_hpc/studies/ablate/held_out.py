@@ -26,8 +26,8 @@ from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.session import choose_device, engine_settings, make_engine
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.studies.ablate.ablate_options import ArmName
 from tlt_hpc.studies.ablate.arms import WITHOUT_DRAFTER
-from tlt_hpc.studies.ablate.options import ArmName
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of
 from tlt_hpc.studies.ablate.statistics import Passes
 from tlt_hpc.studies.warmup.texts import from_prompts

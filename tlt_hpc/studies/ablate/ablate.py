@@ -21,13 +21,13 @@ from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.resume.kept import drop_kept
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
+from tlt_hpc.studies.ablate.ablate_options import ArmName
 from tlt_hpc.studies.ablate.arms import WITHOUT_DRAFTER, training_of
 from tlt_hpc.studies.ablate.figures import Figures, read_figures
 from tlt_hpc.studies.ablate.held_out import measure
-from tlt_hpc.studies.ablate.options import ArmName
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of, mark_done, write_plan
-from tlt_hpc.studies.warmup.command import WarmupReporter, warm_up
 from tlt_hpc.studies.warmup.plan import config_of as warmup_config_of
+from tlt_hpc.studies.warmup.warm_up import WarmupReporter, warm_up
 from tlt_hpc.train import Reporter, run
 
 _THROWN_AWAY = "first-start-not-counted"
