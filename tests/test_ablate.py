@@ -23,7 +23,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.drafting.schedule import DraftCounts
-from tlt_hpc.drafting.training import IN_TAIL
+from tlt_hpc.drafting.tail import IN_TAIL
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
@@ -36,9 +36,9 @@ from tlt_hpc.studies.ablate.arms import config_of, possible_arms
 from tlt_hpc.studies.ablate.figures import ArmFigures, Figures, StepFigures, read_figures, to_tree, verdict
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of, mark_done, plan_ablation, write_plan
 from tlt_hpc.studies.ablate.plot import plot, rolling_median
+from tlt_hpc.studies.ablate.serial import ControlTraining, SerialTraining
 from tlt_hpc.studies.ablate.statistics import Passes, gain_in_passes, ratio
 from tlt_hpc.studies.ablate.table import cells_of, to_markdown
-from tlt_hpc.studies.ablate.training import ControlTraining, SerialTraining
 from tlt_hpc.studies.ablate.write import write_report
 from tlt_hpc.train import RunResult
 

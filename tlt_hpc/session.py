@@ -33,7 +33,7 @@ from tlt_hpc.config import (
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.drafting.training import IN_TAIL, TailTraining
+from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy.meter import Counters, Meter, told_kinds
 from tlt_hpc.look.facts import Gpu, Place, find_environment

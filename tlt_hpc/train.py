@@ -18,7 +18,7 @@ from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.drafting.training import IN_TAIL, TailTraining
+from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
 from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepSummary, summarise
 from tlt_hpc.look.timing import PhaseTimer

@@ -35,7 +35,7 @@ from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout_loop import end_features, roll_out, train_after_rollout
 from tlt_hpc.session import Job, assemble, choose_device
-from tlt_hpc.studies.ablate.training import SerialTraining
+from tlt_hpc.studies.ablate.serial import SerialTraining
 from tlt_hpc.studies.bench.live_bytes import LiveBytes
 from tlt_hpc.train import finish_merge, start_merge
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tlt_hpc.config import Config
-from tlt_hpc.drafting.training import IN_TAIL, TailTraining
+from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets

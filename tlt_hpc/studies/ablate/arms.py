@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import Config, ConfigError, parse_config, without_side_effects
-from tlt_hpc.drafting.training import IN_TAIL, TailTraining
+from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.studies.ablate.ablate_options import ARMS, ArmName
-from tlt_hpc.studies.ablate.training import ControlTraining, SerialTraining
+from tlt_hpc.studies.ablate.serial import ControlTraining, SerialTraining
 
 MEANING: Mapping[ArmName, str] = {
     "plain": "no speculation",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tlt_hpc.config import UserError
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.drafting.training import TailTraining
+from tlt_hpc.drafting.tail import TailTraining
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_summary
 from tlt_hpc.studies.ablate.first_rollouts import FirstRollouts
