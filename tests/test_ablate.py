@@ -16,25 +16,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launch_ranks import run_on_ranks
 from logged import step_record
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.drafting.schedule import DraftCounts
+from tlt_hpc.drafting.tail import IN_TAIL
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
-from tlt_hpc.studies.ablate import command, held_out
+from tlt_hpc.storage.step_lines import read_lines
+from tlt_hpc.studies.ablate import ablate as ablate_module
+from tlt_hpc.studies.ablate import held_out
+from tlt_hpc.studies.ablate.ablate import Stopped, ablate
+from tlt_hpc.studies.ablate.ablate_options import ARMS, AblateOptions
 from tlt_hpc.studies.ablate.arms import config_of, possible_arms
-from tlt_hpc.studies.ablate.command import Stopped, ablate
 from tlt_hpc.studies.ablate.figures import ArmFigures, Figures, StepFigures, read_figures, to_tree, verdict
-from tlt_hpc.studies.ablate.options import ARMS, AblateOptions
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of, mark_done, plan_ablation, write_plan
 from tlt_hpc.studies.ablate.plot import plot, rolling_median
-from tlt_hpc.studies.ablate.report import write_report
+from tlt_hpc.studies.ablate.serial import ControlTraining, SerialTraining
 from tlt_hpc.studies.ablate.statistics import Passes, gain_in_passes, ratio
 from tlt_hpc.studies.ablate.table import cells_of, to_markdown
+from tlt_hpc.studies.ablate.write import write_report
 from tlt_hpc.train import RunResult
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +74,6 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
         assert {name: changed[arm].pop(name) for name in place} == place
     frozen = {"drafter.train": False, "drafter.schedule": "always"}
     control = {
-        "drafter.place": "serial", "drafter.rollouts": "first", "drafter.serial_as": str(tmp_path / "tail"),
         "drafter.schedule": "always",
     }  # fmt: skip
     assert changed == {
@@ -77,7 +81,7 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
         "ngram": {"speculation.mode": "ngram"},
         "frozen": frozen,
         "frozen-tv": frozen | {"drafter.init": "elsewhere"},
-        "serial": {"drafter.place": "serial"},
+        "serial": {},
         "tail": {},
         "control": control,
         "tail-random": {"drafter.init": "random"},
@@ -174,7 +178,8 @@ class FakeRuns:
         self.names: list[str] = []
         self._stops_in = stops_in
 
-    def __call__(self, config, world, reporter) -> RunResult:
+    def __call__(self, config, world, reporter, training) -> RunResult:
+        assert training is IN_TAIL, "none of these arms is trained otherwise"
         name = config.run.name
         self.names.append(name)
         if name == self._stops_in:
@@ -184,15 +189,15 @@ class FakeRuns:
 
 
 def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "measure", lambda ablation, world: {})
+    monkeypatch.setattr(ablate_module, "measure", lambda ablation, world: {})
     world, ablation = World.connect(), plan(tmp_path, num_steps=2, arms=("plain", "frozen", "tail"))
     first = FakeRuns(stops_in="frozen")
-    monkeypatch.setattr(command, "run", first)
+    monkeypatch.setattr(ablate_module, "run", first)
     assert isinstance(ablate(ablation, world, Screens()), Stopped)
     assert first.names == ["first-start-not-counted", "plain", "frozen"]
     assert not (ablation.folder / "first-start-not-counted").exists()
     for wanted in (["first-start-not-counted", "frozen", "tail"], []):
-        monkeypatch.setattr(command, "run", again := FakeRuns())
+        monkeypatch.setattr(ablate_module, "run", again := FakeRuns())
         figures = ablate(plan(tmp_path, resume=ablation.folder), world, Screens())
         assert again.names == wanted
         assert isinstance(figures, Figures)
@@ -200,7 +205,7 @@ def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, m
 
 
 def test_a_drafter_that_does_not_fit_is_found_before_any_arm(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "run", runs := FakeRuns())
+    monkeypatch.setattr(ablate_module, "run", runs := FakeRuns())
     ablation = plan(tmp_path, num_steps=1, tv_drafter=str(tmp_path / "none"))
     with pytest.raises(UserError, match="--tv-drafter"):
         ablate(ablation, World.connect(), Screens())
@@ -444,3 +449,38 @@ def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> No
         assert process.poll() is None, "it ended before"
         assert time.monotonic() < deadline, f"no {pattern} in {folder}"
         time.sleep(0.02)
+
+
+def train_serially(folder: str, num_steps: int, tail: str) -> str:
+    """Steps of a run whose drafter is trained after the rollout, as much as the run ``tail`` took; the policy."""
+    from test_resume import Silent
+
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.train import run
+
+    training = ControlTraining(Path(tail)) if tail else SerialTraining(micro_steps=3)
+    config = load_config(
+        TINY, [*SMALL, f"run.folder={folder}", f"run.num_steps={num_steps}", "checkpoint.replay=false"]
+    )
+    result = run(config, World.connect(), Silent(), training=training)
+    leave_process_group()
+    return result.policy_sha256
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_serial_training_is_after_the_rollout_and_the_control_repeats_it_on_the_first_step(tmp_path):
+    digests = run_on_ranks(2, train_serially, str(tmp_path / "serial"), 2, "")
+    serial = tmp_path / "serial" / "tiny"
+    assert num_micro_steps(serial) == [3, 3, 3, 3]
+    for step, row in read_lines(serial / "metrics.jsonl").items():
+        assert row["rollout/harvested_rank_seconds"] == 0 < row["drafter/serial_rank_seconds"]
+        for rank in (0, 1):
+            record = read_step(RunFolder(serial).rollout_log(step, rank))
+            assert all(m.start_seconds >= record.timing.release_seconds for m in record.micro_steps)
+    control = tmp_path / "control" / "tiny"
+    for num_steps in (1, 2):  # resumed in between
+        repeated = run_on_ranks(2, train_serially, str(tmp_path / "control"), num_steps, str(serial))
+    assert num_micro_steps(control) == num_micro_steps(serial) and repeated == digests
+    assert sorted(path.name for path in (control / "first").iterdir()) == ["rank-0000.h5", "rank-0001.h5"]
+    assert not (serial / "first").exists()

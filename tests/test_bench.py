@@ -22,15 +22,15 @@ from tlt_hpc.models.generate import WAYS, Generate, pad_left
 from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.studies.bench.accept import summarise
+from tlt_hpc.studies.bench.bench_options import read_options
 from tlt_hpc.studies.bench.chances import Grid, measure
 from tlt_hpc.studies.bench.coupling import draw_gumbel, hits, noise_given_winner, ranks
 from tlt_hpc.studies.bench.lengths import Tree, accept_lengths, reached, visits
-from tlt_hpc.studies.bench.options import read_options
 from tlt_hpc.studies.bench.rejection import overlap, reject_rounds
-from tlt_hpc.studies.bench.report import accept_table
 from tlt_hpc.studies.bench.rollout import Plan, bytes_per_round, load_of, milliseconds_of, num_mismatched, rotated
 from tlt_hpc.studies.bench.strategies import chosen_strategies
 from tlt_hpc.studies.bench.subject import Limits, Subject, make_engine, open_subject, roll_out
+from tlt_hpc.studies.bench.tables import accept_table
 from tlt_hpc.studies.bench.unroll import TokenLogits, unroll
 from tlt_hpc.studies.bench.workload import Workload, built_in_prompts, read_prompts
 

@@ -38,9 +38,15 @@ class FakeWorld:
     def local_rank(self) -> int:
         return self.hostnames[: self.rank].count(self.hostname)
 
+    def all_or_none(self, work: Any) -> Any:
+        result = work()
+        for error in filter(None, self.errors):
+            raise ConfigError(error)
+        return result
+
     def allgather(self, item: Any) -> list[Any]:
-        others = list(zip(self.hostnames, self.errors, strict=True))
-        return [*others[: self.rank], item, *others[self.rank + 1 :]]
+        assert item == self.hostname
+        return list(self.hostnames)
 
 
 def place_of(rank: int, folder: str, run: Path, **world: Any) -> tuple[RunFolder, int, int]:

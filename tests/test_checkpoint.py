@@ -33,7 +33,7 @@ from tlt_hpc.checkpoint.host_copy import HostCopy
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.models.piece import Cut, Piece, deal
-from tlt_hpc.resume.saving import save_between
+from tlt_hpc.resume.saving import save_drafter_if_due
 from tlt_hpc.storage.folder import RunFolder
 
 STATE = {"cursor": {"epoch": 1, "position": 7}, "tuner": [0.1, 2.5e-17], "name": "ü"}
@@ -421,10 +421,10 @@ def test_no_step_waits_for_the_drafters_own_saves(
         world=OneRank(),
         engine=SimpleNamespace(chooser=SimpleNamespace(state=dict)),
     )
-    save_between(job, 1)
+    save_drafter_if_due(job, 1)
     assert not store.is_saving, "it is not due"
     for step in (2, 4, 6):
-        save_between(job, step)
+        save_drafter_if_due(job, step)
     assert caplog.messages == [
         f"step 4: the drafter of an earlier step is still being written to {tmp_path / 'drafter-checkpoints'}, so this "
         "step's is not saved; a kill would cost it what it learned since"
@@ -433,7 +433,7 @@ def test_no_step_waits_for_the_drafters_own_saves(
     disk.let_go()
     store.finish(OneRank())
     assert names_in(tmp_path) == ["step-000002"], "those that found the disk busy were left out"
-    save_between(job, 8)
+    save_drafter_if_due(job, 8)
     store.finish(OneRank())
     assert names_in(tmp_path) == ["step-000008"]
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tlt_hpc import session as job
-from tlt_hpc.config import Config, ConfigError, load_config
+from tlt_hpc.config import Config, UserError, load_config
 from tlt_hpc.mpi.node import NodeGroup
+from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 
 TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
@@ -19,6 +20,8 @@ TINY = Path(__file__).parents[1] / "jobs" / "tiny.toml"
 
 class ThreadWorld:
     """One rank of two, each a thread and on a host of its own."""
+
+    once = World.once
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.hostname = rank, 2, f"node{rank}"
@@ -44,7 +47,7 @@ def claim(*places: Path) -> list[str]:
         config: Config = load_config(TINY, [f"run.folder={places[rank]}"])
         try:
             job.claim_folder(RunFolder(config.folder), config, ThreadWorld(rank, board, barrier))
-        except ConfigError as error:
+        except UserError as error:
             return str(error)
         return ""
 

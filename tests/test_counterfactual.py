@@ -19,7 +19,7 @@ from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.plan.simulate.counterfactual import estimate, estimate_plain
 from tlt_hpc.plan.simulate.measured import chances_of, costs_by_strategy, fit_line
 from tlt_hpc.plan.simulate.run_log import read_run
-from tlt_hpc.resume.saving import keep_costs
+from tlt_hpc.resume.saving import save_cost_profile
 from tlt_hpc.rollout.cost_profile import CostGrid, CostProfile, read_profile, write_profile
 from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.storage.folder import RunFolder
@@ -240,14 +240,14 @@ def test_a_run_keeps_its_cost_profile(tmp_path: Path, rank: int) -> None:
     job: Any = SimpleNamespace(
         world=SimpleNamespace(rank=rank), engine=SimpleNamespace(costs=PROFILE), folder=RunFolder(tmp_path)
     )
-    keep_costs(job)
+    save_cost_profile(job)
     file = RunFolder(tmp_path).cost_profile
     assert file.exists() == (rank == 0)
     if rank == 0:
         assert read_profile(file) == PROFILE and file.stat().st_mode & 0o444 == 0o444
         file.unlink()
         job.engine.costs = None
-        keep_costs(job)
+        save_cost_profile(job)
         assert not file.exists()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from data_sets import PLAIN, RAW, config_of, gcd_rows, open_data, verl_row, write_jsonl, write_saved
+from fake_world import OneRank
 
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError
@@ -18,23 +19,11 @@ from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.folder import RunFolder
 
 
-class Alone:
-    """The world of one rank."""
-
-    rank, size, hostname = 0, 1, "here"
-
-    def broadcast(self, item: Any) -> Any:
-        return item
-
-    def allgather(self, item: Any) -> list[Any]:
-        return [item]
-
-
 def claim(run: Path, source: Path, *overrides: str, chat: ChatFormat = RAW) -> FilePrompts:
     """What a start of the run in folder ``run`` does before anything is generated."""
     config = config_of(source, f"run.folder={run}", *overrides)
     prompts = open_data(source, f"run.folder={run}", *overrides, chat=chat)
-    claim_folder(RunFolder(config.folder), config, Alone(), prompts)
+    claim_folder(RunFolder(config.folder), config, OneRank(), prompts)
     return prompts
 
 
@@ -112,7 +101,7 @@ def test_other_settings_of_the_data_are_the_configurations_to_refuse(tmp_path: P
     )
 
 
-class OnTwoNodes(Alone):
+class OnTwoNodes(OneRank):
     """What the second of two ranks sees, whose files are others than the first one's."""
 
     rank, size, hostname = 1, 2, "there"
@@ -123,8 +112,8 @@ class OnTwoNodes(Alone):
     def allgather(self, item: Any) -> list[Any]:
         return [("here", self._first if isinstance(item[1], bytes) else item[1]), item]
 
-    def broadcast(self, item: Any) -> Any:
-        return "", next(Path().glob("*")).name, "here"
+    def once(self, work: Any) -> Any:
+        return next(Path().glob("*")).name, "here"
 
 
 def test_files_that_differ_between_nodes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

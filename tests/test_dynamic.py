@@ -24,7 +24,7 @@ from tlt_hpc.data.order import shuffled
 from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.data.refill import Refills
 from tlt_hpc.mpi.replica import Replica
-from tlt_hpc.resume.replay import ReplayError, what_lacks
+from tlt_hpc.resume.replay import ReplayError, missing_responses
 from tlt_hpc.rl.draws import StepDraws, trained_on
 from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
 from tlt_hpc.rollout_loop import refill, shard
@@ -228,16 +228,16 @@ def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
         config=draws.config, prompts=draws.source, folder=RunFolder(Path("run"))
     )  # fmt: skip
     whole = logged([*own, *more])
-    assert what_lacks(whole, np.zeros(len(whole), np.float32), job, 7) == ""
+    assert missing_responses(whole, np.zeros(len(whole), np.float32), job, 7) == ""
     parts = logged([*own[:4], *more[:4]])
-    told = what_lacks(parts, np.zeros(8, np.float32), job, 7)
+    told = missing_responses(parts, np.zeros(8, np.float32), job, 7)
     assert told == "run/rollouts lacks 4 of the 8 responses of step 7"
     parts = logged([*own, *more[:5]])
-    told = what_lacks(parts, np.zeros(13, np.float32), job, 7)
+    told = missing_responses(parts, np.zeros(13, np.float32), job, 7)
     assert told == "run/rollouts lacks 3 of the 16 responses of step 7"
     whole[-1].prompt_tokens = whole[0].prompt_tokens
     with pytest.raises(ReplayError, match="another prompt"):
-        what_lacks(whole, np.zeros(len(whole), np.float32), job, 7)
+        missing_responses(whole, np.zeros(len(whole), np.float32), job, 7)
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------

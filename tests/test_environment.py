@@ -12,15 +12,15 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from fake_world import OneRank
 from launch_ranks import ROOT
 from small_run import small_run
 
 import tlt_hpc
 from tlt_hpc.common.source import git_commit
-from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.look.environment import (
     RankGpu,
     RankPlace,
@@ -188,22 +188,10 @@ def test_the_commit_is_git_s_own(tmp_path: Path) -> None:
 # --- the claim of a folder ---
 
 
-class Alone:
-    """The world of one rank."""
-
-    rank, size, hostname = 0, 1, "here"
-
-    def broadcast(self, item: Any) -> Any:
-        return item
-
-    def allgather(self, item: Any) -> list[Any]:
-        return [item]
-
-
 def test_a_start_that_is_refused_leaves_no_line(tmp_path: Path) -> None:
     def start(*changes: str) -> RunFolder:
         config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={tmp_path}", *changes])
-        claim_folder(RunFolder(config.folder), config, Alone(), environment=ENVIRONMENT)
+        claim_folder(RunFolder(config.folder), config, OneRank(), environment=ENVIRONMENT)
         return RunFolder(config.folder)
 
     folder = start()
@@ -212,5 +200,5 @@ def test_a_start_that_is_refused_leaves_no_line(tmp_path: Path) -> None:
     assert read_environments(folder.environment) == ([ENVIRONMENT], [])
     folder.environment.unlink()
     folder.environment.mkdir()
-    with pytest.raises(ConfigError, match=r"cannot write .*environment\.jsonl"):
+    with pytest.raises(UserError, match=r"cannot write .*environment\.jsonl"):
         start()

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from data_sets import gcd_row, write_parquet
+from fake_world import OneRank
 from launch_ranks import run_on_ranks
 from tiny import embedded_folder
 
@@ -28,10 +28,10 @@ from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, t
 from tlt_hpc.data.evaluation_sets import EvaluationSet, EvaluationSets
 from tlt_hpc.evaluate import answering
 from tlt_hpc.evaluate.answering import share_of
-from tlt_hpc.evaluate.command import EvaluationResult, evaluate, evaluation_config
+from tlt_hpc.evaluate.evaluate import EvaluationResult, evaluate, evaluation_config
+from tlt_hpc.evaluate.evaluate_options import EvaluateOptions
 from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
-from tlt_hpc.evaluate.options import EvaluateOptions
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
 from tlt_hpc.evaluate.subject import find_subject
 from tlt_hpc.evaluate.tally import same_math
@@ -358,13 +358,6 @@ def test_an_evaluation_whose_facts_are_damaged(tmp_path):
     with pytest.raises(ConfigError) as caught:
         EvaluationFolder(tmp_path).claim({})
     assert str(caught.value) == f"{tmp_path}/evaluation.json is damaged; delete {tmp_path} to evaluate anew"
-
-
-class OneRank:
-    rank, size, hostname = 0, 1, "here"
-
-    def allgather(self, item: Any) -> list[Any]:
-        return [item]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_world import OneRank
 from launch_ranks import tlt as ranks_tlt
 from test_tracking import logged, needs_tensorboard, told
 
@@ -121,7 +122,7 @@ def test_another_evaluation_of_the_step_is_set_aside_and_said_so(tmp_path, caplo
     folder = EvaluationFolder(tmp_path / "step-000002")
     folder.path.mkdir()
     folder.claim({"evaluation.seed": 0})
-    alone = SimpleNamespace(world=SimpleNamespace(rank=0, broadcast=lambda item: item))
+    alone = SimpleNamespace(world=OneRank())
     assert claim_anew(alone, folder, {"evaluation.seed": 1}) == set()
     assert caplog.messages == [
         f"{folder.path} has evaluation.seed = 0, now 1: kept as {folder.path}-replaced-1, evaluated anew"

@@ -10,8 +10,8 @@ import pytest
 
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.first_rollouts import FirstRollouts, first_file
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.studies.ablate.first_rollouts import FirstRollouts, first_file
 
 
 def open_cache(path: Path, rank: int = 0) -> FirstRollouts:

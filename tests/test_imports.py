@@ -190,7 +190,7 @@ def test_the_command_line_loads_nothing_heavy() -> None:
 def test_what_trains_no_policy_goes_without_what_trains_one() -> None:
     """Half as many files again, which every rank would open on a shared file system."""
     modules = (
-        "tlt_hpc.evaluate.command, tlt_hpc.studies.warmup.command, tlt_hpc.cli.show_evaluation, tlt_hpc.cli.display"
+        "tlt_hpc.evaluate.evaluate, tlt_hpc.studies.warmup.warm_up, tlt_hpc.cli.show_evaluation, tlt_hpc.cli.display"
     )
     code = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}})"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -17,7 +17,7 @@ from tlt_hpc.common.records import FinishReason, Request, Rollout, SampleKey
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.models.folder import find_model
 from tlt_hpc.resume import kept as kept_module
-from tlt_hpc.resume.kept import Keeper, drop_kept, origin_of, origin_of_start, progress_of
+from tlt_hpc.resume.kept import Keeper, describe_progress, drop_kept, origin_of, origin_of_start
 from tlt_hpc.rollout_loop import still_to_do
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
@@ -184,11 +184,9 @@ def keep(folder: RunFolder, step: int, number: int, origin: str, count: int) -> 
 def test_of_what_is_kept_only_that_counts_which_the_next_start_takes_up(tmp_path):
     config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={tmp_path}"])
     folder = RunFolder(tmp_path / "tiny")
-    assert progress_of(config) == "step 0 and 0 of the next one's responses"
+    assert describe_progress(config) == "step 0 and 0 of the next one's responses"
     keep(folder, 0, 0, origin_of_start(find_model(config.model.path)), 2)
-    assert progress_of(config) == "step 0 and 2 of the next one's responses"
-    first = config.model_copy(update={"drafter": config.drafter.model_copy(update={"rollouts": "first"})})
-    assert progress_of(first) == "step 0 and 0 of the next one's responses", "they teach, and are generated again"
+    assert describe_progress(config) == "step 0 and 2 of the next one's responses"
     add_line(folder.metrics, {"training/global_step": 0, "timing_s/gen": 1.5})
     add_line(folder.metrics, {"training/global_step": 1, "timing_s/gen": 2.5})
     own = origin_of(read_lines(folder.metrics)[1])
@@ -197,12 +195,12 @@ def test_of_what_is_kept_only_that_counts_which_the_next_start_takes_up(tmp_path
     for number in range(2, 9):
         keep(folder, 2, number, "another", 9)
     folder.kept_part(2, 0, 9).write_bytes(folder.kept_part(2, 0, 0).read_bytes()[:900])
-    assert progress_of(config) == "step 2 and 4 of the next one's responses"
+    assert describe_progress(config) == "step 2 and 4 of the next one's responses"
     keep(folder, 2, 10, own, 5)
-    assert progress_of(config) == "step 2 and 9 of the next one's responses"
+    assert describe_progress(config) == "step 2 and 9 of the next one's responses"
     (folder.checkpoints / "step-000001").mkdir(parents=True)
     again = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"replay": False})})
-    assert progress_of(again) == "step 1 and 0 of the next one's responses", "the second step is done again"
+    assert describe_progress(again) == "step 1 and 0 of the next one's responses", "the second step is done again"
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------

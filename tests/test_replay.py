@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_world import OneRank
 from launch_ranks import OWN, tlt
 from logged import step_record
 from whole_run import REFERENCE, SAVED, STEPS
@@ -121,16 +122,6 @@ def test_another_runs_update_is_refused_with_both_values(changes: Any, rewards: 
     with pytest.raises(ReplayError, match=re.escape(said)) as caught:
         check_update(RunFolder(Path("run")), 7, rewards, replace(STATS, **changes), LINE)
     assert str(caught.value).startswith("step 7, repeated from run/rollouts")
-
-
-class OneRank:
-    rank, size = 0, 1
-
-    def broadcast(self, item: Any) -> Any:
-        return item
-
-    def allgather(self, item: Any) -> list[Any]:
-        return [item]
 
 
 def make_job(folder: Path, prompts: list[list[int]]) -> Any:

@@ -154,7 +154,7 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
     started = state_of(job)["drafter"]
     for step in range(2):
         run.take_step(job, step, Silent())
-        saving.save_between(job, step + 1)
+        saving.save_drafter_if_due(job, step + 1)
         saving.finish_saves(job)
     wanted, alone = state_of(job), job.folder.drafter_checkpoints
     sizes = reserved, job.drafting.checkpoints._copy.num_bytes
@@ -170,7 +170,7 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
         again, step = start(*([change] if "=" in change else []))
         got = state_of(again)
         if world.rank == 0:
-            saving.forget_after(again, step)
+            saving.drop_steps_after(again, step)
         world.barrier()
         again.close()
         found.append(sorted(path.name for path in alone.iterdir()))
@@ -216,7 +216,7 @@ def stop_in_a_tail(folder: str) -> list[dict[str, Any]]:
     saving.resume(job, Silent().replayed)
     for step in range(2):
         run.take_step(job, step, Silent())
-        saving.save_between(job, step + 1)
+        saving.save_drafter_if_due(job, step + 1)
         saving.finish_saves(job)
         learned.append(job.drafting.spot.num_steps)
     job.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -18,17 +17,14 @@ from textwrap import indent
 import numpy as np
 import pytest
 import torch
-from launch_ranks import OWN, forked, mpiexec, run_on_ranks, tlt
+from launch_ranks import OWN, forked, mpiexec, tlt
 from whole_run import SMALL
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.common.errors import UserError
-from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.cost_profile import read_profile
 from tlt_hpc.rollout.strategy import OFF, strategy_named
-from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
-from tlt_hpc.train import together
 
 pytestmark = [pytest.mark.mpi]
 
@@ -225,25 +221,6 @@ def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_serial_training_on_first_rollouts_goes_on_as_it_was(straight, tmp_path):
-    """The settings of the ablation together, stopped and resumed in between."""
-    settings = ["drafter.place=serial", "drafter.serial_micro_steps=3", "drafter.rollouts=first"]
-    for num_steps in (2, 3):
-        run_tlt(tmp_path, f"run.num_steps={num_steps}", *settings)
-    folder = tmp_path / "tiny"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["drafter/steps"] for row in rows] == [6, 6, 6], "three on each rank"
-    assert [row["drafter/version"] for row in rows] == [3, 6, 9]
-    for step, row in enumerate(rows):
-        assert row["rollout/harvested_rank_seconds"] == 0
-        assert (row["drafter/serial_rank_seconds"] > 0) == (row["timing_s/drafter"] > 1e-3)
-        for record in records(folder, step):
-            assert all(m.start_seconds >= record.timing.release_seconds for m in record.micro_steps)
-        assert tokens_of(folder, step) == tokens_of(straight, step), "the drafter's training is nobody's text"
-    assert sorted(path.name for path in (folder / "first").iterdir()) == ["rank-0000.h5", "rank-0001.h5"]
-
-
-@pytest.mark.slow
 def test_falling_trains_by_what_the_log_says(tmp_path):
     """A log that tells of a fall is what a resumed run decides by; without one the warm drafter rests."""
     options = ["drafter.schedule=falling", "checkpoint.every_steps=1"]
@@ -267,32 +244,6 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
     assert done.returncode != 0
     assert "planted in rank 1" in done.stderr
     assert "Traceback" in done.stderr
-
-
-def write_where_one_cannot(failing: int) -> list[str]:
-    """What ``together`` raises on this rank, where ``failing`` has no room, and where all have."""
-    world = World.connect()
-    full = WriteError(Path("log.h5"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
-    def write():
-        if world.rank == failing:
-            raise full
-
-    raised = []
-    for action in (write, lambda: None):
-        try:
-            together(world, action)
-        except UserError as error:
-            raised.append(str(error))
-    world.leave()
-    return raised
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_what_one_rank_cannot_write_ends_all_with_its_line(failing):
-    told = run_on_ranks(2, write_where_one_cannot, failing)
-    assert told[0] == told[1] and len(told[0]) == 1, told
-    assert told[0][0].startswith("cannot write log.h5: No space left on device; what was there is as before")
 
 
 def test_a_finished_run_says_so_and_a_changed_one_is_refused(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_world import OneRank
 
 from tlt_hpc.checkpoint.save import Save
 from tlt_hpc.checkpoint.store import CheckpointStore
@@ -19,19 +20,9 @@ from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.resume import saving
 
 
-class AloneWorld:
-    """One rank, without MPI."""
-
-    rank, size, hostname = 0, 1, "host"
-
+class AloneWorld(OneRank):
     def __init__(self) -> None:
         self.flag = StopFlag()
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        return value
 
     def exchange(self, value: Any) -> tuple[list[Any], Stop]:
         return [value], self.flag.kind
@@ -64,7 +55,7 @@ def job_in(folder) -> Any:
 
 
 def end_the_time(job: Any) -> None:
-    job.world.flag.killed_after(0)
+    job.world.flag.set_kill_delay(0)
     job.world.flag.request(Stop.KILL, "SIGTERM")
 
 

@@ -124,9 +124,6 @@ def test_counts_survive_the_log_and_later_steps_are_not_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["drafter.train=false", "drafter.place=serial"], "drafter.place = 'serial' with drafter.train = false"),
-        (["drafter.rollouts=first", "drafter.cache_folder=/local"], "drafter.cache_folder = '/local': the first step"),
-        (["drafter.train=false", "drafter.rollouts=first"], "drafter.rollouts = 'first' with drafter.train = false"),
         (["drafter.train=false", "drafter.schedule=falling"], "drafter.schedule = 'falling' with drafter.train = fals"),
         (["drafter.schedule=falling", 'speculation.strategies=["ngram-4"]'], "judges the learned drafter's rounds"),
     ],

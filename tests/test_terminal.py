@@ -269,7 +269,7 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(
 # -- words ----------------------------------------------------------------------------------------------------------
 
 SPEAK = ("cli", "look/live", "resume/finished", "plan/inputs", "cluster/local", "studies/warmup/plan")
-SPEAK += ("studies/ablate/plan", "evaluate/command", "plan/preflight/checklist", "tools/inspect_run")
+SPEAK += ("studies/ablate/plan", "evaluate/evaluate", "plan/preflight/checklist", "tools/inspect_run")
 COUNTED = re.compile(r" (steps|ranks|nodes|responses|updates|files|prompts|rows|refills|replicas|runs)\b")
 
 

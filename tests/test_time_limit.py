@@ -65,7 +65,7 @@ def test_a_stop_that_somebody_waits_for_is_never_late(clock):
 def test_a_kill_leaves_what_slurm_leaves_and_ten_seconds_at_most(clock, kill_wait, seconds):
     flag = StopFlag()
     if kill_wait is not None:
-        flag.killed_after(kill_wait)
+        flag.set_kill_delay(kill_wait)
     flag.request(Stop.KILL, "scancel")
     clock.now += seconds - 0.01
     assert not flag.is_late
@@ -84,7 +84,7 @@ def test_a_signal_for_the_limit_leaves_the_time_that_was_asked_for(clock):
 
 def test_a_known_end_leaves_the_time_until_then(clock):
     flag = StopFlag()
-    flag.end_in(3600, lambda: None)
+    flag.set_time_limit(3600, lambda: None)
     clock.now += 3400
     flag.request(Stop.TIME, "SIGUSR2")  # 200 s ahead: Slurm is not exact
     clock.now += 200 - 15 - 1
@@ -98,7 +98,7 @@ def test_a_known_end_leaves_the_time_until_then(clock):
 
 def test_the_end_of_the_allocation_asks_by_itself():
     flag = StopFlag()
-    flag.end_in(0.4, lambda: None)
+    flag.set_time_limit(0.4, lambda: None)
     assert flag.kind is Stop.NONE
     end = time.monotonic() + 60
     while flag.kind is Stop.NONE and time.monotonic() < end:
@@ -134,7 +134,7 @@ def test_what_is_left_until_the_process_is_killed(clock):
     flag.request(Stop.TIME, "SIGUSR2")
     clock.now += 100
     assert flag.seconds_left == 20, "to the end of the allocation, beyond the time for saving"
-    flag.killed_after(30)
+    flag.set_kill_delay(30)
     flag.request(Stop.KILL, "Slurm ends it, to queue it again")
     clock.now += 4
     assert flag.seconds_left == 6

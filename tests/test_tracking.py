@@ -28,7 +28,7 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 from tlt_hpc.studies import compare
 from tlt_hpc.studies.ablate import arms
-from tlt_hpc.studies.ablate.options import ARMS
+from tlt_hpc.studies.ablate.ablate_options import ARMS
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"

@@ -33,9 +33,9 @@ from tlt_hpc.storage.drafter_facts import read_facts
 from tlt_hpc.storage.feature_cache import Document, FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.rollout_log import write_step
-from tlt_hpc.studies.warmup.command import WarmupResult, warm_up
 from tlt_hpc.studies.warmup.plan import config_of
 from tlt_hpc.studies.warmup.shelf import Shelf
+from tlt_hpc.studies.warmup.warm_up import WarmupResult, warm_up
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"

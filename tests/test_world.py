@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -16,9 +17,11 @@ import pytest
 from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, launch, run_on_ranks
 
 from tlt_hpc.cluster.stopping import Stop
+from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.mpi import world as world_module
 from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
+from tlt_hpc.storage.folder import WriteError
 
 RANK_COUNTS = pytest.mark.parametrize("num_ranks", [1, 2, 4])
 
@@ -403,3 +406,46 @@ def test_the_launcher_shows_what_the_ranks_printed() -> None:
     status, stdout, stderr = launch(2, ["-c", "import sys; print('out'); print('err', file=sys.stderr)"], timeout=60)
     assert (status, stdout.count("out"), stderr.count("err")) == (0, 2, 2)  # lines of two ranks may run together
     assert LAUNCH_ENVIRONMENT["OMP_NUM_THREADS"] == "1"
+
+
+# --- work that must succeed on all ranks, or on rank 0 ---
+
+
+def fail_on_one_rank(failing: int) -> list[str]:
+    """What ``all_or_none`` and ``once`` return or raise on this rank when rank ``failing`` fails in its work."""
+    world = World.connect()
+    full = WriteError(Path("log.h5"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+    def write() -> int:
+        if world.rank == failing:
+            raise full
+        return world.rank
+
+    def refuse() -> int:
+        if world.rank == failing:
+            raise ConfigError(f"refused by rank {world.rank}")
+        return world.rank
+
+    outcomes = []
+    for run in (world.all_or_none, world.once):
+        for work in (write, refuse, lambda: 10 + world.rank):
+            try:
+                outcomes.append(str(run(work)))
+            except UserError as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+    world.leave()
+    return outcomes
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_on_one_rank_is_raised_on_all(failing: int) -> None:
+    full = "UserError: cannot write log.h5: No space left on device; what was there is as before"
+    by_rank = run_on_ranks(2, fail_on_one_rank, failing)
+    for rank, (write, refuse, nothing, *once) in enumerate(by_rank):
+        assert write.startswith(full) and refuse == f"ConfigError: refused by rank {failing}"
+        assert nothing == str(10 + rank)
+        if failing == 0:
+            assert once[0].startswith(full) and once[1:] == ["ConfigError: refused by rank 0", "10"]
+        else:
+            assert once == ["0", "0", "10"], "rank 1 does not run the work of rank 0"

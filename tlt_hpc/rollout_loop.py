@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +21,7 @@ from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.resume.kept import Keeper, open_keeper
 from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.session import Job, is_own, shard
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.rollout_log import read_summary
+from tlt_hpc.session import Job, generate, is_own, shard
 from tlt_hpc.storage.step_lines import read_lines
 
 
@@ -64,20 +61,20 @@ class Part:
 
 
 def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
-    """All that a step generates, but for what an earlier start has kept; a rank that waits does as in ``generate``.
+    """Generate a step's responses, apart from those that an earlier start has kept; collective.
 
-    Collective.
+    A rank that has finished scores and trains the drafter meanwhile: ``StepGeneration.on_idle``.
     """
     decision = decide_training(job, step)
     keeper, kept = open_keeper(job, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = make_scorer(job, draws)
     begin_features(job, step)
-    trains = decision.trains and job.config.drafter.place == "tail"
+    trains = decision.trains and trains_in_tail(job)
     requests, parts = draws.requests(), list[Part]()
     while requests:
         left = take_up(job, requests, keeper, kept)
-        parts.append(generate(job, step, left, scorer, keeper, trains, reporter))
+        parts.append(generate_part(job, step, left, scorer, keeper, trains, reporter))
         requests = [] if parts[-1].stopped else refill(job, draws, scorer)
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
@@ -129,7 +126,43 @@ def refill(job: Job, draws: StepDraws, scorer: Scorer) -> list[Request]:
     return draws.refill(np.array([score for _, score in sorted(chain.from_iterable(ranks))], np.float32))
 
 
-def generate(
+@dataclass
+class StepGeneration:
+    """This rank's part in a rollout, as ``session.generate`` drives it."""
+
+    job: Job
+    scorer: Scorer
+    keeper: Keeper
+    trains: bool
+    """Whether the step trains the drafter on idle ranks."""
+    last_token: float
+    """When this rank generated its last token, in seconds since the epoch."""
+
+    @property
+    def has_work(self) -> bool:
+        return self.job.engine.has_work
+
+    def status(self) -> Status:
+        return status(self.job)
+
+    def step(self) -> None:
+        """One round of decoding; what has ended may be scored by the reward server meanwhile."""
+        decode(self.job)
+        self.last_token = time.time()
+        self.scorer.offer(self.job.engine.finished)
+
+    def on_idle(self, roster: Roster) -> bool:
+        """Score responses, and once all are scored train the drafter; False where there is nothing to do."""
+        return use_wait(self.job, self.scorer, self.trains and worth_training(self.job, roster))
+
+    def keep_finished(self) -> None:
+        """Write finished responses where that is due."""
+        if self.keeper.is_due(self.job.engine.finished):
+            with self.job.pulse.progressing():
+                self.keeper.keep(self.job.engine.finished)
+
+
+def generate_part(
     job: Job,
     step: int,
     requests: list[Request],
@@ -144,27 +177,21 @@ def generate(
         requests: all ranks'.
         trains: whether the step trains the drafter while it waits.
     """
-    engine, pulse = job.engine, job.pulse
-    start = last_token = time.time()
-    engine.submit(shard(job, requests))
-    pulse.begin(step)
-    while not (roster := pulse.poll(status(job))).over:
-        if engine.has_work:
-            decode(job)
-            last_token = time.time()
-            scorer.offer(job.engine.finished)
-        elif not use_wait(job, scorer, trains and worth_training(job, roster)):
-            pulse.back_off()
-        if keeper.is_due(engine.finished):
-            with pulse.progressing():
-                keeper.keep(engine.finished)
+    start = time.time()
+    work = StepGeneration(job, scorer, keeper, trains, start)
+
+    def shown(roster: Roster) -> None:
+        work.keep_finished()
         if job.world.rank == 0:
             reporter.rolling(step, roster)
-    late_seconds = time.perf_counter() - pulse.released_at
-    timing = RolloutTiming(start, last_token, time.time())
+
+    job.engine.submit(shard(job, requests))
+    roster = generate(job.pulse, work, step, shown)
+    late_seconds = time.perf_counter() - job.pulse.released_at
+    timing = RolloutTiming(start, work.last_token, time.time())
     if roster.stopping:
-        engine.abort()
-    keeper.keep(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
+        job.engine.abort()
+    keeper.keep(job.engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
     return Part(timing, roster.stopping, late_seconds)
 
 
@@ -227,36 +254,15 @@ def is_over(job: Job) -> bool:
     return job.pulse.over or job.world.stop_requested
 
 
-def train_serially(job: Job, step: int, tail: Tail) -> None:
-    """Where the drafter is trained in place of the tail: all ranks, right after the release.
-
-    Before the update, so that features and head are of the same weights and the merge hides behind the update, as in
-    the tail: the two places differ in nothing but whose seconds they take.
-    """
-    if tail.stopped or not tail.decision.trains or job.config.drafter.place != "serial":
-        return
-    assert job.drafting is not None
-    for _ in range(num_serial_micro_steps(job, step)):
-        if not job.drafting.spot.micro_step(lambda: job.world.stop_requested):
-            return
+def trains_in_tail(job: Job) -> bool:
+    """Whether idle ranks train the drafter during the rollout."""
+    return job.drafting is not None and job.drafting.training.in_tail
 
 
-def num_serial_micro_steps(job: Job, step: int) -> int:
-    """Micro-steps that this rank takes after a rollout: a fixed number, or what another run's log has of the step.
-
-    Raises:
-        UserError: that run has no log of the step and rank.
-    """
-    settings = job.config.drafter
-    if not settings.serial_as:
-        return settings.serial_micro_steps
-    path = RunFolder(Path(settings.serial_as)).rollout_log(step, job.world.rank)
-    if not path.is_file():
-        raise UserError(
-            f"drafter.serial_as = {settings.serial_as!r}: {path} does not exist; give the folder of a run on as many "
-            "ranks with as many steps"
-        )
-    return len(read_summary(path).micro_steps)
+def train_after_rollout(job: Job, step: int, tail: Tail) -> None:
+    """Train the drafter where the run does so after the rollout; a step that was stopped does not."""
+    if job.drafting and tail.decision.trains and not tail.stopped:
+        job.drafting.training.after_rollout(job.drafting.spot, step, job.world.rank, lambda: job.world.stop_requested)
 
 
 def decide_training(job: Job, step: int) -> Decision:
@@ -265,12 +271,7 @@ def decide_training(job: Job, step: int) -> Decision:
         return Decision(False, "no learned drafter")
     if not job.config.drafter.train:
         return Decision(False, "frozen")
-    decision = None
-    if job.world.rank == 0:
-        decision = decide(job.config.drafter, step, past_drafts(job, step))
-    decision = job.world.broadcast(decision)
-    assert decision is not None
-    return decision
+    return job.world.once(lambda: decide(job.config.drafter, step, past_drafts(job, step)))
 
 
 def past_drafts(job: Job, step: int) -> list[DraftCounts]:

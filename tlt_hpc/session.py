@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -21,8 +22,7 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
-from tlt_hpc.common.files import told
-from tlt_hpc.common.records import Request, SampleKey, SamplingParams
+from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import (
     Config,
     ConfigError,
@@ -33,6 +33,7 @@ from tlt_hpc.config import (
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
+from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy.meter import Counters, Meter, told_kinds
 from tlt_hpc.look.environment import RankGpu, RankPlace, find_environment
@@ -47,6 +48,7 @@ from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
+from tlt_hpc.mpi.roster import Roster, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
 from tlt_hpc.rewards.scorer import Bench
@@ -54,13 +56,11 @@ from tlt_hpc.rewards.standing import standing_bench
 from tlt_hpc.rl.correction import MismatchWatch
 from tlt_hpc.rl.distributed import join_process_group, replica_sum
 from tlt_hpc.rl.policy import Policy
-from tlt_hpc.rollout.decisions import Agree
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
 from tlt_hpc.storage.environment_lines import Environment, add_environment
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.first_rollouts import FirstRollouts
 from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ GIVEN_GPU = "TLT_GPU"
 DRAFTER_FILE = drafter_file.DRAFTER_FILE
 _COUNTED_STEPS = 64
 """Steps whose prompts are counted for a draft vocabulary."""
+CALIBRATION_RESPONSES = 8
+"""Responses that the engine is calibrated with, at most."""
 NFS_SECONDS = 60.0
 """How long an NFS client may by default go on with an old listing of a folder."""
 
@@ -79,6 +81,7 @@ NFS_SECONDS = 60.0
 class Drafting:
     """The parts that only a run with a learned drafter has."""
 
+    training: TailTraining
     cache: FeatureCache
     spot: SpotTrainer
     served: Drafter
@@ -140,8 +143,8 @@ class Job:
             self.pulse.close()
 
 
-def assemble(config: Config, world: World) -> Job:
-    """Build all parts; collective."""
+def assemble(config: Config, world: World, training: TailTraining = IN_TAIL) -> Job:
+    """Build all parts of a run whose drafter is trained by ``training``; collective."""
     bench = open_bench(config, world)
     node = world.node_group
     world.say("reading the model and the data")
@@ -157,7 +160,9 @@ def assemble(config: Config, world: World) -> Job:
     decoder = make_decoder(config, assets, world, replica)
     device = decoder.device
     drafting = (
-        make_drafting(config, world, folder, decoder, assets, warm) if config.speculation.mode == "full" else None
+        make_drafting(config, world, folder, decoder, assets, warm, training)
+        if config.speculation.mode == "full"
+        else None
     )
     meter, environment = look_around(world, device)
     # last of what may find a mistake of the user's: nothing is written before
@@ -165,8 +170,8 @@ def assemble(config: Config, world: World) -> Job:
     if drafting:
         drafting.cache.recover()
     served = drafting.served if drafting else None
-    engine = make_engine(decoder, engine_settings(config, assets, world), served, replica.agree)
-    engine.keeps = lambda key: replica.keeps(unit_of(config, key))
+    engine = make_engine(decoder, engine_settings(config, assets, world), served, replica)
+    engine.keeps = keeps_of(config, replica)
     world.say("joining the process group")
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     world.say("loading the policy")
@@ -213,16 +218,18 @@ def open_bench(config: Config, world: World) -> Bench:
     Raises:
         ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
     """
-    bench, error = standing_bench(config.reward), ""
-    if bench.client is None:
+    bench = standing_bench(config.reward)
+    client = bench.client
+    if client is None:
         return bench
-    try:
-        bench.client.wait_until_ready()
-    except UserError as caught:
-        error = str(caught)
-    for rank, (hostname, message) in enumerate(world.allgather((world.hostname, error))):
-        if message:
-            raise ConfigError(f"rank {rank} on {hostname}: {message}")
+
+    def wait_until_ready() -> None:
+        try:
+            client.wait_until_ready()
+        except UserError as error:
+            raise ConfigError(f"rank {world.rank} on {world.hostname}: {error}") from None
+
+    world.all_or_none(wait_until_ready)
     return bench
 
 
@@ -238,24 +245,21 @@ def claim_folder(
     ``environment``: on rank 0, what is to be noted of this start.
 
     Raises:
-        ConfigError: on all ranks, where the folder holds a run of another configuration, or not all of them see it.
+        UserError: on all ranks, where the folder holds a run of another configuration, cannot be written, or is not
+            seen by all of them.
     """
-    error, probe = "", folder.path / f"shared-{uuid4().hex}"
-    if world.rank == 0:
-        try:
-            _claim(folder, config)
-            if prompts is not None:
-                claim_data(folder.path, prompts.fingerprints())
-            if environment is not None:
-                add_environment(folder.environment, environment)
-            probe.touch()
-        except UserError as caught:
-            error = str(caught)
-        except OSError as caught:
-            error = told(caught)
-    error, name, writer = world.broadcast((error, probe.name, world.hostname))
-    if error:
-        raise ConfigError(error)
+    probe = folder.path / f"shared-{uuid4().hex}"
+
+    def write_claim() -> tuple[str, str]:
+        _claim(folder, config)
+        if prompts is not None:
+            claim_data(folder.path, prompts.fingerprints())
+        if environment is not None:
+            add_environment(folder.environment, environment)
+        probe.touch()
+        return probe.name, world.hostname
+
+    name, writer = world.once(write_claim)
     try:
         _check_shared(config, name, writer, world)
         if prompts is not None:
@@ -374,23 +378,98 @@ def make_pulse(world: World, replica: Replica, text_mark: Callable[[], int]) -> 
     return ReplicaPulse(world.private_comm(), replica, text_mark)
 
 
+class Generation(Protocol):
+    """What ``generate`` drives on one rank: an engine with requests, and what is done once they have been answered."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether this rank still has tokens to generate."""
+        ...
+
+    def status(self) -> Status:
+        """What this rank reports to the others."""
+        ...
+
+    def step(self) -> None:
+        """One round of decoding."""
+        ...
+
+    def on_idle(self, roster: Roster) -> bool:
+        """Something useful while other ranks generate; False where there is nothing to do."""
+        ...
+
+
+def generate(pulse: Pulse, work: Generation, epoch: int, shown: Callable[[Roster], None]) -> Roster:
+    """Generate until all ranks have finished, or one asks to stop; collective.
+
+    Args:
+        epoch: of the pulse; any number that all ranks give.
+        shown: called after every round of this rank with the latest roster.
+
+    Returns the last roster, which is the same on all ranks.
+    """
+    pulse.begin(epoch)
+    while not (roster := pulse.poll(work.status())).over:
+        if work.has_work:
+            work.step()
+        elif not work.on_idle(roster):
+            pulse.back_off()
+        shown(roster)
+    return roster
+
+
 def unit_of(config: Config, key: SampleKey) -> int:
     """By what a step's responses are dealt over replicas and ranks: their group, or their place among all samples."""
     return key.draw if config.rollout.shard == "group" else key.draw * config.rollout.group_size + key.sample
 
 
 def make_engine(
-    decoder: Decoder, settings: EngineSettings, drafter: Drafter | None, agree: Agree | None = None
+    decoder: Decoder, settings: EngineSettings, drafter: Drafter | None, replica: Replica | None = None
 ) -> RolloutEngine:
-    """The rollout engine; ``agree`` where its decoder is one part of several ranks'.
+    """The rollout engine; ``replica``: whose ranks may each hold a part of the decoder.
 
     Raises:
         ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
     """
     try:
-        return RolloutEngine(decoder, settings, drafter, agree if decoder.sharding.size > 1 else None)
+        return RolloutEngine(decoder, settings, drafter, replica.agree if replica and replica.size > 1 else None)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def keeps_of(config: Config, replica: Replica) -> Callable[[SampleKey], bool]:
+    """Tells which of the responses that its replica generates this rank keeps."""
+    return lambda key: replica.keeps(unit_of(config, key))
+
+
+def calibration_requests(requests: Sequence[Request]) -> list[Request]:
+    """The first few under keys of a stream of their own: the true keys would give the coming texts away."""
+    return [
+        replace(request, key=replace(request.key, stream=Stream.CALIBRATION))
+        for request in requests[:CALIBRATION_RESPONSES]
+    ]
+
+
+def calibrate(
+    engine: RolloutEngine,
+    requests: list[Request],
+    profile_seconds: float,
+    node: NodeGroup,
+    say: Callable[[str], None] = lambda words: None,
+) -> None:
+    """Measure near-ties, and the cost of rounds where there is a choice, on responses that are discarded.
+
+    Collective over the node.
+
+    Args:
+        profile_seconds: what measuring the costs may take at most; 0: they are not measured.
+        say: told what is being done.
+    """
+    say("calibrating the rollout engine")
+    engine.calibrate(requests)
+    if len(engine.settings.strategies) > 1 and profile_seconds:
+        say("measuring what rounds cost")
+        engine.profile(requests, profile_seconds, node)
 
 
 def engine_settings(config: Config, assets: ModelAssets, world: World) -> EngineSettings:
@@ -427,6 +506,7 @@ def make_drafting(
     decoder: Decoder,
     assets: Assets,
     warm: dict[str, torch.Tensor] | None,
+    training: TailTraining = IN_TAIL,
 ) -> Drafting:
     """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
     shape, seed, settings = decoder.shape, config.run.seed, config.drafter
@@ -434,15 +514,14 @@ def make_drafting(
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
     if decoder.sharding.size > 1:
         served.split(decoder.sharding)
-    kind = FirstRollouts if settings.rollouts == "first" else FeatureCache
     place, rank, num_ranks = cache_place(config, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
-    cache = kind(place, rank, *sizes, num_ranks)
+    cache = training.cache(place, rank, *sizes, num_ranks)
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)
     alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
-    return Drafting(cache, spot, served, alone, saved_every=1 if settings.train else 0)
+    return Drafting(training, cache, spot, served, alone, saved_every=1 if settings.train else 0)
 
 
 def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
@@ -454,16 +533,15 @@ def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFol
     template = config.drafter.cache_folder
     if not template:
         return folder, world.rank, world.size
-    found, error = Path(), ""
-    try:
-        found = node_folder(template, folder.path, world.hostname)
-    except ValueError as caught:
-        error = str(caught)
-    ranks = world.allgather((world.hostname, error))
-    for _, message in ranks:
-        if message:
-            raise ConfigError(message)
-    return RunFolder(found), world.local_rank, sum(hostname == world.hostname for hostname, _ in ranks)
+
+    def find() -> Path:
+        try:
+            return node_folder(template, folder.path, world.hostname)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    found = world.all_or_none(find)
+    return RunFolder(found), world.local_rank, world.allgather(world.hostname).count(world.hostname)
 
 
 def choose_vocabulary(config: Config, assets: Assets) -> torch.Tensor | None:

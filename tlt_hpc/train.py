@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.files import told
 from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
+from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
 from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepMetrics, summarise
 from tlt_hpc.look.timing import PhaseTimer
@@ -26,25 +26,25 @@ from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
-from tlt_hpc.resume.finished import note_finished
+from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.resume.kept import drop_kept
 from tlt_hpc.resume.saving import (
-    forget_after,
-    goes_on,
-    keep_costs,
+    drop_steps_after,
     reserve_copy,
     resume,
     save_at_end,
-    save_between,
     save_checkpoint,
+    save_cost_profile,
     save_drafter,
+    save_drafter_if_due,
+    should_continue,
 )
 from tlt_hpc.rewards.unjudged import joined
 from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.engine import EngineCounts
-from tlt_hpc.rollout_loop import Tail, end_features, roll_out, train_serially
+from tlt_hpc.rollout_loop import Tail, end_features, roll_out, train_after_rollout, trains_in_tail
 from tlt_hpc.session import Job, assemble
 from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
@@ -83,18 +83,25 @@ class RunResult:
     """Empty unless a signal or a vote ended the run early."""
 
 
-def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | None = None) -> RunResult:
+def run(
+    config: Config,
+    world: World,
+    reporter: Reporter,
+    tracking: Tracking | None = None,
+    training: TailTraining = IN_TAIL,
+) -> RunResult:
     """Run, or go on with, the job that ``config`` describes; collective.
 
     Args:
         tracking: what ``open_tracking`` has opened, where trackers are to outlast the run; else they are closed here.
+        training: when, and on which responses, the drafter is trained.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
     # the job is closed before the trackers, which may wait for a server that is away
     trackers = open_tracking(config, world) if tracking is None else nullcontext(tracking)
-    with trackers as told, closing(assemble(config, world)) as job:
+    with trackers as told, closing(assemble(config, world, training)) as job:
         return take_steps(job, told, reporter)
 
 
@@ -135,14 +142,14 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         saved = save_checkpoint(job, step, saved)
     agree_on_owner(world, job.folder.status, BEAT.start)
     if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
-        forget_after(job, step)  # logs that are about to be replaced are no committed step's
+        drop_steps_after(job, step)  # logs that are about to be replaced are no committed step's
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
     if step < config.run.num_steps:
-        together(job.world, lambda: keep_costs(job))
+        world.all_or_none(lambda: save_cost_profile(job))
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
     settle_heap()
-    while step < config.run.num_steps and goes_on(job):
+    while step < config.run.num_steps and should_continue(job):
         if not take_step(job, step, reporter, is_saved=saved == step, timer=timer):
             break
         step += 1
@@ -150,7 +157,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
             if step % config.checkpoint.every_steps == 0:
                 saved = save_checkpoint(job, step, saved)
             else:
-                save_between(job, step)
+                save_drafter_if_due(job, step)
         with timer.between_steps("testing"):
             judged = judge_and_track(job, evaluation, tracking, step, reporter)
     stop, is_saved = save_at_end(job, saved, step)
@@ -159,7 +166,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
         save_drafter(job)
     digest = job.policy.sha256() if finished else ""  # gathers the whole policy
     if finished and world.rank == 0:
-        note_finished(config, step, digest)
+        record_finished(config, step, digest)
     return RunResult(first, step, finished, digest, world.stop_reason if stop and not finished else "")
 
 
@@ -182,7 +189,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
         tail = roll_out(job, step, reporter)
     job.meter.end_rollout()
     with timer("drafter"):
-        train_serially(job, step, tail)
+        train_after_rollout(job, step, tail)
     with timer("gen"):
         end_features(job, tail)
     if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
@@ -218,21 +225,12 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     summary = summarise(job.world, record, update, merged, timer.take())
     line = {**summary.metrics, "drafter/why": tail.decision.reason}
     agree_on_owner(job.world, job.folder.status, BEAT.start)
-    together(job.world, lambda: log_step(job, record))
-    together(job.world, lambda: commit(job, step, line))
+    job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
+    job.world.once(lambda: commit(job, step, line))
     if shows:
         reporter.stepped(summary)
         warn_of_mismatch(job, summary)
     return True
-
-
-def log_step(job: Job, record: StepRecord) -> None:
-    """Write this rank's log of a step.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
-    write_step(job.folder.rollout_log(record.step, record.rank), record)
 
 
 def commit(job: Job, step: int, line: Line) -> None:
@@ -241,28 +239,10 @@ def commit(job: Job, step: int, line: Line) -> None:
     Raises:
         UserError, WriteError: the folder is another start's by now, or it cannot be written.
     """
-    if job.world.rank == 0:
-        check_owner(job.folder.status, BEAT.start)
-        drop_foreign_logs(job, step)
-        add_line(job.folder.metrics, line)
-        drop_kept(job.folder)
-
-
-def together(world: World, write: Callable[[], None]) -> None:
-    """Write, and go on once all ranks have; collective, so that one rank's full disk ends them all, with one status.
-
-    Raises:
-        UserError: on all ranks, where one of them could not.
-    """
-    error = ""
-    try:
-        write()
-    except UserError as caught:
-        error = str(caught)
-    except OSError as caught:
-        error = told(caught)
-    if error := next(filter(None, world.allgather(error)), ""):
-        raise UserError(error)
+    check_owner(job.folder.status, BEAT.start)
+    drop_foreign_logs(job, step)
+    add_line(job.folder.metrics, line)
+    drop_kept(job.folder)
 
 
 def warn_of_mismatch(job: Job, summary: StepMetrics) -> None:
@@ -338,7 +318,7 @@ def evaluate_if_due(job: Job, evaluation: TrainingEvaluation | None, step: int, 
     """
     if evaluation is None or not evaluation.is_due(job, step):
         return True
-    line = job.world.broadcast(read_lines(job.folder.metrics).get(step - 1) if job.world.rank == 0 else None)
+    line = job.world.once(lambda: read_lines(job.folder.metrics).get(step - 1))
     if line is None or TESTING in line:
         return True
     if job.world.rank == 0:
@@ -371,7 +351,7 @@ def make_record(
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     names = tuple(counts.strategies)
     kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]
-    harvested = seconds_of(micro_steps) if job.config.drafter.place == "tail" else 0.0
+    harvested = seconds_of(micro_steps) if trains_in_tail(job) else 0.0
     return StepRecord(
         step=step,
         rank=job.world.rank,
@@ -409,7 +389,7 @@ def drafter_metrics(
 ) -> dict[str, float]:
     """What this rank did for the learned drafter, and how the drafter did."""
     assert job.drafting is not None
-    serial = seconds_of(micro_steps) if job.config.drafter.place == "serial" else 0.0
+    serial = 0.0 if trains_in_tail(job) else seconds_of(micro_steps)
     return {
         DUE: float(tail.decision.trains),
         MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,

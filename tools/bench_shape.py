@@ -35,8 +35,8 @@ from tlt_hpc.models.shape import ModelShape, shape_from
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.studies.bench.bandwidth import read_bandwidth
-from tlt_hpc.studies.bench.command import choose_device
-from tlt_hpc.studies.bench.options import list_of
+from tlt_hpc.studies.bench.bench import choose_device
+from tlt_hpc.studies.bench.bench_options import list_of
 
 QWEN_7B = {
     "model_type": "qwen2",

@@ -33,8 +33,9 @@ from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
-from tlt_hpc.rollout_loop import end_features, roll_out, train_serially
+from tlt_hpc.rollout_loop import end_features, roll_out, train_after_rollout
 from tlt_hpc.session import Job, assemble, choose_device
+from tlt_hpc.studies.ablate.serial import SerialTraining
 from tlt_hpc.studies.bench.live_bytes import LiveBytes
 from tlt_hpc.train import finish_merge, start_merge
 
@@ -49,7 +50,7 @@ SHORT = (
     ),
 )
 """Of the job that stands here without one: seconds instead of minutes."""
-FULL = ("run.num_steps=2", "drafter.place=serial", "drafter.serial_micro_steps=3", "drafter.micro_step_seconds=1000")
+FULL = ("run.num_steps=2", "drafter.micro_step_seconds=1000")
 STEPS = 2
 """The first makes the optimiser's moments."""
 
@@ -74,7 +75,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
     """The peak of each phase of the plan on this rank, in bytes."""
     meter = Meter(config, world)
     with meter("start"):
-        job = assemble(config, world)
+        job = assemble(config, world, SerialTraining(micro_steps=3))
     try:
         resume(job, SilentReporter().replayed)
         reserve_copy(job)
@@ -90,7 +91,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     with meter("rollout"):
         tail = roll_out(job, step, SilentReporter())
     with meter("tail"):
-        train_serially(job, step, tail)
+        train_after_rollout(job, step, tail)
     end_features(job, tail)
     rollouts, scores = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     with meter("update"):

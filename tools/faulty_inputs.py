@@ -415,11 +415,11 @@ def read_metrics(folder: Path) -> str:
 
 def read_finished(folder: Path) -> str:
     from tlt_hpc.config import load_saved_config
-    from tlt_hpc.resume.finished import told_finished
+    from tlt_hpc.resume.finished import finished_message
 
     config = load_saved_config(folder / "run" / "config.toml")
     run = config.run.model_copy(update={"folder": str(folder), "name": "run"})
-    return told_finished(config.model_copy(update={"run": run}))
+    return finished_message(config.model_copy(update={"run": run}))
 
 
 @contextmanager

@@ -53,7 +53,7 @@ from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule, choose
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named
-from tlt_hpc.studies.bench.command import choose_device
+from tlt_hpc.studies.bench.bench import choose_device
 from tlt_hpc.studies.bench.subject import Limits, Subject, open_subject, roll_out
 from tlt_hpc.studies.bench.subject import make_engine as make_subjects_engine
 from tlt_hpc.studies.bench.workload import Workload, built_in_prompts

@@ -21,13 +21,13 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.storage.drafter_facts import CurvePoint
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate.command import Stopped
+from tlt_hpc.studies.ablate.ablate import Stopped
 from tlt_hpc.studies.ablate.figures import Figures, verdict
 from tlt_hpc.studies.ablate.table import cells_of
 from tlt_hpc.studies.compare import Comparison, ModeFigures
-from tlt_hpc.studies.warmup.command import WarmupReporter, WarmupResult
 from tlt_hpc.studies.warmup.progress import Progress, share_done
 from tlt_hpc.studies.warmup.texts import Texts
+from tlt_hpc.studies.warmup.warm_up import WarmupReporter, WarmupResult
 from tlt_hpc.train import Reporter, RunResult
 
 _REFRESH_SECONDS = 0.2

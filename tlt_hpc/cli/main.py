@@ -39,15 +39,15 @@ from tlt_hpc.common.files import has_remedy, told
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
-from tlt_hpc.evaluate import options as evaluate_options
+from tlt_hpc.evaluate import evaluate_options
 from tlt_hpc.export import export_options
 from tlt_hpc.look.arguments import add_report_arguments, add_watch_arguments
 from tlt_hpc.plan import plan_options
-from tlt_hpc.resume.finished import told_finished
+from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate import options as ablate_options
-from tlt_hpc.studies.bench import options as bench_options
+from tlt_hpc.studies.ablate import ablate_options
+from tlt_hpc.studies.bench import bench_options
 
 if TYPE_CHECKING:
     from tlt_hpc.look.tracking import Tracking
@@ -165,7 +165,7 @@ def config_of(config: Config, options: argparse.Namespace) -> Config:
 
         return plan.config_of(config)
     if options.command == "evaluate":
-        from tlt_hpc.evaluate.command import evaluation_config
+        from tlt_hpc.evaluate.evaluate import evaluation_config
         from tlt_hpc.evaluate.subject import find_subject
 
         return evaluation_config(config, find_subject(evaluate_options.read_options(options)))
@@ -202,7 +202,7 @@ def check_folder(config: Config) -> str:
     if folder.path.exists() and not folder.path.is_dir():
         raise UserError(f"run.folder and run.name give {folder.path}, which is a file; move it away or give another")
     read_lines(folder.metrics)
-    return told_finished(config)
+    return finished_message(config)
 
 
 def check_drafter(config: Config) -> None:
@@ -286,7 +286,7 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     Raises:
         ValueError: as ``plan_command``, or no such run or model.
     """
-    from tlt_hpc.evaluate.command import describe
+    from tlt_hpc.evaluate.evaluate import describe
     from tlt_hpc.evaluate.parts import read_assets
     from tlt_hpc.evaluate.subject import find_subject
     from tlt_hpc.models.folder import check_weights
@@ -353,9 +353,9 @@ def leave_early(world: World, folder: Path, progress: Callable[[], str], trackin
 
 def run_progress(config: Config) -> str:
     """How far ``tlt train`` has come."""
-    from tlt_hpc.resume.kept import progress_of
+    from tlt_hpc.resume.kept import describe_progress
 
-    return progress_of(config)
+    return describe_progress(config)
 
 
 def written_bytes(config: Config) -> str:
@@ -477,7 +477,7 @@ def make_parser() -> argparse.ArgumentParser:
 def run_bench(options: argparse.Namespace) -> None:
     """``tlt bench``."""
     checked = bench_options.read_options(options)
-    from tlt_hpc.studies.bench.command import run
+    from tlt_hpc.studies.bench.bench import run
 
     run(checked)
 
@@ -611,7 +611,7 @@ def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> in
     if not launched_rank(os.environ):
         start_early(config.tracking)
     world = connect(config, options, flag)
-    if told := world.broadcast(told_finished(config) if world.rank == 0 else ""):
+    if told := world.once(lambda: finished_message(config)):
         if world.rank == 0:
             print(told)
         world.leave()
@@ -660,7 +660,7 @@ def run_warmup(config: Config, options: argparse.Namespace, flag: StopFlag) -> i
     """``tlt warmup`` on this rank."""
     world = connect(config, options, flag)
     from tlt_hpc.cli.display import make_warmup_reporter, print_warmup
-    from tlt_hpc.studies.warmup.command import warm_up
+    from tlt_hpc.studies.warmup.warm_up import warm_up
 
     with make_warmup_reporter(world.rank == 0) as reporter:
         result = warm_up(config, world, reporter)
@@ -679,7 +679,7 @@ def run_evaluate(config: Config, options: argparse.Namespace, flag: StopFlag) ->
     start_rewards(config)
     world = connect(config, options, flag)
     from tlt_hpc.cli.show_evaluation import make_evaluation_reporter, print_evaluation
-    from tlt_hpc.evaluate.command import evaluate
+    from tlt_hpc.evaluate.evaluate import evaluate
     from tlt_hpc.evaluate.subject import find_subject
     from tlt_hpc.rl.distributed import leave_process_group
 
@@ -700,9 +700,9 @@ def run_ablate(config: Config, options: argparse.Namespace, flag: StopFlag) -> i
     world = connect(config, options, flag)
     from tlt_hpc.cli.display import AblationScreens, print_ablation, print_stopped_ablation
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.studies.ablate.command import Stopped, ablate
+    from tlt_hpc.studies.ablate.ablate import Stopped, ablate
     from tlt_hpc.studies.ablate.plan import plan_ablation
-    from tlt_hpc.studies.ablate.report import write_report
+    from tlt_hpc.studies.ablate.write import write_report
 
     asked = ablate_options.read_options(options)
     ending = ablate(plan_ablation(config, asked, world.size), world, AblationScreens(world.rank == 0))

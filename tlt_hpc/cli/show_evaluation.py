@@ -13,7 +13,7 @@ from rich.table import Table
 from tlt_hpc.cli.display import make_console
 from tlt_hpc.common.console import make_bar, start_escaped
 from tlt_hpc.common.words import count
-from tlt_hpc.evaluate.command import EvaluationReporter, EvaluationResult
+from tlt_hpc.evaluate.evaluate import EvaluationReporter, EvaluationResult
 from tlt_hpc.evaluate.figures import Estimate, Figures
 from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.mpi.roster import Roster

@@ -1,10 +1,21 @@
-"""Owns why and how urgently this process is asked to stop. Knows signals and clocks; neither MPI nor what is done then.
+"""Why and how urgently this process is asked to stop: the first of the four parts of a stop.
 
-    Ctrl-C                    ``Stop.ASKED``: somebody waits; save, and end
-    SIGUSR2, or the timer     ``Stop.TIME``: the allocation ends soon; save, end, and be queued again
-    SIGTERM                   ``Stop.KILL``: killed within seconds; nothing that takes long
+1. Signal. ``StopFlag`` records the request of a signal, or of the timer that knows the time limit:
 
-The most urgent wins: a run that saves since its time is up gives that up where SIGTERM follows.
+       Ctrl-C                    ``Stop.ASKED``: a user waits; save, and end
+       SIGUSR2, or the timer     ``Stop.TIME``: the allocation ends soon; save, end, and be queued again
+       SIGTERM                   ``Stop.KILL``: killed within seconds; nothing that takes long
+
+   The most urgent request wins: a run that is saving because of ``Stop.TIME`` gives that up if SIGTERM follows.
+2. Vote. Ranks are not signalled at the same moment, so they agree: inside a rollout by the pulse (``Roster.stopping``
+   in mpi/roster.py), between steps by ``World.exchange`` and ``World.agree_to_stop`` (mpi/world.py).
+3. Save. ``should_continue`` (resume/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
+   responses written (``Keeper.keep`` in resume/kept.py), and ``save_at_end`` writes a checkpoint as far as
+   ``StopFlag.is_late`` leaves time.
+4. Requeue. ``queue_again`` (cluster/time_limit.py), called by ``stop`` of cli/main.py on rank 0, has Slurm queue the
+   job again.
+
+This module knows signals and clocks; neither MPI nor what is done before the end.
 """
 
 from __future__ import annotations
@@ -20,18 +31,18 @@ from enum import IntEnum
 from types import FrameType
 
 SAME_KEYSTROKE_SECONDS = 1.0
-"""One Ctrl-C may reach a rank twice, from the terminal and from the launcher that forwards it."""
-MOST_KILL_SECONDS = 10.0
+"""Within this time two SIGINT count as one Ctrl-C: the terminal sends one and the launcher forwards one."""
+MAX_KILL_SECONDS = 10.0
 ASKED_AHEAD_SECONDS = 120.0
 """How long before the time limit the batch scripts ask for SIGUSR2."""
 PUT_OFF_SECONDS = 60.0
-"""An end that is so much later than was thought has been put off by an operator; Slurm is exact to a minute."""
+"""An end that is later than expected by this much was postponed by an operator; Slurm is exact to a minute."""
 END_SECONDS = 15.0
-"""Before the end of an allocation, by when everything is to be done: what is left is for leaving and queueing again."""
+"""Time reserved at the end of an allocation for leaving and queueing again; saving must be done before it."""
 
 
 class Stop(IntEnum):
-    """How urgently a run is to stop; a larger one outdoes a smaller."""
+    """How urgently a run is to stop; the largest request wins."""
 
     NONE = 0
     ASKED = 1
@@ -40,41 +51,41 @@ class Stop(IntEnum):
 
 
 class StopFlag:
-    """This process's wish to stop, with its reason and the time that is left for it.
+    """Requests to stop this process, with their reasons and the time that is left.
 
-    Until ``is_answered`` Ctrl-C and SIGTERM end the process at once, for nothing has begun. Under Slurm Ctrl-C alone
-    does: a job that is preempted must not leave by itself, or it is not queued again.
+    Before ``is_answered`` is set, Ctrl-C and SIGTERM end the process at once, since nothing has begun. Under Slurm only
+    Ctrl-C does: a preempted job that leaves by itself is not queued again.
     """
 
     def __init__(self) -> None:
         self.is_answered = False
         self.is_left = False
-        """Whether all that a stop asks for has been done, but for the end of the process."""
+        """Whether everything that a stop asks for has been done, except the end of the process."""
         self._asked: list[tuple[Stop, str, float]] = []
-        """Urgency, reason, and by when all must be done; only appended to, which nothing can come between."""
-        self._kill_seconds = MOST_KILL_SECONDS
+        """Urgency, reason and deadline of each request; only appended to, which is atomic."""
+        self._kill_seconds = MAX_KILL_SECONDS
         self._ends_at: float | None = None
         self._interrupted_at: float | None = None
         self.timers: list[threading.Timer] = []
 
     @property
     def kind(self) -> Stop:
-        """The most urgent of what was asked for."""
+        """The most urgent request."""
         return self._most_urgent[0]
 
     @property
     def reason(self) -> str:
-        """Why, of equally urgent requests the first one's; empty where there was none."""
+        """Reason of the most urgent request, of equal ones the first; empty without a request."""
         return self._most_urgent[1]
 
     @property
     def is_late(self) -> bool:
-        """Whether the time for stopping in good order is over; never, where nobody set any."""
+        """Whether the time for an orderly stop has run out; never without a deadline."""
         return time.monotonic() >= self._most_urgent[2]
 
     @property
     def seconds_left(self) -> float:
-        """Until this process is killed, as far as that is known; infinite where nobody set a time."""
+        """Seconds until this process is killed, as far as known; infinite without a deadline."""
         kind, _, until = self._most_urgent
         return until - time.monotonic() + (END_SECONDS if kind is Stop.TIME else 0.0)
 
@@ -91,25 +102,25 @@ class StopFlag:
             until = (now + ASKED_AHEAD_SECONDS if self._ends_at is None else self._ends_at) - END_SECONDS
         self._asked.append((kind, reason, until))
 
-    def killed_after(self, seconds: float) -> None:
-        """SIGKILL follows SIGTERM after so many seconds; one of them is for all ranks to hear of it."""
-        self._kill_seconds = min(max(seconds - 1, 0.0), MOST_KILL_SECONDS)
+    def set_kill_delay(self, seconds: float) -> None:
+        """SIGKILL follows SIGTERM after this many seconds; one of them is for all ranks to learn of it."""
+        self._kill_seconds = min(max(seconds - 1, 0.0), MAX_KILL_SECONDS)
 
-    def end_in(
+    def set_time_limit(
         self,
         seconds: float,
         at_last: Callable[[], None],
         ask_again: Callable[[float], float | None] = lambda within: None,
     ) -> None:
-        """The allocation ends in so many seconds: ask to stop two minutes ahead, or after three quarters of them.
+        """The allocation ends in ``seconds``: request a stop two minutes before, or after three quarters of them.
 
-        The clock that counts is the process's own, so a jump of the wall clock moves nothing.
+        Measured with a monotonic clock, so a change of the wall clock has no effect.
 
         Args:
-            at_last: called, on a thread, where nothing has been left shortly before the end: the main thread is in
-                work that asks nobody.
-            ask_again: called, on a thread, when it is time to stop: how many seconds are left now, infinitely many
-                where there is no end any more, None where nobody knows better within the seconds that it is given.
+            at_last: called on a thread shortly before the end if ``is_left`` is not set by then, because the main
+                thread is in work that does not look at the flag.
+            ask_again: called on a thread when it is time to stop, with the seconds that it may take; returns the
+                seconds left now, infinity without a limit, None if unknown.
         """
         self._ends_at = time.monotonic() + seconds
         ahead = min(ASKED_AHEAD_SECONDS, seconds / 4)
@@ -122,7 +133,7 @@ class StopFlag:
             last.cancel()
             self._ends_at = None
             if later < math.inf:
-                self.end_in(later, at_last, ask_again)
+                self.set_time_limit(later, at_last, ask_again)
 
         last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
         self._after(seconds - ahead, near_the_end)
@@ -134,7 +145,7 @@ class StopFlag:
         return self.timers[-1]
 
     def install(self) -> None:
-        """Have SIGTERM, SIGINT and SIGUSR2 ask; a second Ctrl-C, a second or more after the first, interrupts.
+        """Have SIGTERM, SIGINT and SIGUSR2 request a stop; a second Ctrl-C, at least a second later, interrupts.
 
         Raises (later, in the main thread):
             KeyboardInterrupt: on that second Ctrl-C.

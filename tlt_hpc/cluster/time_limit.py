@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tlt_hpc.cluster.slurm import Allocation, SlurmError, allocation, kill_wait
-from tlt_hpc.cluster.stopping import MOST_KILL_SECONDS, StopFlag
+from tlt_hpc.cluster.stopping import MAX_KILL_SECONDS, StopFlag
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes
 
@@ -47,9 +47,9 @@ def know_limits(
     if job is None or rank:
         return
     try:
-        flag.killed_after(kill_wait())
+        flag.set_kill_delay(kill_wait())
     except SlurmError as error:
-        logger.warning("how soon SIGKILL follows SIGTERM is not known, so %s s are taken: %s", MOST_KILL_SECONDS, error)
+        logger.warning("how soon SIGKILL follows SIGTERM is not known, so %s s are taken: %s", MAX_KILL_SECONDS, error)
     try:
         left = job.seconds_left()
     except SlurmError as error:
@@ -62,7 +62,7 @@ def know_limits(
             if progress is not None:
                 print(f"tlt: {queue_again(environment, folder, _told(progress))}", flush=True)
 
-        flag.end_in(left, at_last, partial(_seconds_left, job))
+        flag.set_time_limit(left, at_last, partial(_seconds_left, job))
 
 
 def _told(progress: Callable[[], str]) -> str:

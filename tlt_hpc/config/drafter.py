@@ -78,17 +78,6 @@ class DrafterSection(Section):
     """Steps that train the drafter. ``always``: all; ``falling``: from where the accept length has fallen 10 % below
     its best until it has regained half of that, and after five steps without enough drafts to measure it; a drafter
     that began with random weights trains until it no longer improves."""
-    place: Literal["tail", "serial"] = "tail"
-    """``tail``: idle ranks train while others generate; ``serial``: all ranks train together after every rollout, which
-    makes the step longer. Serial is there to be compared with."""
-    serial_micro_steps: PositiveInt = 20
-    """Micro-steps of each rank and step where ``place`` is ``serial``."""
-    serial_as: FilePath = ""
-    """Folder of a run on as many ranks: where ``place`` is ``serial``, each rank takes as many micro-steps in a step as
-    it took there by that run's log, instead of ``serial_micro_steps``. Empty: none."""
-    rollouts: Literal["fresh", "first"] = "fresh"
-    """``fresh``: train on this step's responses and the last one's; ``first``: on those of the run's first step for
-    ever, the control that shows what fresh ones are worth."""
     cache_bytes: Annotated[NumBytes, Field(ge=1)] = 2_000_000_000
     """Disk space for one rank's training features: half for the current step, half for the one before."""
     cache_folder: FilePath = ""
@@ -148,20 +137,8 @@ def check_drafter(drafter: DrafterSection) -> None:
             "drafter.loss = 'feature' with drafter.form = 'eagle3', whose states are no features of the target; use "
             "drafter.loss = 'cross-entropy' or 'total-variation'"
         )
-    if drafter.serial_as and drafter.place != "serial":
+    if not drafter.train and drafter.schedule != "always":
         raise ConfigError(
-            f"drafter.serial_as = {drafter.serial_as!r} says nothing with drafter.place = {drafter.place!r}; "
-            "use drafter.place = 'serial' or leave drafter.serial_as out"
+            f"drafter.schedule = {drafter.schedule!r} with drafter.train = false, which trains nothing; "
+            "use drafter.train = true or leave drafter.schedule out"
         )
-    if drafter.rollouts == "first" and drafter.cache_folder:
-        raise ConfigError(
-            f"drafter.rollouts = 'first' with drafter.cache_folder = {drafter.cache_folder!r}: the first step must "
-            "stay as long as the run, which a node's disk does not; leave drafter.cache_folder out"
-        )
-    usual = {"schedule": "always", "place": "tail", "rollouts": "fresh"}
-    for name, value in usual.items():
-        if not drafter.train and (given := vars(drafter)[name]) != value:
-            raise ConfigError(
-                f"drafter.{name} = {given!r} with drafter.train = false, which trains nothing; "
-                f"use drafter.train = true or leave drafter.{name} out"
-            )

@@ -23,7 +23,7 @@ from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import judge
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.session import hidden_files
+from tlt_hpc.session import generate, hidden_files
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 
 PIECE_RESPONSES = 64
@@ -60,20 +60,11 @@ def answer(
         epoch: the pulse's; any number that all ranks give.
         shown: called on rank 0 with what all ranks are at.
     """
-    pulse, world = means.pulse, means.world
+    world = means.world
     own = share_of(wanted, done, means.replica.number, means.replica.count)
     pieces = _Pieces(folder, means)
     share = _Share(means, own, pieces)
-    pulse.begin(epoch)
-    while not (roster := pulse.poll(share.status())).over:
-        if share.has_work:
-            with pulse.progressing():
-                share.step()
-        else:
-            share.take_verdicts()
-            pulse.back_off()
-        if world.rank == 0:
-            shown(roster)
+    roster = generate(means.pulse, share, epoch, shown if world.rank == 0 else lambda roster: None)
     share.end(is_whole=not roster.stopping)
     see_all(folder, pieces.written, world)
     return not roster.stopping
@@ -87,7 +78,7 @@ def see_all(folder: EvaluationFolder, written: Sequence[str], world: World) -> N
     """
     files = world.allgather((world.hostname, tuple(written)))
     names = {name for _, own in files for name in own}
-    hidden = world.broadcast(hidden_files(folder.responses, names) if world.rank == 0 else set())
+    hidden = world.once(lambda: hidden_files(folder.responses, names))
     for rank, (hostname, own) in enumerate(files):
         for name in own:
             if name in hidden:
@@ -169,11 +160,17 @@ class _Share:
 
     def step(self) -> None:
         """One round of decoding; what has ended is judged, what is judged is written."""
-        self._means.engine.step()
-        if self._means.engine.finished:
-            for rollout in self._means.engine.collect():
-                self._judge(rollout)
+        with self._means.pulse.progressing():
+            self._means.engine.step()
+            if self._means.engine.finished:
+                for rollout in self._means.engine.collect():
+                    self._judge(rollout)
+            self.take_verdicts()
+
+    def on_idle(self, roster: Roster) -> bool:
+        """Take the server's verdicts; there is nothing else to do while other ranks generate."""
         self.take_verdicts()
+        return False
 
     def take_verdicts(self) -> None:
         """Take what the server has judged; never waits."""

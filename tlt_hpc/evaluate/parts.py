@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
-from tlt_hpc.common.records import Request, Stream
+from tlt_hpc.common.records import Request
 from tlt_hpc.config import Config, ConfigError, check_replicas
 from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response
 from tlt_hpc.data.jsonl import digest_of
@@ -16,7 +16,7 @@ from tlt_hpc.evaluate.folder import WEIGHTS
 from tlt_hpc.evaluate.requests import Wanted, sampling_params
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, make_drafter
+from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, serving_drafter
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
@@ -27,9 +27,8 @@ from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
-from tlt_hpc.session import engine_settings, make_engine, unit_of
+from tlt_hpc.session import CALIBRATION_RESPONSES, calibration_requests, engine_settings, keeps_of, make_engine
 
-_CALIBRATION_RESPONSES = 8
 # of [reward]: what a verdict depends on
 _JUDGING = (
     "default",
@@ -109,8 +108,8 @@ def build_engine(
         ConfigError: the budget of pages holds no response of full length.
     """
     settings = engine_settings_of(config, assets, sets, drafter, world)
-    engine = make_engine(decoder, settings, drafter, replica.agree)
-    engine.keeps = lambda key: replica.keeps(unit_of(config, key))
+    engine = make_engine(decoder, settings, drafter, replica)
+    engine.keeps = keeps_of(config, replica)
     engine.drafter_ready = drafter is not None
     return engine
 
@@ -128,19 +127,10 @@ def engine_settings_of(
     )
 
 
-def make_ready(config: Config, engine: RolloutEngine, wanted: list[Wanted], node: NodeGroup) -> None:
-    """Measure near-ties and costs on responses that are thrown away; collective over the node."""
-    requests = calibration_requests(wanted)
-    engine.calibrate(requests)
-    if len(engine.settings.strategies) > 1 and config.speculation.profile_seconds:
-        engine.profile(requests, config.speculation.profile_seconds, node)
-
-
-def calibration_requests(wanted: list[Wanted]) -> list[Request]:
-    """A few of the prompts under keys of another stream."""
-    some = wanted[:: max(1, len(wanted) // _CALIBRATION_RESPONSES)][:_CALIBRATION_RESPONSES]
-    firsts = [each.requests[-1] for each in some]
-    return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in firsts]
+def calibration_of(wanted: list[Wanted]) -> list[Request]:
+    """A few of the prompts, to calibrate the engine with."""
+    some = wanted[:: max(1, len(wanted) // CALIBRATION_RESPONSES)]
+    return calibration_requests([each.requests[-1] for each in some])
 
 
 def open_drafter(config: Config, checkpoint: Checkpoint | None, decoder: Decoder, node: NodeGroup) -> Drafter | None:
@@ -154,15 +144,7 @@ def open_drafter(config: Config, checkpoint: Checkpoint | None, decoder: Decoder
     if config.speculation.mode != "full":
         return None
     weights = read_all_once(node, lambda: _drafter_weights(config, checkpoint, decoder.shape))
-    if weights is None:
-        return None
-    drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS))
-    if decoder.sharding.size > 1:
-        drafter.split(decoder.sharding)
-    drafter.requires_grad_(False)
-    drafter.load_state_dict({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
-    drafter.pack()
-    return drafter
+    return None if weights is None else serving_drafter(weights, decoder)
 
 
 def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: ModelShape) -> dict[str, Tensor] | None:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
-from tlt_hpc.evaluate.options import EvaluateOptions
+from tlt_hpc.evaluate.evaluate_options import EvaluateOptions
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import find_model, folder_readers
 from tlt_hpc.models.once import ReadCut, readers_once
@@ -125,21 +125,16 @@ def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint
     """
     if subject.run is None:
         return subject, None
-    found = world.broadcast(_find(subject.run, subject.step) if world.rank == 0 else None)
-    if isinstance(found, str):
-        raise UserError(found)
-    assert found is not None
+    found = world.once(partial(_find, subject.run, subject.step))
     return replace(subject, step=found.step), found
 
 
-def _find(run: RunFolder, step: int | None) -> Checkpoint | str:
-    """The checkpoint, or why there is none."""
+def _find(run: RunFolder, step: int | None) -> Checkpoint:
     store = CheckpointStore(run.checkpoints, keep=1)
-    try:
-        found = store.newest() if step is None else store.at(step)
-    except CheckpointError as error:
-        return str(error)
-    return found or f"{run.path} has no checkpoint yet; train on until it has saved one"
+    found = store.newest() if step is None else store.at(step)
+    if found is None:
+        raise UserError(f"{run.path} has no checkpoint yet; train on until it has saved one")
+    return found
 
 
 def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, world: World) -> str:
@@ -170,9 +165,11 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
 
 def _readers(subject: Subject, checkpoint: Checkpoint | None) -> Iterator[tuple[str, ReadCut]]:
     """The policy's weights under their Hugging Face names, each to be read before the next is asked for."""
-    if checkpoint is None:
-        yield from folder_readers(find_model(subject.place))
-        return
+    return folder_readers(find_model(subject.place)) if checkpoint is None else policy_readers(checkpoint)
+
+
+def policy_readers(checkpoint: Checkpoint) -> Iterator[tuple[str, ReadCut]]:
+    """The policy's weights of a run's checkpoint under their Hugging Face names, each read when it is asked for."""
     for name in checkpoint.names("policy"):
         if name.endswith(_MASTER):
             yield name.removesuffix(_MASTER), partial(checkpoint.read, "policy", name)

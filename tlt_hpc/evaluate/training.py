@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.config import UserError
 from tlt_hpc.data.evaluation_sets import EvaluationSets
 from tlt_hpc.evaluate.answering import Means, answer
-from tlt_hpc.evaluate.command import complete, count_missing, report
+from tlt_hpc.evaluate.evaluate import complete, count_missing, report
 from tlt_hpc.evaluate.folder import EvaluationFolder, changed_facts
 from tlt_hpc.evaluate.parts import check_same_sets, facts_of
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
@@ -84,15 +83,16 @@ def evaluate_policy(
     is_there = not count_missing(evaluation.wanted, done, job.world)
     if not is_there and not _answer(job, evaluation, folder, done, step, shown):
         return None
-    metrics: Metrics | None = None
-    if job.world.rank == 0:
+
+    def count_results() -> Metrics:
         responses = complete(folder, evaluation.wanted)
         ks = job.config.evaluation.ks
         results = tally(evaluation.sets, evaluation.wanted, responses, evaluation.bench, job.tokenizer, ks)
         named = {"evaluated": f"{job.folder.path}, step {step}", **facts}
         report(folder, job.folder.path / "evaluations.jsonl", results, named, step)
-        metrics = {**results.metrics, TESTING: time.perf_counter() - start}
-    return job.world.broadcast(metrics)
+        return {**results.metrics, TESTING: time.perf_counter() - start}
+
+    return job.world.once(count_results)
 
 
 def claim_anew(job: Job, folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:
@@ -100,22 +100,17 @@ def claim_anew(job: Job, folder: EvaluationFolder, facts: dict[str, object]) -> 
 
     A run that steps were taken back from, or whose settings have changed, comes by the same step again.
     """
-    found: set[SampleKey] | str = set()
-    if job.world.rank == 0:
-        try:
-            changed = changed_facts(folder.read_facts(), facts)
-            if changed:
-                logger.warning(
-                    "%s has %s = %r, now %r: kept as %s, evaluated anew", folder.path, *changed, folder.set_aside()
-                )
-            folder.claim(facts)
-            found = set(folder.read())
-        except UserError as error:
-            found = str(error)
-    found = job.world.broadcast(found)
-    if isinstance(found, str):
-        raise UserError(found)
-    return found
+
+    def claim() -> set[SampleKey]:
+        changed = changed_facts(folder.read_facts(), facts)
+        if changed:
+            logger.warning(
+                "%s has %s = %r, now %r: kept as %s, evaluated anew", folder.path, *changed, folder.set_aside()
+            )
+        folder.claim(facts)
+        return set(folder.read())
+
+    return job.world.once(claim)
 
 
 def _answer(

@@ -72,7 +72,14 @@ def load_drafter(place: str, decoder: Decoder, asked: str, node: NodeGroup | Non
     """
     weights = read_all_once(node, lambda: read_drafter(place, decoder.shape, asked))
     assert weights is not None
+    return serving_drafter(weights, decoder)
+
+
+def serving_drafter(weights: dict[str, Tensor], decoder: Decoder) -> Drafter:
+    """A drafter with these weights, beside a decoder, in its precision and split over ranks as it is."""
     drafter = make_drafter(decoder.shape, 0, decoder.dtype, decoder.device, weights.get(TOKEN_IDS))
+    if decoder.sharding.size > 1:
+        drafter.split(decoder.sharding)
     drafter.requires_grad_(False)
     drafter.load_state_dict({name.removesuffix(".weight"): tensor for name, tensor in weights.items()})
     drafter.pack()

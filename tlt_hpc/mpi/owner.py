@@ -20,7 +20,7 @@ from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.process import look_at
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, DamagedRecordError, Record, read_record
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import Count, DamagedText, Moment, read_json, told
+from tlt_hpc.common.files import Count, DamagedText, Moment, read_json
 from tlt_hpc.storage.folder import writing_beside
 
 QUIET_SECONDS = 12.0
@@ -108,16 +108,7 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
     Raises:
         UserError: on all ranks.
     """
-    error = ""
-    if world.rank == 0:
-        try:
-            check_owner(status, start)
-        except UserError as caught:
-            error = str(caught)
-        except OSError as caught:
-            error = told(caught)
-    if error := world.broadcast(error):
-        raise UserError(error)
+    world.once(lambda: check_owner(status, start))
 
 
 def find_at_work(status: Path) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.cluster.watch.beat import BEAT, Member
+from tlt_hpc.common.files import told
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
 from tlt_hpc.mpi.node import NodeGroup
@@ -33,6 +35,18 @@ SUMMABLE = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64))
 
 class LaunchError(UserError):
     """A user's mistake in how the ranks were started; its text is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A UserError or OSError of one rank, as the other ranks are told of it."""
+
+    kind: type[UserError]
+    text: str
+
+    @classmethod
+    def of(cls, error: UserError | OSError) -> _Failure:
+        return cls(UserError, told(error)) if isinstance(error, OSError) else cls(type(error), str(error))
 
 
 class PendingSum:
@@ -131,6 +145,40 @@ class World:
             wait(self._comm.Ibcast(buffer[start : start + MOST_BYTES], root), "broadcast")
         return item if self.rank == root else pickle.loads(payload)
 
+    def all_or_none(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.
+
+        Raises:
+            UserError: on all ranks, where one rank raised a UserError (of its class) or an OSError; of several failed
+                ranks the lowest one's.
+        """
+        failure = None
+        try:
+            result = work()
+        except (UserError, OSError) as error:
+            failure = _Failure.of(error)
+        for each in self.allgather(failure):
+            if each is not None:
+                raise each.kind(each.text)
+        return result
+
+    def once(self, work: Callable[[], T]) -> T:
+        """The result (picklable) of ``work``, run on rank 0 and given to all ranks; its failure too. Collective.
+
+        Raises:
+            UserError: on all ranks, where rank 0 raised a UserError (of its class) or an OSError.
+        """
+        outcome: tuple[_Failure | None, Any] = None, None
+        if self.rank == 0:
+            try:
+                outcome = None, work()
+            except (UserError, OSError) as error:
+                outcome = _Failure.of(error), None
+        failure, result = self.broadcast(outcome)
+        if failure is not None:
+            raise failure.kind(failure.text)
+        return result  # type: ignore[no-any-return]
+
     def sum(self, array: NDArray[Any]) -> NDArray[Any]:
         """The elementwise sum of all ranks' arrays (float32, float64 or int64, equal shapes), the same bits on all."""
         return self.start_sum(array).wait()
@@ -169,6 +217,10 @@ class World:
     def stop_reason(self) -> str:
         """Why, empty where no stop was requested."""
         return self.flag.reason
+
+    def first_stop_reason(self) -> str:
+        """The stop reason of the lowest rank that has one, the same on all ranks; collective."""
+        return next(filter(None, self.allgather(self.stop_reason)), "")
 
     def agree_to_stop(self) -> Stop:
         """The most urgent of all ranks' wishes to stop, the same on all, whose flags are raised to it."""

@@ -1,1 +1,19 @@
-"""What of a run is saved and when, and how the next start restores it."""
+"""What a run saves, when it saves it, and how the next start restores it.
+
+=====================  ===========================================  ==============================================
+what                   when                                         restored by
+=====================  ===========================================  ==============================================
+finished responses     every ``checkpoint.keep_responses_seconds``  ``kept.open_keeper``: they are not generated again
+(``kept.py``)          of a rollout, and at its end
+a step's log and its   after the step's update (``train.commit``)   ``replay.replay``: the step's policy update is
+line                                                                repeated, nothing is generated
+drafter alone          every ``checkpoint.drafter_every_steps``     ``replay.replay``, on the way to its step
+(``saving.py``)        steps (``save_drafter_if_due``)
+checkpoint: policy,    every ``checkpoint.every_steps`` steps, at   ``saving.resume``, first of all
+optimizer, reference,  the end and before a stop (``save_at_end``)
+drafter, strategies
+that the run finished  at the end (``finished.record_finished``)    ``finished.finished_message``, before ranks start
+=====================  ===========================================  ==============================================
+
+``saving.resume`` is the whole restart: newest checkpoint, replay, weights to the engine, calibration.
+"""

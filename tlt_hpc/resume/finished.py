@@ -1,4 +1,4 @@
-"""What a run that has finished leaves for its next start to see at once, before ranks, models and MPI."""
+"""A finished run records that it has finished, so that its next start ends before it loads a model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tlt_hpc.storage.finished_word import FinishedWord, read_finished, write_fin
 from tlt_hpc.storage.folder import RunFolder
 
 
-def note_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
-    """Leave the word in the run's folder; for rank 0.
+def record_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
+    """Record in the run's folder that it has finished; for rank 0.
 
     Raises:
         WriteError: no room or no permission.
@@ -17,10 +17,10 @@ def note_finished(config: Config, num_steps: int, policy_sha256: str) -> None:
     write_finished(RunFolder(config.folder).finished, FinishedWord(num_steps, policy_sha256))
 
 
-def told_finished(config: Config) -> str:
-    """The line for a user who starts a run that has finished, with the very configuration that it has; else empty.
+def finished_message(config: Config) -> str:
+    """The message for a user who starts a finished run again with the same configuration; else empty.
 
-    Of a run that goes on, or is to be evaluated otherwise, the configuration has changed.
+    A run that is to be extended or evaluated differently has another configuration.
 
     Raises:
         UserError: what the run has left is damaged.

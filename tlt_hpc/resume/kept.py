@@ -82,11 +82,7 @@ class Keeper:
 
 def open_keeper(job: Job, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """What keeps this rank's responses of the step, and all ranks' of an earlier start; collective."""
-    origin, paths = "", list[Path]()
-    if job.world.rank == 0:
-        origin = find_origin(job.config, job.folder, step)
-        paths = _parts_of(job.config, job.folder, step)
-    origin, paths = job.world.broadcast((origin, paths))
+    origin, paths = job.world.once(lambda: (find_origin(job.config, job.folder, step), job.folder.kept_parts(step)))
     keeper = Keeper(job.folder, step, job.world.rank, origin, job.config.checkpoint.keep_responses_seconds)
     if not paths:
         return keeper, {}
@@ -102,14 +98,14 @@ def open_keeper(job: Job, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     return keeper, {rollout.key: rollout for rollout in merged(every, origin)}
 
 
-def progress_of(config: Config) -> str:
+def describe_progress(config: Config) -> str:
     """How far a run has come, in words: the steps that its next start has no more to do, and what it takes up of the
     step after them. Kept responses of other weights, or in damaged files, are none of it. For rank 0."""
     folder = RunFolder(config.folder)
     step = max(read_lines(folder.metrics), default=-1) + 1
     if not config.checkpoint.replay:  # begins from a checkpoint, whatever was done after it
         step = max((saved for saved, _ in found_in(folder.checkpoints)), default=0)
-    counted = [_count(path) for path in _parts_of(config, folder, step)]
+    counted = [_count(path) for path in folder.kept_parts(step)]
     own = find_origin(config, folder, step) if counted else ""
     return f"step {step} and {sum(count for origin, count in counted if origin == own)} of the next one's responses"
 
@@ -119,12 +115,6 @@ def _count(path: Path) -> tuple[str, int]:
         return count_kept(path)
     except (DamagedFile, OSError):  # named by the start that meets it
         return "", 0
-
-
-def _parts_of(config: Config, folder: RunFolder, step: int) -> list[Path]:
-    # the first step's responses alone teach the drafter of such a run: they are needed with their features
-    teaches = step == 0 and config.drafter.rollouts == "first"
-    return [] if teaches else folder.kept_parts(step)
 
 
 def _read(path: Path) -> KeptFile | None:

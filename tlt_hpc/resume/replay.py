@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -62,7 +63,7 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
     Raises:
         ReplayError: on all ranks, where an update is not the one that the run made.
     """
-    committed = job.world.broadcast(read_lines(job.folder.metrics) if job.world.rank == 0 else {})
+    committed = job.world.once(lambda: read_lines(job.folder.metrics))
     uncommitted = next(number for number in count(step) if not is_committed(committed.get(number)))
     end, loaded = min(uncommitted, job.config.run.num_steps), None
     # after its step, for what a stop adds in the middle of the next one is in the whole checkpoint alone
@@ -98,7 +99,7 @@ def saved_drafters(job: Job, first: int, last: int) -> dict[int, Checkpoint]:
     """The checkpoints of the drafter alone of these steps, as rank 0 finds them; collective."""
     if job.drafting is None:
         return {}
-    return job.world.broadcast(job.drafting.checkpoints.within(first, last) if job.world.rank == 0 else {})
+    return job.world.once(partial(job.drafting.checkpoints.within, first, last))
 
 
 def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
@@ -144,7 +145,7 @@ def read_ranks(job: Job, step: int) -> LoggedStep | None:
     Raises:
         ReplayError: on all ranks, where a file is there and cannot be read now, or the responses are to other prompts.
     """
-    paths = job.world.broadcast(job.folder.rollout_logs(step) if job.world.rank == 0 else [])
+    paths = job.world.once(lambda: job.folder.rollout_logs(step))
     rollouts: list[Rollout] = []
     rewards, num_micro_steps, damaged, unreadable = [np.zeros(0, np.float32)], 0, "", ""
     for path in paths[job.world.rank :: job.world.size]:
@@ -163,7 +164,7 @@ def read_ranks(job: Job, step: int) -> LoggedStep | None:
     for _, trouble, _ in reports:
         if trouble:
             raise ReplayError(f"{trouble}; nothing was changed: start again when it can be read")
-    lacking = next((trouble for trouble, *_ in reports if trouble), "") or what_lacks(*everything, job, step)
+    lacking = next((trouble for trouble, *_ in reports if trouble), "") or missing_responses(*everything, job, step)
     if lacking:
         if job.world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step, lacking)
@@ -171,7 +172,7 @@ def read_ranks(job: Job, step: int) -> LoggedStep | None:
     return LoggedStep(*everything, sum(count for *_, count in reports))
 
 
-def what_lacks(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
+def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
     """What the log lacks of the responses to the step's requests by the step's weights; empty where it has all.
 
     Raises:

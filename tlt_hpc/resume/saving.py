@@ -1,4 +1,4 @@
-"""What of a run is saved and when, and how the next start takes it up; knows nothing of what a step is made of."""
+"""Checkpoints of a run: what is saved and when, and how the next start restores it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
+from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.common.records import Request, Stream
 from tlt_hpc.models.once import read_once
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.resume.replay import Replayed, replay
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.cost_profile import to_json
-from tlt_hpc.session import DRAFTER_FILE, Drafting, Job, shard
+from tlt_hpc.session import DRAFTER_FILE, Drafting, Job, calibrate, calibration_requests, shard
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.step_lines import drop_lines
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tlt_hpc.mpi.node import NodeGroup
-
-_CALIBRATION_RESPONSES = 8
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +47,8 @@ def drafter_shard(job: Job, drafting: Drafting) -> Iterator[tuple[str, Piece]]:
     return deal(drafting.spot.live_state().items(), job.world.rank, job.world.size)
 
 
-def goes_on(job: Job) -> bool:
-    """Whether nobody was asked to stop; in the same collective all learn how a save goes on."""
+def should_continue(job: Job) -> bool:
+    """Whether no rank was asked to stop; the same collective advances a checkpoint that is being written."""
     reports, stop = job.world.exchange(job.checkpoints.report())
     job.checkpoints.advance(reports)
     return not stop
@@ -92,7 +89,7 @@ def begin_save(job: Job, step: int) -> None:
 
 
 @BEAT.within(Phase.SAVING)
-def save_between(job: Job, step: int) -> None:
+def save_drafter_if_due(job: Job, step: int) -> None:
     """Begin to save the drafter alone, and what the chooser has counted, where that is due; collective.
 
     No step waits for it: where the last one is still being written, this one is left out, which is warned of once.
@@ -181,8 +178,11 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
 
     ``shown`` is called on rank 0 with every step that was repeated.
     Returns the step of the checkpoint (0 without one) and the first step to do. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, where there are checkpoints and none is good.
     """
-    checkpoint = newest_checkpoint(job)
+    checkpoint = job.world.once(job.checkpoints.newest)
     saved = 0
     if checkpoint is not None:
         saved = checkpoint.step
@@ -198,19 +198,17 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     if job.drafting:
         job.serve_drafter()
     job.load_policy(step)
-    requests = calibration_requests(job, step)
-    job.world.say("calibrating the rollout engine")
-    job.engine.calibrate(requests)
-    if job.config.speculation.mode != "plain" and job.config.speculation.profile_seconds:
-        job.world.say("measuring what rounds cost")
-        job.engine.profile(requests, job.config.speculation.profile_seconds, job.world.node_group)
+    own = shard(job, StepDraws(job.config, job.prompts, step).requests())
+    some = calibration_requests(own[:: job.config.rollout.group_size])
+    profile_seconds = job.config.speculation.profile_seconds
+    calibrate(job.engine, some, profile_seconds, job.world.node_group, job.world.say)
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step
 
 
-def keep_costs(job: Job) -> None:
-    """Leave in the run's folder what rounds cost here, as measured ahead of the first rollout; on rank 0.
+def save_cost_profile(job: Job) -> None:
+    """Write the costs of decoding rounds, measured before the first rollout, to the run's folder; on rank 0.
 
     Raises:
         WriteError: it cannot be written.
@@ -225,10 +223,10 @@ def _read_once(node: NodeGroup, checkpoint: Checkpoint, part: str, name: str) ->
     return read_once(node, lambda: checkpoint.read(part, name))
 
 
-def forget_after(job: Job, step: int) -> None:
-    """Drop what is on record of later steps, which are about to be generated again; on rank 0.
+def drop_steps_after(job: Job, step: int) -> None:
+    """Drop the lines and drafter checkpoints of steps after ``step``, which are generated again; on rank 0.
 
-    Their lines go first: a drafter without them is not taken up, and lines without theirs would be.
+    The lines go first: a drafter checkpoint without lines is not loaded, while lines without it would be replayed.
 
     Raises:
         CheckpointError: a drafter's checkpoint cannot be removed.
@@ -243,33 +241,8 @@ def forget_after(job: Job, step: int) -> None:
         job.drafting.checkpoints.drop_after(step)
 
 
-def calibration_requests(job: Job, step: int) -> list[Request]:
-    """A few of this rank's prompts under keys of another stream: the coming step's own would give its text away."""
-    own = shard(job, StepDraws(job.config, job.prompts, step).requests())
-    requests = own[:: job.config.rollout.group_size][:_CALIBRATION_RESPONSES]
-    return [replace(request, key=replace(request.key, stream=Stream.CALIBRATION)) for request in requests]
-
-
-def newest_checkpoint(job: Job) -> Checkpoint | None:
-    """What rank 0 finds, on all ranks; collective.
-
-    Raises:
-        CheckpointError: there are checkpoints and none is good.
-    """
-    found: Checkpoint | CheckpointError | None = None
-    if job.world.rank == 0:
-        try:
-            found = job.checkpoints.newest()
-        except CheckpointError as error:
-            found = error
-    found = job.world.broadcast(found)
-    if isinstance(found, CheckpointError):
-        raise found
-    return found
-
-
 def save_drafter(job: Job) -> None:
-    """Leave the drafter beside the run, where ``drafter.init`` of another run finds it."""
+    """Write the drafter to the run's folder, for ``drafter.init`` of another run."""
     if job.drafting is None or job.world.rank != 0:
         return
     from safetensors.torch import save_file

@@ -243,7 +243,7 @@ def setting_of(log: RecordedRun) -> Setting:
         prompt_tokens=1.0,
         min_idle=config.drafter.min_idle,
         micro_step_seconds=config.drafter.micro_step_seconds,
-        trains=config.drafter.train and config.drafter.place == "tail" and config.speculation.mode == "full",
+        trains=config.drafter.train and config.speculation.mode == "full",
         stop_seconds=float(log.stop_seconds.mean()),
     )
 

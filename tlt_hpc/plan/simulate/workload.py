@@ -103,7 +103,7 @@ def setting_from(config: Config) -> Setting:
         read_share=1 / rollout.group_size if rollout.shard == "group" else 1.0,
         min_idle=drafter.min_idle,
         micro_step_seconds=drafter.micro_step_seconds,
-        trains=drafter.train and drafter.place == "tail" and config.speculation.mode == "full",
+        trains=drafter.train and config.speculation.mode == "full",
         stop_seconds=0.005,
     )
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tlt_hpc.config import Config, ConfigError, parse_config, without_side_effects
+from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.rollout.strategy import strategies_of
-from tlt_hpc.studies.ablate.options import ARMS, ArmName
+from tlt_hpc.studies.ablate.ablate_options import ARMS, ArmName
+from tlt_hpc.studies.ablate.serial import ControlTraining, SerialTraining
 
 MEANING: Mapping[ArmName, str] = {
     "plain": "no speculation",
@@ -21,8 +23,7 @@ MEANING: Mapping[ArmName, str] = {
     "tail-random": "as tail, from random weights",
 }
 WITHOUT_DRAFTER: tuple[ArmName, ...] = ("plain", "ngram")
-_FROZEN = {"train": False, "schedule": "always", "place": "tail", "rollouts": "fresh"}
-_TRAINED = {"train": True, "rollouts": "fresh", "serial_as": ""}
+_FROZEN = {"train": False, "schedule": "always"}
 
 
 def possible_arms(config: Config) -> tuple[ArmName, ...]:
@@ -68,27 +69,28 @@ def config_of(config: Config, arm: ArmName, num_steps: int, folder: Path, tv_dra
     tree["run"] |= {"name": arm, "folder": str(folder), "num_steps": num_steps}
     tree["checkpoint"]["replay"] = False  # it would leave out updates of the drafter, which are what is compared
     tree["speculation"]["mode"] = arm if arm in WITHOUT_DRAFTER else "full"
-    tree["drafter"] |= _drafter_keys(arm, folder, tv_drafter)
+    tree["drafter"] |= _drafter_keys(arm, tv_drafter)
     return parse_config(tree)
 
 
-def _drafter_keys(arm: ArmName, folder: Path, tv_drafter: str) -> dict[str, Any]:
+def _drafter_keys(arm: ArmName, tv_drafter: str) -> dict[str, Any]:
     keys: dict[ArmName, dict[str, Any]] = {
         "plain": {},
         "ngram": {},
-        "frozen": {**_FROZEN, "serial_as": ""},
-        "frozen-tv": {**_FROZEN, "serial_as": "", "init": tv_drafter},
-        "serial": {**_TRAINED, "place": "serial"},
-        "tail": {**_TRAINED, "place": "tail"},
-        # the tail's log says how many updates a step takes, none where its schedule had it rest
-        "control": {
-            "train": True,
-            "schedule": "always",
-            "place": "serial",
-            "rollouts": "first",
-            "cache_folder": "",  # the first step stays with the run
-            "serial_as": str(folder / "tail"),
-        },
-        "tail-random": {**_TRAINED, "place": "tail", "init": "random"},
+        "frozen": _FROZEN,
+        "frozen-tv": {**_FROZEN, "init": tv_drafter},
+        "serial": {"train": True},
+        "tail": {"train": True},
+        # the tail's log says how many updates a step takes, none where its schedule had it rest; the first step's
+        # features stay with the run, so they are not on a node's disk
+        "control": {"train": True, "schedule": "always", "cache_folder": ""},
+        "tail-random": {"train": True, "init": "random"},
     }
     return keys[arm]
+
+
+def training_of(arm: ArmName, folder: Path) -> TailTraining:
+    """How the drafter of an arm in ``folder`` is trained."""
+    if arm == "control":
+        return ControlTraining(folder / "tail")
+    return SerialTraining() if arm == "serial" else IN_TAIL

@@ -14,7 +14,7 @@ from tlt_hpc.drafting.schedule import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate.options import ArmName
+from tlt_hpc.studies.ablate.ablate_options import ArmName
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of
 from tlt_hpc.studies.ablate.statistics import Gain, Passes, gain_in_passes, ratio
 from tlt_hpc.studies.compare import num_mismatched, rewards_by_key, tokens_by_key

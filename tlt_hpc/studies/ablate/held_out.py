@@ -7,19 +7,18 @@ own, and a drafter is judged on those that it was trained for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Request, Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH
+from tlt_hpc.evaluate.subject import policy_readers
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.folder import DTYPES
-from tlt_hpc.models.once import ReadCut, readers_once
+from tlt_hpc.models.once import readers_once
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, read_assets_once
@@ -27,14 +26,13 @@ from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.session import choose_device, engine_settings, make_engine
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.studies.ablate.ablate_options import ArmName
 from tlt_hpc.studies.ablate.arms import WITHOUT_DRAFTER
-from tlt_hpc.studies.ablate.options import ArmName
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of
 from tlt_hpc.studies.ablate.statistics import Passes
 from tlt_hpc.studies.warmup.texts import from_prompts
 
 STRATEGY = Strategy("drafter", JUDGED_DEPTH)
-_MASTER = ".master"
 
 
 def measure(ablation: Ablation, world: World) -> dict[ArmName, Passes] | None:
@@ -83,13 +81,6 @@ def load_policy(ablation: Ablation, arm: ArmName, decoder: Decoder, node: NodeGr
     checkpoint = node.once(lambda: store.at(ablation.num_steps))
     weights = ((name, read(None)) for name, read in readers_once(node, policy_readers(checkpoint)))
     decoder.load(weights, ablation.num_steps)
-
-
-def policy_readers(checkpoint: Checkpoint) -> Iterator[tuple[str, ReadCut]]:
-    """The weights of a run's checkpoint under their Hugging Face names, each to be read when it is asked for."""
-    for name in checkpoint.names("policy"):
-        if name.endswith(_MASTER):
-            yield name.removesuffix(_MASTER), partial(checkpoint.read, "policy", name)
 
 
 def settings_of(config: Config, assets: Assets, world: World, num_requests: int) -> EngineSettings:

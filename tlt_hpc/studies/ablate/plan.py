@@ -10,8 +10,8 @@ from pathlib import Path
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError, load_config, refuse_replicas, to_toml
 from tlt_hpc.storage.folder import make_folder, writing_beside
+from tlt_hpc.studies.ablate.ablate_options import ARMS, AblateOptions, ArmName
 from tlt_hpc.studies.ablate.arms import MEANING, check_arms, config_of, possible_arms
-from tlt_hpc.studies.ablate.options import ARMS, AblateOptions, ArmName
 
 DEFAULT_STEPS = 30
 TV_RUN = "tv"

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
+from tlt_hpc.mpi.pulse import Pulse
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.leaving import FeatureSink
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF
-from tlt_hpc.session import make_engine, make_pulse
+from tlt_hpc.session import generate, make_engine, make_pulse
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.studies.warmup.parts import Parts
@@ -61,25 +62,21 @@ class Part:
 def capture(parts: Parts, reporter: CaptureReporter) -> bool:
     """Make what is missing of the features; False where a stop vote came first. Collective."""
     all_parts, are_fixed = parts_of(parts)
-    work, world = CaptureWork(parts, all_parts, are_fixed), parts.world
-    with closing(make_pulse(world, parts.replica, work.text_mark)) as pulse:
-        pulse.begin(0)
-        while not (roster := pulse.poll(work.status(world.stop_requested))).over:
-            if work.is_done:
-                pulse.back_off()
-            else:
-                with pulse.progressing():
-                    work.step()
-            if world.rank == 0:
-                _report(roster, len(parts.texts.training), reporter)
+
+    def shown(roster: Roster) -> None:
+        if parts.world.rank == 0 and roster.round:
+            _report(roster, len(parts.texts.training), reporter)
+
+    with closing(make_pulse(parts.world, parts.replica, lambda: work.text_mark)) as pulse:
+        work = CaptureWork(parts, all_parts, are_fixed, pulse)
+        roster = generate(pulse, work, 0, shown)
     work.abandon()
     return not roster.stopping
 
 
 def _report(roster: Roster, num_texts: int, reporter: CaptureReporter) -> None:
-    if roster.round:
-        left = sum(status.sequences_left for status in roster.statuses)
-        reporter.capturing(num_texts - left, num_texts, sum(status.tokens for status in roster.statuses))
+    left = sum(status.sequences_left for status in roster.statuses)
+    reporter.capturing(num_texts - left, num_texts, sum(status.tokens for status in roster.statuses))
 
 
 def parts_of(parts: Parts) -> tuple[list[Part], bool]:
@@ -88,8 +85,7 @@ def parts_of(parts: Parts) -> tuple[list[Part], bool]:
     Before that they are all that there can be, the same at every start. Collective.
     """
     num_texts = len(parts.texts.training)
-    decided = (_part_size(parts, num_texts), _fixed_parts(parts)) if parts.world.rank == 0 else None
-    size, fixed = parts.world.broadcast(decided)  # type: ignore[misc]
+    size, fixed = parts.world.once(lambda: (_part_size(parts, num_texts), _fixed_parts(parts)))
     found = [
         Part(index, start, min(start + size, num_texts), RunFolder(parts.features / f"part-{index:05d}"))
         for index, start in enumerate(range(0, num_texts, size))
@@ -132,7 +128,8 @@ def part_size(num_texts: int, num_replicas: int, most: int) -> int:
 class CaptureWork:
     """The parts of this rank's replica, one after another."""
 
-    def __init__(self, parts: Parts, all_parts: Sequence[Part], are_fixed: bool) -> None:
+    def __init__(self, parts: Parts, all_parts: Sequence[Part], are_fixed: bool, pulse: Pulse) -> None:
+        self._pulse = pulse
         self._parts, self._texts, self._replica = parts, parts.texts, parts.replica
         self._own, self._are_fixed = all_parts[parts.replica.number :: parts.replica.count], are_fixed
         self._num_bytes = parts.config.drafter.cache_bytes * parts.replica.size
@@ -141,24 +138,34 @@ class CaptureWork:
         self._open: tuple[FeatureCache | None, RolloutEngine] | None = None
 
     @property
-    def is_done(self) -> bool:
-        return self._open is None and not self._left
+    def has_work(self) -> bool:
+        """Whether parts are left to make."""
+        return self._open is not None or bool(self._left)
 
-    def status(self, stop: bool) -> Status:
+    def on_idle(self, roster: Roster) -> bool:
+        """Nothing is done while other ranks generate."""
+        return False
+
+    def status(self) -> Status:
         """What this rank tells the others."""
         waiting = sum(part.end - part.start for part in self._left)
         left, tokens = waiting, self._num_tokens
         if self._open is not None:
             _, engine = self._open
             left, tokens = left + engine.num_unfinished, tokens + engine.num_tokens
-        return Status(State.IDLE if self.is_done else State.BUSY, left, tokens, 0, stop)
+        return Status(State.BUSY if self.has_work else State.IDLE, left, tokens, 0, self._parts.world.stop_requested)
 
+    @property
     def text_mark(self) -> int:
         """The checksum of the text of the part under way; 0 without one."""
         return 0 if self._open is None else self._open[1].text_mark
 
     def step(self) -> None:
         """One round of decoding; begins and ends parts."""
+        with self._pulse.progressing():
+            self._step()
+
+    def _step(self) -> None:
         if self._open is None:
             self._begin(self._left.pop(0))
         assert self._open is not None
@@ -183,7 +190,7 @@ class CaptureWork:
     def _begin(self, part: Part) -> None:
         texts = self._texts.training[part.start : part.end]
         requests = requests_of(texts, part.start, self._parts.config.run.seed)
-        engine = make_engine(self._parts.decoder, self._settings(texts), self._parts.served, self._replica.agree)
+        engine = make_engine(self._parts.decoder, self._settings(texts), self._parts.served, self._replica)
         engine.calibrate(requests[:1])
         cache = self._begin_file(part) if self._replica.index == 0 else None
         if cache is not None:

@@ -74,7 +74,7 @@ def resume(parts: Parts) -> Progress:
     Raises:
         CheckpointError: there are saves, and none is good.
     """
-    saved = parts.world.broadcast(parts.saves.newest() if parts.world.rank == 0 else None)
+    saved = parts.world.once(parts.saves.newest)
     if saved is None:
         return Progress()
     node, names = parts.world.node_group, saved.names("drafter")

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.config import Config, ConfigError, UserError, load_saved_config
+from tlt_hpc.config import Config, ConfigError, load_saved_config
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.decoder import Decoder
@@ -103,16 +103,7 @@ def choose_texts(config: Config, assets: Assets, num_tokens: int, world: World) 
     """
     if not config.warmup.sources:
         return from_prompts(config, assets.prompts)
-    found: Texts | str = ""
-    if world.rank == 0:
-        try:
-            found = from_logs(config, assets.shape.max_positions, num_tokens)
-        except UserError as error:
-            found = str(error)
-    found = world.broadcast(found)
-    if isinstance(found, str):
-        raise UserError(found)
-    return found
+    return world.once(lambda: from_logs(config, assets.shape.max_positions, num_tokens))
 
 
 def training_folder(folder: RunFolder) -> Path:
@@ -126,16 +117,14 @@ def claim(folder: RunFolder, config: Config, world: World, prompts: PromptSource
     Raises:
         ConfigError: the folder holds a warm-up of other responses, or a training with other settings.
     """
-    error = world.broadcast(_conflict(folder, config) if world.rank == 0 else None)
-    if error is not None:
-        raise ConfigError(error)
+    world.once(lambda: _check_same(folder, config))
     claim_folder(folder, config, world, prompts)
 
 
-def _conflict(folder: RunFolder, config: Config) -> str | None:
-    """What of [warmup] differs and may not, with the remedy."""
+def _check_same(folder: RunFolder, config: Config) -> None:
+    """Refuse another [warmup] where responses or training depend on it."""
     if not folder.config.exists():
-        return None
+        return
     old, new = load_saved_config(folder.config).warmup.model_dump(), config.warmup.model_dump()
     changed = [name for name in old if old[name] != new[name]]
     responses = [name for name in changed if name in _OF_RESPONSES]
@@ -145,5 +134,7 @@ def _conflict(folder: RunFolder, config: Config) -> str | None:
         remedy = f"go on with the old value, or delete {training_folder(folder)} to train anew on the same responses"
         name = changed[0]
     else:
-        return None
-    return f"{folder.config} holds a warm-up with warmup.{name} = {old[name]!r}, now {new[name]!r}; {remedy}"
+        return
+    raise ConfigError(
+        f"{folder.config} holds a warm-up with warmup.{name} = {old[name]!r}, now {new[name]!r}; {remedy}"
+    )

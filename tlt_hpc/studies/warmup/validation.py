@@ -20,7 +20,7 @@ class Validation:
         self._parts = parts
         requests = parts.texts.validation_requests(parts.config.run.seed)
         self._requests: list[Request] = requests[parts.replica.number :: parts.replica.count]
-        self._engine = make_engine(parts.decoder, settings_of(parts, requests), parts.served, parts.replica.agree)
+        self._engine = make_engine(parts.decoder, settings_of(parts, requests), parts.served, parts.replica)
         self._engine.calibrate(requests[:1])
 
     def accept_length(self) -> float | None:

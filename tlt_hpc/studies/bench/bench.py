@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.models.generate import Generate
 from tlt_hpc.studies.bench.accept import bench_accept
-from tlt_hpc.studies.bench.options import AcceptOptions, BenchOptions, RolloutOptions
-from tlt_hpc.studies.bench.report import about, accept_table, accept_tree, rollout_table, rollout_tree, write_json
+from tlt_hpc.studies.bench.bench_options import AcceptOptions, BenchOptions, RolloutOptions
 from tlt_hpc.studies.bench.rollout import Plan, run_bench
 from tlt_hpc.studies.bench.strategies import chosen_strategies
 from tlt_hpc.studies.bench.subject import Subject, open_subject
+from tlt_hpc.studies.bench.tables import about, accept_table, accept_tree, rollout_table, rollout_tree, write_json
 from tlt_hpc.studies.bench.workload import Lengths, Tokens, Workload, built_in_prompts, read_prompts
 
 

@@ -71,16 +71,14 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
         reporter.started(config, parts.texts, progress)
     if not was_finished and capture(parts, reporter):
         progress = train(parts, progress, reporter)
-    if progress.is_finished:
-        reason = end_reason(progress, config.warmup)
-    else:
-        reason = next(filter(None, world.allgather(world.stop_reason)), "")
+    reason = end_reason(progress, config.warmup) if progress.is_finished else world.first_stop_reason()
     return WarmupResult(parts.path, progress, was_finished, reason)
 
 
 def train(parts: Parts, progress: Progress, reporter: WarmupReporter) -> Progress:
     """Update and validate until it is over, or a stop vote comes; collective. What it returns has been saved."""
-    made = parts.world.broadcast([part for part in parts_of(parts)[0] if part.file.exists()])
+    all_parts, _ = parts_of(parts)
+    made = parts.world.once(lambda: [part for part in all_parts if part.file.exists()])
     with Shelf([part.file for part in made]) as shelf:
         if parts.world.rank == 0:
             fix_parts(parts, made)

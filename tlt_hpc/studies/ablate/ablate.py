@@ -14,16 +14,20 @@ from pathlib import Path
 from typing import Protocol
 
 from tlt_hpc.config import Config
+from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.models.drafter_file import initial_drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets
-from tlt_hpc.studies.ablate.arms import WITHOUT_DRAFTER
+from tlt_hpc.resume.kept import drop_kept
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.step_lines import read_lines
+from tlt_hpc.studies.ablate.ablate_options import ArmName
+from tlt_hpc.studies.ablate.arms import WITHOUT_DRAFTER, training_of
 from tlt_hpc.studies.ablate.figures import Figures, read_figures
 from tlt_hpc.studies.ablate.held_out import measure
-from tlt_hpc.studies.ablate.options import ArmName
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of, mark_done, write_plan
-from tlt_hpc.studies.warmup.command import WarmupReporter, warm_up
 from tlt_hpc.studies.warmup.plan import config_of as warmup_config_of
+from tlt_hpc.studies.warmup.warm_up import WarmupReporter, warm_up
 from tlt_hpc.train import Reporter, run
 
 _THROWN_AWAY = "first-start-not-counted"
@@ -57,7 +61,7 @@ def ablate(ablation: Ablation, world: World, screens: Screens) -> Figures | Stop
     check_drafters(ablation, world)
     if world.rank == 0:
         write_plan(ablation)
-    left = world.broadcast([arm for arm in ablation.arms if digest_of(ablation, arm) is None])
+    left = world.once(lambda: [arm for arm in ablation.arms if digest_of(ablation, arm) is None])
     if left and not throw_away_a_step(ablation, left, world, screens):
         return stopped(ablation, world)
     for arm in left:
@@ -67,12 +71,12 @@ def ablate(ablation: Ablation, world: World, screens: Screens) -> Figures | Stop
     held_out = measure(ablation, world)
     if held_out is None:
         return stopped(ablation, world)
-    return world.broadcast(read_figures(ablation, held_out) if world.rank == 0 else None)  # type: ignore[return-value]
+    return world.once(lambda: read_figures(ablation, held_out))
 
 
 def stopped(ablation: Ablation, world: World) -> Stopped:
     """What ended it; collective."""
-    return Stopped(ablation, next(filter(None, world.allgather(world.stop_reason)), ""))
+    return Stopped(ablation, world.first_stop_reason())
 
 
 def check_drafters(ablation: Ablation, world: World) -> None:
@@ -122,15 +126,24 @@ def prepare(ablation: Ablation, arm: ArmName, world: World, screens: Screens) ->
 
 def run_arm(ablation: Ablation, arm: ArmName, world: World, screens: Screens) -> bool:
     """Run an arm, or go on with it; False where a signal ended it."""
-    digest = run_once(ablation.config_of(arm), world, screens)
+    config = ablation.config_of(arm)
+    if arm == "control":
+        world.once(partial(drop_kept_first_step, RunFolder(config.folder)))
+    digest = run_once(config, world, screens, training_of(arm, ablation.folder))
     if digest is not None and world.rank == 0:
         mark_done(ablation, arm, digest)
     return digest is not None
 
 
-def run_once(config: Config, world: World, screens: Screens) -> str | None:
+def drop_kept_first_step(folder: RunFolder) -> None:
+    """Have the first step of arm ``control`` generate all its responses: the drafter is trained on their features."""
+    if not read_lines(folder.metrics):
+        drop_kept(folder)
+
+
+def run_once(config: Config, world: World, screens: Screens, training: TailTraining = IN_TAIL) -> str | None:
     """A run's policy, with what it occupied given back; None where a signal ended it."""
     with screens.run() as reporter:
-        result = run(config, world, reporter)
+        result = run(config, world, reporter, training=training)
     gc.collect()  # DeepSpeed's engines are full of cycles
     return result.policy_sha256 if result.finished else None

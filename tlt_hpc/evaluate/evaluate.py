@@ -22,9 +22,9 @@ from tlt_hpc.evaluate.folder import EvaluationFolder, add_json_line, has_json_li
 from tlt_hpc.evaluate.metrics import to_json
 from tlt_hpc.evaluate.parts import (
     build_engine,
+    calibration_of,
     check_same_sets,
     facts_of,
-    make_ready,
     open_drafter,
     read_assets,
 )
@@ -37,7 +37,7 @@ from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.standing import without_form
-from tlt_hpc.session import make_decoder, make_pulse, make_replica, open_bench
+from tlt_hpc.session import calibrate, make_decoder, make_pulse, make_replica, open_bench
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import make_folder
 
@@ -105,7 +105,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     if num_missing:
         drafter = open_drafter(config, checkpoint, decoder, world.node_group)
         engine = build_engine(config, assets, sets, decoder, drafter, world, replica)
-        make_ready(config, engine, wanted, world.node_group)
+        calibrate(engine, calibration_of(wanted), config.speculation.profile_seconds, world.node_group)
         start = time.perf_counter()
         with closing(make_pulse(world, replica, lambda: engine.text_mark)) as pulse:
             means = Means(engine, bench, assets.tokenizer, pulse, world, replica)
@@ -113,13 +113,15 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         made = time.perf_counter() - start
         if not is_whole:
             return stopped(subject.name, folder, wanted, num_missing, world)
-    results: Results | None = None
-    if world.rank == 0:
+
+    def count_results() -> Results:
         reporter.counting()
         responses = complete(folder, wanted)
         results = tally(sets, wanted, responses, bench, assets.tokenizer, config.evaluation.ks)
         report(folder, subject.log(config), results, {"evaluated": subject.name, **facts}, subject.step)
-    results = world.broadcast(results)
+        return results
+
+    results = world.once(count_results)
     return EvaluationResult(subject.name, folder.path, num_missing, 0, results, seconds=made)
 
 
@@ -127,9 +129,8 @@ def stopped(
     name: str, folder: EvaluationFolder, wanted: list[Wanted], num_missing: int, world: World
 ) -> EvaluationResult:
     """How an evaluation stands that a vote has ended; collective."""
-    left = world.broadcast(len(missing_of(wanted, folder.read())) if world.rank == 0 else 0)
-    reason = next(filter(None, world.allgather(world.stop_reason)), "")
-    return EvaluationResult(name, folder.path, num_missing - left, left, None, reason)
+    left = world.once(lambda: len(missing_of(wanted, folder.read())))
+    return EvaluationResult(name, folder.path, num_missing - left, left, None, world.first_stop_reason())
 
 
 def load(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, model: str, world: World) -> str:
@@ -152,19 +153,15 @@ def claim(folder: EvaluationFolder, facts: dict[str, object], world: World) -> s
     Raises:
         UserError: on all ranks, where it is another evaluation's.
     """
-    found: set[SampleKey] | str = set()
-    if world.rank == 0:
-        try:
-            folder.claim(facts)
-            make_folder(folder.status)
-            claim_owner(folder.status, BEAT.start)
-            warn_of_last(folder.status, BEAT.start)
-            found = set(folder.read())
-        except UserError as error:
-            found = str(error)
-    found = world.broadcast(found)
-    if isinstance(found, str):
-        raise UserError(found)
+
+    def claim_on_rank_0() -> set[SampleKey]:
+        folder.claim(facts)
+        make_folder(folder.status)
+        claim_owner(folder.status, BEAT.start)
+        warn_of_last(folder.status, BEAT.start)
+        return set(folder.read())
+
+    found = world.once(claim_on_rank_0)
     BEAT.folder = folder.status
     return found
 
@@ -176,7 +173,7 @@ def missing_of(wanted: list[Wanted], done: Container[SampleKey]) -> list[SampleK
 
 def count_missing(wanted: list[Wanted], done: Container[SampleKey], world: World) -> int:
     """How many responses are not there yet, as rank 0 finds: what all ranks do next hangs on it. Collective."""
-    return world.broadcast(len(missing_of(wanted, done)) if world.rank == 0 else 0)
+    return world.once(lambda: len(missing_of(wanted, done)))
 
 
 def complete(folder: EvaluationFolder, wanted: list[Wanted]) -> dict[SampleKey, JudgedResponse]:
