@@ -198,7 +198,7 @@ def test_nothing_but_the_statement_is_changed(text: str) -> None:
     assert mutated in ("if changed:  # why\n    pass\n", "if (\n    changed\n):\n    pass\n")
 
 
-def tried(tree: Path, tmp_path: Path, plan: list[mutate.Entry], capsys: pytest.CaptureFixture[str]) -> dict[int, Any]:
+def tried(tree: Path, tmp_path: Path, plan: list[mutate.Entry]) -> dict[int, Any]:
     """Map and run a plan by the command line; the results by number."""
     places = {name: str(tmp_path / name) for name in ("plan.json", "map.json", "results.jsonl")}
     Path(places["plan.json"]).write_text(json.dumps(plan))
@@ -206,12 +206,12 @@ def tried(tree: Path, tmp_path: Path, plan: list[mutate.Entry], capsys: pytest.C
     mutate.main(["map", *shared, "--out", places["map.json"]])
     for _ in range(2):  # the second finds everything done
         mutate.main(["run", *shared, "--map", places["map.json"], "--out", places["results.jsonl"], "--jobs", "2"])
-    lines = mutate.read_lines(Path(places["results.jsonl"]))
-    assert sorted(line["number"] for line in lines) == list(range(len(plan)))
-    return {line["number"]: line for line in lines}
+    assert len(Path(places["results.jsonl"]).read_text().splitlines()) == len(plan)
+    return mutate.read_results(Path(places["results.jsonl"]))
 
 
-def test_kills_by_tests_that_execute_a_mutation(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kills_by_tests_that_execute_a_mutation(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutate, "SPARE_SECONDS", 5)
     plan = [
         entry("Account.grow", "if by > 0 and often", "if by < 0 and often", 0),
         entry("Account.grow", "if by < 0", "if by > 0", 1),
@@ -220,13 +220,28 @@ def test_kills_by_tests_that_execute_a_mutation(tree: Path, tmp_path: Path, caps
         entry("is_unused", "return min(number, 5) == 4", "return None", 4),
         entry("waits", "return number", "return None", 5),
         entry("paid", "pay()", "pass", 6),
+        entry("waits", "number = number - 1", "number = number + 1", 7),
     ]
     before = {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
-    found = tried(tree, tmp_path, plan, capsys)
+    found = tried(tree, tmp_path, plan)
     assert {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()} == before
-    statuses = ["killed", "killed", "survived", "killed", "survived", "killed", "gone"]
-    assert [found[number]["status"] for number in range(7)] == statuses
+    statuses = ["killed", "killed", "survived", "killed", "survived", "killed", "gone", "killed"]
+    assert [found[number]["status"] for number in range(8)] == statuses
     assert found[1]["by"].endswith("test_grows_in_a_process_with_an_environment_of_its_own")
+    assert [found[number]["timed_out"] for number in (0, 7)] == [False, True]  # the last one never ends
     assert found[4]["tests"] == 0  # nothing executes it
     assert found[5]["tests"] == 2  # both tests use the fixture that executes it
     assert found[2]["tests"] == 2  # the one that fails without a mutation is left out
+
+
+def test_show_compares_two_suites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = {"file": "tlt_hpc/rl/account.py", "scope": "waits", "by": "tests/test_a.py::test_a"}
+    for name, statuses in (("old", ("killed", "killed", "survived")), ("new", ("killed", "gone", "killed"))):
+        lines = [json.dumps({"number": n, "status": status, **place}) for n, status in enumerate(statuses)]
+        (tmp_path / name).write_text("\n".join(lines))
+    mutate.main(["show", str(tmp_path / "old"), str(tmp_path / "new")])
+    said = capsys.readouterr().out
+    assert said.count("  all             2 killed    1 survived    0 gone") == 1
+    assert said.count("  all             2 killed    0 survived    1 gone") == 1
+    lost, won = said.split("killed in ")[1:]
+    assert "old only: 1\n    1 gone" in lost and "new only: 1\n    2 survived" in won

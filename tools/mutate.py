@@ -8,7 +8,7 @@
 A mutation is named by the function that holds its statement and by the statement's source: it is found again after
 files were moved and code was reformatted. `map` and `run` test copies of the tree `--tree` (default: this clone), never
 the tree itself. `map` adds to a file that exists, so that `--marks` can measure one part of a suite after another.
-`run` leaves out what the results file has already.
+`run` leaves out what the results file has already, except survivors that more tests execute by now.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ COARSE = {"return", "deletion"}
 """Operators that most suites notice: chosen a third as often as another one of the same statement."""
 OUTPUT = {"print", "say", "log", "debug", "info", "warn", "warning", "error", "exception"}
 SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Raise | ast.Expr | ast.Delete | ast.Break
+SPARE_SECONDS = 60
+"""What a test may take beyond ten times what it takes without a mutation, before it counts as one that hangs."""
 NO_CODE = ("annotation", "ctx", "op", "ops")
 
 
@@ -258,7 +260,8 @@ Place = tuple[str, Unit]
 def find(plan: list[Entry], modules: dict[str, ast.Module]) -> dict[int, Place]:
     """Where each mutation's statement is now, by the mutation's number; without those whose statement is gone.
 
-    In the function of the same qualified name, then of the same last name, then anywhere if it is there only once.
+    The n-th in the function of the same qualified name (of the same file's if several have one), else in the only
+    function of the same last name that has it, else anywhere if it is there only once.
     """
     by_source: dict[str, list[Place]] = defaultdict(list)
     for file, module in modules.items():
@@ -268,14 +271,14 @@ def find(plan: list[Entry], modules: dict[str, ast.Module]) -> dict[int, Place]:
     for entry in plan:
         same = by_source[entry["statement"]]
         scoped = [place for place in same if place[1].scope == entry["scope"]]
+        files = {file: (file != entry["file"], Path(file).name != Path(entry["file"]).name, file) for file, _ in scoped}
+        nearest = min(files, key=files.__getitem__, default="")
         named = [place for place in same if place[1].scope.split(".")[-1] == entry["scope"].split(".")[-1]]
-        for places in (scoped, named):
-            files = {file: (file != entry["file"], Path(file).name != Path(entry["file"]).name) for file, _ in places}
-            nearest = min(files, key=lambda file: (files[file], file), default="")
-            there = [place for place in places if place[0] == nearest]
-            if entry["occurrence"] < len(there):
-                found.setdefault(entry["number"], there[entry["occurrence"]])
-        if len(same) == 1:
+        is_one = len({(file, unit.scope) for file, unit in named}) == 1
+        there = [place for place in scoped if place[0] == nearest] or (named if is_one else [])
+        if entry["occurrence"] < len(there):
+            found[entry["number"]] = there[entry["occurrence"]]
+        elif len(same) == 1:
             found[entry["number"]] = same[0]
     return found
 
@@ -346,6 +349,7 @@ class Copy:
 
     def __init__(self, tree: Path, folder: Path, changed: dict[str, str] | None = None) -> None:
         self.root, self._temporary = folder / "tree", folder / "tmp"
+        folder.parent.chmod(0o755)  # some tests start processes of another user
         names = subprocess.run(["git", "ls-files", "-z"], cwd=tree, capture_output=True, check=True).stdout.decode()
         for name in filter(None, names.split("\0")):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -365,8 +369,7 @@ class Copy:
         self._temporary.mkdir()
         (self.root / plugin.CURRENT.name).unlink(missing_ok=True)
         own = {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        own |= {"TMPDIR": str(self._temporary), "MUTATION_COPY": str(self.root)}
-        own["CI"] = "true"  # Hypothesis takes the same examples every time
+        own |= {"TMPDIR": str(self._temporary), "CI": "true"}  # in CI Hypothesis takes the same examples every time
         command = [sys.executable, "-m", "pytest", "-p", plugin.__name__, "-p", "no:cacheprovider", "--reruns", "1"]
         with tempfile.TemporaryFile("w+") as output:
             session = subprocess.Popen(
@@ -384,11 +387,11 @@ class Copy:
             return status, output.read()
 
     def _end_processes(self) -> None:
-        """Ranks and servers that a test left when it was killed: all that have this copy in their environment."""
-        mark = f"MUTATION_COPY={self.root}".encode()
+        """End what killed tests have left: every process that works in this copy or has it in its environment."""
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended meanwhile, or is not ours
-                if mark in (process / "environ").read_bytes().split(b"\0"):
+            with suppress(OSError):  # it has ended meanwhile, or is another user's
+                traces = (process / "environ").read_bytes() + os.fsencode((process / "cwd").readlink())
+                if os.fsencode(f"{self.root.parent}/") in traces:
                     os.kill(int(process.name), signal.SIGKILL)
 
 
@@ -422,6 +425,7 @@ def measure(tree: Path, plan: list[Entry], marks: str, jobs: int) -> Entry:
             place = Copy(tree, Path(folder) / str(number), {file: ast.unparse(modules[file]) for file in changed})
             hits = place.root / plugin.HITS.name
             hits.write_bytes(plugin.HEADER.pack(0, len(plan)))
+            hits.chmod(0o666)
             os.truncate(hits, plugin.HEADER.size + plugin.MAX_CONTEXTS * len(plan))
             status, output = place.pytest(files[number::jobs], ["-m", marks])
             if status not in (0, 1, 5):
@@ -464,19 +468,24 @@ def order(tests: dict[str, float], own_files: set[str]) -> list[str]:
     return sorted(tests, key=key)
 
 
+def executing(tests: Entry, number: int) -> dict[str, float]:
+    """The tests that execute a mutation and pass without it, with their seconds."""
+    return {name: test["seconds"] for name, test in tests.items() if test["passed"] and number in test["executes"]}
+
+
 def try_mutation(place: Copy, entry: Entry, found: Place | None, tests: Entry, marks: str) -> Entry:
     """Run the tests that execute a mutation, until one fails."""
     result = {"number": entry["number"], "file": entry["file"], "scope": entry["scope"]}
     if found is None:
         return result | {"status": "gone"}
     began, (file, unit) = time.monotonic(), found
-    covering = {n: t["seconds"] for n, t in tests.items() if t["passed"] and entry["number"] in t["executes"]}
+    covering = executing(tests, entry["number"])
     result |= {"tests": len(covering), "unmutated_seconds": round(sum(covering.values()), 1)}
     if not covering:
         return result | {"status": "survived", "seconds": 0.0}
     files = {name.partition("::")[0] for name in covering}
     own = {name for name in files if module_of(file) in imported(place.root / name)}
-    limits = {name: 60 + 10 * covering[name] for name in order(covering, own)}
+    limits = {name: SPARE_SECONDS + 10 * covering[name] for name in order(covering, own)}
     choice = {"limits": limits, "others": sorted(tests.keys() - covering.keys())}
     (place.root / plugin.CHOICE.name).write_text(json.dumps(choice))
     path = place.root / file
@@ -491,15 +500,21 @@ def try_mutation(place: Copy, entry: Entry, found: Place | None, tests: Entry, m
     current = place.root / plugin.CURRENT.name
     result |= {"status": "killed" if status else "survived", "seconds": round(time.monotonic() - began, 1)}
     if status:
-        timed_out = status < 0 or "+ Timeout +" in output
+        timed_out = status == -signal.SIGKILL or "+ Timeout +" in output
         result |= {"by": current.read_text() if current.exists() else "import", "timed_out": timed_out}
     return result
 
 
 def run(options: argparse.Namespace, plan: list[Entry]) -> None:
-    """Try every mutation that the results file does not have, each in one of ``--jobs`` copies of the tree."""
-    done = {result["number"] for result in read_lines(options.out)} if options.out.exists() else set()
+    """Try every mutation that the results file does not have, each in one of ``--jobs`` copies of the tree.
+
+    Once more, if it survived fewer tests than now are known to execute it.
+    """
     known = json.loads(options.map.read_text())
+    done = read_results(options.out) if options.out.exists() else {}
+    for number, result in list(done.items()):
+        if result["status"] == "survived" and result["tests"] < len(executing(known["tests"], number)):
+            del done[number]
     found = find(plan, read_tree(options.tree))
     first, last = options.only
     todo = [entry for entry in plan if first <= entry["number"] <= last and entry["number"] not in done]
@@ -525,22 +540,24 @@ def run(options: argparse.Namespace, plan: list[Entry]) -> None:
 # -- command line ----------------------------------------------------------------------------------------------------
 
 
-def read_lines(path: Path) -> list[Entry]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_results(path: Path) -> dict[int, Entry]:
+    """The last result of each mutation, by its number."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {line["number"]: line for line in lines}
 
 
 def show(paths: Sequence[Path]) -> None:
     """Print how many mutations were killed in each package, and which of them in one of two files only."""
     for path in paths:
         table: dict[str, Counter[str]] = defaultdict(Counter)
-        for result in read_lines(path):
+        for result in read_results(path).values():
             for row in (result["file"].split("/")[1], "all"):
                 table[row][result["status"]] += 1
         print(path)
         for row in (*sorted(table.keys() - {"all"}), "all"):
             print(f"  {row:12}", *(f"{table[row][status]:4} {status}" for status in ("killed", "survived", "gone")))
     if len(paths) == 2:
-        both = [{result["number"]: result for result in read_lines(path)} for path in paths]
+        both = [read_results(path) for path in paths]
         for path, mine, other in ((paths[0], *both), (paths[1], *both[::-1])):
             only = [n for n in sorted(mine.keys() & other.keys())
                     if mine[n]["status"] == "killed" != other[n]["status"]]  # fmt: skip
