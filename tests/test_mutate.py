@@ -198,6 +198,39 @@ def test_nothing_but_the_statement_is_changed(text: str) -> None:
     assert mutated in ("if changed:  # why\n    pass\n", "if (\n    changed\n):\n    pass\n")
 
 
+def test_probes_stand_where_a_mutation_takes_effect() -> None:
+    """Before the statement; in the function of a default; for a constant or a class's default, where it is named."""
+    other = """
+    def pays():
+        return account.FACTOR
+    def opens():
+        return Account()
+    def rests():
+        return 0
+    """
+    modules = {"tlt_hpc/rl/account.py": ast.parse(MODULE), "tlt_hpc/mpi/other.py": ast.parse(dedent(other))}
+    plan = [
+        entry("Account.grow", "if by < 0", "if by <= 0", 0),
+        entry("Account.grow", "by=1", "by=2", 1),
+        entry("", "FACTOR = 2", "FACTOR = 3", 2),
+        entry("Account", "size: int = 3", "size: int = 4", 3),
+    ]
+    assert mutate.insert_probes(modules, mutate.find(plan, modules)) == set(modules)
+    hits = {}
+    for module in modules.values():
+        lines = ast.unparse(module).splitlines()
+        for line, following in zip(lines, lines[1:], strict=False):
+            if "mutation_plugin" in line:
+                hits[following.strip()] = line.partition(".hit")[2]
+    assert hits == {
+        "print('grows by', by + 1)": "(1, 2, 3)",
+        "if by < 0:": "(0)",
+        "return str(self.size + 1)": "(3)",
+        "return account.FACTOR": "(2)",
+        "return Account()": "(3)",
+    }
+
+
 def tried(tree: Path, tmp_path: Path, plan: list[mutate.Entry]) -> dict[int, Any]:
     """Map and run a plan by the command line; the results by number."""
     places = {name: str(tmp_path / name) for name in ("plan.json", "map.json", "results.jsonl")}

@@ -184,25 +184,20 @@ def _variants(node: Any, is_condition: bool, unit: Unit) -> Iterator[tuple[str, 
             yield "boolean", _with(node, op=BOOLEAN[type(node.op)]())
         case ast.UnaryOp(op=ast.Not()):
             yield "negation", node.operand
-        case ast.Constant(value=bool()):
-            yield _constant(unit), ast.Constant(not node.value)
-        case ast.Constant(value=int() | float()):
-            yield _constant(unit), ast.Constant(node.value + 1)
+        case ast.Constant(value=bool() | int() | float() as value):
+            operator = "default" if unit.owner is unit.function else "constant"
+            yield operator, ast.Constant(not value if isinstance(value, bool) else value + 1)
         case ast.Call() if _name(node) in CALLS:
             function, name = node.func, CALLS[_name(node)]
             swapped = ast.Name(name) if isinstance(function, ast.Name) else _with(function, attr=name)
             yield "call", _with(node, func=swapped)
-        case ast.Return(value=ast.expr()) if not isinstance(node.value, ast.JoinedStr):
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.JoinedStr):
             is_bool = unit.function is not None and ast.unparse(unit.function.returns or ast.Constant(None)) == "bool"
-            yield "return", ast.Return(ast.UnaryOp(ast.Not(), node.value) if is_bool else ast.Constant(None))
+            yield "return", ast.Return(ast.UnaryOp(ast.Not(), value) if is_bool else ast.Constant(None))
     if is_condition and not isinstance(node, ast.UnaryOp):
         yield "negation", ast.UnaryOp(ast.Not(), node)
     if unit.function is not None and _is_deletable(node, unit.function):
         yield "deletion", ast.Pass()
-
-
-def _constant(unit: Unit) -> str:
-    return "default" if unit.owner is unit.function else "constant"
 
 
 def _is_string(node: ast.AST) -> bool:
@@ -457,7 +452,7 @@ def measure(tree: Path, plan: list[Entry], marks: str, jobs: int) -> Entry:
 
 def order(tests: dict[str, float], own_files: set[str]) -> list[str]:
     """Short tests first, of those the mutated module's own, file by file because of shared fixtures."""
-    total = Counter[str]()
+    total: dict[str, float] = defaultdict(float)
     for name, seconds in tests.items():
         total[name.partition("::")[0]] += seconds
 
@@ -558,9 +553,9 @@ def show(paths: Sequence[Path]) -> None:
             print(f"  {row:12}", *(f"{table[row][status]:4} {status}" for status in ("killed", "survived", "gone")))
     if len(paths) == 2:
         both = [read_results(path) for path in paths]
-        for path, mine, other in ((paths[0], *both), (paths[1], *both[::-1])):
-            only = [n for n in sorted(mine.keys() & other.keys())
-                    if mine[n]["status"] == "killed" != other[n]["status"]]  # fmt: skip
+        for path, mine, other in zip(paths, both, both[::-1], strict=True):
+            shared = sorted(mine.keys() & other.keys())
+            only = [n for n in shared if mine[n]["status"] == "killed" != other[n]["status"]]
             print(f"killed in {path} only: {len(only)}")
             for n in only:
                 print(f"  {n:3} {other[n]['status']:8} {mine[n]['file']} {mine[n]['scope']}, killed by {mine[n]['by']}")
@@ -593,7 +588,7 @@ def main(arguments: list[str] | None = None) -> None:
     plan = json.loads(options.plan.read_text(encoding="utf-8"))
     if options.command == "run":
         return run(options, plan)
-    known = json.loads(options.out.read_text()) if options.out.exists() else {"marks": "", "tests": {}}
+    known: Entry = json.loads(options.out.read_text()) if options.out.exists() else {"marks": "", "tests": {}}
     known["tests"] |= measure(options.tree.resolve(), plan, options.marks, options.jobs)
     known["marks"] += f"{' or ' if known['marks'] else ''}({options.marks})"
     options.out.write_text(json.dumps(known))
