@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -219,7 +220,7 @@ def test_probes_stand_where_a_mutation_takes_effect() -> None:
     hits = {}
     for module in modules.values():
         lines = ast.unparse(module).splitlines()
-        for line, following in zip(lines, lines[1:], strict=False):
+        for line, following in pairwise(lines):
             if "mutation_plugin" in line:
                 hits[following.strip()] = line.partition(".hit")[2]
     assert hits == {

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import json
 import os
 import queue
@@ -390,6 +391,7 @@ class Copy:
                     os.kill(int(process.name), signal.SIGKILL)
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """The modules that a test file names in its imports."""
     found = set()
@@ -426,24 +428,16 @@ def measure(tree: Path, plan: list[Entry], marks: str, jobs: int) -> Entry:
             if status not in (0, 1, 5):
                 raise RuntimeError(f"pytest ended with status {status}:\n{output}")
             print(output[-3000:])
-            report = json.loads((place.root / plugin.REPORT.name).read_text())
-            matrix = memoryview(hits.read_bytes())[plugin.HEADER.size :]
-            rows = (bytes(matrix[row * len(plan) : (row + 1) * len(plan)]) for row in range(len(report["contexts"])))
-            hit = {
-                name: {n for n, one in enumerate(row) if one}
-                for name, row in zip(report["contexts"], rows, strict=True)
-            }
-            return {**report, "hit": hit}
+            report: Entry = json.loads((place.root / plugin.REPORT.name).read_text())
+            return report
 
         tests: Entry = {}
         for report in pool.map(session, range(jobs)):
-            at_import = report["hit"].pop("") | {n for n, (_, unit) in found.items() if unit.function is None}
-            for name, seconds in report["seconds"].items():
+            at_import = {*report["at_import"], *(n for n, (_, unit) in found.items() if unit.function is None)}
+            for name, test in report["tests"].items():
                 known = imported(tree / name.partition("::")[0])
-                executed = {n for n in at_import if module_of(found[n][0]) in known} | report["hit"].get(name, set())
-                executed = executed.union(*(report["hit"].get(fixture, ()) for fixture in report["uses"][name]))
-                passed = name not in report["failed"]
-                tests[name] = {"seconds": round(seconds, 3), "passed": passed, "executes": sorted(executed)}
+                test["executes"] += sorted(n for n in at_import if module_of(found[n][0]) in known)
+            tests |= report["tests"]
     return tests
 
 

@@ -100,5 +100,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    report = {"contexts": _contexts, "uses": _uses, "seconds": _seconds, "failed": sorted(_failed)}
-    REPORT.write_text(json.dumps(report))
+    """What `mutate.py map` asks for: each test's seconds, whether it passed, and the probes that it executes."""
+    if _hits is not None:
+        executed = {name: _executed(context) for context, name in enumerate(_contexts)}
+        tests = {}
+        for name, seconds in _seconds.items():
+            own = set().union(*(executed.get(context, ()) for context in (name, *_uses[name])))
+            tests[name] = {"seconds": round(seconds, 3), "passed": name not in _failed, "executes": sorted(own)}
+        REPORT.write_text(json.dumps({"at_import": sorted(executed[""]), "tests": tests}))
+
+
+def _executed(context: int) -> set[int]:
+    assert _hits is not None
+    num_probes = HEADER.unpack_from(_hits)[1]
+    start = HEADER.size + context * num_probes
+    return {probe for probe, is_hit in enumerate(_hits[start : start + num_probes]) if is_hit}
