@@ -27,32 +27,24 @@ _contexts = [""]  # the import of the package and of the tests
 _uses: dict[str, list[str]] = {}
 _seconds: dict[str, float] = {}
 _failed: set[str] = set()
-
-
-def _open_hits() -> mmap.mmap | None:
-    if not HITS.exists():
-        return None
-    with HITS.open("r+b") as file:
-        return mmap.mmap(file.fileno(), 0)
-
-
-_hits = _open_hits()
+_hits = mmap.mmap(-1, HEADER.size)  # without probes: no other process reads it
+if HITS.exists():
+    with HITS.open("r+b") as _file:
+        _hits = mmap.mmap(_file.fileno(), 0)
 
 
 def hit(*probes: int) -> None:
     """Record that the current context executes these probes."""
-    assert _hits is not None
     context, num_probes = HEADER.unpack_from(_hits)
     for probe in probes:
         _hits[HEADER.size + context * num_probes + probe] = 1
 
 
 def _enter(name: str) -> None:
-    if _hits is not None:
-        if name not in _contexts:
-            assert len(_contexts) < MAX_CONTEXTS, f"more than {MAX_CONTEXTS} tests and shared fixtures"
-            _contexts.append(name)
-        struct.pack_into("I", _hits, 0, _contexts.index(name))
+    if name not in _contexts:
+        assert len(_contexts) < MAX_CONTEXTS, f"more than {MAX_CONTEXTS} tests and shared fixtures"
+        _contexts.append(name)
+    struct.pack_into("I", _hits, 0, _contexts.index(name))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -100,18 +92,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """What `mutate.py map` asks for: each test's seconds, whether it passed, and the probes that it executes."""
-    if _hits is not None:
-        executed = {name: _executed(context) for context, name in enumerate(_contexts)}
-        tests = {}
-        for name, seconds in _seconds.items():
-            own = set().union(*(executed.get(context, ()) for context in (name, *_uses[name])))
-            tests[name] = {"seconds": round(seconds, 3), "passed": name not in _failed, "executes": sorted(own)}
-        REPORT.write_text(json.dumps({"at_import": sorted(executed[""]), "tests": tests}))
-
-
-def _executed(context: int) -> set[int]:
-    assert _hits is not None
+    """Write what `mutate.py map` asks for: each test's seconds, whether it passed, and the probes that it executes."""
     num_probes = HEADER.unpack_from(_hits)[1]
-    start = HEADER.size + context * num_probes
-    return {probe for probe, is_hit in enumerate(_hits[start : start + num_probes]) if is_hit}
+    executed, tests = {}, {}
+    for context, name in enumerate(_contexts):
+        start = HEADER.size + context * num_probes
+        executed[name] = {probe for probe, is_hit in enumerate(_hits[start : start + num_probes]) if is_hit}
+    for name, seconds in _seconds.items():
+        own = set().union(*(executed.get(context, ()) for context in (name, *_uses[name])))
+        tests[name] = {"seconds": round(seconds, 3), "passed": name not in _failed, "executes": sorted(own)}
+    REPORT.write_text(json.dumps({"at_import": sorted(executed[""]), "tests": tests}))
