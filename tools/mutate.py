@@ -7,8 +7,8 @@
 
 A mutation is named by the function that holds its statement and by the statement's source: it is found again after
 files were moved and code was reformatted. `map` and `run` test copies of the tree `--tree` (default: this clone), never
-the tree itself. `map` adds to a file that exists, so that `--marks` can measure one part of a suite after another.
-`run` leaves out what the results file has already, except survivors that more tests execute by now.
+the tree itself. Both resume: `map` adds to a file that exists, so that `--marks` can measure one part of a suite after
+another; `run` leaves out what the results file has already, except survivors that more tests execute by now.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,6 +62,7 @@ COARSE = {"return", "deletion"}
 """Operators that most suites notice: chosen a third as often as another one of the same statement."""
 OUTPUT = {"print", "say", "log", "debug", "info", "warn", "warning", "error", "exception"}
 SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Raise | ast.Expr | ast.Delete | ast.Break
+FILES_AT_ONCE = 8
 SPARE_SECONDS = 60
 """What a test may take beyond ten times what it takes without a mutation, before it counts as one that hangs."""
 NO_CODE = ("annotation", "ctx", "op", "ops")
@@ -391,6 +392,25 @@ class Copy:
                     os.kill(int(process.name), signal.SIGKILL)
 
 
+def in_copies(
+    tree: Path, jobs: int, work: Callable[[Copy, Any], Any], items: list[Any], changed: dict[str, str] | None = None
+) -> Iterator[Any]:
+    """What ``work`` returns for each item, in order; each call has one of ``jobs`` copies for itself."""
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
+        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for number in range(jobs):
+            copies.put(Copy(tree, Path(folder) / str(number), changed))
+
+        def in_one(item: Any) -> Any:
+            place = copies.get()
+            try:
+                return work(place, item)
+            finally:
+                copies.put(place)
+
+        yield from pool.map(in_one, items)
+
+
 @functools.cache
 def imported(path: Path) -> set[str]:
     """The modules that a test file names in its imports."""
@@ -410,35 +430,39 @@ def module_of(file: str) -> str:
 # -- which tests execute which mutation ------------------------------------------------------------------------------
 
 
-def measure(tree: Path, plan: list[Entry], marks: str, jobs: int) -> Entry:
-    """Run the tests with these marks once, with probes: seconds and executed mutations by test, and which failed."""
-    modules = read_tree(tree)
+def measure(options: argparse.Namespace, plan: list[Entry]) -> None:
+    """Run the tests with these marks once, with probes, and write each one's seconds and executed mutations.
+
+    A few test files at a time: what an interrupted run has written is left out by the next.
+    """
+    known: Entry = json.loads(options.out.read_text()) if options.out.exists() else {"measured": {}, "tests": {}}
+    done = known["measured"].setdefault(options.marks, [])
+    tree, modules = options.tree, read_tree(options.tree)
+    files = sorted({str(path.relative_to(tree)) for path in (tree / "tests").glob("test_*.py")} - set(done))
     found = find(plan, modules)
-    changed = insert_probes(modules, found)
-    files = sorted(str(path.relative_to(tree)) for path in (tree / "tests").glob("test_*.py"))
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(jobs) as pool:
+    probed = {file: ast.unparse(modules[file]) for file in insert_probes(modules, found)}
 
-        def session(number: int) -> Entry:
-            place = Copy(tree, Path(folder) / str(number), {file: ast.unparse(modules[file]) for file in changed})
-            hits = place.root / plugin.HITS.name
-            hits.write_bytes(plugin.HEADER.pack(0, len(plan)))
-            hits.chmod(0o666)
-            os.truncate(hits, plugin.HEADER.size + plugin.MAX_CONTEXTS * len(plan))
-            status, output = place.pytest(files[number::jobs], ["-m", marks])
-            if status not in (0, 1, 5):
-                raise RuntimeError(f"pytest ended with status {status}:\n{output}")
-            print(output[-3000:])
-            report: Entry = json.loads((place.root / plugin.REPORT.name).read_text())
-            return report
+    def session(place: Copy, files: list[str]) -> tuple[list[str], Entry]:
+        hits = place.root / plugin.HITS.name
+        hits.write_bytes(plugin.HEADER.pack(0, len(plan)))
+        hits.chmod(0o666)
+        os.truncate(hits, plugin.HEADER.size + plugin.MAX_CONTEXTS * len(plan))
+        status, output = place.pytest(files, ["-m", options.marks])
+        if status not in (0, 1, 5):
+            raise RuntimeError(f"pytest ended with status {status}:\n{output}")
+        return files, json.loads((place.root / plugin.REPORT.name).read_text())
 
-        tests: Entry = {}
-        for report in pool.map(session, range(jobs)):
-            at_import = {*report["at_import"], *(n for n, (_, unit) in found.items() if unit.function is None)}
-            for name, test in report["tests"].items():
-                known = imported(tree / name.partition("::")[0])
-                test["executes"] += sorted(n for n in at_import if module_of(found[n][0]) in known)
-            tests |= report["tests"]
-    return tests
+    parts = [files[start : start + FILES_AT_ONCE] for start in range(0, len(files), FILES_AT_ONCE)]
+    for part, report in in_copies(tree, options.jobs, session, parts, probed):
+        at_import = {*report["at_import"], *(n for n, (_, unit) in found.items() if unit.function is None)}
+        for name, test in report["tests"].items():
+            imports = imported(tree / name.partition("::")[0])
+            test["executes"] += sorted(n for n in at_import if module_of(found[n][0]) in imports)
+        known["tests"] |= report["tests"]
+        done += part
+        options.out.write_text(json.dumps(known))
+        failed = sum(not test["passed"] for test in report["tests"].values())
+        print(f"{len(report['tests'])} tests of {part[0]} to {part[-1]}, {failed} failed", flush=True)
 
 
 # -- which mutations are killed --------------------------------------------------------------------------------------
@@ -507,23 +531,16 @@ def run(options: argparse.Namespace, plan: list[Entry]) -> None:
     found = find(plan, read_tree(options.tree))
     first, last = options.only
     todo = [entry for entry in plan if first <= entry["number"] <= last and entry["number"] not in done]
-    with tempfile.TemporaryDirectory(prefix="mutate-") as folder, ThreadPoolExecutor(options.jobs) as pool:
-        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        for number in range(options.jobs):
-            copies.put(Copy(options.tree, Path(folder) / str(number)))
+    marks = " or ".join(f"({marks})" for marks in known["measured"])
 
-        def work(entry: Entry) -> None:
-            place = copies.get()
-            try:
-                result = try_mutation(place, entry, found.get(entry["number"]), known["tests"], known["marks"])
-            finally:
-                copies.put(place)
-            with options.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(result) + "\n")
-            print(result["number"], result["status"], result.get("by", result["scope"]), flush=True)
+    def work(place: Copy, entry: Entry) -> None:
+        result = try_mutation(place, entry, found.get(entry["number"]), known["tests"], marks)
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        print(result["number"], result["status"], result.get("by", result["scope"]), flush=True)
 
-        for _ in pool.map(work, todo):
-            pass
+    for _ in in_copies(options.tree, options.jobs, work, todo):
+        pass
 
 
 # -- command line ----------------------------------------------------------------------------------------------------
@@ -580,13 +597,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.out.write_text(text, encoding="utf-8")
         return None
     plan = json.loads(options.plan.read_text(encoding="utf-8"))
-    if options.command == "run":
-        return run(options, plan)
-    known: Entry = json.loads(options.out.read_text()) if options.out.exists() else {"marks": "", "tests": {}}
-    known["tests"] |= measure(options.tree.resolve(), plan, options.marks, options.jobs)
-    known["marks"] += f"{' or ' if known['marks'] else ''}({options.marks})"
-    options.out.write_text(json.dumps(known))
-    return None
+    return (measure if options.command == "map" else run)(options, plan)
 
 
 def _range(text: str) -> tuple[int, int]:
