@@ -141,8 +141,8 @@ def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
     assert training._MASKED_RUN == documents._RUN_TOKENS and training._MAX_SCORES == documents._MOST_SCORES
 
 
-@pytest.mark.parametrize(("tie_guard", "tolerance"), [("off", 0.0), ("on", 0.01)])
-def test_a_nucleus_takes_what_its_choice_does(tie_guard: str, tolerance: float) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.0), ("float32", 0.01)])
+def test_a_nucleus_takes_what_its_choice_does(dtype: str, tolerance: float) -> None:
     from tlt_hpc.rollout.sampling import SamplingRule, choose
 
     logits, noise, peaks = torch.randn(64, 512), torch.randn(64, 512), []
@@ -150,7 +150,7 @@ def test_a_nucleus_takes_what_its_choice_does(tie_guard: str, tolerance: float) 
         with LiveBytes() as live:
             choose(logits, noise, SamplingRule(1.0, 512, top_p=top_p), tolerance)
         peaks.append(live.peak - live.at_start)
-    settings = f"rollout.tie_guard={tie_guard}", "evaluation.every_steps=5"
+    settings = f"model.dtype={dtype}", "evaluation.every_steps=5"
     given = situation("tiny", *settings, device="cpu")
     assert engine_plan._nucleus(given) == pytest.approx((peaks[1] - peaks[0]) / logits.numel(), rel=0.02)
     for never in ("evaluation.every_steps=0", "evaluation.top_p=1.0", "evaluation.samples=0"):

@@ -508,13 +508,12 @@ def test_all_mistakes_of_a_configuration_are_named(place: Place) -> None:
 
 
 def test_all_combinations_that_cannot_be_are_named(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    place.set(
-        "rollout.min_new_tokens=9999", "drafter.every_steps=2", "optimizer.zero_stage=0", "optimizer.offload=true"
-    )
+    drafter = ("drafter.train=false", "drafter.schedule=falling")
+    place.set("rollout.min_new_tokens=9999", *drafter, "optimizer.zero_stage=0", "optimizer.offload=true")
     status, _ = place.check()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failure  config")]
     assert status == 1 and len(lines) == 3
-    assert all(key in line for key, line in zip(("offload", "min_new_tokens", "every_steps"), lines, strict=True))
+    assert all(key in line for key, line in zip(("offload", "min_new_tokens", "schedule"), lines, strict=True))
 
 
 @pytest.mark.parametrize(
