@@ -141,7 +141,7 @@ def killed_before(run: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("what", "status", "says"),
     [
-        (stalled, 1, r"a rank stands still"),
+        (stalled, 1, r"a rank hangs"),
         (ended, 0, "ended: stopped early; the same command goes on from here"),
         (finished, 0, "finished"),
         (deserted, 1, "nobody is at work here, unless a start has just begun; start it"),

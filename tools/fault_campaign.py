@@ -160,7 +160,7 @@ def strike_once(folder: Path, number: int, attempt: int, fault: Fault) -> Result
 
 
 def strike(process: subprocess.Popen[bytes], folder: Path, place: Path, steps: int, fault: Fault) -> float | None:
-    """Wait for the moment and strike; returns when that was, or when the run had ended; None where it stands still."""
+    """Wait for the moment and strike; returns when that was, or when the run had ended; None where it hangs."""
     wanted = range(VARIANTS[folder.name].ranks) if fault.rank is None else [fault.rank]
 
     def is_time() -> bool:
@@ -188,7 +188,7 @@ def strike(process: subprocess.Popen[bytes], folder: Path, place: Path, steps: i
 
 
 def stands_or_ends(process: subprocess.Popen[bytes], place: Path, is_time: Callable[[], bool]) -> bool:
-    """Wait until it is time, or the run has ended; False where it has stood still for too long."""
+    """Wait until it is time, or the run has ended; False where it has hung for too long."""
     done, since = num_steps(place), time.monotonic()
     while process.poll() is None and not is_time():
         if num_steps(place) != done:

@@ -8,7 +8,7 @@ import signal
 from fault_plan import Fault
 
 STALLED = 71
-"""The status with which the watch ends a job that stands still."""
+"""The status with which the watch ends a job that hangs."""
 MOST_SECONDS = {"place": 30.0, "kill": 30.0, "limit": 120.0, "cancel": 20.0, "disk": 60.0}
 """From the fault to the end of the job; more is a hang."""
 KILL_AFTER_SECONDS = 10.0

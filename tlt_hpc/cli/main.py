@@ -448,7 +448,7 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser("preflight", help="find before a job what would end it; status 1: something would")
     )
     add_watch_arguments(
-        commands.add_parser("watch", help="follow a run by its files alone; status 1: it stands still or is dead")
+        commands.add_parser("watch", help="follow a run by its files alone; status 1: it hangs or is dead")
     )
     add_report_arguments(
         commands.add_parser("report", help="one page of HTML: what a run learned, where its time went, what it gained")

@@ -203,11 +203,6 @@ class World:
         """A duplicate of the world's communicator for one owner, whose traffic meets nobody else's; collective."""
         return _duplicate(self._comm)
 
-    def comm_of_first_ranks(self) -> MPI.Comm | None:
-        """A communicator for one owner of each node's first rank, on those; collective."""
-        comm = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
-        return None if comm == MPI.COMM_NULL else comm
-
     @property
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop, or all have agreed to."""

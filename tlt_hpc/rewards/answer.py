@@ -20,7 +20,7 @@ class Failure(StrEnum):
     WALL = "wall"
     """It met the far limit in seconds of the clock."""
     ASLEEP = "asleep"
-    """The program stood still: no CPU time went by."""
+    """The program hung: it used no CPU time."""
     OUTPUT = "output"
     """The program wrote more than any right answer has."""
     SIZE = "size"

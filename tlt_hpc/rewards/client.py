@@ -121,7 +121,7 @@ class RewardClient:
             select.select([self._socket], writing, [], 1.0)
             self.pump()
             self._check_stalled()
-            BEAT.tick()  # a server that stands still is replaced, by a count of its own
+            BEAT.tick()  # a server that hangs is replaced, by a count of its own
         return {number: self._verdicts.pop(number) for number in numbers}
 
     def take_ready(self) -> dict[int, Verdict]:

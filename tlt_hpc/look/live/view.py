@@ -110,7 +110,7 @@ def doing(record: Record) -> str:
     if record.ending:
         return f"ended: {record.ending}"
     if record.stalled:
-        return f"stands still for {duration(record.seconds)}" + (f" in {record.waiting}" if record.waiting else "")
+        return f"no progress for {duration(record.seconds)}" + (f" in {record.waiting}" if record.waiting else "")
     if record.phase == "rollout" and record.sequences_left == 0:
         return "share done: trains the drafter or waits"
     return record.part or (f"waits in {record.waiting}" if record.waiting else "")
@@ -128,7 +128,7 @@ def rank_table(rows: Sequence[tuple[str, str, str, str]], when: str) -> Table:
     for column in table.columns:
         column.no_wrap = True
     for row in rows:
-        style = "red" if row[3].startswith("stands still") else "green" if "trains the drafter" in row[3] else ""
+        style = "red" if row[3].startswith("no progress") else "green" if "trains the drafter" in row[3] else ""
         table.add_row(*row, style=style)
     return table
 
@@ -177,7 +177,7 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
     if state.ending:
         return Text(f"ended: {state.ending}; the same command goes on from here", "yellow")
     if any(record.stalled for record in state.records):
-        return Text(state.verdict or "a rank stands still; the job ends itself soon, with a line that names it", "red")
+        return Text(state.verdict or "a rank hangs; the job ends itself soon, with a line that names it", "red")
     if is_alive is False and state.records:
         verdict = f": {state.verdict}" if state.verdict else ""
         return Text(f"no rank gives a sign of life{verdict}; the same command goes on from here", "red")

@@ -96,7 +96,7 @@ class Programs:
 def _watch(ours: int, requests: int, pids: list[int], request: dict[str, Any]) -> tuple[bytes, str | None]:
     """What the first process wrote until it ended, or why it was not waited for; ends all where outside is gone.
 
-    The limits are of CPU time, of all processes together; the clock serves only to see one that stands still.
+    The limits are of CPU time, of all processes together; the clock serves only to see one that hangs.
     """
     output, is_open = bytearray(), True
     looked_at, used = time.monotonic(), 0.0
