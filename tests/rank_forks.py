@@ -36,8 +36,8 @@ import torch._inductor.compile_fx  # noqa: E402
 import torch.distributed.tensor  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 
-import tlt_hpc.evaluate.command  # noqa: E402
-import tlt_hpc.studies.warmup.command  # noqa: E402
+import tlt_hpc.evaluate.evaluate  # noqa: E402
+import tlt_hpc.studies.warmup.warm_up  # noqa: E402
 import tlt_hpc.train  # noqa: E402, F401
 from tlt_hpc.mpi.library import MPI  # noqa: E402  (which does not start it)
 
