@@ -97,7 +97,7 @@ class RolloutSection(Section):
     max_live: Annotated[int, Field(ge=1, le=2**20), Unit("sequences")] = 64
     """Sequences that one rank decodes at the same time."""
     kv_bytes: NumBytes = 0
-    """Memory of one rank for keys, values and features. 0: room for ``max_live`` responses of full length."""
+    """Memory of one rank for keys, values and features. 0: enough for ``max_live`` responses of full length."""
     page_size: Annotated[int, Field(ge=1, le=2**20), Unit("tokens")] = 128
     """Page size of that memory; flash-attention needs a multiple of 256."""
     shard: Literal["group", "sample"] = "group"
