@@ -66,6 +66,8 @@ SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Raise | a
 FILES_AT_ONCE = 8
 SPARE_SECONDS = 60
 """What a test may take beyond ten times what it takes without a mutation, before it counts as one that hangs."""
+NO_ANSWER = (pytest.ExitCode.NO_TESTS_COLLECTED, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
+"""Of a session that somebody else or a lack of memory has ended, which says nothing about a mutation."""
 TIMED_OUT = "+ Timeout +"
 """In the output where pytest-timeout, too, has ended a test."""
 NO_CODE = ("annotation", "ctx", "op", "ops")
@@ -509,14 +511,11 @@ def try_mutation(place: Copy, entry: Entry, found: Place | None, tests: Entry, m
     before = path.read_text(encoding="utf-8")
     path.write_text(mutated_source(before, unit, entry), encoding="utf-8")
     try:
-        for _ in range(2):  # once more if a signal ended the session: it may have come from outside
-            status, output = place.pytest(files, ["-x", "-m", marks], 300 + 5 * sum(covering.values()))
-            if 0 <= status <= max(pytest.ExitCode):
-                break
+        status, output = place.pytest(files, ["-x", "-m", marks], 300 + 5 * sum(covering.values()))
     finally:
         path.write_text(before, encoding="utf-8")
-    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
-        raise RuntimeError(f"mutation {entry['number']}: pytest ran no test\n{output}")
+    if status in NO_ANSWER:
+        raise RuntimeError(f"mutation {entry['number']}: pytest ended with status {status}\n{output}")
     current = place.root / plugin.CURRENT.name
     result |= {"status": "killed" if status else "survived", "seconds": round(time.monotonic() - began, 1)}
     if status:
