@@ -268,6 +268,21 @@ def test_kills_by_tests_that_execute_a_mutation(tree: Path, tmp_path: Path, monk
     assert found[2]["tests"] == 2  # the one that fails without a mutation is left out
 
 
+@pytest.mark.parametrize("status", [5, -15, -9])
+def test_a_session_that_was_ended_from_outside_is_no_kill(
+    tree: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = entry("waits", "return number", "return None")
+    found = mutate.find([killed], mutate.read_tree(tree))[0]
+    place = object.__new__(mutate.Copy)
+    place.root = tree
+    monkeypatch.setattr(place, "pytest", lambda *_: (status, ""))
+    tests = {"tests/test_account.py::test_ended": {"seconds": 1.0, "passed": True, "executes": [0]}}
+    with pytest.raises(RuntimeError, match=rf"mutation 0: pytest ended with status {status}"):
+        mutate.try_mutation(place, killed, found, tests, "not slow")
+    assert (tree / "tlt_hpc/rl/account.py").read_text() == MODULE
+
+
 def test_show_compares_two_suites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = {"file": "tlt_hpc/rl/account.py", "scope": "waits", "by": "tests/test_a.py::test_a"}
     for name, statuses in (("old", ("killed", "killed", "survived")), ("new", ("killed", "gone", "killed"))):

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import mutation_plugin as plugin
+import pytest
 
 PACKAGE = "tlt_hpc"
 MUTATED = ("rollout", "mpi", "rl", "drafting", "storage", "checkpoint", "config")
@@ -65,6 +66,10 @@ SIMPLE = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Raise | a
 FILES_AT_ONCE = 8
 SPARE_SECONDS = 60
 """What a test may take beyond ten times what it takes without a mutation, before it counts as one that hangs."""
+NO_ANSWER = (pytest.ExitCode.NO_TESTS_COLLECTED, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
+"""Of a session that somebody else or a lack of memory has ended, which says nothing about a mutation."""
+TIMED_OUT = "+ Timeout +"
+"""In the output where pytest-timeout, too, has ended a test."""
 NO_CODE = ("annotation", "ctx", "op", "ops")
 
 
@@ -361,7 +366,7 @@ class Copy:
         subprocess.run([sys.executable, "-m", "compileall", "-q", *mode, "."], cwd=self.root, check=True)
 
     def pytest(self, files: Iterable[str], arguments: Sequence[str], limit: float | None = None) -> tuple[int, str]:
-        """Status and output of one session; the status is that of a killed process after ``limit`` seconds."""
+        """Status and output of one session; the session fails after ``limit`` seconds."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
         (self.root / plugin.CURRENT.name).unlink(missing_ok=True)
@@ -374,12 +379,13 @@ class Copy:
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:
-                session.wait(limit)
+                status = session.wait(limit)
             except subprocess.TimeoutExpired:
-                session.kill()
+                status = pytest.ExitCode.TESTS_FAILED
+                output.write(TIMED_OUT)
             finally:
                 self._end_processes()
-            status = session.wait()
+            session.wait()
             output.seek(0)
             return status, output.read()
 
@@ -448,7 +454,7 @@ def measure(options: argparse.Namespace, plan: list[Entry]) -> None:
         hits.chmod(0o666)
         os.truncate(hits, plugin.HEADER.size + plugin.MAX_CONTEXTS * len(plan))
         status, output = place.pytest(files, ["-m", options.marks])
-        if status not in (0, 1, 5):
+        if status not in (0, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             raise RuntimeError(f"pytest ended with status {status}:\n{output}")
         return files, json.loads((place.root / plugin.REPORT.name).read_text())
 
@@ -508,12 +514,12 @@ def try_mutation(place: Copy, entry: Entry, found: Place | None, tests: Entry, m
         status, output = place.pytest(files, ["-x", "-m", marks], 300 + 5 * sum(covering.values()))
     finally:
         path.write_text(before, encoding="utf-8")
-    if status == 5:
-        raise RuntimeError(f"mutation {entry['number']}: pytest ran no test\n{output}")
+    if status in NO_ANSWER:
+        raise RuntimeError(f"mutation {entry['number']}: pytest ended with status {status}\n{output}")
     current = place.root / plugin.CURRENT.name
     result |= {"status": "killed" if status else "survived", "seconds": round(time.monotonic() - began, 1)}
     if status:
-        timed_out = status == -signal.SIGKILL or "+ Timeout +" in output
+        timed_out = TIMED_OUT in output
         result |= {"by": current.read_text() if current.exists() else "import", "timed_out": timed_out}
     return result
 
