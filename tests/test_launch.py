@@ -65,7 +65,7 @@ def test_one_line_is_out_before_anything_heavy_is_imported(environment, given, s
     """What comes after the line is a mistake."""
     wrong = "run.sead=1"
     program = (
-        "import builtins, sys\nfrom tlt_hpc import cli\n"
+        "import builtins, sys\nfrom tlt_hpc.cli import main as cli\n"
         "def stop(*given, **named):\n"
         f"    loaded = {HEAVY} & sys.modules.keys()\n"
         "    assert not loaded or named.get('file'), loaded\n"

@@ -210,7 +210,7 @@ def test_control_characters_of_data_are_shown(tmp_path: Path) -> None:
 def test_a_traceback_and_a_warning_show_control_characters(tmp_path: Path) -> None:
     says = f"logging.warning({CONTROLS!r}); warnings.warn({CONTROLS!r}); print({CONTROLS!r})"
     code = (
-        "import sys, logging, warnings\nfrom tlt_hpc import cli\n"
+        "import sys, logging, warnings\nfrom tlt_hpc.cli import main as cli\n"
         f"def fails(options):\n    {says}; sys.stderr.write('\\udc1b'); raise RuntimeError({CONTROLS!r})\n"
         "cli.ALONE['plan'] = fails\nsys.exit(cli.main(['plan', 'x']))"
     )
