@@ -229,7 +229,7 @@ def test_text_alone_needs_no_server() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.reward=math"], "unknown key 'data.reward'; reward.default has taken its place"),
+        (["data.reward=math"], "unknown key 'data.reward'; it was removed: use reward.default"),
         (
             ["reward.default=maths"],
             "reward.default = 'maths': input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or "
