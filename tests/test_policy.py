@@ -23,6 +23,9 @@ TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.mpi
 
+# Large: the key biases have no gradient but rounding, of which Adam would otherwise make full steps.
+EPSILON = 1e-3
+
 
 def make_config(**changes: Any) -> Config:
     """``section__key=value`` changes one value."""
@@ -37,8 +40,7 @@ def make_config(**changes: Any) -> Config:
             "temperature": TEMPERATURE,
         },
         "algorithm": {"updates_per_step": NUM_UPDATES, "clip_low": 0.2, "clip_high": 0.28},
-        # A large epsilon: the key biases have no gradient but rounding, of which Adam would otherwise make full steps.
-        "optimizer": {"learning_rate": 1e-2, "epsilon": 1e-3, "weight_decay": 0.1, "micro_batch_tokens": 48},
+        "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1, "micro_batch_tokens": 48},
     }
     for key, value in changes.items():
         section, name = key.split("__")
@@ -95,8 +97,10 @@ def make_advantages(step: int = 0) -> np.ndarray:
 
 def connect() -> Any:
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.rl import engine
     from tlt_hpc.rl.distributed import join_process_group
 
+    engine.ADAM_EPSILON = EPSILON
     world = World.connect()
     join_process_group(world, "cpu")
     return world
@@ -119,7 +123,7 @@ class Reference:
         self.model = make_model()
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), settings.learning_rate, weight_decay=settings.weight_decay
+            self.model.parameters(), settings.learning_rate, eps=EPSILON, weight_decay=settings.weight_decay
         )
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.norms: list[float] = []

@@ -17,6 +17,8 @@ REDUCE_BUCKET_ELEMENTS = 50_000_000
 """Gradients reduced in one collective at most; 200 MB in fp32, a tenth of DeepSpeed's default. It keeps a buffer of so
 many, which a smaller model need not pay for."""
 
+ADAM_EPSILON = 1e-8
+
 
 def engine_settings(config: Config, num_ranks: int, device_type: str) -> dict[str, Any]:
     """DeepSpeed's configuration of the policy engine."""
@@ -103,5 +105,6 @@ def _make_optimizer(model: torch.nn.Module, config: Config, offloaded: bool) -> 
     return adam(
         model.parameters(),
         lr=settings.learning_rate,
+        eps=ADAM_EPSILON,
         weight_decay=settings.weight_decay,
     )
