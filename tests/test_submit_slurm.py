@@ -120,8 +120,8 @@ def test_what_the_partition_does_not_give_is_said_before_slurm_lets_it_wait_for_
     assert submit(TINY, "--partition=main", "--time=2:00:00", "--nodes=4", "run.folder=runs", "--folder=kept") == 0
     said = capsys.readouterr()
     assert said.err.strip() == (
-        "submit.py: 2 h asked for, partition 'main' gives at most 1 h; ask for --time=01:00:00; the run goes on in the "
-        "next job"
+        "submit.py: 2 h asked for, partition 'main' gives at most 1 h; ask for --time=01:00:00; the next job resumes "
+        "the run"
     )
     assert slurm.run("squeue", "--format=%r", "--noheader").strip() in ("PartitionConfig", "PartitionTimeLimit")
     assert f"look after it with: python jobs/submit.py status {tmp_path / 'kept'}" in said.out
