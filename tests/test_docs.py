@@ -259,7 +259,7 @@ def test_batch_scripts_take_what_they_are_given(command: Command) -> None:
 
 
 INSTALL = [
-    "CONDA_OVERRIDE_CUDA=12.8 conda env create -f environment.yml   # the newest CUDA that the nodes' driver takes",
+    "CONDA_OVERRIDE_CUDA=12.8 conda env create -f environment.yml   # the CUDA version that nvidia-smi shows on a node",
     "conda activate tlt_hpc && pip install --no-deps -e .",
 ]
 """How the environment of a cluster is made: on a login node without a GPU conda would else choose a torch for CPUs."""
