@@ -30,7 +30,7 @@ from tlt_hpc.config import (
 )
 from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.reading import toml_value
-from tlt_hpc.config.removed import REMOVED
+from tlt_hpc.config.removed import REMOVED, Removed
 from tlt_hpc.config.whole import SECTIONS
 
 MAX_KEYS = 110
@@ -524,7 +524,7 @@ def test_a_saved_configuration_may_have_a_removed_key_at_its_default(name: str, 
 
 
 def test_a_removed_default_is_told_from_an_equal_value_of_another_type() -> None:
-    assert REMOVED["checkpoint.background"].accepts(True) and not REMOVED["checkpoint.background"].accepts(1)
+    assert Removed(True, "").accepts(True) and not Removed(True, "").accepts(1)
 
 
 # --- tlt keys and docs/configuration.md ---

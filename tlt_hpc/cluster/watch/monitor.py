@@ -31,6 +31,8 @@ from tlt_hpc.cluster.watch.record import FINISHED, DamagedRecordError, Record, c
 _HIGH_DESCRIPTOR = 1000
 """Linux closes a dying process's files from the highest number down: before the pipes that its launcher watches."""
 _MAX_REPORT_BYTES = 8192
+_MAX_ENDING = 200
+"""Characters of an ending that are reported: a compiler's error may be as long as its log."""
 DEATH_SECONDS = 5.0
 """How long a process may take from closing its files to its end."""
 
@@ -84,7 +86,14 @@ class Liveness:
             return
         where = None if folder is None else str(folder.absolute())
         report = RankReport(
-            member.start, member.rank, member.host, os.getpid(), member.size, len(member.neighbours), where, ending
+            member.start,
+            member.rank,
+            member.host,
+            os.getpid(),
+            member.size,
+            len(member.neighbours),
+            where,
+            ending[:_MAX_ENDING],
         )
         address = address_of(member.start, member.host)
         if self._reported is None:
@@ -99,7 +108,8 @@ class Liveness:
     def close(self) -> None:
         """Let the monitor end once all its ranks have ended."""
         if self._monitor is not None and self._monitor.stdin is not None:
-            self._monitor.stdin.close()
+            with suppress(BrokenPipeError):  # it was killed before it had read its address
+                self._monitor.stdin.close()
         self._monitor = None
 
     def _tell_monitor(self, address: bytes, is_first: bool) -> None:
@@ -114,7 +124,7 @@ class Liveness:
             self._monitor.stdin.flush()
 
     def _connect(self, address: bytes) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end, suppress(OSError):
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
             end.setblocking(False)
             end.connect(address)
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -49,5 +49,8 @@ def cause_of(exit_code: int | None) -> str:
 
 def count_memory_kills() -> int:
     """How often the system has killed a process of this host for want of memory, in a control group or at large."""
-    lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:  # hidden, as in some containers
+        return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
