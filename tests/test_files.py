@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import shutil
 import subprocess
 import tomllib
@@ -17,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from tlt_hpc.cli.main import main
 from tlt_hpc.config import check_model_limits, check_ranks, load_config, parse_config, to_toml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,6 +141,23 @@ def test_scripts_parse(path: Path) -> None:
         subprocess.run(["shellcheck", "-x", path], cwd=ROOT, check=True)
 
 
-def test_the_tuning_table_is_what_is_planned():
-    table = runpy.run_path(str(ROOT / "tools" / "tuning_table.py"))
-    assert "\n".join(table["rows"]()) in (ROOT / "docs" / "cluster.md").read_text()
+TUNED = re.findall(
+    r"^\| `(\w+)` \| `([\w-]+)` \| (\d+) \| (does not fit|none|`.+?`) \| ?(\d*)",
+    (ROOT / "docs" / "cluster.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("row", TUNED, ids=lambda row: "-".join(row[:3]))
+def test_the_tuning_table_says_what_the_plan_says(row: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    job, gpu, nodes, settings, peak = row
+    overrides = [] if settings in ("none", "does not fit") else settings.strip("`").split()
+    command = ["plan", str(ROOT / "jobs" / f"{job}.toml"), "--gpus", "8", "--ranks", str(8 * int(nodes))]
+    status = main([*command, "--gpu-memory", gpu, *overrides])
+    found = re.search(r"Fits. Peak ([\d.]+) GB", " ".join(capsys.readouterr().out.split()))
+    assert (status == 0) == (found is not None) == (settings != "does not fit")
+    assert found is None or abs(float(found[1]) - float(peak)) <= 0.51
+
+
+def test_there_is_a_tuning_table() -> None:
+    assert len(TUNED) == 18

@@ -242,7 +242,6 @@ READ_BY_NOBODY = [
     ["tools/inspect_run.py", "RUN", "--check"],
     ["tools/lengths.py", "RUN"],
     ["tools/timeline.py", "--help"],
-    ["tools/tuning_table.py"],
     ["jobs/submit.py", "--help"],
     ["jobs/submit.py", "jobs/tiny.toml", "--dry-run"],
 ]
