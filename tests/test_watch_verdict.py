@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
 from tlt_hpc.cluster.watch.last import clear_last
-from tlt_hpc.cluster.watch.process import cause_of, describe
+from tlt_hpc.cluster.watch.process import describe
 from tlt_hpc.cluster.watch.progress_counter import ProgressCounter
 from tlt_hpc.cluster.watch.record import (
     SIZE,
@@ -319,11 +319,7 @@ def test_files_of_more_ranks_and_damaged_ones_are_left_out(tmp_path):
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def test_of_what_a_process_died():
-    assert cause_of(9) == "was killed by signal 9 (SIGKILL)"
-    assert cause_of(11 | 0x80) == "was killed by signal 11 (SIGSEGV)"
-    assert cause_of(3 << 8) == "ended with status 3 and no word"
-    assert "launcher" in cause_of(None)
+def test_a_process_that_is_gone():
     assert describe(2**22 + 1) == "its process is gone"
 
 

@@ -61,10 +61,7 @@ def find_wrong(
         wrong.append(f"status {status}, not {' or '.join(map(str, sorted(wanted)))}")
     wrong += wrong_tracebacks(log, by_loss=struck and fault.rank is not None)
     if struck and fault.rank is not None:
-        # of a rank that is killed after the run's last word only the launcher may know it
-        has_finished = re.search(r"^finished: \d+ steps", log, re.MULTILINE) is not None
-        must = fault.kind == "place" or (fault.after_steps > 0 and not has_finished)
-        wrong += wrong_names(fault.rank, log, must)
+        wrong += wrong_names(fault.rank, log)
     if fault.kind == "disk" and struck and not re.search(r"^tlt: .*No space left on device", log, re.MULTILINE):
         wrong.append("the full disk is not named")
     return wrong + wrong_beginnings(log, *steps)
@@ -80,11 +77,9 @@ def wrong_tracebacks(log: str, by_loss: bool) -> list[str]:
     return wrong
 
 
-def wrong_names(rank: int, log: str, must: bool) -> list[str]:
-    """Whether another rank was named than the one that was killed, or, where one ``must`` be, none."""
+def wrong_names(rank: int, log: str) -> list[str]:
+    """Whether another rank was named than the one that was killed."""
     named = re.findall(r"^tlt: rank (\d+) on \S+ (.*?)(?:,|;|$)", log, re.MULTILINE)
-    if must and not named:
-        return ["the rank that was killed is not named"]
     return [f"rank {name} {what}, where rank {rank} was killed" for name, what in named if int(name) != rank]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.cluster.watch.process import look_at
+from tlt_hpc.cluster.watch.process import process_state
 from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, DamagedRecordError, Record, read_record
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import Count, DamagedText, Moment, read_json
@@ -160,8 +160,7 @@ def _is_dead(host: str, pid: int) -> bool:
     """Whether a process is known to have ended: it was on this host, and is gone or is this one."""
     if host != socket.gethostname():
         return False
-    process = look_at(pid)
-    return pid == os.getpid() or process is None or process.state == "Z"
+    return pid == os.getpid() or process_state(pid) in ("", "Z")
 
 
 def read_owner(status: Path) -> Owner | None:

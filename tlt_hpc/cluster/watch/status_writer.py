@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 
 class StatusWriter:
-    """Runs one task at a time, in a thread of its own; the caller asks ``is_idle`` first."""
+    """Runs one task at a time, in a thread of its own."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
         # Daemon: a folder that hangs must not keep the process from ending.
@@ -23,15 +25,31 @@ class StatusWriter:
         """Whether the last task is done."""
         return self._idle.is_set()
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Run ``task``, which must not raise; only while idle."""
-        assert self.is_idle, "the writer is busy"
-        self._idle.clear()
-        self._tasks.put(task)
+    def run_if_idle(self, task: Callable[[], None]) -> bool:
+        """Run ``task``, which must not raise, unless the last one is still running; returns whether it will run.
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until it is idle, for ``seconds`` at most; returns whether it is."""
-        return self._idle.wait(seconds)
+        The watch's thread and, at the end, the main thread may call this at the same time.
+        """
+        with self._lock:
+            if not self._idle.is_set():
+                return False
+            self._idle.clear()
+        self._tasks.put(task)
+        return True
+
+    def run_within(self, seconds: float, task: Callable[[], None]) -> bool:
+        """Run ``task`` after the last one and wait for its end; False if either does not end within ``seconds``."""
+        done = threading.Event()
+
+        def work() -> None:
+            task()
+            done.set()
+
+        end = time.monotonic() + seconds
+        while not self.run_if_idle(work):
+            if not self._idle.wait(max(0.0, end - time.monotonic())):
+                return False
+        return done.wait(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """Let the thread end after its task."""

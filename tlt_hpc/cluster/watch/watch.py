@@ -17,10 +17,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from tlt_hpc.cluster.device import local_rank
 from tlt_hpc.cluster.watch.beat import BEAT, Beat, Member, Phase
 from tlt_hpc.cluster.watch.diagnosis import Diagnosis, is_due
-from tlt_hpc.cluster.watch.monitor import Liveness
 from tlt_hpc.cluster.watch.progress_counter import ProgressCounter
 from tlt_hpc.cluster.watch.record import FINISHED, HEARTBEAT_SECONDS, Record, claim_verdict, stacks_file, write_record
 from tlt_hpc.cluster.watch.status_writer import StatusWriter
@@ -61,7 +59,6 @@ class Watch:
         self._beat, self._exit, self._look_seconds = beat, end, look_seconds
         self._counter = ProgressCounter(beat, factor, look_seconds)
         self._nobody = Member(rank or 0, 1, socket.gethostname(), "", {})
-        self._liveness = Liveness(starts_monitor=rank is not None and not local_rank(os.environ))
         self._writer = StatusWriter()
         self._closing = threading.Event()
         # Daemon: a rank that raises must reach MPI_Abort at exit.
@@ -89,7 +86,6 @@ class Watch:
         self._report_end()
         self._writer.close()
         self._beat.member = self._beat.folder = self._beat.abort = self._beat.on_leaving = None
-        self._liveness.close()
 
     def ended(self, status: int) -> int:
         """Record the exit status with which this process is about to end; returns it."""
@@ -104,7 +100,6 @@ class Watch:
         """What the thread does every second."""
         self._counter.look()
         member, folder = self._member, self._beat.folder
-        self._liveness.report(member, folder, self._beat.ending)
         self._leave_old_folder(folder)
         record = self._counter.record(member)
         self._looks_unwritten = 0 if self._writer.is_idle else self._looks_unwritten + 1
@@ -114,8 +109,8 @@ class Watch:
             self._end_alone(record, folder)
         else:
             self._diagnose(record, folder)
-        if folder is not None and self._writer.is_idle:
-            self._writer.run(partial(self._write_and_read, folder, record, self._diagnosis))
+        if folder is not None:
+            self._writer.run_if_idle(partial(self._write_and_read, folder, record, self._diagnosis))
 
     def _watch(self) -> None:
         while not self._closing.wait(self._look_seconds):
@@ -124,9 +119,9 @@ class Watch:
     def _leave_old_folder(self, folder: Path | None) -> None:
         """Write the last record into the folder that this process had before."""
         if self._folder is not None and folder != self._folder:
-            if not self._writer.is_idle:
+            last = self._counter.record(self._member, FINISHED)
+            if not self._writer.run_if_idle(partial(self._write, self._folder, last)):
                 return  # at the next look
-            self._writer.run(partial(self._write, self._folder, self._counter.record(self._member, FINISHED)))
         self._folder = folder
 
     def _diagnose(self, record: Record, folder: Path) -> None:
@@ -189,9 +184,7 @@ class Watch:
             except OSError:
                 is_first.append(True)  # standard error is the only place for it
 
-        if self._writer.wait(LAST_WORD_SECONDS):
-            self._writer.run(leave)
-            self._writer.wait(LAST_WORD_SECONDS)
+        self._writer.run_within(LAST_WORD_SECONDS, leave)
         if is_first != [False]:
             self._say_why(f"{line}; stacks are in {stacks_file(folder, record.rank).with_name('rank-*.stacks')}")
         self._end()
@@ -202,7 +195,6 @@ class Watch:
     def _end(self) -> None:
         """End the job through MPI, which reaches all nodes; if MPI itself hangs, end this process."""
         self._closing.set()
-        self._liveness.report(self._member, self._beat.folder, "stalled")
         if self._beat.abort is not None:
             abort = threading.Thread(target=self._beat.abort, args=(STALLED,), name="abort", daemon=True)
             abort.start()
@@ -212,12 +204,9 @@ class Watch:
     def _report_end(self) -> None:
         """Write the last record; returns once it is on the disk, or the folder does not answer."""
         member, folder, ending = self._member, self._beat.folder, self._beat.ending or FINISHED
-        self._liveness.report(member, folder, ending)
         if folder is not None:
             record = self._counter.record(member, ending)
-            if self._writer.wait(LAST_WORD_SECONDS):
-                self._writer.run(partial(self._write, folder, record))
-            if not self._writer.wait(LAST_WORD_SECONDS):
+            if not self._writer.run_within(LAST_WORD_SECONDS, partial(self._write, folder, record)):
                 say(f"{record.name} could not leave word of its end: {folder} does not answer")
 
 
