@@ -72,7 +72,7 @@ activate() {
         source "$TLT_ENVIRONMENT/bin/activate"
     elif [[ -n $TLT_ENVIRONMENT ]]; then
         activate_conda "$TLT_ENVIRONMENT" || die "TLT_ENVIRONMENT=$TLT_ENVIRONMENT is neither a folder with" \
-            "bin/activate nor a conda environment that conda (found: $(find_conda)) activates; mend it there"
+            "bin/activate nor a conda environment that conda (found: $(find_conda)) activates; correct it"
     elif [[ -n $active ]]; then
         PATH="$active/bin:$PATH" # modules may have put theirs before it
     elif activate_conda tlt_hpc; then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Judges a run's policy, or a model, on one node:   sbatch sbatch/evaluate.sh RUN JOB.toml [key=value ...]
 # such as   sbatch sbatch/evaluate.sh runs/qwen7b runs/qwen7b/config.toml evaluation.samples=32
-# Requeued, or submitted again, it goes on from where it was. Status 75: stopped early.
+# Requeued or submitted again, it resumes. Status 75: stopped early.
 # Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh.
 #SBATCH --account=YOUR_ACCOUNT
 #SBATCH --partition=YOUR_PARTITION

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains DeepSeek-R1-Distill-Qwen-7B on 8 nodes of 8 GPUs:   sbatch sbatch/train_r1_qwen7b.sh [section.key=value ...]
-# Requeued, or submitted again, it goes on from where it was. Status 75: stopped early.
+# Requeued or submitted again, it resumes. Status 75: stopped early.
 # Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh.
 #SBATCH --account=YOUR_ACCOUNT
 #SBATCH --partition=YOUR_PARTITION

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Warms up a drafter on one node:   sbatch sbatch/warmup_drafter.sh [JOB.toml [section.key=value ...]]
 # What it leaves begins a training:   sbatch sbatch/train_qwen7b.sh drafter.init=runs/qwen7b-warmup/drafter
-# Requeued, or submitted again, it goes on from where it was. Status 75: stopped early.
+# Requeued or submitted again, it resumes. Status 75: stopped early.
 # Edit the account and the partition and, where they differ, the two paths. The environment: sbatch/env.sh.
 #SBATCH --account=YOUR_ACCOUNT
 #SBATCH --partition=YOUR_PARTITION

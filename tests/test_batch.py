@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -12,126 +11,15 @@ from pathlib import Path
 import pytest
 from local_slurm import LocalSlurm
 
-from tlt_hpc.cluster.batch import Array, Batch, Folders, render
-from tlt_hpc.cluster.scripts import SCRIPTS
-from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.config import load_config
 from tlt_hpc.storage.step_lines import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINING = {name.removeprefix("train_"): batch for name, batch in SCRIPTS.items() if name.startswith("train_")}
-
-GOLDEN = """\
-#!/usr/bin/env bash
-# For the test.
-#SBATCH --account=lab
-#SBATCH --partition=gpu
-#SBATCH --job-name=sweep
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4
-#SBATCH --cpus-per-task=3
-#SBATCH --gpus-per-node=4
-#SBATCH --mem=0
-#SBATCH --time=1-00:00:00
-#SBATCH --array=0,2-3%2
-#SBATCH --dependency=afterok:17
-#SBATCH --signal=USR2@90
-#SBATCH --open-mode=append
-#SBATCH --output='a folder/%A_%a.log'
-#SBATCH --exclusive
-#SBATCH --no-requeue
-#SBATCH --kill-on-invalid-dep=yes
-#SBATCH --qos=long
-PROJECT=/clone
-STORE=/scratch
-
-set -euo pipefail
-[[ -f $PROJECT/sbatch/env.sh ]] ||
-    { echo "$PROJECT has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" >&2; exit 1; }
-source "$PROJECT/sbatch/env.sh"
-cd "$STORE"
-echo before
-# shellcheck disable=SC2086 # TLT_CONTAINER is words, or none: sbatch/env.sh
-srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
-    $TLT_CONTAINER python -m x
-"""
-PLAIN = Batch("sweep", "python -m x", Folders("/clone", "/scratch"))
-
-
-def test_every_field_has_its_line() -> None:
-    batch = Batch(
-        name="sweep",
-        command="python -m x",
-        folders=Folders("/clone", "/scratch"),
-        about=("For the test.",),
-        nodes=2,
-        ranks_per_node=4,
-        cpus_per_rank=3,
-        gpus_per_node=4,
-        time="1-00:00:00",
-        account="lab",
-        partition="gpu",
-        memory="0",
-        exclusive=True,
-        requeue=False,
-        signal_seconds=90,
-        array=Array((0, 2, 3), 2),
-        dependency="afterok:17",
-        log="a folder/%A_%a.log",
-        options=("--qos=long",),
-        before=("echo before",),
-    )
-    assert render(batch) == GOLDEN
-    assert {line.split("=")[0] for line in GOLDEN.splitlines() if line.startswith("#SBATCH")} >= {
-        f"#SBATCH --{name}" for name in ("account", "array", "dependency", "qos", "signal", "mem", "gpus-per-node")
-    }
-
-
-def test_what_is_not_asked_for_is_not_written() -> None:
-    text = render(PLAIN)
-    for absent in ("account", "partition", "gpus", "mem=", "array", "dependency", "exclusive", "kill-on-invalid"):
-        assert absent not in text
-    assert "#SBATCH --requeue\n" in text
-
-
-@pytest.mark.parametrize(
-    ("indices", "at_once", "text"),
-    [((0, 1, 2), 8, "0-2%3"), ((4,), 2, "4%1"), ((1, 5), 1, "1,5%1"), ((0, 1, 2, 3, 9), 9, "0-3,9%5")],
-)
-def test_arrays_are_written_as_slurm_does(indices: tuple[int, ...], at_once: int, text: str) -> None:
-    assert str(Array(indices, at_once)) == text
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"nodes": 0}, "0 nodes"),
-        ({"ranks_per_node": -1}, "-1 ranks per node"),
-        ({"gpus_per_node": -1}, "-1 GPUs per node"),
-        ({"time": "a day"}, "time 'a day'"),
-        ({"options": ("qos=long",)}, "'qos=long' is no option of sbatch"),
-        ({"options": ("--comment=a\nrm -rf x",)}, "is no option of sbatch"),
-        ({"partition": "gpu\nrm"}, "partition 'gpu\\nrm'"),
-    ],
-)
-def test_what_slurm_would_not_take_is_refused(change: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        dataclasses.replace(PLAIN, **change)  # type: ignore[arg-type]
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+SCRIPTS = sorted(path.stem for path in (ROOT / "sbatch").glob("*.sh") if path.stem != "env")
+TRAINING = [name.removeprefix("train_") for name in SCRIPTS if name.startswith("train_")]
 
 
 # --- the scripts ---
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_what_the_function_renders(name: str) -> None:
-    path = ROOT / "sbatch" / f"{name}.sh"
-    assert path.read_text() == render(SCRIPTS[name]), "edit cluster/scripts.py, then call tools/make_batch_scripts.py"
-    assert os.access(path, os.X_OK)
-
-
-def test_there_is_no_other_script() -> None:
-    assert {path.stem for path in (ROOT / "sbatch").glob("*.sh")} == {*SCRIPTS, "env"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -144,15 +32,17 @@ def test_scripts_are_short_and_edited_at_the_top(name: str) -> None:
     first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert [line.partition("=")[0] for line in lines[first_command : first_command + 3]] == ["PROJECT", "STORE", ""]
     assert ["YOUR_" in line for line in lines].count(True) == 2
+    assert os.access(ROOT / "sbatch" / f"{name}.sh", os.X_OK)
+    common = ["set -euo pipefail", 'source "$PROJECT/sbatch/env.sh"', 'cd "$STORE"']
+    assert set(common) <= set(lines) and lines[-2].startswith('srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 ')
 
 
 @pytest.mark.parametrize("job", TRAINING)
 def test_training_scripts_fit_their_jobs(job: str) -> None:
-    batch = TRAINING[job]
-    assert f'train "$PROJECT/jobs/{job}.toml" "$@"' in batch.command
-    assert batch.nodes * batch.ranks_per_node == 64
-    assert batch.ranks_per_node == batch.gpus_per_node
-    assert batch.ranks_per_node % load_config(ROOT / "jobs" / f"{job}.toml").rollout.tensor_parallel == 0
+    text = (ROOT / "sbatch" / f"train_{job}.sh").read_text()
+    assert f'train "$PROJECT/jobs/{job}.toml" "$@"' in text
+    assert "#SBATCH --ntasks-per-node=8\n" in text and "#SBATCH --gpus-per-node=8\n" in text
+    assert 8 % load_config(ROOT / "jobs" / f"{job}.toml").rollout.tensor_parallel == 0
 
 
 # --- the ranks' environment ---
@@ -215,11 +105,6 @@ def test_every_rank_gets_its_command_and_its_environment(tmp_path: Path) -> None
     ]
 
 
-def test_a_sites_own_settings_of_the_allocator_stay(tmp_path: Path) -> None:
-    shown = run_script(tmp_path, "smoke", PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512").stdout
-    assert "\nPYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512\n" in shown
-
-
 @pytest.mark.parametrize(
     ("variables", "disk"),
     [
@@ -249,13 +134,6 @@ def test_srun_starts_ranks_as_the_mpi_library_wants(says: str, mpi: str, tmp_pat
     assert "\n--mpi=mine\n" in run_script(tmp_path, "smoke", TLT_SRUN_MPI="mine").stdout
 
 
-def test_an_unknown_mpi_library_is_one_line(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "smoke", MPI_SAYS="Some MPI 1.0")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "cannot tell how srun starts ranks of Some MPI 1.0; set TLT_SRUN_MPI" in done.stderr
-
-
 def venv(folder: Path) -> Path:
     program(folder / "bin", "python", SAYS_MPI)
     (folder / "bin" / "activate").write_text(f'PATH="{folder}/bin:$PATH"\n: "$NOT_SET"\n')
@@ -273,30 +151,6 @@ def conda(folder: Path, environment: str) -> Path:
 
 def python_used(folder: Path) -> str:
     return (folder / "called").read_text().splitlines()[-1]
-
-
-def test_the_environment_is_found_where_it_is_said_to_be_looked_for(tmp_path: Path) -> None:
-    path = tmp_path / "bin" / "python"
-    assert run_script(tmp_path, "smoke").returncode == 0
-    assert python_used(tmp_path) == str(path)
-    clone = venv(tmp_path / "clone" / ".venv")
-    assert run_script(tmp_path, "smoke").returncode == 0
-    assert python_used(tmp_path) == str(clone)
-    other = conda(tmp_path, "other")
-    assert run_script(tmp_path, "smoke").returncode == 0
-    assert python_used(tmp_path) == str(clone)  # a conda without the environment
-    assert run_script(tmp_path, "smoke", TLT_ENVIRONMENT="other").returncode == 0
-    assert python_used(tmp_path) == str(other)
-    named = conda(tmp_path, "tlt_hpc")
-    assert run_script(tmp_path, "smoke").returncode == 0
-    assert python_used(tmp_path) == str(named)
-    elsewhere = venv(tmp_path / "elsewhere")
-    path_with = f"{elsewhere.parent}:{tmp_path / 'bin'}:/usr/bin:/bin"
-    active = {"VIRTUAL_ENV": str(elsewhere.parent.parent), "PATH": path_with}
-    assert run_script(tmp_path, "smoke", **active).returncode == 0
-    assert python_used(tmp_path) == str(elsewhere)
-    assert run_script(tmp_path, "smoke", **active, TLT_ENVIRONMENT=str(clone.parent.parent)).returncode == 0
-    assert python_used(tmp_path) == str(clone)
 
 
 @pytest.mark.parametrize(
@@ -349,12 +203,6 @@ def test_what_is_not_found_is_said_with_where_it_was_looked_for(tmp_path: Path) 
     assert (done.returncode, "TLT_MODULES=cuda/12, and there is no command module" in done.stderr) == (1, True)
 
 
-def test_modules_are_loaded_before_python_is_looked_for(tmp_path: Path) -> None:
-    program(tmp_path / "bin", "module", f'echo "$@" >{tmp_path}/loaded')
-    assert run_script(tmp_path, "smoke", TLT_MODULES="cuda/12.8 openmpi").returncode == 0
-    assert (tmp_path / "loaded").read_text() == "load cuda/12.8 openmpi\n"
-
-
 def test_a_shell_that_nobody_logged_in_to_finds_the_modules(tmp_path: Path) -> None:
     init = tmp_path / "lmod" / "init" / "bash"
     init.parent.mkdir(parents=True)
@@ -383,10 +231,6 @@ def test_the_step_does_not_ask_for_what_another_job_had(tmp_path: Path) -> None:
     assert [line for line in shown if line.startswith("SLURM_")] == []
 
 
-def test_whoever_has_his_packages_below_his_home_says_so(tmp_path: Path) -> None:
-    assert "\nPYTHONNOUSERSITE=\n" in run_script(tmp_path, "smoke", PYTHONNOUSERSITE="").stdout
-
-
 @pytest.mark.parametrize("command", ["apptainer exec --nv", "singularity exec"])
 def test_in_a_container_question_and_ranks_are_the_images(command: str, tmp_path: Path) -> None:
     """The host has no usable Python; a program stands for the container's."""
@@ -409,12 +253,6 @@ def test_in_a_container_question_and_ranks_are_the_images(command: str, tmp_path
     program(inside, "python", "exit 1")
     done = run_script(tmp_path, "smoke", TLT_CONTAINER=container)
     assert f"{container} python: mpi4py and its MPI library do not load in it" in done.stderr
-
-
-def test_where_there_is_no_clone_the_script_says_where_sbatch_belongs(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "smoke", SLURM_SUBMIT_DIR=str(tmp_path / "clone" / "sbatch"))
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "clone/sbatch has no sbatch/env.sh; call sbatch in the clone (SLURM_SUBMIT_DIR)" in done.stderr
 
 
 def test_evaluation_wants_to_know_what_of(tmp_path: Path) -> None:
@@ -440,15 +278,17 @@ MPICH_FAULT = "mpi/pmi2: value not properly terminated in client request"
 def test_ranks_have_their_environment_wherever_sbatch_is_called(slurm: LocalSlurm, tmp_path: Path, given: str) -> None:
     """By itself each of these ends the job before a rank has begun, or takes the environment from the ranks."""
     command = "bash -c 'echo \"rank $SLURM_PROCID of $(basename $TLT_NODE_CACHE) on GPUs $CUDA_VISIBLE_DEVICES\"'"
-    asked = Batch("tlt-env", command, Folders(str(ROOT), str(tmp_path)), nodes=2, gpus_per_node=2, memory="0")
-    (tmp_path / "job.sh").write_text(render(asked))
+    smoke = (ROOT / "sbatch" / "smoke.sh").read_text().partition("$TLT_CONTAINER python")[0]
+    smoke = smoke.replace("#SBATCH --account=YOUR_ACCOUNT\n#SBATCH --partition=YOUR_PARTITION\n", "")
+    (tmp_path / "job.sh").write_text(f"{smoke} {command}\n")
     if given == "export":
         arguments, variables = (f"--export=TLT_ENVIRONMENT={sys.prefix}",), {}
     else:
         arguments, variables = (), {**INHERITED, "SLURM_GPUS_PER_NODE": "1", "SLURM_GPUS": "1"}
         del variables["SLURM_EXPORT_ENV"]
     log = tmp_path / "log"
-    job = slurm.sbatch(f"--output={log}", "--time=2", *arguments, tmp_path / "job.sh", **variables)
+    asked = ("--time=2", "--gpus-per-node=2", "--mem=0")
+    job = slurm.sbatch(f"--output={log}", *asked, *arguments, tmp_path / "job.sh", **variables)
     assert slurm.wait(job) == "COMPLETED", log.read_text()
     cache = f"tlt-{subprocess.check_output(['id', '-un'], text=True).strip()}-{job}-0"
     ranks = sorted(line for line in log.read_text().splitlines() if line.startswith("rank "))

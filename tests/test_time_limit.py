@@ -15,7 +15,7 @@ import pytest
 from tlt_hpc.cluster import slurm, stopping, time_limit
 from tlt_hpc.cluster.slurm import SlurmError, allocation, kill_wait, parse_time
 from tlt_hpc.cluster.stopping import Stop, StopFlag
-from tlt_hpc.cluster.time_limit import AGAIN, HISTORY, LINKS_LEFT, await_preemption, know_limits, queue_again
+from tlt_hpc.cluster.time_limit import AGAIN, HISTORY, await_preemption, know_limits, queue_again
 
 JOB = {"SLURM_JOB_ID": "17"}
 
@@ -290,19 +290,6 @@ def test_where_slurm_refuses_the_user_is_told_what_to_do(command, tmp_path):
     assert queue_again({**JOB, **again}, tmp_path, "step 1").endswith(": `python jobs/submit.py resubmit sub` goes on")
 
 
-@pytest.mark.parametrize(
-    ("left", "what"),
-    [("1", "the next job of the chain goes on"), ("0", "`python jobs/submit.py resubmit sub` goes on")],
-)
-def test_of_a_chain_the_next_job_goes_on_and_nothing_is_asked_of_slurm(command, tmp_path, left, what):
-    command("scontrol", f'echo "$@" >> {tmp_path}/asked')
-    chain = {**JOB, LINKS_LEFT: left, AGAIN: "python jobs/submit.py resubmit sub"}
-    for _ in range(4):  # of a job that is never queued again none is one start too many
-        told = queue_again(chain, tmp_path, "step 1")
-        assert told == f"job 17 is one of a chain, so it is not queued again: {what}"
-    assert not (tmp_path / "asked").exists()
-
-
 PREEMPTED = "JobId=17 JobState=RUNNING Requeue=1 PreemptTime=2026-11-22T03:33:48 Partition=main QOS=long"
 
 
@@ -362,8 +349,6 @@ def test_a_preempted_job_that_slurm_does_not_queue_again_says_so_and_leaves(comm
     await_preemption(JOB)  # it would not come back: the job stays preempted
     told = f"tlt: job 17 is preempted, and not queued again ({why}): submit the same script, which goes on\n"
     assert capsys.readouterr().out == told
-    await_preemption({**JOB, LINKS_LEFT: "2"})
-    assert capsys.readouterr().out.endswith(f"({why}): the next job of the chain goes on\n")
 
 
 def test_where_the_mode_is_not_known_a_preempted_job_waits_all_the_same(command, monkeypatch, tmp_path, caplog):

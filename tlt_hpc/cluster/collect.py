@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tlt_hpc.cluster.status import TaskStatus, in_columns, run_lines
+from tlt_hpc.cluster.status import MemberStatus, in_columns, run_lines
 from tlt_hpc.cluster.submission import Submission
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes, told
 from tlt_hpc.config import UserError
@@ -30,38 +30,28 @@ _MEANS = {
 Row = dict[str, Any]
 
 
-def collect(submission: Submission, statuses: Sequence[TaskStatus]) -> list[Row]:
-    """A row for each training, in order; what a run has no figure for is None.
+def collect(submission: Submission, statuses: Sequence[MemberStatus]) -> list[Row]:
+    """A row for each member, in order; None where a run has no such figure.
 
     Raises:
         UserError: a run's files are damaged.
     """
-    trainings = [status for status in statuses if status.task.stage == "train"]
     rows = [
-        {"member": status.task.member, **swept(status), "state": status.state, "steps": status.steps}
-        | figures(run_lines(submission, status.task))
-        | evaluation(submission.store / status.task.run / "evaluations.jsonl")
-        for status in trainings
+        {"member": status.member.name, **dict(override.partition("=")[::2] for override in status.member.own)}
+        | {"state": status.state, "steps": status.steps}
+        | figures(run_lines(submission, status.member))
+        | evaluation(submission.store / status.member.run / "evaluations.jsonl")
+        for status in statuses
     ]
     columns = dict.fromkeys(column for row in rows for column in row)
     return [{column: row.get(column) for column in columns} for row in rows]
 
 
-def swept(status: TaskStatus) -> Row:
-    """What the member does not share with all, by key."""
-    pairs = (override.partition("=")[::2] for override in status.task.own)
-    return {key: value for key, value in pairs if key not in ("run.name", "drafter.init")}
-
-
 def figures(lines: Mapping[int, Line]) -> Row:
     """Means over a run's steps."""
     rows = list(lines.values())
-    return {name: mean([row[key] for row in rows[-last:] if key in row]) for name, (key, last) in _MEANS.items()}
-
-
-def mean(values: Sequence[float]) -> float | None:
-    """None of nothing."""
-    return fmean(values) if values else None
+    values = {name: [row[key] for row in rows[-last:] if key in row] for name, (key, last) in _MEANS.items()}
+    return {name: fmean(found) if found else None for name, found in values.items()}
 
 
 def evaluation(path: Path) -> Row:
@@ -78,7 +68,7 @@ def evaluation(path: Path) -> Row:
     except OSError as error:
         raise UserError(told(error)) from None
     except DamagedText as error:
-        raise UserError(f"{path} is damaged ({error}); mend or remove it, and collect again") from None
+        raise UserError(f"{path} is damaged ({error}); fix or remove it, and collect again") from None
 
 
 def write_results(folder: Path, rows: Sequence[Row]) -> list[Path]:

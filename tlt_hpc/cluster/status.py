@@ -1,15 +1,15 @@
-"""How the tasks of a submission stand, from Slurm's queue, the jobs' exit statuses and the runs' folders."""
+"""How the members of a submission stand, from Slurm's queue, the jobs' exit statuses and the runs' folders."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlt_hpc.cluster.executor import read_status
 from tlt_hpc.cluster.slurm import QueuedJob
-from tlt_hpc.cluster.submission import Key, Submission, Task
+from tlt_hpc.cluster.submission import Member, Submission
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import Line, read_lines
 
@@ -24,82 +24,66 @@ _LAST_WORDS = re.compile(rb"^(?:tlt|sbatch/env\.sh|slurmstepd: error|srun: error
 
 
 @dataclass(frozen=True)
-class TaskStatus:
-    """How one task stands; ``state`` is ``finished``, ``stopped early``, ``failed (status N)`` or, in lower case,
+class MemberStatus:
+    """How one member stands; ``state`` is ``finished``, ``stopped early``, ``failed (status N)`` or, in lower case,
     what Slurm says, with its reason for a job that waits."""
 
-    task: Task
+    member: Member
     state: str
     is_live: bool
     """Whether it still waits or runs, so that it is not to be submitted again."""
     node: str
     log: Path | None
-    steps: int = 0
-    reward: float | None = None
-    """Mean of the last step; None before there is one, and for other stages than training."""
+    steps: int
+    reward: float | None
+    """Mean of the last step; None before there is one."""
 
 
-def read_status(
-    submission: Submission, queue: Mapping[str, QueuedJob], exit_status: Callable[[str], int | None]
-) -> list[TaskStatus]:
-    """How all tasks stand; ``exit_status`` is what a job has left, None where nothing.
+def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob]) -> list[MemberStatus]:
+    """How all members stand.
 
     Raises:
-        UserError: a run's metrics are damaged.
+        UserError: a run's metrics are damaged, or the status of a job cannot be read.
     """
-    return [task_status(submission, task, queue, exit_status) for task in submission.tasks]
+    return [member_status(submission, member, queue) for member in submission.members]
 
 
-def task_status(
-    submission: Submission, task: Task, queue: Mapping[str, QueuedJob], exit_status: Callable[[str], int | None]
-) -> TaskStatus:
-    """How one task stands: the job of it that runs, else the newest that has ended, else the first that waits."""
-    told = [(job, *job_state(submission, job, queue, exit_status)) for job in task.jobs]
-    live = [row for row in told if row[2]]
-    running = [row for row in live if not row[1].startswith("pending")]
-    ended = [row for row in told if not row[2]]
-    done = [row for row in ended if row[1] == FINISHED]
-    job, state, is_live = next(iter([*running, *done, *live, *reversed(ended)]), ("", "not submitted", False))
+def member_status(submission: Submission, member: Member, queue: Mapping[str, QueuedJob]) -> MemberStatus:
+    """How one member stands, by its newest job."""
+    job = member.jobs[-1] if member.jobs else ""
     log = log_of(submission, job) if job else None
-    node = (queue[job].nodes if job in queue else "") or node_in(log)
-    lines = run_lines(submission, task) if task.stage == "train" else {}
-    last = list(lines.values())[-1] if lines else {}
-    return TaskStatus(task, state, is_live, node, log, len(lines), last.get(_REWARD))
-
-
-def job_state(
-    submission: Submission, job: str, queue: Mapping[str, QueuedJob], exit_status: Callable[[str], int | None]
-) -> tuple[str, bool]:
-    """A job's state in words, and whether it still waits or runs."""
     queued = queue.get(job)
+    state = job_state(queued, read_status(submission.jobs_folder, job)) if job else "not submitted"
+    lines = run_lines(submission, member)
+    last = list(lines.values())[-1] if lines else {}
+    is_live = queued is not None and queued.is_live
+    node = (queued.nodes if queued is not None else "") or node_in(log)
+    return MemberStatus(member, state, is_live, node, log, len(lines), last.get(_REWARD))
+
+
+def job_state(queued: QueuedJob | None, status: int | None) -> str:
+    """The state of a job: Slurm's while it waits or runs, then by its exit status, or Slurm's if it left none."""
     if queued is not None and queued.is_live:
         waits = queued.state == "PENDING" and queued.reason not in ("", "None")
-        return queued.state.lower() + f" ({queued.reason})" * waits, True
-    if submission.is_local and is_running(job) and exit_status(job) is None:
-        return "running", True
-    return ended_state(queued, exit_status(job)), False
-
-
-def ended_state(queued: QueuedJob | None, status: int | None) -> str:
-    """The state of a job that has ended, by its exit status, or by Slurm's word where it left none."""
+        return queued.state.lower() + f" ({queued.reason})" * waits
     if status is None:
         known = queued is not None and queued.state not in ("COMPLETED", "FAILED")
-        return queued.state.lower().replace("_", " ") if queued and known else "failed (it was killed)"
+        return queued.state.lower().replace("_", " ") if queued and known else "failed (no exit status)"
     return {0: FINISHED, STOPPED_EARLY: "stopped early"}.get(status, f"failed (status {status})")
 
 
-def unfinished(statuses: Sequence[TaskStatus]) -> set[Key]:
-    """Those that neither wait nor run nor have finished: what ``resubmit`` submits again."""
-    return {status.task.key for status in statuses if not status.is_live and status.state != FINISHED}
+def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
+    """The names of those that neither wait nor run nor have finished: what ``resubmit`` submits again."""
+    return {status.member.name for status in statuses if not status.is_live and status.state != FINISHED}
 
 
-def run_lines(submission: Submission, task: Task) -> dict[int, Line]:
-    """The lines of metrics of a task's run, by step.
+def run_lines(submission: Submission, member: Member) -> dict[int, Line]:
+    """The lines of metrics of a member's run, by step.
 
     Raises:
         UserError: they are damaged.
     """
-    return read_lines(RunFolder(submission.store / task.run).metrics)
+    return read_lines(RunFolder(submission.store / member.run).metrics)
 
 
 def log_of(submission: Submission, job: str) -> Path:
@@ -112,42 +96,32 @@ def node_in(log: Path | None) -> str:
     return found[-1].decode() if found else ""
 
 
-def last_words(status: TaskStatus) -> str:
-    """Why a task failed, by its log; empty where it did not, or where the log does not tell."""
-    has_failed = status.state.startswith("failed") and status.log is not None and status.log.is_file()
-    found = _LAST_WORDS.findall(status.log.read_bytes()) if has_failed and status.log is not None else []
+def last_words(status: MemberStatus) -> str:
+    """Why a member failed, by its log; empty if it did not, or if the log does not say."""
+    if not status.state.startswith("failed") or status.log is None or not status.log.is_file():
+        return ""
+    found = _LAST_WORDS.findall(status.log.read_bytes())
     own = [line for line in found if line.startswith((b"tlt", b"sbatch"))] or found
     return own[-1].decode(errors="replace") if own else ""
-
-
-def is_running(pid: str) -> bool:
-    """Whether a process of this machine runs."""
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # --- as text ---
 
 
-def status_table(statuses: Sequence[TaskStatus]) -> str:
-    """Member, stage, state, step, reward, node and log, a line for each task."""
-    head = ("member", "stage", "state", "step", "reward", "node", "log")
+def status_table(statuses: Sequence[MemberStatus]) -> str:
+    """Member, state, step, reward, node and log, a line for each member."""
     rows = [
         (
-            status.task.member,
-            status.task.stage,
+            status.member.name,
             status.state,
-            str(status.steps) if status.task.stage == "train" else "",
+            str(status.steps),
             "" if status.reward is None else f"{status.reward:.3f}",
             status.node,
             "" if status.log is None else shown(status.log),
         )
         for status in statuses
     ]
-    return in_columns(head, rows)
+    return in_columns(("member", "state", "step", "reward", "node", "log"), rows)
 
 
 def in_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

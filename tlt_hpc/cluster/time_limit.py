@@ -22,10 +22,8 @@ logger = logging.getLogger(__name__)
 
 HISTORY = "requeues.jsonl"
 PREEMPTION_POLL_SECONDS = 5.0
-LINKS_LEFT = "TLT_LINKS_LEFT"
-"""Of a chain: how many jobs of it follow this one; unset where there is no chain."""
 AGAIN = "TLT_SUBMIT_AGAIN"
-"""The command by which a job that is not queued again goes on; unset where it is the one that submitted it."""
+"""The command that resumes a job that is not queued again; unset if it is the one that submitted it."""
 TRIES, TRY_AGAIN_SECONDS = 3, 2.0
 """A controller that is busy, as where many jobs end at once, may answer the next time."""
 MOST_IDLE_STARTS = 3
@@ -92,8 +90,6 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
     job = allocation(environment)
     if job is None:
         return "not in a Slurm job, so nothing was queued: the same command goes on"
-    if LINKS_LEFT in environment:
-        return f"job {job.job_id} is one of a chain, so it is not queued again: {what_goes_on(environment)}"
     history = read_history(folder / HISTORY)
     idle = [entry for entry in history if entry["job"] == job.job_id][1 - MOST_IDLE_STARTS :]
     if len(idle) == MOST_IDLE_STARTS - 1 and all(entry["progress"] == progress for entry in idle):
@@ -111,9 +107,7 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
 
 
 def what_goes_on(environment: Mapping[str, str]) -> str:
-    """What goes on with the work of a job that is not queued again, in words."""
-    if int(environment.get(LINKS_LEFT, "0")):
-        return "the next job of the chain goes on"
+    """How the work of a job that is not queued again is resumed, in words."""
     return f"`{environment[AGAIN]}` goes on" if AGAIN in environment else "submit the same script, which goes on"
 
 
