@@ -135,7 +135,6 @@ def test_a_report_opens_each_log_once(folder: RunFolder, opened: Counter[Path]) 
     folder.config.write_text('[speculation]\nmode = "full"\n')
     found = find(folder.path)
     shown = {folder.rollout_log(found.timeline.step, rank) for rank in range(2)} if found.timeline else set()
-    assert len(found.rounds) == 6, "the rounds that the gain is estimated from come from the same pass"
     assert {path: count for path, count in opened.items() if count > 1}.keys() == shown
     assert len(opened) == 12
 

@@ -64,24 +64,16 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
     add("--nodes", default="1,2,4,8", metavar="N,N", help="numbers of nodes (default 1,2,4,8)")
     add("--gpus", type=int, metavar="N", help="ranks of a node (default 8; with --from the run's)")
-    add("--at", type=int, metavar="N", help="nodes at which settings are tried (default: most that all have work)")
     add("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
     profile = "rounds from a cost profile, TLT_CACHE's or a run's; with --from the run's lengths and chances"
     add("--profile", type=Path, metavar="FILE", help=profile)
-    chance = "with --profile: chance that the drafter's next draft is accepted (default: as in --from RUN, or 0.8)"
+    chance = "with --profile: chance that the next draft is accepted (default: as in --from RUN, or assumed)"
     add("--chance", type=float, metavar="P", help=chance)
-    add("--ngram-chance", type=float, metavar="P", help="the same for n-grams (default: as in --from RUN, or 0.5)")
     add("--lengths", type=Path, metavar="FILE", help="a response length each, instead of a log-normal law")
     add("--median", type=float, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
-    add("--spread", type=float, metavar="S", help="standard deviation of a log length (default 0.9)")
-    share = "share of that variance between prompts (default 0.5)"
-    add("--prompt-share", type=float, default=0.5, metavar="S", help=share)
-    add("--prediction-error", type=float, default=0.5, metavar="S", help="of a log length (default 0.5)")
     add("--watts", default="", metavar="PHASE=W,..", help="a GPU's: decode, train, wait, update")
     add("--steps", type=int, default=20, metavar="N", help="steps that are simulated (default 20)")
-    add("--seed", type=int, default=0, help="of the drawn lengths (default 0)")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
     add("--json", action="store_true", help="print all figures as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw step seconds and gain by nodes: .png or .svg")
     validate = "compare predictions with recorded runs; status 1: over 10 %% off"
     add("--validate", nargs="+", type=Path, metavar="RUN", help=validate)

@@ -18,9 +18,7 @@ from tlt_hpc.look.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.look.analysis.timeline import Timeline, analyse_timeline
 from tlt_hpc.look.energy.usage import Energy, analyse_energy
 from tlt_hpc.look.environment import Environments, analyse_environment
-from tlt_hpc.look.report.rounds import ROUNDS
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.plan.simulate.rank_step import RankStep
 
 _MOST_TRIED = 5
 """Number of steps that are tried for the timeline."""
@@ -43,8 +41,6 @@ class Findings:
     comparison: RunComparison | None
     num_lines_before: int
     """Committed steps before those that are shown."""
-    rounds: dict[int, tuple[RankStep, ...]]
-    """Of each step, to estimate the gain from; empty if the run does not speculate or is compared with another."""
 
     @property
     def is_begun(self) -> bool:
@@ -106,9 +102,7 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
     other = None if against is None else RunLog(against)
     if other is not None and other.folder.path.resolve() == log.folder.path.resolve():
         raise UserError(f"--against {against}: that is the run itself; give another, such as one without speculation")
-    surveys = (LENGTHS, ACCEPTANCE, THROUGHPUT)
-    is_estimated = other is None and log.setting("speculation", "mode") not in (None, "plain")
-    lengths, acceptance, throughput, *more = take_all(log, (*surveys, ROUNDS) if is_estimated else surveys)
+    lengths, acceptance, throughput = take_all(log, (LENGTHS, ACCEPTANCE, THROUGHPUT))
     return Findings(
         log=log,
         learning=analyse_learning(log),
@@ -121,7 +115,6 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
         num_lines_before=0 if last is None else len(RunLog(path).lines) - len(log.lines),
         other=other,
         comparison=None if other is None else analyse_comparison([other, log]),
-        rounds=more[0] if more else {},
     )
 
 

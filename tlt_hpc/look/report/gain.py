@@ -1,4 +1,4 @@
-"""How much faster a run is on the same rollouts: measured against another run, or estimated from its own rounds."""
+"""How much faster a run is than another one on the same rollouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.comparison import timed_steps
 from tlt_hpc.look.report.findings import Findings
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.words import listed, seconds, share, times_as_fast
-from tlt_hpc.plan.simulate.counterfactual import estimate_of, estimate_plain
-from tlt_hpc.plan.simulate.run_log import run_of
+from tlt_hpc.look.words import listed, seconds, times_as_fast
 
 _NO_MATTER = {"speculation", "drafter", "checkpoint", "tracking", "evaluation", "warmup"} | {
     f"run.{key}" for key in ("name", "folder", "num_steps", "stall_factor")
@@ -23,8 +21,6 @@ _NO_MATTER = {"speculation", "drafter", "checkpoint", "tracking", "evaluation", 
 _MOST_NAMED = 4
 _EVEN_PACE = 0.10
 """Policy updates are the same work in both runs: up to this difference in time the machine was equally fast."""
-_ERROR, _DOUBTED_ERROR = 0.12, 0.26
-"""Relative error of trusted and of other estimates: the largest of six each (docs/simulator.md)."""
 _RESAMPLES = 2000
 _FEWEST_STEPS = 3
 """Fewest steps for an interval."""
@@ -34,7 +30,7 @@ _FEWEST_STEPS = 3
 class RunGain:
     """The other run's seconds divided by this run's: above 1 if this run is faster. ``words`` say how that is known.
 
-    ``low`` and ``high``: interval of ``rollout``, from the variation of steps or the known error of estimates.
+    ``low`` and ``high``: interval of ``rollout``, from the variation of steps.
     ``is_of_speculation``: whether the other run decoded without speculation, and is otherwise the same job.
     """
 
@@ -42,7 +38,6 @@ class RunGain:
     step: float
     low: float
     high: float
-    is_measured: bool
     is_of_speculation: bool
     is_even: bool
     """Whether the machine was equally fast for both runs, judged by the policy updates."""
@@ -89,31 +84,7 @@ def measured_gain(found: Findings) -> tuple[RunGain | None, str]:
             "there. The figure for whole steps uses this run's own seconds outside of the rollouts."
         )
     words += f" Not like for like: {'; '.join(unlike)}." if unlike else ""
-    return RunGain(rollout, step, low, high, True, is_of_speculation, is_even, len(steps), other.name, words), ""
-
-
-def estimated_gain(found: Findings) -> tuple[RunGain | None, str]:
-    """Estimate from the run's own plain rounds, without another run; None and the reason if that is impossible."""
-    how = "To measure it, give a run of the same seed without speculation: tlt report RUN --against PLAIN_RUN."
-    try:
-        path = found.log.folder.path
-        estimate = estimate_plain(path) if found.other is not None else estimate_of(run_of(path, found.rounds), path)
-    except ValueError as error:  # too short, no plain round, replicas: each says which
-        return None, f"Not known: {error}. {how}"
-    told = np.isin(estimate.steps, found.learning.steps)
-    if not told.any():
-        return None, f"Not known: none of these steps tells of its rounds. {how}"
-    own, plain = float(estimate.rollout_seconds[told].sum()), float(estimate.plain_rollout_seconds[told].sum())
-    rollout = plain / own
-    step = float(estimate.plain_step_seconds[told].sum() / estimate.step_seconds[told].sum())
-    off = _ERROR if estimate.is_trusted else _DOUBTED_ERROR
-    words = (
-        f"Estimated: the rollouts of {count(int(told.sum()), 'step')} took {seconds(own)}, and without speculation "
-        f"would have taken about {seconds(plain)}: they are {times_as_fast(rollout)}, whole steps "
-        f"{times_as_fast(step)}. It rests on {estimate.basis}; estimates like it were up to {share(off, 1)} off. {how}"
-    )
-    low, high = rollout * (1 - off), rollout * (1 + off)
-    return RunGain(rollout, step, low, high, False, True, True, int(told.sum()), "", words), ""
+    return RunGain(rollout, step, low, high, is_of_speculation, is_even, len(steps), other.name, words), ""
 
 
 def interval(theirs: NDArray[np.float64], ours: NDArray[np.float64]) -> tuple[float, float]:

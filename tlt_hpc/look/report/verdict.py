@@ -244,14 +244,10 @@ def _gained(gain: RunGain | None) -> KeyFigure | None:
         words = f"its seconds over this run's, in rollouts; {steps}; no measure of speculation, as said below"
         return KeyFigure(f"Against {gain.against}", f"{gain.rollout:.2f}\u00d7", words)
     tone = {True: "good", False: "bad", None: "plain"}[gain.pays]
-    if gain.is_measured:
-        uneven = "" if gain.is_even else ", on a machine that others used"
-        known = f"measured in {count(gain.num_steps, 'step')}{uneven}"
-        words = f"as fast as without speculation, on the same rollouts ({known}); {steps}"
-        return KeyFigure("Gained", f"{gain.rollout:.2f}\u00d7", words, tone)
-    error = f"\u00b1{share(gain.high / gain.rollout - 1, 1)}"
-    words = f"as fast as without speculation (estimated, {error}); {steps}"
-    return KeyFigure("Gained", f"about {gain.rollout:.1f}\u00d7", words, tone)
+    uneven = "" if gain.is_even else ", on a machine that others used"
+    known = f"measured in {count(gain.num_steps, 'step')}{uneven}"
+    words = f"as fast as without speculation, on the same rollouts ({known}); {steps}"
+    return KeyFigure("Gained", f"{gain.rollout:.2f}\u00d7", words, tone)
 
 
 def _text(found: Findings) -> KeyFigure | None:

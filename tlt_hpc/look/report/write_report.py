@@ -13,7 +13,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.look.analysis.base import plain
 from tlt_hpc.look.report.findings import Findings, find
-from tlt_hpc.look.report.gain import RunGain, estimated_gain, measured_gain
+from tlt_hpc.look.report.gain import RunGain, measured_gain
 from tlt_hpc.look.report.page import render
 from tlt_hpc.look.report.verdict import cards
 from tlt_hpc.storage.folder import WriteError, writing_beside
@@ -73,13 +73,12 @@ def previous_comparison(page: Path) -> Path | None:
 
 def gain_of(found: Findings) -> tuple[RunGain | None, str]:
     """The gain, or the reason why it is unknown."""
-    why = ""
     if found.other is not None:
         gain, why = measured_gain(found)
-        if gain is not None:
-            return gain, ""
-        why = f"Nothing was measured: {why}."
+        return gain, "" if gain is not None else f"Nothing was measured: {why}."
     if found.mode in ("plain", "") or not found.is_begun:  # nothing to gain, or nothing known
-        return None, why
-    gain, why_none = estimated_gain(found)
-    return gain, " ".join(filter(None, [why, why_none]))
+        return None, ""
+    return None, (
+        "Not measured. Compare with a run of the same seed without speculation (speculation.mode=plain, some steps are "
+        "enough): tlt report RUN --against PLAIN_RUN."
+    )

@@ -5,24 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.config import Config, ConfigError, check_replicas, load_config
 from tlt_hpc.plan.memory.shapes import find_shape
-from tlt_hpc.plan.simulate import measured, tables
-from tlt_hpc.plan.simulate.alternatives import pays_up_to, search, what_ifs
+from tlt_hpc.plan.simulate import recorded
 from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, gpu_phases, speculative_costs
 from tlt_hpc.plan.simulate.costs import TokenCosts
-from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, SPREAD, LengthSource, LogNormal, read_lengths
+from tlt_hpc.plan.simulate.job import NodesRow, SimulatedJob, Watts, read_watts, row
+from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, LengthSource, LogNormal, read_lengths
 from tlt_hpc.plan.simulate.profile import DEFAULT_CHANCES, read_costs
-from tlt_hpc.plan.simulate.run_log import RecordedRun, read_run
-from tlt_hpc.plan.simulate.step import StepPhases
-from tlt_hpc.plan.simulate.validate import validate
-from tlt_hpc.plan.simulate.workload import SimulatedJob, read_watts, rows, setting_from
-from tlt_hpc.rollout.strategy import OFF, Source, Strategy, strategies_of
+from tlt_hpc.plan.simulate.recorded import RecordedRun, read_run
+from tlt_hpc.plan.simulate.step import StepPhases, setting_from
+from tlt_hpc.plan.simulate.validate import Validation, validate
+from tlt_hpc.rollout.strategy import OFF, Source, strategies_of
 from tlt_hpc.storage.folder import RunFolder
 
 MISSED = 1
@@ -39,10 +42,6 @@ def run(options: argparse.Namespace) -> int:
     console = TextConsole()
     if options.validate:
         return _validate(options, console)
-    if options.plot is not None and options.plot.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--plot {options.plot}: give a file that ends in .png or .svg")
-    if options.plot is not None and not options.plot.parent.is_dir():
-        raise ConfigError(f"--plot {options.plot}: its folder does not exist; make it first")
     log = read_run(options.source) if options.source else None
     config = _config(options, log)
     ranks_per_node = _positive(options.gpus, "--gpus") or (log.num_ranks if log else _GPUS)
@@ -52,26 +51,16 @@ def run(options: argparse.Namespace) -> int:
     watts = read_watts(options.watts) if is_assumed or options.watts else None
     for count in nodes:
         check_replicas(config, count * ranks_per_node)
-    table = rows(job, nodes, ranks_per_node, watts)
-    at = (_positive(options.at, "--at") or default_at(job, nodes, ranks_per_node)) * ranks_per_node
-    check_replicas(config, at)
-    tried, others = search(job, at), what_ifs(job, at, options.prediction_error)
+    rows = [row(job, count, ranks_per_node, watts) for count in nodes]
     if options.json:
         tree = {
             "origin": job.origin,
-            "rows": [asdict(row) for row in table],
-            "search": [asdict(one) for one in tried],
-            "what_if": [asdict(one) | {"pays": one.pays} for one in others],
-            "sd_pays_up_to": pays_up_to(job) if job.speculates else 0,
+            "rows": [asdict(one) for one in rows],
             "watts": asdict(watts) if watts else None,
         }
         print(json.dumps(tree, indent=2))
     else:
-        tables.show(config.run.name, job, table, tried, others, watts, at, console)
-    if options.plot is not None:
-        from tlt_hpc.plan.simulate.plot import plot
-
-        plot(config.run.name, table, options.plot)
+        show(config.run.name, job, rows, watts, console)
     return 0
 
 
@@ -83,8 +72,6 @@ def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun 
     """
     if (steps := _positive(options.steps, "--steps")) is None or steps > 10_000:
         raise ConfigError(f"--steps {options.steps}: give 1 to 10,000")
-    if options.seed < 0:
-        raise ConfigError(f"--seed {options.seed}: give 0 or more")
     lengths, said = _lengths(config, options, log)
     setting = setting_from(config)
     if options.profile is not None:
@@ -100,12 +87,10 @@ def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun 
         shard=config.rollout.shard,
         num_steps=config.run.num_steps,
         setting=setting,
-        costs=costs,
+        costs=costs if config.speculation.mode != "plain" else costs.plain,
         phases=phases,
         lengths=lengths,
         origin=(*origin, said),
-        speculates=config.speculation.mode != "plain",
-        seed=options.seed,
         simulated_steps=steps,
     )
 
@@ -114,31 +99,37 @@ _Costs = tuple[TokenCosts, StepPhases, list[str]]
 """Costs of rounds, the rest of a step, and where both come from, in words."""
 
 
-def _most_live(config: Config) -> int:
-    """Most live sequences that costs are needed for: the search tries twice the job's."""
-    return 2 * config.rollout.max_live
-
-
 def _profile_costs(config: Config, options: argparse.Namespace, log: RecordedRun | None) -> _Costs:
     strategies = strategies_of(config.speculation.mode, config.speculation.strategies)
-    chances, said = _chances(options, log, strategies)
-    costs = read_costs(options.profile, strategies, _most_live(config), chances, config.rollout.prefill_tokens)
+    measured = recorded.chances_of(log) if log is not None else {}
+    chances: dict[Source, float] = {}
+    said = []
+    for source in dict.fromkeys(strategy.source for strategy in strategies if strategy != OFF):
+        known = measured.get(source, measured.get("drafter") if source == "hybrid" else None)
+        if options.chance is not None:
+            chances[source], how = options.chance, "given"
+        elif known is not None:
+            chances[source], how = known, "measured"
+        else:
+            chances[source], how = DEFAULT_CHANCES[source], "assumed"
+        said.append(f"{source} {chances[source]:.2f} ({how})")
+    costs = read_costs(options.profile, strategies, config.rollout.max_live, chances, config.rollout.prefill_tokens)
     origin = [
         f"rounds: {options.profile.name}; prompts are read as in its widest pass",
-        said,
+        f"a draft is accepted with chance: {', '.join(said) or 'nothing is drafted'}",
         "update and save: not known, left out; the gain is the rollout's",
     ]
     return costs, StepPhases(), origin
 
 
 def _measured_costs(config: Config, log: RecordedRun) -> _Costs:
-    costs = measured.costs_by_strategy(log, max(_most_live(config), log.config.rollout.max_live))
+    costs = recorded.costs_by_strategy(log, max(config.rollout.max_live, log.config.rollout.max_live))
     known_by = "its cost profile" if log.profile else "a line through them"
     origin = [
-        f"rounds, phases: measured in {log.name}, {len(log.steps)} steps on {log.num_ranks} ranks",
+        f"rounds, phases: measured in {log.name}, {len(log.lengths)} steps on {log.num_ranks} ranks",
         f"batches with few rounds of a strategy: from its rounds at others, by {known_by}",
     ]
-    return costs, measured.phases_of(log), origin
+    return costs, recorded.phases_of(log), origin
 
 
 def _assumed_costs(config: Config, options: argparse.Namespace) -> _Costs:
@@ -147,7 +138,7 @@ def _assumed_costs(config: Config, options: argparse.Namespace) -> _Costs:
         raise ConfigError(
             "speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run, or --profile"
         )
-    plain = gpu_costs(shape, config.rollout.tensor_parallel, _most_live(config), gpu)
+    plain = gpu_costs(shape, config.rollout.tensor_parallel, config.rollout.max_live, gpu)
     origin = [
         f"rounds (assumed): H100-class card, {gpu.bytes_share:.0%} of 3.35 TB/s, {gpu.decode_flops_share:.0%} of 990 "
         "TFLOP/s",
@@ -158,41 +149,20 @@ def _assumed_costs(config: Config, options: argparse.Namespace) -> _Costs:
     return costs, gpu_phases(shape, gpu, config.checkpoint.every_steps), origin
 
 
-def _chances(
-    options: argparse.Namespace, log: RecordedRun | None, strategies: Sequence[Strategy]
-) -> tuple[dict[Source, float], str]:
-    """The chances that drafts are accepted: given, else measured in the run, else assumed; and which, in words."""
-    seen = measured.chances_of(log) if log is not None else {}
-    chances, said = {}, []
-    for source in dict.fromkeys(strategy.source for strategy in strategies if strategy != OFF):
-        given = options.ngram_chance if source == "ngram" else options.chance
-        known = seen.get(source, seen.get("drafter") if source == "hybrid" else None)
-        chance, origin = (given, "given") if given is not None else (known, "measured")
-        chances[source], origin = (DEFAULT_CHANCES[source], "assumed") if chance is None else (chance, origin)
-        said.append(f"{source} {chances[source]:.2f} ({origin})")
-    return chances, f"a draft is accepted with chance: {', '.join(said) or 'nothing is drafted'}"
-
-
 def _lengths(config: Config, options: argparse.Namespace, log: RecordedRun | None) -> tuple[LengthSource, str]:
     cap = config.rollout.max_new_tokens
-    for name in ("median", "spread", "chance", "ngram_chance", "prediction_error"):
-        value, option = vars(options)[name], f"--{name.replace('_', '-')}"
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"{option} {value:g}: give a number of 0 or more")
-        if value is not None and name.endswith("chance") and value >= 1:
-            raise ConfigError(f"{option} {value:g}: give a chance under 1")
-    if not 0 <= options.prompt_share <= 1:
-        raise ConfigError(f"--prompt-share {options.prompt_share:g}: give a share from 0 to 1")
+    if options.median is not None and not 0 <= options.median < math.inf:
+        raise ConfigError(f"--median {options.median:g}: give a number of 0 or more")
+    if options.chance is not None and not 0 <= options.chance < 1:
+        raise ConfigError(f"--chance {options.chance:g}: give a chance from 0 to under 1")
     if options.lengths is not None:
         return read_lengths(options.lengths, cap), f"lengths: {options.lengths}"
-    if log is not None and options.median is None and options.spread is None:
-        known = measured.lengths_of(log)
+    if log is not None and options.median is None:
+        known = recorded.lengths_of(log)
         return known, f"lengths: the run's own {known.groups.size:,}, by group, drawn with replacement"
-    median = cap * MEDIAN_SHARE if options.median is None else max(options.median, 1.0)
-    spread = SPREAD if options.spread is None else options.spread
-    law = f"log-normal, median {median:,.0f}, cap {cap:,}, spread {spread:g}"
-    said = f"lengths (assumed): {law}, {options.prompt_share:.0%} of the variance between prompts"
-    return LogNormal(median, cap, spread, options.prompt_share), said
+    law = LogNormal(cap * MEDIAN_SHARE if options.median is None else max(options.median, 1.0), cap)
+    said = f"lengths (assumed): log-normal, median {law.median:,.0f}, cap {cap:,}, spread {law.spread:g}"
+    return law, f"{said}, {law.prompt_share:.0%} of the variance between prompts"
 
 
 def _config(options: argparse.Namespace, log: RecordedRun | None) -> Config:
@@ -221,22 +191,76 @@ def read_nodes(text: str) -> list[int]:
     return counts
 
 
-def default_at(job: SimulatedJob, nodes: list[int], ranks_per_node: int) -> int:
-    """The most of these nodes on which every replica has something to do: settings are tried there."""
-    units = job.prompts if job.shard == "group" else job.prompts * job.group
-    return max((count for count in nodes if job.replicas(count * ranks_per_node) <= units), default=nodes[0])
-
-
 def _positive(value: int | None, name: str) -> int | None:
     if value is not None and value < 1:
         raise ConfigError(f"{name} {value}: give 1 or more")
     return value
 
 
-def _validate(options: argparse.Namespace, console: TextConsole) -> int:
-    checks = [one for path in options.validate for one in validate(read_run(path))]
+def _validate(options: argparse.Namespace, console: Console) -> int:
+    found = [one for path in options.validate for one in validate(read_run(path))]
     if options.json:
-        print(json.dumps([one.as_json() for one in checks], indent=2))
+        print(json.dumps([one.as_json() for one in found], indent=2))
     else:
-        tables.show_checks(checks, console)
-    return 0 if all(one.holds for one in checks if one.split == checks[0].split) else MISSED
+        show_validation(found, console)
+    return 0 if all(one.holds for one in found) else MISSED
+
+
+# --- tables of 80 columns ---
+
+
+def show(name: str, job: SimulatedJob, rows: Sequence[NodesRow], watts: Watts | None, console: Console) -> None:
+    """Print where the figures come from, and the table by nodes."""
+    _say(console, f"{name}: {job.prompts} x {job.group} responses a step, {job.num_steps} steps; simulated, not run")
+    for line in job.origin:
+        _say(console, f"  {line}")
+    known = ", ".join(f"{key} {value:g}" for key, value in asdict(watts).items()) if watts else ""
+    _say(console, f"  watts of a GPU (assumed): {known}" if known else "  energy: no watts are known; give --watts")
+    columns = ("nodes", "ranks", "rollout s", "step s", "rank-h", "kWh", "idle", "harvested", "gain")
+    cells = (
+        (str(one.nodes), str(one.ranks), _seconds(one.rollout_seconds), _seconds(one.step_seconds), _few(one.gpu_hours),
+         _few(one.kilowatt_hours), f"{one.idle_share:.0%}", f"{one.harvested_share:.0%}", f"{one.gain:.2f}")
+        for one in rows
+    )  # fmt: skip
+    console.print(_table("By number of nodes", columns, cells))
+    _say(
+        console,
+        "rank-h, kWh: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: "
+        "plain step over this one. What training the drafter brings to accept lengths is not modelled. To compare "
+        "settings, give other values: rollout.max_live=32. tlt plan says whether they fit.",
+    )
+
+
+def show_validation(found: Sequence[Validation], console: Console) -> None:
+    """Print how predictions of recorded runs compare with what the runs took."""
+    cells = (
+        (one.run, one.mode, str(one.num_ranks), one.split, f"{one.rollout_measured:.1f}",
+         f"{one.rollout_predicted:.1f}", f"{one.rollout_error:+.0%}", f"{one.step_error:+.0%}")
+        for one in found
+    )  # fmt: skip
+    columns = ("run", "mode", "ranks", "asked", "measured s", "predicted s", "error", "step error")
+    console.print(_table("Rollouts of recorded runs, predicted from other steps of the same run", columns, cells))
+    _say(console, "asked: the second half of the steps, or every other one; step error: of whole steps.")
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for cells in rows:
+        shown.add_row(*cells)
+    return shown
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _few(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False)

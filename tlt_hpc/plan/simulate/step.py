@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tlt_hpc.config import Config
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints
 
@@ -77,31 +78,37 @@ class Steps:
         return float(self.harvested_rank_seconds.sum()) / idle if idle else 0.0
 
 
+def setting_from(config: Config) -> Setting:
+    """How a job rolls out."""
+    rollout, drafter = config.rollout, config.drafter
+    return Setting(
+        ranks_per_replica=rollout.tensor_parallel,
+        max_live=rollout.max_live,
+        prompt_tokens=config.data.max_prompt_tokens / 2,
+        read_share=1 / rollout.group_size if rollout.shard == "group" else 1.0,
+        min_idle=drafter.min_idle,
+        micro_step_seconds=drafter.micro_step_seconds,
+        trains=drafter.train and config.speculation.mode == "full",
+        stop_seconds=0.005,
+    )
+
+
 def simulate(lengths: Ints, costs: TokenCosts, setting: Setting, phases: StepPhases) -> Steps:
     """Simulate steps whose responses are ``lengths`` [T, R, N], in the order of their admission."""
     steps, replicas, number = lengths.shape
     flat = lengths.reshape(steps * replicas, number)
-    done = walk(flat, costs, setting.max_live, setting.prompt_tokens, setting.read_share)
-    tokens = lengths.sum((1, 2)).astype(np.float64)
-    num_ranks = replicas * setting.ranks_per_replica
-    speculated = done.speculated.reshape(steps, replicas).sum(1)
-    return after_rollouts(done.seconds.reshape(steps, replicas), tokens, speculated, num_ranks, setting, phases)
-
-
-def after_rollouts(
-    ended: Floats, tokens: Floats, speculated: Floats, num_ranks: int, setting: Setting, phases: StepPhases
-) -> Steps:
-    """Steps whose replicas had their last tokens at ``ended`` [T, R] seconds."""
+    ends, speculated = walk(flat, costs, setting.max_live, setting.prompt_tokens, setting.read_share)
+    ended = ends.max(1, initial=0.0).reshape(steps, replicas)
     release = ended.max(1) + setting.stop_seconds
-    idle = release[:, None] - ended
+    tokens, num_ranks = lengths.sum((1, 2)).astype(np.float64), replicas * setting.ranks_per_replica
     return Steps(
         num_ranks=num_ranks,
         rollout_seconds=release,
         other_seconds=phases.seconds(tokens, num_ranks),
-        idle_rank_seconds=idle.sum(1) * setting.ranks_per_replica,
+        idle_rank_seconds=(release[:, None] - ended).sum(1) * setting.ranks_per_replica,
         harvested_rank_seconds=_harvested(ended, release, setting).sum(1) * setting.ranks_per_replica,
         tokens=tokens,
-        speculated_tokens=speculated,
+        speculated_tokens=speculated.reshape(steps, replicas).sum(1),
     )
 
 
@@ -117,19 +124,11 @@ def _harvested(ended: Floats, release: Floats, setting: Setting) -> Floats:
     return np.where(begin < last, fitting * setting.micro_step_seconds, 0.0)
 
 
-@dataclass(frozen=True)
-class Walk:
-    """``ends`` [R, N]: seconds after the start at which each response ended; [R]: ``seconds`` of the last end, response
-    ``tokens``, and ``speculated`` tokens, which did not come from plain decoding."""
-
-    ends: Floats
-    seconds: Floats
-    tokens: Ints
-    speculated: Floats
-
-
-def walk(lengths: Ints, costs: TokenCosts, max_live: int, prompt_tokens: float = 0.0, read_share: float = 1.0) -> Walk:
-    """Simulate rollouts.
+def walk(
+    lengths: Ints, costs: TokenCosts, max_live: int, prompt_tokens: float = 0.0, read_share: float = 1.0
+) -> tuple[Floats, Floats]:
+    """Simulate rollouts: the seconds after the start at which each response ended, [R, N], and the tokens that did not
+    come from plain decoding, [R].
 
     Args:
         lengths: [R, N]; zeros come last in a row.
@@ -154,9 +153,7 @@ def walk(lengths: Ints, costs: TokenCosts, max_live: int, prompt_tokens: float =
     ends = np.zeros_like(clock)
     np.put_along_axis(ends, order, clock, 1)
     ends[lengths == 0] = 0.0
-    speculated = (span * live * (chosen > 0)).sum(1)
-    last = ends.max(1, initial=0.0)
-    return Walk(ends, last, lengths.sum(1), speculated)
+    return ends, (span * live * (chosen > 0)).sum(1)
 
 
 def schedule(lengths: Ints, max_live: int) -> tuple[Floats, Ints, Floats]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from tlt_hpc.config import Config
 from tlt_hpc.plan.simulate.costs import TokenCosts
-from tlt_hpc.plan.simulate.lengths import Ints, LengthSource, Shard, deal
+from tlt_hpc.plan.simulate.lengths import LengthSource, Shard, deal
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, Steps, simulate
 
 
@@ -26,28 +25,13 @@ class SimulatedJob:
     phases: StepPhases
     lengths: LengthSource
     origin: tuple[str, ...]
-    speculates: bool = True
-    seed: int = 0
     simulated_steps: int = 20
 
-    def replicas(self, num_ranks: int) -> int:
-        return num_ranks // self.setting.ranks_per_replica
-
-    def drawn(self) -> Ints:
-        """Lengths [T, P, G], the same for any number of ranks and any setting."""
-        rng = np.random.default_rng(self.seed)
-        return self.lengths.draw(self.simulated_steps, self.prompts, self.group, rng)
-
-    def dealt(self, num_ranks: int) -> Ints:
-        return deal(self.drawn(), self.replicas(num_ranks), self.shard)
-
-    def run(self, num_ranks: int, speculates: bool | None = None) -> Steps:
-        """Simulate the steps; ``speculates``: the job's own if None."""
-        does = self.speculates if speculates is None else speculates
-        return simulate(self.dealt(num_ranks), self.costs if does else self.costs.plain, self.setting, self.phases)
-
-    def with_setting(self, **changes: int | float) -> SimulatedJob:
-        return replace(self, setting=replace(self.setting, **changes))  # type: ignore[arg-type]
+    def run(self, num_ranks: int, speculates: bool = True) -> Steps:
+        """Simulate the steps; lengths are the same for any number of ranks, with and without speculation."""
+        drawn = self.lengths.draw(self.simulated_steps, self.prompts, self.group, np.random.default_rng(0))
+        dealt = deal(drawn, num_ranks // self.setting.ranks_per_replica, self.shard)
+        return simulate(dealt, self.costs if speculates else self.costs.plain, self.setting, self.phases)
 
 
 @dataclass(frozen=True)
@@ -71,12 +55,9 @@ class NodesRow:
     """Seconds of a plain step over those of this one."""
 
 
-def rows(job: SimulatedJob, nodes: list[int], ranks_per_node: int, watts: Watts | None) -> list[NodesRow]:
-    """The table: a row for each number of nodes."""
-    return [_row(job, count, count * ranks_per_node, watts) for count in nodes]
-
-
-def _row(job: SimulatedJob, nodes: int, ranks: int, watts: Watts | None) -> NodesRow:
+def row(job: SimulatedJob, nodes: int, ranks_per_node: int, watts: Watts | None) -> NodesRow:
+    """What the job takes on a number of nodes."""
+    ranks = nodes * ranks_per_node
     steps, plain = job.run(ranks), job.run(ranks, speculates=False)
     seconds = float(steps.step_seconds.mean())
     return NodesRow(
@@ -90,21 +71,6 @@ def _row(job: SimulatedJob, nodes: int, ranks: int, watts: Watts | None) -> Node
         harvested_share=steps.harvested_share,
         speculated_share=float(steps.speculated_tokens.sum() / steps.tokens.sum()),
         gain=float(plain.step_seconds.mean()) / seconds,
-    )
-
-
-def setting_from(config: Config) -> Setting:
-    """How a job rolls out."""
-    rollout, drafter = config.rollout, config.drafter
-    return Setting(
-        ranks_per_replica=rollout.tensor_parallel,
-        max_live=rollout.max_live,
-        prompt_tokens=config.data.max_prompt_tokens / 2,
-        read_share=1 / rollout.group_size if rollout.shard == "group" else 1.0,
-        min_idle=drafter.min_idle,
-        micro_step_seconds=drafter.micro_step_seconds,
-        trains=drafter.train and config.speculation.mode == "full",
-        stop_seconds=0.005,
     )
 
 
