@@ -153,11 +153,6 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
             "rollout.stop_strings has an empty string, which every response holds; remove it",
         ),
         (
-            ["data.curriculum=x.py:f", "evaluation.sources=['a.jsonl']"],
-            "data.curriculum = 'x.py:f' says nothing with data.source = 'embedded:gcd', which has no rows; name files "
-            "in data.source or leave data.curriculum out",
-        ),
-        (
             ["data.system_prompt=Think."],
             "data.system_prompt = 'Think.' says nothing with data.source = 'embedded:gcd', which has no rows; name "
             "files in data.source or leave data.system_prompt out",

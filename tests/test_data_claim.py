@@ -14,7 +14,7 @@ from fake_world import OneRank
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError
 from tlt_hpc.data.claim import claim_data
-from tlt_hpc.data.prompts import FilePrompts, GcdPrompts
+from tlt_hpc.data.prompts import FilePrompts
 from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.folder import RunFolder
 
@@ -68,15 +68,6 @@ def test_a_changed_chat_template_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [verl_row(6)])
     claim(tmp_path, path, chat=RAW)
     assert "whose chat template was another" in refusal(tmp_path, path, chat=PLAIN)
-
-
-def test_a_changed_curriculum_is_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", gcd_rows(2))
-    (tmp_path / "mine.py").write_text("def order(epoch, rows): return [0, 1]\n")
-    claim(tmp_path, path, f"data.curriculum={tmp_path}/mine.py:order")
-    (tmp_path / "mine.py").write_text("def order(epoch, rows): return [1, 0]\n")
-    message = refusal(tmp_path, path, f"data.curriculum={tmp_path}/mine.py:order")
-    assert "whose data.curriculum was another" in message
 
 
 def test_rows_may_come_to_be_left_out_and_not_back(tmp_path: Path) -> None:
@@ -140,10 +131,4 @@ def test_damaged_fingerprints(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text("{")
     with pytest.raises(ConfigError) as caught:
         claim_data(tmp_path, {})
-    assert str(caught.value) == f"{tmp_path}/data.json is damaged; remove it to go on with the data as it is now"
-
-
-def test_the_embedded_task_has_one_too() -> None:
-    from tiny import embedded_tokenizer
-
-    assert GcdPrompts(embedded_tokenizer(), 0, 1).fingerprints() == {"data.source": "embedded:gcd"}
+    assert str(caught.value) == f"{tmp_path}/data.json is damaged; remove it to resume with the data as it is now"

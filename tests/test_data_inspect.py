@@ -21,8 +21,8 @@ def test_counts(tmp_path: Path) -> None:
     found = inspect(reader_of(write_jsonl(tmp_path / "a.jsonl", [*rows, *["{"] * 25])), 16)
     a, b = found.sources
     assert (found.num_rows, found.num_broken, len(found.broken)) == (32, 25, 20)
-    assert (a.source, a.lengths.tolist(), a.num_overlong, a.num_unanswered) == ("a", [5, 6, 6, 20], 1, 1)
-    assert (b.source, b.lengths.tolist(), b.num_repeated, b.num_unanswered) == ("b", [5, 6, 5], 1, 0)
+    assert (a.source, a.lengths, a.num_overlong, a.num_unanswered) == ("a", [5, 6, 6, 20], 1, 1)
+    assert (b.source, b.lengths, b.num_repeated, b.num_unanswered) == ("b", [5, 6, 5], 1, 0)
 
 
 def inspected(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
@@ -51,7 +51,7 @@ def test_broken_rows_are_named_and_status_is_1(tmp_path: Path, capsys: Captured)
     assert status == 1
     assert "[red]set[/red]" in out
     assert "no tokens counted: give --model FOLDER\n" in out
-    assert f"{path} row 1: 'reward_model.ground_truth' is null; mend or remove the row\n" in out
+    assert f"{path} row 1: 'reward_model.ground_truth' is null; fix or remove the row\n" in out
     assert out.count("is null") == 20
     assert out.endswith("... and 2 more broken rows\n")
 

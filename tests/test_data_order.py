@@ -1,4 +1,4 @@
-"""The order of draws: what it is a function of, rows that are left out, curricula, and runs that go on."""
+"""The order of draws: what it is a function of, rows that are left out, and resumed runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import gcd_row, gcd_rows, open_data, texts, verl_row, write_jsonl, write_parquet
+from data_sets import gcd_row, gcd_rows, open_data, texts, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_hpc.config import ConfigError
-from tlt_hpc.data.order import AllRows, GoodRows, shuffled
+from tlt_hpc.data.order import Draws, shuffled
 from tlt_hpc.data.rows import RowError
-
-
-def order_of(num_rows: int, seed: int = 0) -> Any:
-    return lambda epoch: shuffled(num_rows, seed, epoch)
-
 
 # --- the shuffle ---
 
@@ -42,12 +36,6 @@ def test_the_order_is_the_same_on_every_machine_and_version() -> None:
     assert shuffled(10, 0, 0).tolist() == by_hand(10, 0, 0) == [1, 0, 9, 7, 5, 8, 3, 2, 6, 4]
     assert shuffled(10, 0, 1).tolist() == by_hand(10, 0, 1) == [2, 6, 0, 7, 3, 5, 4, 8, 9, 1]
     assert shuffled(10, 2**63 - 1, 0).tolist() == by_hand(10, 2**63 - 1, 0) == [0, 2, 9, 7, 8, 1, 6, 3, 5, 4]
-
-
-def test_orders_are_permutations_of_their_own() -> None:
-    orders = [shuffled(1000, seed, epoch) for seed in range(3) for epoch in range(3)]
-    assert all(np.array_equal(np.sort(order), np.arange(1000)) for order in orders)
-    assert len({order.tobytes() for order in orders}) == 9
 
 
 def test_every_row_comes_at_every_place_alike() -> None:
@@ -78,14 +66,14 @@ def test_left_out_rows_shift_the_same_way_whatever_was_asked_before(
     """A resumed run begins anywhere; what it draws is what the first run would have drawn."""
     if set(range(num_rows)) <= bad:
         return
-    draws = GoodRows(num_rows, order_of(num_rows), lambda row: row not in bad, "data")
+    draws = Draws(num_rows, 0, lambda row: row not in bad, "data")
     for start, count in asked:
         assert draws.rows(start, start + count) == brute_force(num_rows, bad, start, start + count)
 
 
 def test_without_bad_rows_both_draw_alike() -> None:
-    good = GoodRows(17, order_of(17), lambda row: True, "data")
-    assert good.rows(0, 100) == AllRows(17, order_of(17)).rows(0, 100)
+    good = Draws(17, 0, lambda row: True, "data")
+    assert good.rows(0, 100) == Draws(17, 0, None, "data").rows(0, 100)
 
 
 def test_rows_are_judged_as_far_as_draws_have_come_and_once() -> None:
@@ -95,7 +83,7 @@ def test_rows_are_judged_as_far_as_draws_have_come_and_once() -> None:
         judged.append(row)
         return row % 2 == 0
 
-    draws = GoodRows(1000, order_of(1000), keeps, "data")
+    draws = Draws(1000, 0, keeps, "data")
     draws.rows(0, 10)
     assert 10 <= len(judged) < 60
     draws.rows(0, 10)
@@ -129,99 +117,9 @@ def test_rows_behind_those_that_are_checked_first(tmp_path: Path, monkeypatch: p
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     source = open_data(path, count=6)
     source.batch(0)
-    with pytest.raises(RowError, match=rf"a\.jsonl:{last + 1}: not JSON"):
+    with pytest.raises(RowError, match=rf"a\.jsonl:{last + 1}: no JSON object"):
         source.batch(1)
     lenient = open_data(path, "data.broken_rows=skip", count=6)
     assert lenient.warning == ""
     assert texts(lenient.batch(0)) == texts(source.batch(0))
     assert len(lenient.batch(1)) == 6
-
-
-# --- curricula ---
-
-
-def curriculum(folder: Path, body: str) -> str:
-    (folder / "mine.py").write_text(f"import random\ndef order(epoch, rows):\n    {body}\n")
-    return f"data.curriculum={folder}/mine.py:order"
-
-
-def graded(folder: Path) -> Path:
-    rows = [verl_row(i, "ab"[i % 2], difficulty=9 - i) for i in range(1, 9)]
-    return write_parquet(folder / "a.parquet", rows)
-
-
-def test_a_curriculum_orders_an_epoch(tmp_path: Path) -> None:
-    by = curriculum(
-        tmp_path, "return [row.index for row in sorted(rows, key=lambda row: (row.source, row.difficulty))]"
-    )
-    source = open_data(graded(tmp_path), by)
-    drawn = [prompt.answer for step in range(4) for prompt in source.batch(step)]
-    assert drawn == ["8", "6", "4", "2", "7", "5", "3", "1"] * 2
-
-
-def test_a_curriculum_may_repeat_rows_and_change_with_the_epoch(tmp_path: Path) -> None:
-    by = curriculum(tmp_path, "return [epoch % len(rows)] * len(rows)")
-    source = open_data(graded(tmp_path), by, count=8)
-    assert [{p.answer for p in source.batch(step)} for step in range(3)] == [{"1"}, {"2"}, {"3"}]
-
-
-def test_a_curriculum_is_told_of_rows_that_can_be_used(tmp_path: Path) -> None:
-    rows = [gcd_row(1, level="hard", ability="math"), "{", gcd_row(2, extra_info={"difficulty": 0.5}, data_source="x")]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    told = tmp_path / "told.txt"
-    by = curriculum(tmp_path, f"open({str(told)!r}, 'w').write(repr(rows)); return [1, 0]")
-    assert [p.answer for p in open_data(path, by, "data.broken_rows=skip", count=2).batch(0)] == ["2", "1"]
-    assert told.read_text() == (
-        "(RowFacts(index=0, source='jsonl', ability='math', difficulty='hard'), "
-        "RowFacts(index=1, source='x', ability='', difficulty=0.5))"
-    )
-
-
-WRONG = "; it must return as many indices as there are rows"
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return [0]", "gives 1 indices for epoch 0; there are 8 rows" + WRONG),
-        ("return [8] * 8", "gives the index 8 for epoch 0; rows are 0 to 7" + WRONG),
-        ("return [-1] * 8", "gives the index -1 for epoch 0; rows are 0 to 7" + WRONG),
-        ("return [0.5] * 8", "gives no list of indices for epoch 0 but list of float64" + WRONG),
-        ("return None", "gives no list of indices for epoch 0 but NoneType" + WRONG),
-        ("return [[0], [0, 1]] * 4", "gives no list of indices for epoch 0" + WRONG),
-        ("return [True] * 8", "gives no list of indices for epoch 0 but list of bool" + WRONG),
-        ("return 'abc'", "gives no list of indices for epoch 0 but str" + WRONG),
-        ("raise SystemExit(3)", "fails in epoch 0 (SystemExit: 3)" + WRONG),
-        ("return rows[99]", "fails in epoch 0 (IndexError: tuple index out of range)" + WRONG),
-        (
-            "return random.sample(range(8), 8)",
-            "gives two orders for epoch 0; it must depend on its arguments alone: seed its random numbers with the "
-            "epoch",
-        ),
-    ],
-)
-def test_what_a_curriculum_may_not_do(body: str, message: str, tmp_path: Path) -> None:
-    override = curriculum(tmp_path, body)
-    with pytest.raises(ConfigError) as caught:
-        open_data(graded(tmp_path), override)
-    assert str(caught.value) == f"data.curriculum = {str(tmp_path / 'mine.py:order')!r} {message}"
-
-
-def test_curricula_that_are_not_there(tmp_path: Path) -> None:
-    path = graded(tmp_path)
-    curriculum(tmp_path, "return []")
-    (tmp_path / "bad.py").write_text("1 / 0\n")
-    (tmp_path / "end.py").write_text("raise SystemExit(3)\n")
-    (tmp_path / "mine.txt").write_text("")
-    for spec, message in [
-        ("order", "is not of the form path.py:name"),
-        (f"{tmp_path}/none.py:order", f": there is no file {tmp_path}/none.py; give path.py:name"),
-        (f"{tmp_path}/mine.txt:order", f": {tmp_path}/mine.txt is no Python file; give path.py:name"),
-        (f"{tmp_path}/mine.py:nix", f": {tmp_path}/mine.py has no function 'nix'; name one that it has"),
-        (f"{tmp_path}/bad.py:order", f": {tmp_path}/bad.py fails (ZeroDivisionError: division by zero); mend it"),
-        (f"{tmp_path}/end.py:order", f": {tmp_path}/end.py fails (SystemExit: 3); mend it"),
-        (f"{tmp_path}:order", f": there is no file {tmp_path}; give path.py:name"),
-    ]:
-        with pytest.raises(ConfigError) as caught:
-            open_data(path, f"data.curriculum={spec}")
-        assert str(caught.value) in (f"data.curriculum = {spec!r}{message}", f"data.curriculum = {spec!r} {message}")

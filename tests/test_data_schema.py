@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_sets import all_prompts, gcd_row, open_data, texts, verl_row, write_arrow, write_jsonl, write_parquet
+from data_sets import all_prompts, gcd_row, open_data, texts, verl_row, write_jsonl, write_parquet
 
 from tlt_hpc.config import ConfigError
 from tlt_hpc.data.rows import RowError
@@ -33,24 +34,6 @@ def test_verls_schema(write: Any, tmp_path: Path) -> None:
         "extra_info": {"index": 6, "split": "train", "question": "six?"},
         "reward_model": {"ground_truth": "6", "style": "rule"},
     }
-
-
-def test_the_schemas_of_known_sets_load_unchanged(tmp_path: Path) -> None:
-    """Columns and types as Eurus-2-RL, DeepScaleR and GSM8K have them in verl's form."""
-    chat = [{"role": "system", "content": "1,"}, {"role": "user", "content": "2="}]
-    eurus = {
-        "data_source": "numina_olympiads",
-        "prompt": [{"content": m["content"], "role": m["role"]} for m in chat],
-        "ability": "math",
-        "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"},
-        "extra_info": {"index": 0, "split": "dummy"},
-    }
-    deepscaler = {**eurus, "data_source": "", "extra_info": {"index": 3, "split": "train"}}
-    gsm8k = {**eurus, "extra_info": {"answer": "#### 72", "index": 0, "question": "How?", "split": "train"}}
-    rows = [eurus, deepscaler, gsm8k]
-    for number, row in enumerate(rows):
-        (prompt,) = all_prompts(write_parquet(tmp_path / f"{number}.parquet", [row]))
-        assert (prompt.text, prompt.answer, prompt.source) == ("1,2=", "\\frac{1}{2}", row["data_source"])
 
 
 def test_columns_that_dictionaries_and_large_texts_encode(tmp_path: Path) -> None:
@@ -117,83 +100,26 @@ def test_one_of_several_files_without_the_column(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"question": "1=", "solution": "1"},
-            "has no answer among ANSWERS; it has question, solution: name the right one in data.answer_key",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "1="}], "answer": "1"},
-            "has no prompt among 'prompt', 'problem', 'question', 'messages'; it has answer, conversations: name the "
-            "right one in data.prompt_key",
-        ),
-        (
-            {"prompt": [{"role": "user", "content": "1="}], "reward_model": {"style": "rule"}},
-            "has no answer among ANSWERS; it has prompt, reward_model, reward_model.style: name the right one in "
-            "data.answer_key",
-        ),
-    ],
-)
-def test_columns_that_only_other_trainers_know(row: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """All columns of the file are named, not only those that were looked for."""
-    for write, name in ((write_parquet, "a.parquet"), (write_jsonl, "a.jsonl"), (write_arrow, "a.arrow")):
-        path = write(tmp_path / name, [row])
-        with pytest.raises(ConfigError) as caught:
-            all_prompts(path)
-        wanted = message.replace("ANSWERS", "'reward_model.ground_truth', 'answer', 'ground_truth'")
-        assert str(caught.value) == f"data.source = {str(path)!r} {wanted}"
-
-
-@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"prompt": "1=", "answer": None}, "'answer' is null"),
-        ({"prompt": "1=", "answer": float("nan")}, "'answer' is NaN"),
-        ({"prompt": None, "answer": "1"}, "'prompt' is null"),
-        ({"prompt": "", "answer": "1"}, "'prompt' is an empty text"),
-    ],
-)
-def test_what_is_missing_in_a_row(write: Any, row: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    path = write(tmp_path / ("a.jsonl" if write is write_jsonl else "a.parquet"), [row])
-    place = f"{path}:1" if write is write_jsonl else f"{path} row 0"
-    with pytest.raises(RowError) as caught:
-        open_data(path)
-    assert str(caught.value) == f"{place}: {reason}; mend or remove the row, or set data.broken_rows = 'skip'"
-
-
-def test_a_row_without_the_key_that_others_have(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(1), {"prompt": "1="}])
-    with pytest.raises(RowError) as caught:
-        open_data(path)
-    assert str(caught.value) == (f"{path}:2: has no 'answer'; mend or remove the row, or set data.broken_rows = 'skip'")
-
-
-def test_a_row_with_half_a_surrogate_pair(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ['{"prompt": "\\ud800", "answer": "1"}'])
-    assert broken(path) == "the prompt has half of a surrogate pair; mend the row"
-
-
 ROLES = "system, user, assistant, tool, developer"
-MEND = "; mend or remove the row"
 
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
-        ([], "'prompt' is an empty list of messages" + MEND),
-        ({"role": "user"}, "'prompt' is neither a text nor a list of messages but an object; mend the row"),
+        ([], "'prompt' is empty; fix or remove the row"),
+        ({"role": "user"}, "'prompt' is neither a text nor a list of messages but of type dict; fix the row"),
         (
             [{"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}],
             "'prompt' ends with a message of the assistant, so with an answer; cut it off",
         ),
-        (["hello"], "message 0 of 'prompt' is a text; it needs 'role' and 'content'"),
+        (["hello"], "message 0 of 'prompt' is of type str; it needs 'role' and 'content'"),
         ([{"role": "user"}], "message 0 of 'prompt': 'content' is null; it needs to be a text"),
         ([{"from": "human", "value": "1="}], "message 0 of 'prompt': 'role' is null; it needs to be a text"),
-        ([{"role": 3, "content": "1="}], "message 0 of 'prompt': 'role' is a number; it needs to be a text"),
-        ([{"role": "user", "content": ["1="]}], "message 0 of 'prompt': 'content' is a list; it needs to be a text"),
+        ([{"role": 3, "content": "1="}], "message 0 of 'prompt': 'role' is of type int; it needs to be a text"),
+        (
+            [{"role": "user", "content": ["1="]}],
+            "message 0 of 'prompt': 'content' is of type list; it needs to be a text",
+        ),
         ([{"role": "human", "content": "1="}], f"message 0 of 'prompt': role 'human' is none of {ROLES}; rename it"),
     ],
 )
@@ -209,49 +135,22 @@ def test_a_null_within_the_answers_column(tmp_path: Path) -> None:
     with pytest.raises(RowError) as caught:
         open_data(path)
     assert str(caught.value) == (
-        f"{path} row 1: 'reward_model.ground_truth' is null; mend or remove the row, or set data.broken_rows = 'skip'"
-    )
-
-
-def test_rows_are_named_by_their_own_file(tmp_path: Path) -> None:
-    files = [
-        write_parquet(tmp_path / "a.parquet", [gcd_row(1), gcd_row(2)]),
-        write_parquet(tmp_path / "b.parquet", [gcd_row(3), {"prompt": None, "answer": "1"}]),
-    ]
-    with pytest.raises(RowError) as caught:
-        open_data([str(file) for file in files])
-    assert str(caught.value) == (
-        f"{files[1]} row 1: 'prompt' is null; mend or remove the row, or set data.broken_rows = 'skip'"
-    )
-
-
-def test_bytes_are_no_text(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": [b"1="], "answer": ["1"]}), tmp_path / "a.parquet")
-    assert broken(tmp_path / "a.parquet") == (
-        "'prompt' is neither a text nor a list of messages but bytes; mend the row"
+        f"{path} row 1: 'reward_model.ground_truth' is null; fix or remove the row, or set data.broken_rows = 'skip'"
     )
 
 
 def test_broken_rows_are_skipped_and_counted_where_asked(tmp_path: Path) -> None:
     rows = [*(gcd_row(i) for i in range(1, 7)), "{", {"prompt": "1="}, {"prompt": "1=" * 9, "answer": "1"}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(RowError, match=rf"^{path}:7: no JSON object .*, or set data.broken_rows = 'skip'$"):
         open_data(path, "data.overlong=drop")
-    assert str(caught.value) == (
-        f"{path}:7: not JSON (Expecting property name enclosed in double quotes); each line must be one JSON object, "
-        "or set data.broken_rows = 'skip'"
-    )
-    with pytest.raises(RowError) as caught:
+    with pytest.raises(RowError, match=rf"^{path}:9: prompt of 18 tokens, data.max_prompt_tokens = 16; "):
         open_data(path, "data.broken_rows=skip")
-    assert str(caught.value) == (
-        f"{path}:9: prompt of 18 tokens, data.max_prompt_tokens = 16; raise the limit, remove the row or set "
-        "data.overlong = 'drop'"
-    )
     source = open_data(path, "data.broken_rows=skip", "data.overlong=drop", count=3)
-    assert source.warning == (
-        f"data.source = {str(path)!r}: of 9 rows looked at 2 broken and skipped, the first {path}:7: not JSON "
-        f"(Expecting property name enclosed in double quotes); 1 too long and dropped, the first {path}:9: prompt of "
-        "18 tokens, data.max_prompt_tokens = 16"
+    assert re.fullmatch(
+        rf"data.source = '{path}': of 9 rows looked at 2 broken and skipped, the first {path}:7: no JSON object "
+        rf"\(.*\); 1 too long and dropped, the first {path}:9: prompt of 18 tokens, data.max_prompt_tokens = 16",
+        source.warning,
     )
     drawn = [text for step in range(2) for text in texts(source.batch(step))]
     assert sorted(drawn) == [f"gcd({i},{2 * i + 1})=" for i in range(1, 7)]
@@ -259,8 +158,6 @@ def test_broken_rows_are_skipped_and_counted_where_asked(tmp_path: Path) -> None
 
 def test_no_row_is_left(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["{", '{"prompt": "1=", "answer": null}'])
-    for more in ((), ("data.curriculum=x.py:f",)):
-        source = "data.source = "
-        with pytest.raises(ConfigError, match=source) as caught:
-            open_data(path, "data.broken_rows=skip", "data.answer_key=answer", "data.prompt_key=prompt", *more).batch(0)
-        assert str(caught.value) == f"data.source = {str(path)!r} has no usable row; `tlt data inspect` says why"
+    with pytest.raises(ConfigError) as caught:
+        open_data(path, "data.broken_rows=skip", "data.answer_key=answer", "data.prompt_key=prompt").batch(0)
+    assert str(caught.value) == f"data.source = {str(path)!r} has no usable row; `tlt data inspect` says why"

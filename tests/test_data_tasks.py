@@ -75,7 +75,7 @@ def test_arguments_that_a_task_refuses(gym: None) -> None:
     ]:
         with pytest.raises(ConfigError) as caught:
             open_data("reasoning-gym:sums", f"data.task_args={arguments}")
-        assert str(caught.value) == start + reason + "; mend data.task_args"
+        assert str(caught.value) == start + reason + "; fix data.task_args"
 
 
 def test_a_task_that_is_not_there(gym: None) -> None:

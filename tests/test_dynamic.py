@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 from data_sets import gcd_rows, open_data, texts, write_jsonl
 from launch_ranks import tlt
-from test_data_order import curriculum
 from tiny import embedded_tokenizer
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Prompt, Rollout, Stream
 from tlt_hpc.config import ConfigError, load_config
-from tlt_hpc.data.order import shuffled
+from tlt_hpc.data.order import Refills, shuffled
 from tlt_hpc.data.prompts import open_prompts
-from tlt_hpc.data.refill import Refills
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.resume.replay import ReplayError, missing_responses
 from tlt_hpc.rl.draws import StepDraws, trained_on
@@ -86,10 +84,7 @@ def answers(prompts: Sequence[Prompt]) -> list[int]:
 
 
 def refills(num_rows: int = 20, bad: Sequence[int] = ()) -> Refills:
-    def order(epoch: int) -> Any:
-        return np.random.default_rng(epoch).permutation(num_rows)
-
-    return Refills(num_rows, order, lambda step: 6 * step, lambda row: row not in bad)
+    return Refills(num_rows, SEED, 6, lambda row: row not in bad)
 
 
 def test_rows_are_new_good_and_a_beginning_of_more() -> None:
@@ -115,10 +110,7 @@ def test_a_files_refills_are_in_an_order_of_their_own(tmp_path: Path) -> None:
         assert answers(source.refill(step, 10)) == [row for row in dict.fromkeys(drawn) if row not in own][:10]
 
 
-def test_a_curriculums_refills_come_next_in_it_and_broken_rows_in_none(tmp_path: Path) -> None:
-    by = curriculum(tmp_path, "return sorted(range(len(rows)), key=lambda row: -row)")
-    source = open_data(write_jsonl(tmp_path / "a.jsonl", gcd_rows(12)), by)
-    assert answers(source.refill(0, 4)) == answers(source.batch(1)) == [8, 7, 6, 5]
+def test_broken_rows_come_in_no_refill(tmp_path: Path) -> None:
     broken = write_jsonl(tmp_path / "b.jsonl", [*gcd_rows(6), *["{"] * 6])
     assert set(answers(open_data(broken, "data.broken_rows=skip").refill(0, 20))) == set(range(1, 7))
 

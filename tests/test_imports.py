@@ -44,7 +44,7 @@ HOME_OF = {
     "h5py": {"storage"},
     "hdf5plugin": {"storage"},
     "deepspeed": {"rl"},
-    "transformers": {"models"},
+    "transformers": {"models", "data"},
     "submitit": {"cluster"},
     "matplotlib": {"look", "plan", "studies"},
     "triton": {"kernels"},

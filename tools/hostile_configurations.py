@@ -342,9 +342,9 @@ def _odd_file(path: Path, source: random.Random) -> tuple[str, Path]:
 def _odd_path(folder: Path, base_run: Path, source: random.Random) -> Case:
     tree, which = (
         base(folder),
-        source.choice(("config", "model", "data", "template", "reward", "curriculum", "evaluation")),
+        source.choice(("config", "model", "data", "template", "reward", "evaluation")),
     )
-    name = {"data": "a.jsonl", "evaluation": "a.parquet", "reward": "a.py", "curriculum": "a.py"}.get(which, "a")
+    name = {"data": "a.jsonl", "evaluation": "a.parquet", "reward": "a.py"}.get(which, "a")
     kind, path = _odd_file(folder / name, source)
     if kind == "a folder" and which == "config":
         return Case("the job: a folder", path, (), base_run, BOTH)
@@ -361,8 +361,6 @@ def _set_path(tree: Tree, which: str, path: Path, rows: Path) -> None:
         tree["data"]["source"] = str(path)
     elif which == "template":
         tree["data"] |= {"source": str(rows), "chat_template": str(path), "text_prompts": "chat"}
-    elif which == "curriculum":
-        tree["data"] |= {"source": str(rows), "curriculum": f"{path}:f"}
     elif which == "reward":
         tree["reward"] = {"default": "function", "function": f"{path}:f"}
     else:

@@ -14,7 +14,7 @@ from tlt_hpc.common.console import TextConsole, watched
 from tlt_hpc.common.words import count
 from tlt_hpc.config import EMBEDDED_MODEL, EMBEDDED_TASK, Config, ConfigError, apply_override, load_config, parse_config
 from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
-from tlt_hpc.data.prompts import open_reader
+from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
 
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
@@ -32,7 +32,7 @@ def run(file: str, model: str | None, overrides: Sequence[str]) -> int:
         raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems anew at every step; give a file, folder or task")
     folder = find_model(model or config.model.path) if model or is_job else None
     tokenizer = load_tokenizer(folder) if folder else None
-    reader = open_reader(config.data, config.run.seed, tokenizer, read_chat_format(folder) if folder else None)
+    reader = PromptReader(config.data, config.run.seed, tokenizer, read_chat_format(folder) if folder else None)
     found = inspect(reader, config.data.max_prompt_tokens, watched)
     console = TextConsole(width=None if sys.stdout.isatty() else 140)
     _print(console, config, found, tokenizer is not None)

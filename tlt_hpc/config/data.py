@@ -89,9 +89,6 @@ class DataSection(Section):
     """System message for prompts that are lists of messages without one."""
     text_prompts: Literal["raw", "chat"] = "raw"
     """How a prompt that is a text is passed to the model: ``raw`` unchanged, ``chat`` rendered as a user's message."""
-    curriculum: FilePath = ""
-    """``path.py:name`` of a function (epoch, rows) that returns the order of an epoch's rows. Empty: each epoch is
-    shuffled."""
     task_args: Annotated[dict[str, Any], BeforeValidator(_as_arguments)] = Field(default_factory=dict)
     """Settings of a ``reasoning-gym`` task, such as ``{max_digits = 3}``; ``size`` is its number of problems
     (10,000)."""
@@ -151,7 +148,7 @@ _ROW_KEYS = ("chat_template", "system_prompt", "text_prompts", "prompt_key", "an
 
 def check_data(data: DataSection, is_for_others: bool) -> None:
     """Refuse what says nothing; ``is_for_others``: evaluations read other sources by the same keys."""
-    keys = ("curriculum", *(() if is_for_others else _ROW_KEYS)) if data.source == EMBEDDED_TASK else ()
+    keys = _ROW_KEYS if data.source == EMBEDDED_TASK and not is_for_others else ()
     for key in keys:
         if (value := vars(data)[key]) != DataSection.model_fields[key].default:
             raise ConfigError(

@@ -30,6 +30,7 @@ REMOVED: dict[str, Removed] = {
     "speculation.depths": Removed(None, "name strategies such as drafter-4 in speculation.strategies"),
     "speculation.sharpness": Removed(None, "write it behind a strategy in speculation.strategies, as in drafter-4a1.5"),
     "data.reward": Removed(None, "use reward.default"),
+    "data.curriculum": Removed("", "epochs are shuffled; train in stages, each with its own data.source"),
     "data.template_date": Removed("2024-07-26", "chat templates always get this date (TEMPLATE_DATE in data/chat.py)"),
     "data.task_size": Removed(10_000, "give size in data.task_args"),
     "reward.wall_seconds": Removed(300.0, "it is 60 times reward.cpu_seconds"),

@@ -1,4 +1,4 @@
-"""What of a run's data is kept with the run, and refused where it has changed when the run goes on."""
+"""Keeps fingerprints of a run's data with the run, and refuses to resume with other data."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from tlt_hpc.config import ConfigError
 
 FILE = "data.json"
 _STRICTER = {("drop", "error"), ("skip", "error")}
-"""Once rows were left out, a run goes on leaving them out: else its draws would shift. The other way nothing shifts."""
+"""Once rows were left out, they stay left out: otherwise draws would shift. The other way nothing shifts."""
 
 
 def claim_data(folder: Path, facts: Mapping[str, str]) -> None:
-    """Keep ``facts`` of the data in a run's folder, or hold them against those that are there.
+    """Keep ``facts`` of the data in a run's folder, or compare them with those that are there.
 
     Raises:
         ConfigError: they differ.
     """
     path = folder / FILE
-    old = _read(path)
+    try:
+        old = read_json(path, dict[str, str])
+    except FileNotFoundError:
+        old = {}
+    except DamagedText:
+        raise ConfigError(f"{path} is damaged; remove it to resume with the data as it is now") from None
+    except OSError as error:
+        raise ConfigError(told(error)) from None
     for key in sorted(set(old) & set(facts)):
         _check(folder, key, old[key], facts[key])
     part = path.with_name(path.name + ".part")
@@ -44,14 +51,3 @@ def _check(folder: Path, key: str, old: str, new: str) -> None:
             f"{folder} holds a run whose {key} was another ({old[:12]} then, {new[:12]} now); "
             "give it back as it was or give another run.name"
         )
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        return read_json(path, dict[str, str])
-    except FileNotFoundError:
-        return {}
-    except DamagedText:
-        raise ConfigError(f"{path} is damaged; remove it to go on with the data as it is now") from None
-    except OSError as error:
-        raise ConfigError(told(error)) from None

@@ -16,7 +16,8 @@ from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, Data
 from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.data.order import shuffled
-from tlt_hpc.data.prompts import Sieve, make_prompt, open_reader
+from tlt_hpc.data.prompts import RowFilter, make_prompt
+from tlt_hpc.data.reader import PromptReader
 
 _EMBEDDED_PROMPTS = 256
 """Of the embedded task, which has no end, where ``evaluation.limit`` does not say."""
@@ -105,7 +106,7 @@ def name_of(source: str) -> str:
 def _open(config: Config, name: str, source: str, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSet:
     if source == EMBEDDED_TASK:
         return _open_gcd(config, name, tokenizer)
-    changed: dict[str, object] = {"source": source, "split": config.evaluation.split, "curriculum": ""}
+    changed: dict[str, object] = {"source": source, "split": config.evaluation.split}
     if not source.startswith(TASK_PREFIX):
         changed["task_args"] = {}
     try:
@@ -116,8 +117,8 @@ def _open(config: Config, name: str, source: str, tokenizer: Tokenizer, chat: Ch
 
 
 def _read(config: Config, name: str, data: DataSection, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSet:
-    reader = open_reader(data, config.evaluation.seed, tokenizer, chat)
-    sieve = Sieve(data, reader)
+    reader = PromptReader(data, config.evaluation.seed, tokenizer, chat)
+    sieve = RowFilter(data, reader)
     rows = range(len(reader))
     good = [row for row in rows if sieve.keeps(row)] if sieve.leaves_out else list(rows)
     if not good:

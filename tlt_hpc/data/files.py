@@ -1,31 +1,24 @@
-"""Which files a data source names, and their rows: files, lists, patterns, folders, tasks. Knows no prompt."""
+"""Which files a data source names: files, lists, patterns, folders; and the rows of these, or of a task."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
-from functools import lru_cache
 from pathlib import Path
 
 from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, ConfigError, DataSection
-from tlt_hpc.data.rows import JoinedRows, Rows
+from tlt_hpc.data.rows import ArrowRows, JoinedRows, JsonlRows, Rows
 
-_PATTERN = frozenset("*?[")
-_ALIKE = 0.75
-"""Of two words, from which on one may be meant for the other."""
-_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+_JSONL = (".jsonl", ".ndjson", ".json")
+_IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 _SPLITS = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
-"""What splits are usually called; where a file is named so, names tell of splits."""
+"""What splits are usually called; if a file of a folder is named so, its names tell the splits."""
 _CHOICE = f"a .jsonl, .parquet or .arrow file, a folder or pattern of them, '{TASK_PREFIX}NAME' or '{EMBEDDED_TASK}'"
 
 
 def open_rows(data: DataSection, seed: int, wanted: frozenset[str]) -> Rows:
     """The rows that a configuration names, with those top-level columns of ``wanted`` that there are.
-
-    A file that stays as it is is opened once in a process, whoever asks.
 
     Raises:
         ConfigError: no such file, a file that cannot be read, no rows.
@@ -35,8 +28,8 @@ def open_rows(data: DataSection, seed: int, wanted: frozenset[str]) -> Rows:
 
         arguments = {name: value for name, value in data.task_args.items() if name != "size"}
         return TaskRows(data.source.removeprefix(TASK_PREFIX), data.task_size, seed, arguments)
-    parts = [_open(path, *stamp_of(path), wanted) for path in find_files(data)]
-    rows = parts[0] if len(parts) == 1 else JoinedRows([part for part in parts if len(part)] or parts)
+    files = find_files(data)
+    rows = JoinedRows([JsonlRows(path) if path.suffix in _JSONL else ArrowRows(path, wanted) for path in files])
     if not len(rows):
         raise ConfigError(f"data.source = {data.source_name!r} has no rows; give a file with prompts and answers")
     return rows
@@ -51,33 +44,14 @@ def find_files(data: DataSection) -> list[Path]:
     sources = (data.source,) if isinstance(data.source, str) else data.source
     for source in sources:
         if source == EMBEDDED_TASK or source.startswith(TASK_PREFIX):
-            raise ConfigError(f"data.source = {data.source_name!r}: {source!r} cannot stand in a list; give it alone")
+            raise ConfigError(f"data.source = {data.source_name!r}: {source!r} cannot be in a list; give it alone")
     found = [path for source in sources for path in _files_of(source, data.split)]
     if doubles := sorted({str(path) for path in found if found.count(path) > 1}):
         raise ConfigError(f"data.source = {data.source_name!r} names {doubles[0]} twice; name it once")
     for path in found:
-        if path.suffix not in _KINDS:
-            raise ConfigError(f"data.source: {path} is of no kind that is known; give {_CHOICE}")
+        if path.suffix not in (*_JSONL, *_IN_FOLDERS):
+            raise ConfigError(f"data.source: {path} is of an unknown kind; give {_CHOICE}")
     return found
-
-
-def stamp_of(path: Path) -> tuple[int, int]:
-    """What changes when a file does: when it was written (nanoseconds), and its bytes."""
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
-
-
-@lru_cache(maxsize=4096)
-def _open(path: Path, changed: int, size: int, wanted: frozenset[str]) -> Rows:
-    from tlt_hpc.data.arrow import open_arrow, open_parquet
-    from tlt_hpc.data.jsonl import JsonlRows
-
-    readers: dict[str, Callable[[], Rows]] = {
-        "jsonl": lambda: JsonlRows(path),
-        "parquet": lambda: open_parquet(path, wanted),
-        "arrow": lambda: open_arrow(path, wanted),
-    }
-    return readers[_KINDS[path.suffix]]()
 
 
 def _files_of(source: str, split: str) -> list[Path]:
@@ -86,24 +60,12 @@ def _files_of(source: str, split: str) -> list[Path]:
         return [path]
     if path.is_dir():
         return _files_in(path, split)
-    if _PATTERN & set(str(path)):
-        if files := sorted(match for match in _matches(path) if match.is_file()):
+    if set("*?[") & set(str(path)):
+        matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        if files := sorted(match for match in matches if match.is_file()):
             return files
-        raise ConfigError(f"data.source = {source!r}: no file is named like that; mend the pattern")
-    raise ConfigError(f"data.source = {source!r} does not exist; {_meant(source)}give {_CHOICE}")
-
-
-def _meant(source: str) -> str:
-    """A task of another spelling."""
-    kind, colon, name = source.partition(":")
-    for known in (TASK_PREFIX + name, EMBEDDED_TASK) if colon else ():
-        if difflib.SequenceMatcher(None, kind, known.partition(":")[0]).ratio() > _ALIKE:
-            return f"did you mean {known!r}? or "
-    return ""
-
-
-def _matches(pattern: Path) -> Iterable[Path]:
-    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+        raise ConfigError(f"data.source = {source!r}: no file is named like that; fix the pattern")
+    raise ConfigError(f"data.source = {source!r} does not exist; give {_CHOICE}")
 
 
 def _files_in(folder: Path, split: str) -> list[Path]:
@@ -112,10 +74,11 @@ def _files_in(folder: Path, split: str) -> list[Path]:
         return _saved_files(folder / split, folder, split)
     if (folder / "state.json").is_file():
         return _saved_files(folder, folder, split)
-    own = _data_files(folder)
-    candidates = own if own and not _splits(own) else [*own, *_data_files(folder / "data")]
-    splits = _splits(candidates)
-    chosen = [path for path in candidates if _split_of(path) == split] if splits else candidates
+    found = _data_files(folder)
+    if not found or _splits(found):
+        found += _data_files(folder / "data")
+    splits = _splits(found)
+    chosen = [path for path in found if _split_of(path) == split] if splits else found
     chosen = chosen or _data_files(folder / split)
     if not chosen:
         raise ConfigError(f"data.source = {str(folder)!r} {_what_is_there(folder, split, splits)}")
@@ -140,12 +103,8 @@ def _saved_files(folder: Path, source: Path, split: str) -> list[Path]:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*") if path.suffix in _KINDS and path.is_file() and not _is_note(path))
-
-
-def _is_note(path: Path) -> bool:
-    """Files of ``datasets`` and the hub beside the data."""
-    return path.suffix == ".json"
+    """Data files of a folder; a .json file there is a note of ``datasets`` or the hub."""
+    return sorted(path for path in folder.glob("*") if path.suffix in _IN_FOLDERS and path.is_file())
 
 
 def _split_of(path: Path) -> str:
@@ -155,7 +114,7 @@ def _split_of(path: Path) -> str:
 
 
 def _splits(files: list[Path]) -> list[str]:
-    """The splits that file names tell of; none where they tell of none."""
+    """The splits that file names tell; none if they tell none."""
     found = sorted({_split_of(path) for path in files})
     return found if _SPLITS & set(found) else []
 
@@ -163,7 +122,7 @@ def _splits(files: list[Path]) -> list[str]:
 def _what_is_there(folder: Path, split: str, splits: list[str]) -> str:
     if splits:
         return f"has no split {split!r}; set data.split to one of {', '.join(splits)}"
-    inside = sorted({path.parent for path in folder.glob("*/*") if path.suffix in _KINDS and not _is_note(path)})
+    inside = [path for path in sorted(folder.iterdir()) if path.is_dir() and _data_files(path)]
     if inside:
         return f"holds several data sets; give one of {', '.join(map(str, inside[:5]))}"
     return f"has no data file; give {_CHOICE}"

@@ -1,4 +1,4 @@
-"""Which row the n-th draw of a run takes: pure functions of seed and number, the same on every rank and at every start.
+"""Which row each draw of a run takes: pure functions of seed and draw, the same on every rank and at every start.
 
 The step is the cursor: draw n of step s is number s x prompts_per_step + n, and no state has to be saved.
 """
@@ -6,9 +6,8 @@ The step is the cursor: draw n of step s is number s x prompts_per_step + n, and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Protocol
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +15,8 @@ from numpy.typing import NDArray
 from tlt_hpc.config import ConfigError
 
 Indices = NDArray[np.int64]
-EpochOrder = Callable[[int], Indices]
-"""The rows of an epoch, by its number: as many as there are rows."""
-
-
-class Draws(Protocol):
-    """The rows of a run's draws."""
-
-    def rows(self, start: int, stop: int) -> list[int]:
-        """The rows of the draws ``start`` to ``stop``."""
-        ...
+Keeps = Callable[[int], bool]
+"""Whether a row is drawn at all."""
 
 
 def shuffled(num_rows: int, seed: int, epoch: int, kind: str = "epoch") -> Indices:
@@ -40,64 +31,82 @@ def shuffled(num_rows: int, seed: int, epoch: int, kind: str = "epoch") -> Indic
     return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
 
 
-class AllRows:
-    """Every row is drawn: where a draw lies follows by division."""
+class Draws:
+    """The rows of a run's draws: every epoch has each row that ``keeps`` accepts once; without ``keeps`` every row.
 
-    def __init__(self, num_rows: int, order: EpochOrder) -> None:
-        self.num_rows = num_rows
-        self.order = keeping_last(order)
-
-    def rows(self, start: int, stop: int) -> list[int]:
-        places = (divmod(number, self.num_rows) for number in range(start, stop))
-        return [int(self.order(epoch)[place]) for epoch, place in places]
-
-
-class GoodRows:
-    """Rows that ``keeps`` refuses are left out, and each epoch draws every other once.
-
-    Where draw n lies depends on the rows before it, so the first epoch is judged as far as draws have come, from its
-    beginning on: what is judged depends on the number alone, and never on what was drawn before. From the second epoch
-    on all rows are judged and a draw follows by division again.
+    Where draw n lies depends on the rows left out before it, so the first epoch is judged from its beginning as far as
+    draws have come: what is judged depends on the number alone, and never on what was drawn before. From the second
+    epoch on all rows are judged, and a draw follows by division.
     """
 
-    def __init__(self, num_rows: int, order: EpochOrder, keeps: Callable[[int], bool], name: str) -> None:
-        self._order, self._keeps, self._name = keeping_last(order), keeps, name
-        self._is_good = np.zeros(num_rows, bool)
+    def __init__(self, num_rows: int, seed: int, keeps: Keeps | None, name: str) -> None:
+        # a step may span two epochs
+        self._order = lru_cache(maxsize=2)(partial(shuffled, num_rows, seed))
+        self._num_rows, self._keeps, self._name = num_rows, keeps, name
+        self._is_good = np.full(num_rows, keeps is None)
         self._first: list[int] = []
+        """Accepted rows of the first epoch, as far as it has been judged."""
         self._num_judged = 0
 
     def rows(self, start: int, stop: int) -> list[int]:
-        """As ``Draws.rows``.
+        """The rows of the draws ``start`` to ``stop``.
 
         Raises:
             ConfigError: no row is left.
         """
-        while len(self._first) < stop and self._num_judged < len(self._is_good):
-            self._judge(stop - len(self._first))
-        if stop <= len(self._first):
-            return self._first[start:stop]
-        if not self._first:
+        count = self._num_rows
+        if self._keeps is not None:
+            while len(self._first) < stop and self._num_judged < self._num_rows:
+                self._judge(stop - len(self._first), self._keeps)
+            if stop <= len(self._first):
+                return self._first[start:stop]
+            count = len(self._first)
+        if not count:
             raise ConfigError(f"data.source = {self._name!r} has no usable row; `tlt data inspect` says why")
-        places = (divmod(number, len(self._first)) for number in range(start, stop))
-        return [int(self._kept(epoch)[place]) for epoch, place in places]
+        places = (divmod(number, count) for number in range(start, stop))
+        return [int(self._epoch(epoch)[place]) for epoch, place in places]
 
     def look_ahead(self, count: int) -> None:
         """Judge the first ``count`` rows of the first epoch, unless that has been done."""
-        self._judge(count - self._num_judged)
+        if self._keeps is not None:
+            self._judge(count - self._num_judged, self._keeps)
 
-    def _judge(self, count: int) -> None:
-        """Judge the next rows of the first epoch, in the order of the files: a mistake is named where it is first."""
+    def _judge(self, count: int, keeps: Keeps) -> None:
+        """Judge the next rows of the first epoch, in the order of the files: the first mistake is named first."""
         block = self._order(0)[self._num_judged : self._num_judged + max(count, 0)]
         for row in np.sort(block):
-            self._is_good[row] = self._keeps(int(row))
+            self._is_good[row] = keeps(int(row))
         self._first += block[self._is_good[block]].tolist()
         self._num_judged += len(block)
 
-    def _kept(self, epoch: int) -> Indices:
+    def _epoch(self, epoch: int) -> Indices:
         order = self._order(epoch)
-        return order[self._is_good[order]]
+        return order if self._keeps is None else order[self._is_good[order]]
 
 
-def keeping_last(order: EpochOrder) -> EpochOrder:
-    """The same, the last two epochs kept: a step may span two."""
-    return lru_cache(maxsize=2)(order)
+class Refills:
+    """Rows that replace a step's zero-variance groups, in an order of their own; none twice in a step if avoidable.
+
+    Step s begins at place s x ``stride``, counted over all epochs.
+    """
+
+    def __init__(self, num_rows: int, seed: int, stride: int, keeps: Keeps | None) -> None:
+        self._order = lru_cache(maxsize=2)(partial(shuffled, num_rows, seed, kind="refill"))
+        self._num_rows, self._stride, self._keeps = num_rows, stride, keeps
+
+    def rows(self, step: int, own: Collection[int], count: int) -> list[int]:
+        """The step's first ``count`` rows; fewer are the beginning of more. ``own`` are rows of the step itself."""
+        taken, found = set(own), list[int]()
+        start = step * self._stride
+        # twice as many places as rows: the rest of one epoch, and a whole one, which has every row
+        for number in range(start, start + 2 * self._num_rows):
+            if len(found) == count:
+                break
+            epoch, place = divmod(number, self._num_rows)
+            row = int(self._order(epoch)[place])
+            if row not in taken and (self._keeps is None or self._keeps(row)):
+                taken.add(row)
+                found.append(row)
+        # all of the data is in the step already: its rows come again, in order
+        again = [*found, *own]
+        return (again * (count // len(again) + 1))[:count]

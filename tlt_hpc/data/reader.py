@@ -1,4 +1,4 @@
-"""Turns rows into prompts: rendered and tokenized when they are asked for. Knows no order and no step."""
+"""Turns rows into prompts, rendered and tokenized when they are asked for."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import json
 import numpy as np
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.records import Prompt
+from tlt_hpc.common.records import ChatFormat, Prompt
 from tlt_hpc.config import ConfigError, DataSection
-from tlt_hpc.data.chat import ChatError, ChatTemplate, Message
-from tlt_hpc.data.rows import RowError, Rows
-from tlt_hpc.data.schema import Messages, choose_columns, take_apart
+from tlt_hpc.data.chat import ChatError, read_template
+from tlt_hpc.data.files import open_rows
+from tlt_hpc.data.rows import RowError
+from tlt_hpc.data.schema import Messages, choose_columns, take_apart, wanted_columns
 
 
 class OverlongError(RowError):
@@ -27,26 +28,26 @@ class OverlongError(RowError):
 
 
 class PromptReader:
-    """A data set's prompts by row."""
+    """A data set's prompts by row. Without a tokenizer prompts have no tokens, and messages are not rendered.
+
+    Raises:
+        ConfigError: no such file, no such column, or no template.
+    """
 
     def __init__(
-        self, data: DataSection, rows: Rows, tokenizer: Tokenizer | None, template: ChatTemplate | None
+        self, data: DataSection, seed: int, tokenizer: Tokenizer | None, chat: ChatFormat | None = None
     ) -> None:
-        """Without a tokenizer prompts have no tokens, and messages are not rendered.
-
-        Raises:
-            ConfigError: the rows have no such columns.
-        """
-        self.rows = rows
-        self._data, self._tokenizer, self._template = data, tokenizer, template
-        self._columns = choose_columns(data, rows.columns())
+        self.rows = open_rows(data, seed, wanted_columns(data))
+        self._data, self._tokenizer = data, tokenizer
+        self._template = read_template(data, chat or ChatFormat())
+        self._columns = choose_columns(data, self.rows.columns())
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def template_digest(self) -> str:
-        """SHA-256 of the chat template, empty where there is none."""
+        """SHA-256 of the chat template, empty if there is none."""
         return hashlib.sha256(self._template.text.encode()).hexdigest() if self._template else ""
 
     def read(self, index: int) -> Prompt:
@@ -64,14 +65,14 @@ class PromptReader:
     def read_unlimited(self, index: int) -> Prompt:
         """The same, whatever its length."""
         where = self.rows.where(index)
-        row = take_apart(self.rows[index], self._columns, self.rows.kind, where)
-        text = self._write(row.prompt, where)
+        row = take_apart(self.rows[index], *self._columns, self.rows.kind, where)
+        text = self._text_of(row.prompt, where)
         tokens = encode(self._tokenizer, text) if self._tokenizer else np.empty(0, np.int32)
         if self._tokenizer and not len(tokens):
-            raise RowError(where, "prompt of 0 tokens; mend or remove the row")
+            raise RowError(where, "prompt of 0 tokens; fix or remove the row")
         return Prompt(tokens, text, row.answer, row.source, row.extra)
 
-    def _write(self, prompt: str | Messages, where: str) -> str:
+    def _text_of(self, prompt: str | Messages, where: str) -> str:
         """The text that the model is fed."""
         if self._tokenizer is None:
             return prompt if isinstance(prompt, str) else json.dumps(prompt, default=str)
@@ -80,8 +81,8 @@ class PromptReader:
             if self._data.text_prompts == "raw":
                 if system:
                     raise ConfigError(
-                        f"data.system_prompt is set, but the prompt of {where} is a text that is fed as it stands; "
-                        "set data.text_prompts = 'chat' or leave data.system_prompt out"
+                        f"data.system_prompt is set, but the prompt of {where} is a text that is fed as it is; "
+                        "set data.text_prompts = 'chat' or omit data.system_prompt"
                     )
                 return prompt
             prompt = ({"role": "user", "content": prompt},)
@@ -89,7 +90,7 @@ class PromptReader:
             prompt = ({"role": "system", "content": system}, *prompt)
         return self._render(prompt, where)
 
-    def _render(self, messages: tuple[Message, ...], where: str) -> str:
+    def _render(self, messages: Messages, where: str) -> str:
         if self._template is None:
             raise ConfigError(
                 f"{where}: the prompt is a list of messages, and the model folder has no chat template; "
@@ -98,9 +99,9 @@ class PromptReader:
         try:
             return self._template.render(messages)
         except ChatError as error:
-            raise RowError(where, f"the chat template refuses the messages: {error}; mend the row") from None
+            raise RowError(where, f"the chat template refuses the messages: {error}; fix the row") from None
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """A text's tokens [P] as it stands: marks such as a chat template's are in the text or nowhere."""
+    """A text's tokens [P] as it is: marks such as a chat template's are in the text or nowhere."""
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)

@@ -1,15 +1,28 @@
-"""Rows of a data set, whatever they lie in: what is asked of them, and what a broken one is. Knows no prompt."""
+"""Rows of .jsonl, parquet and Arrow files, each read when it is asked for; broken ones are named by file and line."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tlt_hpc.config import UserError
+from tlt_hpc.common.files import DamagedText, parse_object
+from tlt_hpc.config import ConfigError, UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Row = Mapping[str, Any]
+
+_MAX_LINE_BYTES = 2**26
+"""Unit tests of a row may have megabytes; a prompt has kilobytes."""
+_NUM_PROBED = 100
+"""Rows of a .jsonl file among which the first good one tells the columns."""
 
 
 class RowError(UserError):
@@ -21,29 +34,21 @@ class RowError(UserError):
 
 
 class Rows(Protocol):
-    """Rows by index, read when they are asked for."""
+    """Rows by index. ``rows[i]`` raises ``RowError`` if the row cannot be read."""
 
     kind: str
-    """What a row's ``data_source`` is where the row names none."""
-    name: str
-    """The file or task."""
+    """``data_source`` of rows that name none."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Row:
-        """A row.
-
-        Raises:
-            RowError: it cannot be read.
-        """
-        ...
+    def __getitem__(self, index: int) -> Row: ...
 
     def where(self, index: int) -> str:
         """The file and line, or row, as a message names it."""
         ...
 
     def columns(self) -> frozenset[str]:
-        """What a row has, dotted where a column lies in another."""
+        """Names of the columns, and ``outer.inner`` for columns within a column."""
         ...
 
     def digest(self) -> str:
@@ -51,13 +56,118 @@ class Rows(Protocol):
         ...
 
 
+class JsonlRows:
+    """A file of one JSON object a line; blank lines are skipped. Memory: 16 bytes a row."""
+
+    kind = "jsonl"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts, self._numbers = array("q"), array("q")
+        end = 0
+        try:
+            self._file = path.open("rb")
+            for number, line in enumerate(iter(lambda: self._file.readline(_MAX_LINE_BYTES + 1), b""), 1):
+                if len(line) > _MAX_LINE_BYTES:
+                    raise ConfigError(
+                        f"data.source: {path}:{number}: over {_MAX_LINE_BYTES} bytes; give one JSON object a line"
+                    )
+                if line.strip():
+                    self._starts.append(end)
+                    self._numbers.append(number)
+                end += len(line)
+        except OSError as error:
+            raise ConfigError(f"data.source: {path}: {error.strerror}; make sure that you may read it") from None
+        self._starts.append(end)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Row:
+        start, end = self._starts[index], self._starts[index + 1]
+        try:
+            return parse_object(os.pread(self._file.fileno(), end - start, start))
+        except DamagedText as error:
+            raise RowError(self.where(index), f"no JSON object ({error}); each line must be one") from None
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._numbers[index]}"
+
+    def columns(self) -> frozenset[str]:
+        """Columns of the first good row.
+
+        Raises:
+            ConfigError: none of the first rows can be read.
+        """
+        errors: list[RowError] = []
+        for index in range(min(len(self), _NUM_PROBED)):
+            try:
+                row = self[index]
+            except RowError as error:
+                errors.append(error)
+                continue
+            inner = {f"{key}.{name}" for key, value in row.items() if isinstance(value, dict) for name in value}
+            return frozenset(row) | inner
+        if errors:
+            raise ConfigError(f"data.source: {errors[0]}")
+        return frozenset()
+
+    def digest(self) -> str:
+        return digest_of(self._path)
+
+
+class ArrowRows:
+    """Rows of a parquet file, or of an Arrow file as ``datasets`` saves it, counted from 0.
+
+    Of the file's top-level columns only those in ``wanted`` are read, if it has any of them. Memory: a parquet file's
+    columns are decoded in memory; an Arrow file is mapped, so the ranks of a node share it.
+
+    Raises:
+        ConfigError: it is no such file, or two columns have one name.
+    """
+
+    def __init__(self, path: Path, wanted: frozenset[str]) -> None:
+        import pyarrow as pa
+
+        self._path, self.kind = path, path.suffix[1:]
+        try:
+            self._schema, table = (_read_parquet if self.kind == "parquet" else _read_arrow)(path, wanted)
+            self._columns = {name: table.column(name) for name in table.column_names}
+        except (pa.ArrowException, OSError, KeyError) as error:
+            raise ConfigError(
+                f"data.source: {path} cannot be read as {self.kind} ({first_line(error)}); write or download it again"
+            ) from None
+        self._num_rows = table.num_rows
+
+    def __len__(self) -> int:
+        return int(self._num_rows)
+
+    def __getitem__(self, index: int) -> Row:
+        try:
+            return {name: column[index].as_py() for name, column in self._columns.items()}
+        except ValueError as error:  # pyarrow's errors, and text that is no UTF-8
+            raise RowError(self.where(index), f"cannot be read ({first_line(error)}); write the file again") from None
+
+    def where(self, index: int) -> str:
+        return f"{self._path} row {index}"
+
+    def columns(self) -> frozenset[str]:
+        import pyarrow as pa
+
+        structs = (field for field in self._schema if pa.types.is_struct(field.type))
+        return frozenset(self._schema.names) | {f"{field.name}.{part.name}" for field in structs for part in field.type}
+
+    def digest(self) -> str:
+        return digest_of(self._path)
+
+
 class JoinedRows:
-    """Several files one after another, read as one."""
+    """The rows of several files, one file after another."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(map(len, parts)))
-        self.kind, self.name = parts[0].kind, ", ".join(part.name for part in parts)
+        self._parts = [part for part in parts if len(part)] or parts[:1]
+        self._ends = list(accumulate(map(len, self._parts)))
+        self.kind = self._parts[0].kind
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -71,7 +181,7 @@ class JoinedRows:
         return part.where(within)
 
     def columns(self) -> frozenset[str]:
-        """Those that all files have."""
+        """Columns that all files have."""
         return frozenset.intersection(*(part.columns() for part in self._parts))
 
     def digest(self) -> str:
@@ -82,12 +192,35 @@ class JoinedRows:
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-def nested_columns(tree: Mapping[str, Any]) -> frozenset[str]:
-    """The keys of a mapping, and those of the mappings in it as ``outer.inner``."""
-    inner = {f"{key}.{name}" for key, value in tree.items() if isinstance(value, Mapping) for name in value}
-    return frozenset(tree) | frozenset(inner)
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, without the lines that follow."""
+    """The first line of another library's error."""
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def _read_parquet(path: Path, wanted: frozenset[str]) -> tuple[pa.Schema, pa.Table]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path, memory_map=True) as file:
+        schema = file.schema_arrow
+        return schema, file.read(columns=_chosen(schema, wanted))
+
+
+def _read_arrow(path: Path, wanted: frozenset[str]) -> tuple[pa.Schema, pa.Table]:
+    """Read the stream format, which ``datasets`` writes, or the file format."""
+    import pyarrow as pa
+
+    source = pa.memory_map(str(path))
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    table = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()
+    return table.schema, table.select(_chosen(table.schema, wanted))
+
+
+def _chosen(schema: pa.Schema, wanted: frozenset[str]) -> list[str]:
+    return [name for name in schema.names if name in wanted] or schema.names

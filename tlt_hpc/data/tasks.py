@@ -76,5 +76,5 @@ def _make(name: str, size: int, seed: int, arguments: Mapping[str, Any]) -> Any:
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"data.task_args = {dict(arguments)!r}: {TASK_PREFIX + name!r} refuses them ({first_line(error)}); "
-            "mend data.task_args"
+            "fix data.task_args"
         ) from None

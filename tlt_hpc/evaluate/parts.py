@@ -11,7 +11,7 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.common.records import Request
 from tlt_hpc.config import Config, ConfigError, check_replicas
 from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response
-from tlt_hpc.data.jsonl import digest_of
+from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.folder import WEIGHTS
 from tlt_hpc.evaluate.requests import Wanted, sampling_params
 from tlt_hpc.models.decoder import Decoder

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response, open_sets
-from tlt_hpc.data.once import ReadOnce
-from tlt_hpc.data.prompts import PromptSource, open_prompts
+from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
@@ -88,7 +87,7 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
         return ModelAssets(assets.folder, assets.shape, assets.tokenizer, assets.eos_token_ids), assets.prompts.warning
 
     given, warning = node.once(read)
-    prompts = ReadOnce(found[0] if found else None, warning, node.once)
+    prompts = SharedPrompts(found[0] if found else None, warning, node.once)
     return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, prompts)
 
 

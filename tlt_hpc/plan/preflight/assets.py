@@ -107,7 +107,8 @@ def check_template(job: PlannedJob) -> Finding:
 
 def check_data(job: PlannedJob) -> Finding:
     """The files exist and have the columns, and the first 10,000 rows drawn can be used."""
-    from tlt_hpc.data.prompts import open_prompts, open_reader
+    from tlt_hpc.data.prompts import open_prompts
+    from tlt_hpc.data.reader import PromptReader
     from tlt_hpc.models.tokenizer import read_chat_format
 
     data = job.config.data
@@ -117,10 +118,10 @@ def check_data(job: PlannedJob) -> Finding:
     try:
         tokenizer, chat = job.tokenizer, read_chat_format(job.model_folder)
     except Skip as reason:  # what can be checked without one
-        rows = len(open_reader(data.model_copy(update={"chat_template": "auto"}), job.config.run.seed, None))
+        rows = len(PromptReader(data.model_copy(update={"chat_template": "auto"}), job.config.run.seed, None))
         raise Skip(f"{data.source_name} has {rows:,} rows, not checked against the model: {reason}") from None
     prompts = open_prompts(job.config, tokenizer, chat)
-    rows = len(open_reader(data, job.config.run.seed, tokenizer, chat))
+    rows = len(PromptReader(data, job.config.run.seed, tokenizer, chat))
     found = f"{data.source_name}: {rows:,} rows, the first drawn can be used"
     return warning(prompts.warning, "see tlt data inspect") if prompts.warning else ok(found)
 
