@@ -22,11 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cli.main import main
 from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_config, to_toml
-from tlt_hpc.export.formats import Files, lay_out
-from tlt_hpc.export.forms import Eagle3Drafter, EagleDrafter, drafter_from
-from tlt_hpc.export.target import read_target
+from tlt_hpc.export.formats import lay_out, read_target
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, drafter_sizes, eagle3_sizes, load_drafter
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, checked_drafter, drafter_sizes, eagle3_sizes, load_drafter
 from tlt_hpc.models.eagle3 import feature_layers
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.rollout.drafts import LearnedDrafts
@@ -37,10 +35,6 @@ from tlt_hpc.storage.folder import RunFolder
 
 H, INNER, V, W, QUERIES, KEYS = 128, 256, 24, 7, 128, 64
 IDS = [2, 3, 5, 8, 13, 17, 19]
-
-
-def laid_out(kind: str, drafter: Any, target: Any) -> Files:
-    return lay_out(kind, drafter, target, lambda: pytest.fail("this format has no copy of the embedding"))[0]
 
 
 THREE = ["config.json", "README.md", "model.safetensors"]
@@ -67,15 +61,11 @@ EAGLE3 = {
     "d2t": (W,),
     "t2d": (V,),
 }
-SPECULATORS = {n.replace("midlayer", "layers.0"): s for n, s in EAGLE3.items()} | {"embed_tokens.weight": (V, H)}
 SIZES = {
     ("sglang", "eagle"): EAGLE | {"fc.bias": (H,)} | BIASES,
     ("vllm", "eagle"): EAGLE,
-    ("eagle", "eagle"): EAGLE | {"fc.bias": (H,)},
     ("sglang", "eagle3"): EAGLE3,
     ("vllm", "eagle3"): EAGLE3,
-    ("eagle", "eagle3"): EAGLE3,
-    ("speculators", "eagle3"): SPECULATORS,
 }
 CASES = list(SIZES)
 
@@ -111,33 +101,8 @@ CONFIGS: dict[tuple[str, str], dict[str, Any]] = {
         "use_sliding_window": False,
     },
     ("vllm", "eagle"): {**CONFIG, "architectures": ["LlamaForCausalLM"]},
-    ("eagle", "eagle"): {**CONFIG, "architectures": ["LlamaForCausalLM"]},
     ("sglang", "eagle3"): LLAMA_EAGLE3,
     ("vllm", "eagle3"): LLAMA_EAGLE3,
-    ("eagle", "eagle3"): LLAMA_EAGLE3,
-    ("speculators", "eagle3"): {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": 5,
-                    "accept_tolerance": 0.0,
-                    "verifier_accept_k": 1,
-                }
-            ],
-            "verifier": {"name_or_path": str(embedded("tiny")), "architectures": ["Qwen2ForCausalLM"]},
-        },
-        "draft_vocab_size": W,
-        "norm_before_residual": False,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-        "transformer_layer_config": CONFIG,
-    },
 }
 
 
@@ -231,34 +196,15 @@ def test_names_sizes_types_and_config_are_exactly_those_of_the_format(kind, form
     others = {"d2t": torch.int64, "t2d": torch.bool} if form == "eagle3" else {}
     assert types == dict.fromkeys(tensors, torch.float16) | others
     assert json.loads((out / "config.json").read_text()) == CONFIGS[kind, form]
-
-
-@pytest.mark.parametrize(("kind", "form"), CASES)
-def test_transformers_reads_the_config(kind, form, tmp_path, target):
-    out = exported(kind, form, tmp_path, target.shape)
-    if kind == "speculators":
-        read = LlamaConfig(**json.loads((out / "config.json").read_text())["transformer_layer_config"])
-    else:
-        read = AutoConfig.from_pretrained(out)
+    assert not any(tensor.any() for name, tensor in tensors.items() if name.endswith(".bias"))
+    read = AutoConfig.from_pretrained(out)
     assert isinstance(read, Qwen2Config if (kind, form) == ("sglang", "eagle") else LlamaConfig)
-    assert read.rope_parameters["rope_theta"] == 10000.0
-    assert read.rope_parameters["rope_type"] == "default"
-    assert (read.hidden_size, read.num_hidden_layers, read.head_dim) == (H, 1, 32)
-    assert read.max_position_embeddings == 2 * target.shape.max_positions
-    assert not read.tie_word_embeddings
-    assert read.dtype == torch.float16
-
-
-def test_biases_that_we_have_not_are_zeros(tmp_path, target):
-    tensors = load_file(exported("sglang", "eagle", tmp_path, target.shape) / "model.safetensors")
-    biases = [tensor for name, tensor in tensors.items() if name.endswith(".bias")]
-    assert len(biases) == 4
-    assert not torch.cat(biases).any()
+    assert read.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
 
 
 def test_only_a_qwen2_target_gets_sglangs_qwen2_layer(target):
     llama = replace(target, shape=replace(target.shape, family="llama", qkv_bias=False))
-    files = laid_out("sglang", drafter_from(embedded_eagle(), target.shape, "x"), llama)
+    files = lay_out("sglang", checked_drafter(embedded_eagle(), target.shape, "x"), llama)
     assert files.config == {**CONFIG, "architectures": ["LlamaForCausalLMEagle"]}
     assert set(files.tensors) == set(EAGLE) | {"fc.bias"}
 
@@ -282,63 +228,14 @@ def test_a_scaled_rotary_embedding_is_written_where_both_readers_look(kind, targ
     old = replace(target, shape=replace(target.shape, family="llama", rope_scaling=scaling, rope_theta=5e5))
     new = replace(target, shape=replace(old.shape, rope_scaling={**scaling, "rope_theta": 5e5}))
     for scaled_target in (old, new):
-        drafter = drafter_from(random_eagle3(target.shape), target.shape, "x")
-        config = laid_out(kind, drafter, scaled_target).config
+        drafter = checked_drafter(random_eagle3(target.shape), target.shape, "x")
+        config = lay_out(kind, drafter, scaled_target).config
         assert config["rope_scaling"] == scaling
         assert config["rope_theta"] == 5e5
         assert config["rope_parameters"] == {**scaling, "rope_theta": 5e5}
 
 
-def test_floats_are_bfloat16_unless_the_target_is_float16(tmp_path, target):
-    raw = json.loads((embedded_folder() / "config.json").read_text())
-    for key, value, wanted in (
-        ("torch_dtype", "float16", torch.float16),
-        ("dtype", "float32", torch.bfloat16),
-        ("dtype", "bfloat16", torch.bfloat16),
-    ):
-        changed = {name: kept for name, kept in raw.items() if name != "dtype"} | {key: value}
-        (tmp_path / "config.json").write_text(json.dumps(changed))
-        other = read_target(str(tmp_path), "test")
-        files = laid_out("vllm", drafter_from(embedded_eagle(), target.shape, "x"), other)
-        assert {tensor.dtype for tensor in files.tensors.values()} == {wanted}
-        assert files.config["torch_dtype"] == str(wanted).removeprefix("torch.")
-
-
 # --- read back ---
-
-
-def read_back(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An export's tensors as we store them."""
-    layer = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
-    part = {name.removeprefix(layer): tensor for name, tensor in tensors.items() if name.startswith(layer)}
-    stored = {
-        "fc": tensors["fc.weight"],
-        "qkv": torch.cat([part[f"self_attn.{letter}_proj.weight"] for letter in "qkv"]),
-        "output": part["self_attn.o_proj.weight"],
-        "gate_up": torch.cat([part["mlp.gate_proj.weight"], part["mlp.up_proj.weight"]]),
-        "down": part["mlp.down_proj.weight"],
-        "post_norm": part["post_attention_layernorm.weight"],
-    }
-    if "d2t" not in tensors:
-        return stored
-    more = {
-        "input_norm": part["input_layernorm.weight"],
-        "hidden_norm": part["hidden_norm.weight"],
-        "final_norm": tensors["norm.weight"],
-        "head": tensors["lm_head.weight"],
-        "token_ids": torch.arange(len(tensors["d2t"])) + tensors["d2t"],
-    }
-    return stored | more
-
-
-@pytest.mark.parametrize(("kind", "form"), CASES)
-def test_what_is_read_back_is_what_was_stored(kind, form, tmp_path, target):
-    """Bit for bit: both drafters hold values of the export's own type."""
-    out = exported(kind, form, tmp_path, target.shape)
-    back, stored = read_back(load_file(out / "model.safetensors")), stored_of(form, target.shape)
-    assert {name if name == "token_ids" else f"{name}.weight" for name in back} == set(stored)
-    for name, tensor in back.items():
-        assert torch.equal(tensor, stored.get(f"{name}.weight", stored.get(name)).to(tensor.dtype)), name
 
 
 # --- plain readers ---
@@ -403,14 +300,12 @@ class EagleFiles:
 
 
 class Eagle3Files:
-    """An EAGLE-3 export read plainly, in either layout."""
+    """An EAGLE-3 export read plainly."""
 
     def __init__(self, folder: Path, embedding: Tensor) -> None:
-        self.tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-        self.config = config.get("transformer_layer_config", config)
-        self.prefix = "midlayer." if "midlayer.hidden_norm.weight" in self.tensors else "layers.0."
-        held = self.tensors.get("embed_tokens.weight")
-        self.embedding = embedding if held is None else held.float()
+        self.tensors = load_file(folder / "model.safetensors")
+        self.config = json.loads((folder / "config.json").read_text())
+        self.embedding = embedding
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return norm(x, self.tensors[f"{name}.weight"].float(), self.config["rms_norm_eps"])
@@ -420,46 +315,15 @@ class Eagle3Files:
         tokens, drafts, margin = list(tokens), [], math.inf
         x = F.linear(streams, self.tensors["fc.weight"].float())
         for _ in range(depth):
-            embedded = self.norm(f"{self.prefix}input_layernorm", self.embedding[tokens[1:]])
-            read = torch.cat([embedded, self.norm(f"{self.prefix}hidden_norm", x)], -1)
-            out = layer_of(self.tensors, self.prefix, self.config, x, read)[-1:]
+            embedded = self.norm("midlayer.input_layernorm", self.embedding[tokens[1:]])
+            read = torch.cat([embedded, self.norm("midlayer.hidden_norm", x)], -1)
+            out = layer_of(self.tensors, "midlayer.", self.config, x, read)[-1:]
             best = (self.norm("norm", out) @ self.tensors["lm_head.weight"].float().T)[0].topk(2)
             row = int(best.indices[0])
             margin = min(margin, float(best.values[0] - best.values[1]))
             drafts.append(row + int(self.tensors["d2t"][row]))
             tokens, x = [*tokens, drafts[-1]], torch.cat([x, out])
         return drafts, margin
-
-
-def stored_chain(stored: dict[str, Tensor], shape, embedding: Tensor, tokens: list[int], streams: Tensor) -> list[int]:
-    """What an EAGLE-3 drafter is by its stored form: fused weights, rotation by complex numbers, torch's attention."""
-    w = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}
-    tokens, x, drafts = list(tokens), F.linear(streams, w["fc"]), []
-
-    def normed(value: Tensor, name: str) -> Tensor:
-        return F.rms_norm(value, (shape.hidden_size,), w[name], shape.norm_epsilon)
-
-    def turned(heads: Tensor) -> Tensor:
-        half = shape.head_dim // 2
-        pairs = torch.complex(heads[..., :half], heads[..., half:])
-        speed = shape.rope_theta ** -(torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(heads.shape[1], dtype=torch.float64)[:, None] * speed
-        out = pairs * torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-        return torch.cat([out.real, out.imag], -1)
-
-    for _ in range(4):
-        read = torch.cat([normed(embedding[tokens[1:]], "input_norm"), normed(x, "hidden_norm")], -1)
-        heads = F.linear(read, w["qkv"]).view(len(x), -1, shape.head_dim).transpose(0, 1)
-        q, k, v = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads])
-        mixed = F.scaled_dot_product_attention(
-            turned(q).unsqueeze(0), turned(k).unsqueeze(0), v.unsqueeze(0), is_causal=True, enable_gqa=True
-        )
-        y = x + F.linear(mixed[0].transpose(0, 1).flatten(1), w["output"])
-        gate, up = F.linear(normed(y, "post_norm"), w["gate_up"]).chunk(2, -1)
-        out = (y + F.linear(F.silu(gate) * up, w["down"]))[-1:]
-        drafts.append(int(w["token_ids"][int(F.linear(normed(out, "final_norm"), w["head"]).argmax())]))
-        tokens, x = [*tokens, drafts[-1]], torch.cat([x, out])
-    return drafts
 
 
 # --- the same tokens ---
@@ -508,7 +372,7 @@ def proposals_of(drafter: Drafter) -> list[tuple[list[int], list[int]]]:
     return [(tokens, drafts) for tokens, drafts in seen if len(tokens) > 1]
 
 
-@pytest.mark.parametrize("kind", ["sglang", "vllm", "eagle"])
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 @torch.inference_mode()
 def test_an_eagle_export_drafts_what_the_engine_drafts(kind, tmp_path, target, model, proposals):
     files = EagleFiles(
@@ -525,14 +389,11 @@ def test_an_eagle_export_drafts_what_the_engine_drafts(kind, tmp_path, target, m
     assert len(compared) > 20, "chains that differ from one another"
 
 
-@pytest.mark.parametrize("kind", ["sglang", "vllm", "eagle", "speculators"])
 @torch.inference_mode()
-def test_an_eagle3_export_drafts_what_its_stored_form_and_the_engine_do(
-    kind, tmp_path, target, model, eagle3_proposals
-):
-    embedding = model.model.embed_tokens.weight
-    files = Eagle3Files(exported(kind, "eagle3", tmp_path, target.shape), embedding)
-    stored, layers = random_eagle3(target.shape), feature_layers(target.shape.num_layers)
+def test_an_eagle3_export_drafts_what_the_engine_drafts(tmp_path, target, model, eagle3_proposals):
+    """Both engines load the same files."""
+    files = Eagle3Files(exported("vllm", "eagle3", tmp_path, target.shape), model.model.embed_tokens.weight)
+    layers = feature_layers(target.shape.num_layers)
     assert layers == (2, 4, 5)
     compared = set()
     for tokens, drafts in eagle3_proposals[::2]:
@@ -540,7 +401,7 @@ def test_an_eagle3_export_drafts_what_its_stored_form_and_the_engine_do(
         streams = torch.cat([states[layer][0, :-1] for layer in layers], -1)
         mine, margin = files.chain(tokens, streams, 4)
         if margin > 1e-3:  # closer than that the order of a sum decides
-            assert mine == stored_chain(stored, target.shape, embedding, tokens, streams) == drafts
+            assert mine == drafts
             compared.add(tuple(drafts))
     assert len(compared) > 5, "chains that differ from one another"
 
@@ -587,10 +448,10 @@ def test_a_finished_run_without_checkpoints_has_its_drafters_file(run):
     for path in run.glob("checkpoints/*"):
         path.rmdir()
     drafter_folder(run / "drafter", scaled(embedded_eagle(), 3.0))
-    assert tlt(run, "--format", "eagle") == 0
-    assert torch.equal(fc_of(run / "export" / "eagle"), (3.0 * embedded_eagle()["fc.weight"].float()).half().float())
-    assert tlt(run / "drafter", "--format", "eagle") == 0, "the run around a drafter's folder names its target"
-    card = (run / "drafter" / "export" / "eagle" / "README.md").read_text()
+    assert tlt(run, "--format", "vllm") == 0
+    assert torch.equal(fc_of(run / "export" / "vllm"), (3.0 * embedded_eagle()["fc.weight"].float()).half().float())
+    assert tlt(run / "drafter", "--format", "vllm") == 0, "the run around a drafter's folder names its target"
+    card = (run / "drafter" / "export" / "vllm" / "README.md").read_text()
     assert "| RL steps | 20 |" in card
     assert "| drafter updates | 11, begun from embedded:tiny |" in card
 
@@ -622,8 +483,6 @@ def test_the_embedded_drafters_card_has_its_warm_up(tmp_path):
     [
         ("sglang", "--speculative-algorithm EAGLE3 "),
         ("vllm", '"method": "eagle3"'),
-        ("eagle", "use_eagle3=True"),
-        ("speculators", "vllm serve "),
     ],
 )
 def test_the_next_command_names_the_form(kind, words, tmp_path, target):
@@ -631,22 +490,6 @@ def test_the_next_command_names_the_form(kind, words, tmp_path, target):
     assert words in card
     assert "# EAGLE-3 drafter for embedded:tiny" in card
     assert "layers 2, 4 and 5, drafting 7 of 24 tokens" in card
-    assert ("| embedding | the model folder embedded:tiny" in card) == (kind == "speculators")
-
-
-def test_the_speculators_layout_holds_the_policys_embedding(run, target):
-    store = CheckpointStore(run / "checkpoints", keep=3)
-    policy = {"model.embed_tokens.weight.master": torch.full((V, H), 1.5)}
-    store.save(30, OneRank(), {"policy": policy, "drafter": random_eagle3(target.shape)}, {})  # type: ignore[arg-type]
-    assert tlt(run, "--format", "speculators") == 0
-    out = run / "export" / "speculators"
-    assert (load_file(out / "model.safetensors")["embed_tokens.weight"] == 1.5).all()
-    assert "| embedding | the policy in " in (out / "README.md").read_text()
-
-
-def test_the_speculators_layout_else_holds_the_model_folders_embedding(tmp_path, target, model):
-    tensors = load_file(exported("speculators", "eagle3", tmp_path, target.shape) / "model.safetensors")
-    assert torch.equal(tensors["embed_tokens.weight"].float(), model.model.embed_tokens.weight)
 
 
 # --- where it is written ---
@@ -705,7 +548,6 @@ def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
     [
         ((EMBEDDED_MODEL, "--format", "sglang"), "add --output FOLDER"),
         ((EMBEDDED_MODEL, "--format", "sglang", "--step", "3", "--output", "{here}/out"), "leave --step out"),
-        ((EMBEDDED_MODEL, "--format", "speculators", "--output", "{here}/out"), "use --format vllm"),
         (("{run}", "--format", "sglang", "--step", "0"), "--step 0 is no checkpoint"),
         (("{run}", "--format", "sglang", "--step", "15"), "has those of steps 10, 20; use one that is there"),
         (("{here}/none", "--format", "sglang"), "no such folder"),
@@ -747,35 +589,27 @@ def test_a_drafter_of_another_model_or_broken_is_refused(name, value, words, tmp
     assert not (place / "export").exists()
 
 
-@pytest.mark.parametrize(
-    ("kind", "form", "changes", "words"),
-    [
-        ("eagle", "eagle", {"rope_scaling": {"rope_type": "llama3"}}, "use --format sglang or vllm"),
-        ("eagle", "eagle3", {"rope_scaling": {"rope_type": "llama3"}}, "use --format sglang or vllm"),
-        ("eagle", "eagle", {"head_dim": 64}, "--format eagle needs heads of hidden_size / num_attention_heads"),
-        ("sglang", "eagle3", {"head_dim": 64}, "an EAGLE-3 drafter needs heads of hidden_size / num_attention_heads"),
-        ("vllm", "eagle3", {"num_layers": 6}, "use a target of 7 layers or more"),
-        ("vllm", "eagle3", {"num_layers": 2}, "use a target of 7 layers or more"),
-    ],
-)
-def test_what_a_format_cannot_carry_is_refused(kind, form, changes, words, target):
-    changed = replace(target, shape=replace(target.shape, **changes))
-    sizes = drafter_sizes(changed.shape) if form == "eagle" else eagle3_sizes(changed.shape, W)
-    made = EagleDrafter if form == "eagle" else Eagle3Drafter
-    drafter = made(**{name: torch.zeros(size) for name, size in sizes.items()})
-    with pytest.raises(UserError) as found:
-        laid_out(kind, drafter, changed)
-    assert words in str(found.value)
-    assert "\n" not in str(found.value)
-
-
 def test_a_target_of_seven_layers_and_heads_of_another_width_are_carried(target):
     seven = replace(target, shape=replace(target.shape, num_layers=7))
-    drafter = drafter_from(random_eagle3(target.shape), target.shape, "x")
-    assert set(laid_out("vllm", drafter, seven).tensors) == set(EAGLE3)
+    drafter = checked_drafter(random_eagle3(target.shape), target.shape, "x")
+    assert set(lay_out("vllm", drafter, seven).tensors) == set(EAGLE3)
     wide = replace(target, shape=replace(target.shape, family="qwen3", head_dim=64, qkv_bias=False))
-    made = EagleDrafter(**{name: torch.zeros(size) for name, size in drafter_sizes(wide.shape).items()})
-    files = laid_out("sglang", made, wide)
+    made = {name: torch.zeros(size) for name, size in drafter_sizes(wide.shape).items()}
+    files = lay_out("sglang", made, wide)
     assert files.config["head_dim"] == 64
     assert files.tensors["layers.0.self_attn.q_proj.weight"].shape == (256, H)
     assert files.tensors["layers.0.self_attn.o_proj.weight"].shape == (H, 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 64}, "an EAGLE-3 drafter needs heads of hidden_size / num_attention_heads"),
+        ({"num_layers": 6}, "use a target of 7 layers or more"),
+    ],
+)
+def test_what_the_layout_of_eagle3_cannot_carry_is_refused(changes, words, target):
+    changed = replace(target, shape=replace(target.shape, **changes))
+    drafter = {name: torch.zeros(size) for name, size in eagle3_sizes(changed.shape, W).items()}
+    with pytest.raises(UserError, match=words):
+        lay_out("sglang", drafter, changed)

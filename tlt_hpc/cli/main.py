@@ -457,7 +457,7 @@ def make_parser() -> argparse.ArgumentParser:
     keys.add_argument("section", nargs="?", metavar="SECTION", help="e.g. rollout; without it all")
     keys.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
     export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
-    export_options.add_export_options(export)
+    export_options.add_drafter_options(export)
     policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
     export_options.add_policy_options(policy)
     data = commands.add_parser("data", help="look at what a run would train on").add_subparsers(
@@ -492,7 +492,7 @@ def run_export(options: argparse.Namespace) -> None:
 
 def run_export_policy(options: argparse.Namespace) -> None:
     """``tlt export-policy``."""
-    checked = export_options.read_policy_options(options)
+    checked = export_options.read_options(options)
     from tlt_hpc.export.policy import run
 
     run(checked)

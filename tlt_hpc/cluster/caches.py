@@ -68,9 +68,10 @@ def left_behind(folder: Path) -> Iterator[Path]:
     others = sorted(folder.parent.glob(f"{named[1]}*")) if named is not None else []
     used = folders_in_use() if others else set()
     for other in others:
-        if other != folder and _NAME.fullmatch(other.name) and os.fsencode(other) not in used and is_own(other):
-            if [path.name for path in other.glob(f"{MARK}*")] == [f"{MARK}{socket.gethostname()}"]:
-                yield other
+        is_idle = other != folder and _NAME.fullmatch(other.name) and os.fsencode(other) not in used
+        hosts = [path.name.removeprefix(MARK) for path in other.glob(f"{MARK}*")]
+        if is_idle and hosts == [socket.gethostname()] and is_own(other):
+            yield other
 
 
 def folders_in_use() -> set[bytes]:

@@ -1,29 +1,66 @@
-"""What each engine loads: from a drafter and its target to named tensors and a config.json. Reads and writes no file.
+"""What SGLang and vLLM load: from a drafter and its target to named tensors and a config.json.
 
 Mistakes that the layouts avoid: SGLang ignores unknown names and leaves missing tensors random, and vLLM raises
-KeyError, so the set of names is exact. The fc of EAGLE and SGLang has a bias, which is random if the file lacks it;
-vLLM's has none. ``eagle_aux_hidden_state_layer_ids`` is never written: SGLang adds one to it, vLLM does not, and both
-default to the layers that we train on. transformers 5 reads ``rope_parameters``, the engines ``rope_theta`` at top
-level.
+KeyError, so the set of names is exact. SGLang's fc of an EAGLE drafter has a bias, which is random if the file lacks
+it; vLLM's has none. ``eagle_aux_hidden_state_layer_ids`` is never written: SGLang adds one to it, vLLM does not, and
+both default to the layers that we train on. transformers 5 reads ``rope_parameters``, the engines ``rope_theta`` at
+top level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlt_hpc.config import UserError
-from tlt_hpc.export.forms import AnyDrafter, Eagle3Drafter, EagleDrafter
-from tlt_hpc.export.target import Target
-from tlt_hpc.models.drafter_file import check_layers
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.config import EMBEDDED_MODEL, UserError
+from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers
+from tlt_hpc.models.folder import embedded
+from tlt_hpc.models.json_file import read_json
+from tlt_hpc.models.shape import ModelShape, shape_from
 
-SPECULATIVE_TOKENS = 5
-"""Length of the chain that the speculators layout proposes as its default."""
+
+@dataclass(frozen=True)
+class Target:
+    """A model folder, and what its config.json says of it."""
+
+    name: str
+    """As the user named it."""
+    folder: Path
+    shape: ModelShape
+    dtype: torch.dtype
+    """What floats of its drafter are exported in: float16 if the model has it, bfloat16 otherwise."""
+    token_ids: dict[str, Any]
+    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id``: an id, ids or None."""
+
+    @property
+    def path(self) -> str:
+        """What an engine is given to find it."""
+        return str(self.folder) if self.name == EMBEDDED_MODEL else self.name
+
+
+def read_target(name: str, asked: str) -> Target:
+    """The target in a folder, or ``embedded:tiny``; ``asked`` names the setting that named it, for the error.
+
+    Raises:
+        ValueError: there is no model, or none that a drafter of ours fits.
+    """
+    folder = embedded("tiny") if name == EMBEDDED_MODEL else Path(name)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{asked}: no config.json there; name the target model's folder with --model")
+    raw = read_json(path)
+    return Target(
+        name=name,
+        folder=folder,
+        shape=shape_from(raw, str(path)),
+        dtype=torch.float16 if raw.get("dtype", raw.get("torch_dtype")) == "float16" else torch.bfloat16,
+        token_ids={key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
 
 
 @dataclass(frozen=True)
@@ -34,136 +71,73 @@ class Files:
     config: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class DrafterFormat:
-    """What an engine loads as a drafter; the layout of EAGLE-3 is the same for all but speculators."""
-
-    title: str
-    eagle_class: str
-    """Architecture of an EAGLE drafter; empty: the engine has a layout for EAGLE-3 alone."""
-    fusion_bias: bool = False
-    """Whether EAGLE's fc has a bias, which ours does not: zeros."""
-    qwen2_class: str = ""
-    """Architecture of an EAGLE drafter for Qwen2 targets, with biases of q, k and v: zeros; empty: the usual one."""
-    is_reference: bool = False
-    """EAGLE's own code, which supports neither Llama 3.1's rotary scaling nor heads of another total width."""
-
-
-FORMATS = {
-    "sglang": DrafterFormat("SGLang", "LlamaForCausalLMEagle", True, "Qwen2ForCausalLMEagle"),
-    # vLLM puts "Eagle" before the architecture, and has a Llama layer for targets of every family
-    "vllm": DrafterFormat("vLLM", "LlamaForCausalLM"),
-    "speculators": DrafterFormat("speculators", ""),
-    "eagle": DrafterFormat("EAGLE's reference code", "LlamaForCausalLM", True, is_reference=True),
-}
-
-
-def lay_out(
-    kind: str, drafter: AnyDrafter, target: Target, read_embedding: Callable[[], tuple[Tensor, str]]
-) -> tuple[Files, str | None]:
-    """An export's files in a format, and where the copy of the target's embedding is from, if the format has one.
+def lay_out(kind: str, drafter: Mapping[str, Tensor], target: Target) -> Files:
+    """An export's files for ``sglang`` or ``vllm``; the layout of an EAGLE-3 drafter is the same for both.
 
     Raises:
         UserError: the format cannot carry this drafter.
     """
-    form = FORMATS[kind]
-    if form.is_reference and target.shape.rope_scaling is not None:
-        raise UserError(
-            f"--format {kind}: {target.name} scales its rotary embedding (llama3), which EAGLE's reference code does "
-            "not know; use --format sglang or vllm"
-        )
-    if not isinstance(drafter, Eagle3Drafter):
-        return _eagle(drafter, target, kind), None
-    flat = _eagle3(drafter, target)
-    if form.eagle_class:
-        return flat, None
-    embedding, origin = read_embedding()
-    return _speculators(flat, target, embedding), origin
+    if TOKEN_IDS in drafter:
+        tensors, config = _eagle3(drafter, target)
+    else:
+        tensors, config = _eagle(drafter, target, is_sglang=kind == "sglang")
+    return Files({name: _stored(name, tensor, target.dtype) for name, tensor in tensors.items()}, config)
 
 
-def _eagle(drafter: EagleDrafter, target: Target, kind: str) -> Files:
-    """A Llama layer without ``input_layernorm``, behind fc."""
-    form, shape = FORMATS[kind], target.shape
-    if not form.eagle_class:
-        raise UserError(
-            f"--format {kind} has a layout for EAGLE-3 drafters alone, and this one is of the EAGLE form; use --format "
-            "vllm"
-        )
-    if form.is_reference:
-        _check_heads(target, f"--format {kind}", "use --format sglang or vllm")
+def _eagle(drafter: Mapping[str, Tensor], target: Target, is_sglang: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A Llama layer without ``input_layernorm``, behind fc; biases that ours does not have are zeros."""
+    shape = target.shape
     layer = _layer_tensors(drafter, shape)
-    tensors = {"fc.weight": drafter.fc, **{f"layers.0.{name}": tensor for name, tensor in layer.items()}}
-    if form.fusion_bias:
-        tensors["fc.bias"] = torch.zeros(shape.hidden_size)
-    if shape.family != "qwen2" or not form.qwen2_class:
-        return _files(tensors, _config(target, form.eagle_class), target)
+    tensors = {"fc.weight": drafter["fc"], **{f"layers.0.{name}": tensor for name, tensor in layer.items()}}
+    if not is_sglang:  # vLLM puts "Eagle" before the name, and has a Llama layer for targets of every family
+        return tensors, _config(target, "LlamaForCausalLM")
+    tensors["fc.bias"] = torch.zeros(shape.hidden_size)
+    if shape.family != "qwen2":
+        return tensors, _config(target, "LlamaForCausalLMEagle")
     for name, count in {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}.items():
         tensors[f"layers.0.self_attn.{name}_proj.bias"] = torch.zeros(count * shape.head_dim)
-    config = _config(target, form.qwen2_class) | {"model_type": "qwen2", "use_sliding_window": False}
+    config = _config(target, "Qwen2ForCausalLMEagle") | {"model_type": "qwen2", "use_sliding_window": False}
     del config["attention_bias"]  # no key of this family, whose q, k and v always have biases
-    return _files(tensors, config, target)
+    return tensors, config
 
 
-def _speculators(flat: Files, target: Target, embedding: Tensor) -> Files:
-    """The layout of the speculators library and ``vllm serve``, which holds a copy of the target's embedding.
-
-    ``norm_before_residual`` is written because vLLM assumes that it is true if it is absent.
-    """
-    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in flat.tensors.items()}
-    layer = {key: value for key, value in flat.config.items() if key not in ("architectures", "draft_vocab_size")}
-    greedy = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
-    config = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**greedy, "accept_tolerance": 0.0, "verifier_accept_k": 1}],
-            "verifier": {"name_or_path": target.path, "architectures": list(target.architectures)},
-        },
-        "draft_vocab_size": flat.config["draft_vocab_size"],
-        "norm_before_residual": False,
-        "target_hidden_size": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": flat.config["torch_dtype"],
-        "transformer_layer_config": layer,
-    }
-    return _files({**tensors, "embed_tokens.weight": embedding}, config, target)
-
-
-def _eagle3(drafter: Eagle3Drafter, target: Target) -> Files:
-    """The one layout of EAGLE-3 that SGLang, vLLM and EAGLE's reference share."""
-    check_layers(target.shape, target.name)
-    _check_heads(target, "an EAGLE-3 drafter", "use a drafter of the EAGLE form with --format sglang or vllm")
-    ids, size = drafter.token_ids, target.shape.vocab_size
-    layer = _layer_tensors(drafter, target.shape)
-    layer["hidden_norm.weight"], layer["input_layernorm.weight"] = drafter.hidden_norm, drafter.input_norm
+def _eagle3(drafter: Mapping[str, Tensor], target: Target) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The layout of EAGLE-3 that SGLang and vLLM share."""
+    shape = target.shape
+    check_layers(shape, target.name)
+    if shape.num_heads * shape.head_dim != shape.hidden_size:
+        raise UserError(
+            f"an EAGLE-3 drafter needs heads of hidden_size / num_attention_heads, and {target.name} has "
+            f"{shape.num_heads} of {shape.head_dim} for a width of {shape.hidden_size}; use a drafter of the EAGLE form"
+        )
+    ids = drafter[TOKEN_IDS]
+    layer = _layer_tensors(drafter, shape)
+    layer["hidden_norm.weight"], layer["input_layernorm.weight"] = drafter["hidden_norm"], drafter["input_norm"]
     tensors = {
-        "fc.weight": drafter.fc,
+        "fc.weight": drafter["fc"],
         **{f"midlayer.{name}": tensor for name, tensor in layer.items()},
-        "norm.weight": drafter.final_norm,
-        "lm_head.weight": drafter.head,
+        "norm.weight": drafter["final_norm"],
+        "lm_head.weight": drafter["head"],
         "d2t": ids - torch.arange(len(ids)),
-        "t2d": torch.zeros(size, dtype=torch.bool).index_fill_(0, ids, True),
+        "t2d": torch.zeros(shape.vocab_size, dtype=torch.bool).index_fill_(0, ids, True),
     }
-    config = _config(target, "LlamaForCausalLMEagle3") | {"draft_vocab_size": len(ids)}
-    return _files(tensors, config, target)
+    return tensors, _config(target, "LlamaForCausalLMEagle3") | {"draft_vocab_size": len(ids)}
 
 
-def _layer_tensors(drafter: AnyDrafter, shape: ModelShape) -> dict[str, Tensor]:
+def _layer_tensors(drafter: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """The matrices that both forms have, split as Hugging Face names them."""
     queries, pairs = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    q, k, v = drafter.qkv.split_with_sizes((queries, pairs, pairs))
-    gate, up = drafter.gate_up.chunk(2)
+    q, k, v = drafter["qkv"].split_with_sizes((queries, pairs, pairs))
+    gate, up = drafter["gate_up"].chunk(2)
     return {
         "self_attn.q_proj.weight": q,
         "self_attn.k_proj.weight": k,
         "self_attn.v_proj.weight": v,
-        "self_attn.o_proj.weight": drafter.output,
+        "self_attn.o_proj.weight": drafter["output"],
         "mlp.gate_proj.weight": gate,
         "mlp.up_proj.weight": up,
-        "mlp.down_proj.weight": drafter.down,
-        "post_attention_layernorm.weight": drafter.post_norm,
+        "mlp.down_proj.weight": drafter["down"],
+        "post_attention_layernorm.weight": drafter["post_norm"],
     }
 
 
@@ -196,19 +170,6 @@ def _config(target: Target, architecture: str) -> dict[str, Any]:
         **target.token_ids,
         "torch_dtype": str(target.dtype).removeprefix("torch."),
     }
-
-
-def _check_heads(target: Target, what: str, remedy: str) -> None:
-    s = target.shape
-    if s.num_heads * s.head_dim != s.hidden_size:
-        raise UserError(
-            f"{what} needs heads of hidden_size / num_attention_heads, and {target.name} has {s.num_heads} of "
-            f"{s.head_dim} for a width of {s.hidden_size}; {remedy}"
-        )
-
-
-def _files(tensors: dict[str, Tensor], config: dict[str, Any], target: Target) -> Files:
-    return Files({name: _stored(name, tensor, target.dtype) for name, tensor in tensors.items()}, config)
 
 
 def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

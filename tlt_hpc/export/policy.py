@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.export.export_options import PolicyOptions
+from tlt_hpc.export.export_options import ExportOptions
 from tlt_hpc.export.source import checkpoint_at, config_of
 from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, write_folder
 from tlt_hpc.models.folder import DTYPES, find_model
@@ -28,6 +28,8 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.no_run import no_run
 
 MARK = "<!-- written by tlt export-policy -->"
+SHARD_BYTES = 5_000_000_000
+"""Most bytes of one file of weights, as in transformers."""
 _MASTER = ".master"
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -43,7 +45,7 @@ class Shard:
     names: tuple[str, ...]
 
 
-def run(options: PolicyOptions) -> None:
+def run(options: ExportOptions) -> None:
     """Export one policy.
 
     Raises:
@@ -61,15 +63,15 @@ def run(options: PolicyOptions) -> None:
     companions = companions_of(model)
     ours = {CONFIG, CARD, _INDEX, *(path.name for path in companions)}
     check_output(options.output, MARK, lambda name: name in ours or name.endswith(".safetensors"))
-    dtype: torch.dtype = DTYPES[options.dtype]
-    shards = plan_shards(checkpoint, dtype, round(options.shard_gigabytes * 1e9))
+    dtype: torch.dtype = DTYPES[options.kind]
+    shards = plan_shards(checkpoint, dtype)
 
     def fill(part: Path) -> Iterator[Path]:
         for path in companions:
             shutil.copyfile(path, part / path.name)
             yield part / path.name
         yield from write_weights(part, checkpoint, shards, dtype)
-        (part / CONFIG).write_text(json.dumps(config_with(model / CONFIG, options.dtype), indent=2) + "\n")
+        (part / CONFIG).write_text(json.dumps(config_with(model / CONFIG, options.kind), indent=2) + "\n")
         (part / CARD).write_text(card(config, checkpoint, options), encoding="utf-8")
         yield from (part / CONFIG, part / CARD)
 
@@ -77,7 +79,7 @@ def run(options: PolicyOptions) -> None:
     count = sum(math.prod(shape) for shape in shapes_of(checkpoint).values())
     print(
         f"wrote {options.output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in "
-        f"{options.dtype}, {len(shards)} file{'s' * (len(shards) != 1)} of weights"
+        f"{options.kind}, {len(shards)} file{'s' * (len(shards) != 1)} of weights"
     )
     print(f"next: vllm serve {options.output}\n  or: AutoModelForCausalLM.from_pretrained({str(options.output)!r})")
 
@@ -104,13 +106,13 @@ def check_model(checkpoint: Checkpoint, model: Path) -> None:
         )
 
 
-def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype, most_bytes: int) -> list[Shard]:
-    """Files of at most ``most_bytes`` each, or of a single larger tensor; named as in transformers."""
+def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Shard]:
+    """Files of at most ``SHARD_BYTES`` each, or of a single larger tensor; named as in transformers."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes_of(checkpoint).items():
         num_bytes = math.prod(shape) * dtype.itemsize
-        if groups[-1] and size + num_bytes > most_bytes:
+        if groups[-1] and size + num_bytes > SHARD_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(name)
@@ -160,7 +162,7 @@ def config_with(path: Path, dtype: str) -> dict[str, Any]:
     return {**config, "dtype": dtype}
 
 
-def card(config: Config, checkpoint: Checkpoint, options: PolicyOptions) -> str:
+def card(config: Config, checkpoint: Checkpoint, options: ExportOptions) -> str:
     """A short model card."""
     algorithm = config.algorithm
     rows: Mapping[str, str] = {

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.export.export_options import ExportOptions
-from tlt_hpc.export.forms import AnyDrafter, drafter_from
-from tlt_hpc.export.target import EMBEDDING, Target, embedding_of, read_target
-from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS
+from tlt_hpc.export.formats import Target, read_target
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.storage.drafter_facts import DrafterFacts, read_facts
 from tlt_hpc.storage.folder import RunFolder
@@ -24,24 +25,7 @@ from tlt_hpc.storage.step_lines import Line, read_lines
 _ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"
 _DRAFTER_FOLDER = "drafter"
 _NUM_UPDATES = "num_steps"
-
-
-@dataclass(frozen=True)
-class History:
-    """What was recorded of a drafter's training; None: not recorded."""
-
-    data: str | None = None
-    num_steps: int | None = None
-    """RL steps behind the weights."""
-    num_updates: int | None = None
-    """Optimiser steps behind the weights."""
-    init: str | None = None
-    """What the weights started from: ``random``, or another drafter, whose own steps are not counted."""
-    accept_length: float | None = None
-    """Tokens per target pass and sequence in the last rollout on record, whatever strategies the run chose from."""
-    temperature: float | None = None
-    validation: str | None = None
-    """What the accept length was measured with, if that was on held-out prompts."""
+_ABSENT = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -49,11 +33,13 @@ class Source:
     """A drafter, its target, and where both come from."""
 
     origin: Path
-    drafter: AnyDrafter
+    drafter: Mapping[str, Tensor]
+    """Its tensors by name; with ``token_ids`` it is of the EAGLE-3 form."""
     target: Target
-    history: History
-    embedding: Callable[[], tuple[Tensor, str]]
-    """Reads the target's embedding [V, H]; also returns where it comes from."""
+    num_steps: int | None
+    """RL steps behind the weights; None: not recorded."""
+    rows: list[tuple[str, str]]
+    """What was recorded of its training, in words."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +50,6 @@ class _Found:
     stored: Mapping[str, Tensor]
     run: RunFolder | None
     num_steps: int | None = None
-    checkpoint: Checkpoint | None = None
 
 
 def open_source(options: ExportOptions) -> Source:
@@ -76,8 +61,22 @@ def open_source(options: ExportOptions) -> Source:
     found = _find(options)
     config = config_of(found.run)
     target = _target(options, config)
-    drafter = drafter_from(found.stored, target.shape, str(found.origin))
-    return Source(found.origin, drafter, target, _history(found, config), lambda: _embedding(found, target))
+    drafter = checked_drafter(found.stored, target.shape, str(found.origin))
+    for name, tensor in drafter.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(
+                f"{found.origin}: drafter tensor {name!r} holds values that are no numbers; take an earlier --step"
+            )
+    facts = read_facts(found.origin.parent) if found.num_steps is None else None
+    if facts is not None:
+        return Source(found.origin, drafter, target, 0, _describe_warmup(facts, target))
+    lines = [] if found.run is None else list(read_lines(found.run.metrics).values())
+    num_steps = found.num_steps
+    if num_steps is None and lines:
+        num_steps = int(lines[-1]["training/global_step"]) + 1
+    behind = [line for line in lines if num_steps is not None and line["training/global_step"] < num_steps]
+    rows = _describe_training(config, target, num_steps, found.stored.get(_NUM_UPDATES), behind)
+    return Source(found.origin, drafter, target, num_steps, rows)
 
 
 def _find(options: ExportOptions) -> _Found:
@@ -98,7 +97,7 @@ def _in_run(options: ExportOptions, run: RunFolder) -> _Found:
     checkpoint = checkpoint_at(run, options.step)
     if checkpoint is not None and checkpoint.names("drafter"):
         stored = {name: checkpoint.read("drafter", name) for name in checkpoint.names("drafter") if _is_read(name)}
-        return _Found(checkpoint.folder, stored, run, checkpoint.step, checkpoint)
+        return _Found(checkpoint.folder, stored, run, checkpoint.step)
     path = run.path / _DRAFTER_FOLDER / DRAFTER_FILE
     if options.step is None and path.is_file():
         return _from_file(path, run)
@@ -110,9 +109,7 @@ def _in_run(options: ExportOptions, run: RunFolder) -> _Found:
 
 def _from_file(path: Path, run: RunFolder | None) -> _Found:
     try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if _is_read(name)]  # noqa: SIM118 (no mapping)
-            return _Found(path, {name: file.get_tensor(name) for name in names}, run)
+        return _Found(path, load_file(path), run)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is no whole safetensors file ({error}); give another drafter") from None
 
@@ -167,51 +164,39 @@ def _target(options: ExportOptions, config: Config | None) -> Target:
     return read_target(config.model.path, f"model.path = {config.model.path!r} of {options.place}")
 
 
-def _history(found: _Found, config: Config | None) -> History:
-    facts = read_facts(found.origin.parent) if found.checkpoint is None else None
-    if facts is not None:
-        return _warmup_history(facts)
-    updates = found.stored.get(_NUM_UPDATES)
-    rows = _metrics(found.run)
-    num_steps = found.num_steps
-    if num_steps is None and rows:
-        num_steps = int(rows[-1]["training/global_step"]) + 1
-    behind = [row for row in rows if num_steps is not None and row["training/global_step"] < num_steps]
-    return History(
-        data=None if config is None else _describe_data(config),
-        num_steps=num_steps,
-        num_updates=None if updates is None else int(updates),
-        init=None if config is None else config.drafter.init,
-        accept_length=behind[-1].get(_ACCEPT_LENGTH) if behind else None,
-        temperature=None if config is None else config.rollout.temperature,
-    )
+def _describe_warmup(facts: DrafterFacts, target: Target) -> list[tuple[str, str]]:
+    return [
+        ("target", target.name),
+        ("data", f"{facts.num_responses:,} responses ({facts.num_tokens:,} tokens) of {facts.target} to {facts.data}"),
+        ("RL steps", "0"),
+        ("drafter updates", f"{facts.num_updates:,}, begun from {facts.init}"),
+        (
+            "accept length",
+            f"{facts.accept_length:.2f} tokens per target pass and sequence at temperature {facts.temperature:g}, by "
+            f"{facts.strategy} on {facts.num_validation_prompts} held-out prompts",
+        ),
+    ]
 
 
-def _warmup_history(facts: DrafterFacts) -> History:
-    return History(
-        data=f"{facts.num_responses:,} responses ({facts.num_tokens:,} tokens) of {facts.target} to {facts.data}",
-        num_steps=0,
-        num_updates=facts.num_updates,
-        init=facts.init,
-        accept_length=facts.accept_length,
-        temperature=facts.temperature,
-        validation=f"{facts.strategy} on {facts.num_validation_prompts} held-out prompts",
-    )
-
-
-def _metrics(run: RunFolder | None) -> list[Line]:
-    """The run's figures by step, ascending; none where it wrote none."""
-    return [] if run is None else list(read_lines(run.metrics).values())
-
-
-def _describe_data(config: Config) -> str:
-    rollout = config.rollout
-    return f"{config.data.source_name}, {rollout.prompts_per_step} prompts x {rollout.group_size} responses a step"
-
-
-def _embedding(found: _Found, target: Target) -> tuple[Tensor, str]:
-    """The policy's embedding if there is a checkpoint, since training changes it; else that of the model folder."""
-    master = f"{EMBEDDING}.master"
-    if found.checkpoint is None or master not in found.checkpoint.names("policy"):
-        return embedding_of(target), f"the model folder {target.name}, before any training"
-    return found.checkpoint.read("policy", master), f"the policy in {found.checkpoint.folder}"
+def _describe_training(
+    config: Config | None, target: Target, num_steps: int | None, updates: Tensor | None, lines: list[Line]
+) -> list[tuple[str, str]]:
+    data = temperature = begun = ""
+    if config is not None:
+        rollout = config.rollout
+        data = f"{config.data.source_name}, {rollout.prompts_per_step} prompts x {rollout.group_size} responses a step"
+        temperature, begun = f" at temperature {rollout.temperature:g}", f", begun from {config.drafter.init}"
+    accept = lines[-1].get(_ACCEPT_LENGTH) if lines else None
+    return [
+        ("target", f"the policy after {num_steps} RL steps from {target.name}" if num_steps else target.name),
+        ("data", data or _ABSENT),
+        ("RL steps", _ABSENT if num_steps is None else f"{num_steps:,}"),
+        ("drafter updates", _ABSENT if updates is None else f"{int(updates):,}{begun}"),
+        (
+            "accept length",
+            _ABSENT
+            if accept is None
+            else f"{accept:.2f} tokens per target pass and sequence{temperature}, over the whole of the run's last "
+            "rollout before these weights: rounds without drafts and drafts from n-grams are counted too",
+        ),
+    ]

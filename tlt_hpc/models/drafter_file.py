@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,16 +46,26 @@ def read_drafter(place: str, shape: ModelShape, asked: str) -> dict[str, Tensor]
         stored = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{asked}: {path} is no whole safetensors file ({error}); {_REMEDY}") from None
-    sizes = drafter_sizes(shape) if TOKEN_IDS not in stored else eagle3_sizes(shape, stored[TOKEN_IDS].numel())
+    if TOKEN_IDS in stored:
+        check_layers(shape, asked)
+    return {stored_name(name): tensor for name, tensor in checked_drafter(stored, shape, asked).items()}
+
+
+def checked_drafter(stored: Mapping[str, Tensor], shape: ModelShape, asked: str) -> dict[str, Tensor]:
+    """The drafter's tensors among those of a file, by name, checked against a model's shape.
+
+    Raises:
+        UserError: one is missing, or belongs to another model.
+    """
+    sizes = eagle3_sizes(shape, stored[TOKEN_IDS].numel()) if TOKEN_IDS in stored else drafter_sizes(shape)
     for name, size in sizes.items():
         found = stored.get(stored_name(name))
         if found is None or found.shape != size:
             what = "missing" if found is None else list(found.shape)
-            raise ValueError(f"{asked}: drafter tensor {name!r} is {what}, this model needs {list(size)}; {_REMEDY}")
+            raise UserError(f"{asked}: drafter tensor {name!r} is {what}, this model needs {list(size)}; {_REMEDY}")
     if TOKEN_IDS in sizes:
-        check_layers(shape, asked)
         check_ids(stored[TOKEN_IDS], shape, asked)
-    return {name: stored[name] for name in map(stored_name, sizes)}
+    return {name: stored[stored_name(name)] for name in sizes}
 
 
 def stored_name(name: str) -> str:
