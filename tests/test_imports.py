@@ -42,7 +42,6 @@ MAY_IMPORT = {
 HOME_OF = {
     "mpi4py": {"mpi"},
     "h5py": {"storage"},
-    "hdf5plugin": {"storage"},
     "deepspeed": {"rl"},
     "transformers": {"models", "data"},
     "submitit": {"cluster"},

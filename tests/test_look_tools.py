@@ -18,7 +18,7 @@ from tlt_hpc.storage.rollout_log import write_step
 TOOLS = Path(__file__).parents[1] / "tools"
 DRAWING = ("timeline", "lengths", "acceptance", "learning", "throughput", "compare_runs")
 ALL = (*DRAWING, "export_run", "inspect_run")
-FORBIDDEN = ("torch", "mpi4py", "pydantic", "hdf5plugin", "transformers", "deepspeed", "pyarrow")
+FORBIDDEN = ("torch", "mpi4py", "pydantic", "transformers", "deepspeed", "pyarrow")
 WITHOUT = f"""
 import runpy, sys
 class Forbid:

@@ -121,15 +121,6 @@ def test_round_trip(
     assert is_committed(path) and not part_of(path).exists()
 
 
-def test_a_rollout_without_tokens_round_trips(tmp_path: Path) -> None:
-    empty = make_rollout(np.random.default_rng(0), SampleKey(0, 0, 0, 0, 0))
-    nothing = {"prompt_tokens": np.empty(0, np.int32), "response_tokens": np.empty(0, np.int32)}
-    rollout = Rollout(**(vars(empty) | nothing | {"log_probs": np.empty(0, np.float32)}))
-    record = make_record(0, num_rollouts=1, rollouts=(rollout,))
-    write_step(tmp_path / "a.h5", record)
-    assert same(read_step(tmp_path / "a.h5"), record)
-
-
 def test_the_summary_agrees_with_the_record(tmp_path: Path) -> None:
     record = make_record(7)
     write_step(tmp_path / "a.h5", record)
@@ -149,15 +140,6 @@ def test_the_spans_are_read_alone_and_an_earlier_versions_file_has_none(tmp_path
     assert len(read_spans(path)) == 0
     assert read_step(path).phases == read_summary(path).phases == ()
     assert all(len(rollout.pass_lengths) == 0 for rollout in read_step(path).rollouts)
-
-
-def test_plain_h5py_reads_it(tmp_path: Path) -> None:
-    record = make_record(2)
-    write_step(tmp_path / "a.h5", record)
-    with h5py.File(tmp_path / "a.h5") as file:
-        assert file.attrs["schema"] == 2 and file.attrs["committed"] == 8
-        start, end = file["rollouts/response_ends"][1:3]
-        assert np.array_equal(file["rollouts/response_tokens"][start:end], record.rollouts[2].response_tokens)
 
 
 def test_rollouts_out_of_order_are_a_programmers_error(tmp_path: Path) -> None:

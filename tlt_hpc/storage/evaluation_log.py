@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason, SampleKey
-from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_array, replacing
+from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, replacing
+from tlt_hpc.storage.rollout_columns import KEY_COLUMNS, flat, key_columns, put_arrays, read_keys
 
 KIND = FileKind("evaluation log", schema=1, remedy="delete it, and its responses are generated again")
-_KEY = ("seed", "stream", "step", "draw", "sample")
-_COLUMNS = (*_KEY, "finish_reason", "num_target_passes", "rewards", "failures", "response_ends")
+_COLUMNS = ("finish_reason", "num_target_passes", "rewards", "failures")
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ def write_responses(path: Path, responses: Sequence[JudgedResponse]) -> None:
     """
     ordered = sorted(responses, key=lambda response: response.key)
     with replacing(path, KIND, len(ordered)) as root:
-        group = root.create_group("responses")
-        for name, array in _columns(ordered).items():
-            put_array(group, name, array)
+        put_arrays(root.create_group("responses"), _columns(ordered))
 
 
 def read_responses(path: Path) -> list[JudgedResponse]:
@@ -60,32 +58,31 @@ def read_responses(path: Path) -> list[JudgedResponse]:
         FileNotFoundError: no such file.
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
-        column = {name: values[:] for name, values in file.root["responses"].items()}
-        for name in _COLUMNS:
-            if len(column[name]) != file.committed:
-                raise ValueError(f"{len(column[name])} entries of {name}, but {file.committed} were committed")
-        tokens = np.split(column["response_tokens"], column["response_ends"])
-        keys = np.stack([column[name] for name in _KEY], axis=1).tolist()
+        for name in (*KEY_COLUMNS, *_COLUMNS, "response_ends"):
+            if (count := file.size(f"responses/{name}")) != file.committed:
+                raise ValueError(f"{count} entries of {name}, but {file.committed} were committed")
+        column = {name: file.array(f"responses/{name}").tolist() for name in _COLUMNS}
+        tokens = np.split(file.array("responses/response_tokens"), file.array("responses/response_ends"))
         return [
             JudgedResponse(
-                key=SampleKey(*key),
+                key=key,
                 tokens=tokens[i],
                 finish_reason=FinishReason(column["finish_reason"][i]),
-                num_target_passes=int(column["num_target_passes"][i]),
-                reward=float(column["rewards"][i]),
-                failure=bytes(column["failures"][i]).decode(),
+                num_target_passes=column["num_target_passes"][i],
+                reward=column["rewards"][i],
+                failure=column["failures"][i].decode(),
             )
-            for i, key in enumerate(keys)
+            for i, key in enumerate(read_keys(file, "responses"))
         ]
 
 
 def _columns(responses: Sequence[JudgedResponse]) -> dict[str, NDArray[Any]]:
-    keys = {name: np.array([vars(r.key)[name] for r in responses], np.int64) for name in _KEY}
-    return keys | {
+    tokens, ends = flat([response.tokens for response in responses], np.int32)
+    return key_columns([response.key for response in responses]) | {
         "finish_reason": np.array([r.finish_reason for r in responses], np.int8),
         "num_target_passes": np.array([r.num_target_passes for r in responses], np.int64),
         "rewards": np.array([r.reward for r in responses], np.float32),
         "failures": np.array([r.failure.encode() for r in responses], np.bytes_),
-        "response_tokens": np.concatenate([np.empty(0, np.int32), *(r.tokens for r in responses)]),
-        "response_ends": np.cumsum([len(r.tokens) for r in responses], dtype=np.int64),
+        "response_tokens": tokens,
+        "response_ends": ends,
     }

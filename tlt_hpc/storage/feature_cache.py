@@ -35,7 +35,7 @@ class FeatureCache:
     A rank owns the files of its own number and, where ``num_ranks`` is given, those that an earlier run with more
     ranks left (rank q's go to rank q % num_ranks); it never touches another rank's.
 
-    Own files never take more than ``max_bytes`` of disk, at no moment (with ``compression``: of uncompressed data).
+    Own files do not take more than ``max_bytes`` of disk, at any moment.
     While step s is rolled out there are its open file and the closed one of step s - 1, half of the bytes each: steps
     before go first, as step s begins; inside a step the shortest responses give way (see ``Retention``).
     """
@@ -48,10 +48,9 @@ class FeatureCache:
         hidden_size: int,
         max_bytes: int,
         num_ranks: int | None = None,
-        compression: str = "none",
     ) -> None:
         self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
-        self._shape, self._max_bytes, self._compression = (num_layers, hidden_size), max_bytes, compression
+        self._shape, self._max_bytes = (num_layers, hidden_size), max_bytes
         self._writer: FeatureCacheWriter | None = None
         self._step = -1
         self._unusable: set[Path] = set()
@@ -70,9 +69,7 @@ class FeatureCache:
         self._trim(step - 1, self._max_bytes // 2)
         self._trim(step, 0)
         path = self._folder.feature_cache(step, self._rank)
-        self._writer = FeatureCacheWriter(
-            path, *self._shape, step, weight_version, self._max_bytes // 2, self._compression
-        )
+        self._writer = FeatureCacheWriter(path, *self._shape, step, weight_version, self._max_bytes // 2)
         return self._writer
 
     def look_back(self, step: int) -> bool:

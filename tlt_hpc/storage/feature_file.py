@@ -95,12 +95,11 @@ class FeatureCacheReader:
 
     @cached_property
     def _tokens(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        return self._file.root["prompt_tokens"][:], self._file.root["response_tokens"][:]
+        return self._file.array("prompt_tokens"), self._file.array("response_tokens")
 
     @cached_property
     def _features(self) -> hdf5.Dataset:
-        hdf5.filters_of(self._compression)  # loads what decompresses
-        return self._file.root["features"]
+        return self._file.dataset("features")
 
     def _rows_of(self, which: int) -> ReadRows:
         """How to read the rows of a prompt, or of response ``which`` - G."""
@@ -108,33 +107,36 @@ class FeatureCacheReader:
         return partial(read_extents, self._features, [Extent(*pair) for pair in pairs])
 
     def _load_tables(self) -> None:
-        root = self._file.root
-        self.step, self.weight_version = int(root.attrs["step"]), int(root.attrs["weight_version"])
-        self.num_layers, self.hidden_size = int(root.attrs["num_layers"]), int(root.attrs["hidden_size"])
-        self._compression = hdf5.get_text(root, "compression")
-        self._prompt_ends, self._response_ends = _with_zero(root["prompt_ends"]), _with_zero(root["response_ends"])
-        self._extent_ends = _with_zero(root["extent_ends"])
-        self._prompt_of: NDArray[np.int64] = root["prompt_of"][:]
-        self._extents: NDArray[np.int64] = root["extents"][:]
+        file = self._file
+        self.step, self.weight_version = int(file.number("step")), int(file.number("weight_version"))
+        self.num_layers, self.hidden_size = int(file.number("num_layers")), int(file.number("hidden_size"))
+        if (compression := file.text("compression")) not in ("none", "lzf", "gzip"):
+            raise ValueError(f"it is compressed by {compression}, which an earlier version could read")
+        ends = ("prompt_ends", "response_ends", "extent_ends")
+        self._prompt_ends, self._response_ends, self._extent_ends = (
+            np.concatenate([np.zeros(1, np.int64), file.array(name)]) for name in ends
+        )
+        self._prompt_of: NDArray[np.int64] = file.array("prompt_of")
+        self._extents: NDArray[np.int64] = file.array("extents")
 
     def _check_tables(self) -> None:
         """Hold the tables against each other and the arrays they point into."""
-        root, num_prompts = self._file.root, len(self._prompt_ends) - 1
+        num_prompts = len(self._prompt_ends) - 1
         if {len(self), len(self._response_ends) - 1} != {self._file.committed}:
             raise ValueError(f"{len(self)} responses, but {self._file.committed} were committed")
         if len(self._extent_ends) - 1 != num_prompts + len(self):
             raise ValueError(f"{len(self._extent_ends) - 1} extents for {num_prompts} prompts, {len(self)} responses")
         if self._prompt_of.max(initial=-1) >= num_prompts:
             raise ValueError(f"a response to prompt {self._prompt_of.max()} of {num_prompts}")
-        held = (len(root["prompt_tokens"]), len(root["response_tokens"]))
+        held = (self._file.size("prompt_tokens"), self._file.size("response_tokens"))
         due = (self._prompt_ends[-1], self._response_ends[-1])
-        if held != due or root["features"].shape[1:] != (self.num_layers, self.hidden_size):
+        if held != due or self._features.shape[1:] != (self.num_layers, self.hidden_size):
             raise ValueError(f"{held} tokens, but {due} were committed")
         rows = np.concatenate([np.diff(self._prompt_ends) - 1, self.lengths])
         covered = np.add.reduceat(np.append(self._extents[:, 1], 0), self._extent_ends[:-1])
         covered[np.diff(self._extent_ends) == 0] = 0
         last = self._extents.sum(1).max(initial=0)
-        if not np.array_equal(covered, rows) or last > len(root["features"]):
+        if not np.array_equal(covered, rows) or last > len(self._features):
             raise ValueError("its extents do not cover its tokens")
 
 
@@ -168,7 +170,3 @@ def read_extents(features: hdf5.Dataset, extents: Iterable[Extent], first: int, 
 
 def _part(array: NDArray[np.generic], ends: NDArray[np.int64], index: int) -> NDArray[np.generic]:
     return array[ends[index] : ends[index + 1]]
-
-
-def _with_zero(ends: hdf5.Dataset) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), ends[:]])

@@ -45,7 +45,7 @@ def row_capacity(max_bytes: int, num_layers: int, hidden_size: int) -> int:
 class FeatureCacheWriter:
     """One rank's open file of one step; not valid for any other reader until ``close``.
 
-    All methods are for one thread. With ``max_bytes`` the file is never longer than that (uncompressed); what does not
+    All methods are for one thread. With ``max_bytes`` the file is never longer than that; what does not
     fit gives way as ``Retention`` says. Memory: what was not yet handed to the thread (``block_bytes``), what the
     thread is behind with (``queue_bytes``, or one response that is larger), and all tokens.
     """
@@ -58,12 +58,11 @@ class FeatureCacheWriter:
         step: int,
         weight_version: int,
         max_bytes: int | None = None,
-        compression: str = "none",
         block_bytes: int = BLOCK_BYTES,
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         self.path, self.step, self.weight_version = path, step, weight_version
-        self._row, self._compression, self._block_bytes = (num_layers, hidden_size), compression, block_bytes
+        self._row, self._block_bytes = (num_layers, hidden_size), block_bytes
         capacity = 2**62 if max_bytes is None else row_capacity(max_bytes, num_layers, hidden_size)
         self._most_chunk_rows = max(1, capacity // 32)
         self._kept = Retention(capacity)
@@ -76,7 +75,7 @@ class FeatureCacheWriter:
         make_folder(path.parent)
         self._file = hdf5.NewFile(part_of(path), KIND)
         attributes = {"step": step, "weight_version": weight_version, "num_layers": num_layers}
-        hdf5.put_attributes(self._file.root, {**attributes, "hidden_size": hidden_size, "compression": compression})
+        hdf5.put_attributes(self._file.root, {**attributes, "hidden_size": hidden_size, "compression": "none"})
         self._thread = WriteBehind(queue_bytes)
 
     @property
@@ -211,7 +210,7 @@ class FeatureCacheWriter:
         """The array of features, for a first block of so many rows."""
         # A small file does not reserve whole chunks; one that fills a block gets chunks of full size.
         rows = min(self._most_chunk_rows, max(64, num_rows))
-        features = hdf5.growing_array(self._file.root, "features", _UINT16, self._row, rows, self._compression)
+        features = hdf5.growing_array(self._file.root, "features", _UINT16, self._row, rows)
         hdf5.put_attributes(features, {"dtype": hdf5.BFLOAT16})
         return features
 

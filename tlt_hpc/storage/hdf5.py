@@ -1,4 +1,4 @@
-"""How this project uses HDF5: the only importer of h5py. Knows files, checksums and bf16; nothing of what is stored.
+"""How this project uses HDF5: the only importer of h5py.
 
 HDF5 never opens a file itself; it works through Python file objects, for two reasons. Its own driver locks files,
 which fails on parallel file systems without locks. And after a failed write (disk full) its own driver cannot close
@@ -39,8 +39,7 @@ CHUNK_CACHE_BYTES = 8 * 2**20
 # Readable by every HDF5 since 1.10 (2016), and the oldest format that has a checksum on all metadata.
 FORMAT = ("v110", "v110")
 BFLOAT16 = "bfloat16"
-_MOST_DEPTH = 4
-_SMALL_BYTES, _MOST_RATIO = 2**28, 4096
+_SMALL_BYTES, _MAX_RATIO = 2**28, 4096
 """An array may be larger than the first only where it is stored in more than one of so many of its bytes."""
 
 # What h5py, numpy and our own checks raise on a file that is not what it should be; MemoryError where it claims to have
@@ -117,15 +116,15 @@ def replacing(path: Path, kind: FileKind, count: int, durable: bool = False) -> 
 class CommittedFile:
     """An HDF5 file opened to read, of the right kind and schema, with a commit counter; a context manager.
 
-    Args:
-        in_parts: leave it to ``array`` to look at what is read: much faster where that is little.
+    Arrays and attributes are read by their path (``rollouts/rewards``), and checked when they are read. This uses
+    HDF5's own calls: h5py's take three times as long, which counts when thousands of files are read.
 
     Raises:
         DamagedFile: anything else than such a file.
         FileNotFoundError: no file there.
     """
 
-    def __init__(self, path: Path, kind: FileKind, in_parts: bool = False) -> None:
+    def __init__(self, path: Path, kind: FileKind) -> None:
         self._path, self._kind = path, kind
         try:
             self._bytes = open_regular(path).detach()
@@ -135,86 +134,67 @@ class CommittedFile:
             raise DamagedFile(told(error)) from None
         try:
             with self.naming_damage():
-                self.root = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
-                self._groups: dict[str, Any] = {"": self.root.id}
-                self.committed = _check_header(self.root, kind)
-                if not in_parts:
-                    _check_own(self.root.id)
+                self._file = File(self._bytes, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
+                self._groups: dict[str, Any] = {"": self._file.id}
+                self.committed = self._check_header()
         except DamagedFile:
             self._bytes.close()
             raise
 
     def has(self, name: str) -> bool:
-        """Whether there is a group or array of such a path."""
+        """Whether there is a group or array of this path."""
         place, _, own = name.rpartition("/")
-        return (not place or self.has(place)) and bool(self._place(place).links.exists(own.encode()))
+        return (not place or self.has(place)) and bool(self._group(place).links.exists(own.encode()))
+
+    def names(self, place: str = "") -> list[str]:
+        """What a group, or the file itself, holds.
+
+        Raises:
+            KeyError, OSError, ValueError: it is missing, damaged, or no group.
+        """
+        return [name.decode() for name in self._group(place)]
 
     def array(self, name: str) -> NDArray[Any]:
-        """All of an array, by its path.
-
-        By HDF5's own calls, here and below: h5py's take three times as long, which counts where thousands of files are
-        read.
+        """All of an array.
 
         Raises:
             KeyError, OSError, ValueError: it is missing, damaged, or not stored as this project stores data.
         """
-        dataset = self._open(name)
-        if not isinstance(dataset, h5d.DatasetID):
-            raise ValueError(f"{name} is no array")
-        _check_array(dataset, name)
+        dataset = self._open_array(name)
         array = np.empty(dataset.shape, dataset.dtype)
         if array.size:
             dataset.read(h5s.ALL, h5s.ALL, array)
         return array
 
-    def names(self, place: str = "") -> list[str]:
-        """What a group holds, the file itself without one.
-
-        Raises:
-            KeyError, OSError, ValueError: it is missing, damaged, or no group.
-        """
-        group = self._place(place)
-        if place and not isinstance(group, h5g.GroupID):
-            raise ValueError(f"{place} is no group")
-        return [name.decode() for name in group]
+    def dataset(self, name: str) -> Dataset:
+        """An array that is read in parts; raises as ``array``."""
+        return Dataset(self._open_array(name))
 
     def size(self, name: str) -> int:
-        """Of an array's first axis."""
-        return int(self._open(name).shape[0])
+        """Length of an array's first axis; raises as ``array``."""
+        return int(self._open_array(name).shape[0])
 
-    def number(self, name: str) -> float:
-        """A scalar attribute of a group, by its path; one of the file itself has no group.
+    def texts(self, name: str) -> tuple[str, ...]:
+        """An array of names; raises as ``array``."""
+        return tuple(bytes(text).decode() for text in self.array(name))
+
+    def number(self, name: str, missing: float | None = None) -> float:
+        """A scalar attribute of a group, or of the file itself; ``missing`` if it is given and there is none.
 
         Raises:
             KeyError, OSError, TypeError: it is missing, damaged, or no number.
         """
-        place, own = _split(name)
-        return float(_attribute(self._place(place), own))
+        return missing if missing is not None and not self._has_attribute(name) else float(self._attribute(name))
 
-    def has_number(self, name: str) -> bool:
-        """Whether there is such an attribute."""
-        place, own = _split(name)
-        return (not place or self.has(place)) and bool(h5a.exists(self._place(place), own.encode()))
+    def text(self, name: str) -> str:
+        """An attribute that is a text; raises as ``number``."""
+        return bytes(self._attribute(name)).decode()
 
-    def check_numbers(self, place: str) -> None:
-        """Read all attributes of a group.
-
-        Raises:
-            OSError, TypeError: one is damaged.
-        """
-        group = self._place(place)
-        for index in range(h5a.get_num_attrs(group)):
-            _read_attribute(h5a.open(group, index=index))
-
-    def _place(self, name: str) -> Any:
-        """A group, opened once."""
-        if name not in self._groups:
-            self._groups[name] = self._open(name)
-        return self._groups[name]
-
-    def _open(self, name: str) -> Any:
-        place, _, own = name.rpartition("/")
-        return _member(self._place(place), own.encode())
+    def numbers(self, place: str) -> dict[str, float]:
+        """All attributes of a group; raises as ``number``."""
+        group = self._group(place)
+        found = (h5a.open(group, index=index) for index in range(h5a.get_num_attrs(group)))
+        return {each.name.decode(): float(_read_attribute(each)) for each in found}
 
     @contextmanager
     def naming_damage(self) -> Iterator[None]:
@@ -228,7 +208,7 @@ class CommittedFile:
 
     def close(self) -> None:
         self._groups.clear()
-        self.root.close()
+        self._file.close()
         self._bytes.close()
 
     def __enter__(self) -> CommittedFile:
@@ -236,6 +216,49 @@ class CommittedFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _check_header(self) -> int:
+        """The commit counter of a file of the right kind and schema."""
+        if not self._has_attribute("kind") or self.text("kind") != self._kind.name:
+            raise ValueError(f"it does not say that it is a {self._kind.name}")
+        schema = int(self.number("schema"))
+        if schema != self._kind.schema:
+            raise ValueError(f"it has schema {schema} and this version reads schema {self._kind.schema}")
+        if not self._has_attribute("committed"):
+            raise ValueError("it was never committed (its writer was killed)")
+        return int(self.number("committed"))
+
+    def _open_array(self, name: str) -> Any:
+        dataset = self._open(name)
+        _check_array(dataset, name)
+        return dataset
+
+    def _group(self, name: str) -> Any:
+        """A group, opened once."""
+        if name not in self._groups:
+            group = self._open(name)
+            if not isinstance(group, h5g.GroupID):
+                raise ValueError(f"{name} is no group")
+            self._groups[name] = group
+        return self._groups[name]
+
+    def _open(self, name: str) -> Any:
+        """What has this path; a link is not followed."""
+        place, _, own = name.rpartition("/")
+        group, key = self._group(place), own.encode()
+        if group.links.get_info(key).type != h5l.TYPE_HARD:  # raises KeyError if there is none
+            where = group.links.get_val(key)
+            text = b" ".join(where) if isinstance(where, tuple) else where
+            raise ValueError(f"{own} is a link to {text.decode(errors='replace')}, not data")
+        return h5o.open(group, key)
+
+    def _has_attribute(self, name: str) -> bool:
+        place, own = _split(name)
+        return (not place or self.has(place)) and bool(h5a.exists(self._group(place), own.encode()))
+
+    def _attribute(self, name: str) -> Any:
+        place, own = _split(name)
+        return _read_attribute(h5a.open(self._group(place), own.encode()))
 
 
 class _RememberingFile(io.RawIOBase):
@@ -286,11 +309,6 @@ def put_attributes(node: Group, values: Mapping[str, int | float | str]) -> None
         node.attrs[name] = np.bytes_(value.encode()) if isinstance(value, str) else value
 
 
-def get_text(node: Group, name: str) -> str:
-    """A text that ``put_attributes`` stored."""
-    return bytes(node.attrs[name]).decode()
-
-
 def put_array(group: Group, name: str, array: NDArray[Any], compression: str | None = "gzip") -> None:
     """Store an array of fixed size with a checksum; an empty one has nothing to check or compress."""
     if array.size == 0:
@@ -302,43 +320,12 @@ def put_array(group: Group, name: str, array: NDArray[Any], compression: str | N
 
 
 def growing_array(
-    group: Group,
-    name: str,
-    dtype: np.dtype[Any],
-    row: tuple[int, ...],
-    max_chunk_rows: int | None = None,
-    compression: str = "none",
+    group: Group, name: str, dtype: np.dtype[Any], row: tuple[int, ...], max_chunk_rows: int | None = None
 ) -> Dataset:
-    """An empty array [0, *row] that grows along its first axis, with a checksum per chunk.
-
-    ``compression`` is one of ``filters_of``'s.
-    """
+    """An empty array [0, *row] that grows along its first axis, with a checksum per chunk."""
     rows = min(chunk_rows(dtype, row), max_chunk_rows or 2**31)
     shape = {"shape": (0, *row), "maxshape": (None, *row), "chunks": (rows, *row)}
-    return group.create_dataset(name, dtype=dtype, fletcher32=True, **shape, **filters_of(compression))
-
-
-def filters_of(compression: str) -> dict[str, Any]:
-    """What h5py needs to know to write or read an array with that compression; all shuffle bytes or bits first.
-
-    ``none``, ``lzf``, ``gzip``, ``zstd``, ``bitshuffle-lz4``, ``bitshuffle-zstd`` and ``blosc2-CODEC-SHUFFLE`` with
-    lz4 or zstd, and byte or bit. All but the first three come from hdf5plugin, which is loaded here at its first use:
-    it takes as long as h5py itself.
-    """
-    if compression == "none":
-        return {}
-    if compression in ("lzf", "gzip"):
-        return {"shuffle": True, "compression": compression, "compression_opts": 1 if compression == "gzip" else None}
-    import hdf5plugin
-
-    family, _, rest = compression.partition("-")
-    if family == "zstd":
-        return {"shuffle": True, **hdf5plugin.Zstd(clevel=1)}
-    if family == "bitshuffle":
-        return dict(hdf5plugin.Bitshuffle(cname=rest, **({"clevel": 1} if rest == "zstd" else {})))
-    codec, _, shuffle = rest.partition("-")
-    shuffles = {"byte": hdf5plugin.Blosc2.SHUFFLE, "bit": hdf5plugin.Blosc2.BITSHUFFLE}
-    return dict(hdf5plugin.Blosc2(cname=codec, clevel=1, filters=shuffles[shuffle]))
+    return group.create_dataset(name, dtype=dtype, fletcher32=True, **shape)
 
 
 def write_rows(dataset: Dataset, first: int, rows: NDArray[Any]) -> None:
@@ -359,44 +346,8 @@ def chunk_rows(dtype: np.dtype[Any], row: tuple[int, ...]) -> int:
     return max(1, CHUNK_BYTES // max(1, dtype.itemsize * int(np.prod(row, dtype=np.int64))))
 
 
-def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """float32 rounded to the nearest bf16 (ties to even), as the bf16's bits; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    upper = bits >> np.uint32(16)
-    rounded = (bits + np.uint32(0x7FFF) + (upper & np.uint32(1))) >> np.uint32(16)
-    # Rounding could carry a NaN's mantissa into infinity: keep its upper bits and set the quiet bit.
-    return np.where(np.isnan(values), upper | np.uint32(0x40), rounded).astype(np.uint16)
-
-
-def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """bf16 bits as float32, exactly."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _check_own(group: Any, depth: int = 0) -> None:
-    """Refuse what leads out of the file, or is in it without a checksum: neither is of this project's writing."""
-    if depth > _MOST_DEPTH:  # a group that is its own member, as likely as not
-        raise ValueError("it has groups within groups beyond what this project writes")
-    for name in group:
-        node = _member(group, name)
-        if isinstance(node, h5g.GroupID):
-            _check_own(node, depth + 1)
-        else:
-            _check_array(node, name.decode())
-
-
-def _member(group: Any, name: bytes) -> Any:
-    """What a group has under a name, opened; a link is not followed."""
-    kind = group.links.get_info(name).type  # or there is none, which it says
-    if kind != h5l.TYPE_HARD:
-        where = group.links.get_val(name)
-        text = b" ".join(where) if isinstance(where, tuple) else where
-        raise ValueError(f"{name.decode()} is a link to {text.decode(errors='replace')}, not data")
-    return h5o.open(group, name)
-
-
 def _check_array(node: Any, name: str) -> None:
-    """Refuse an array that lies outside of the file, or that has no checksum though there is something in it."""
+    """Refuse an array that is outside of the file, or that is not empty and has no checksum."""
     if isinstance(node, h5d.DatasetID):
         made = node.get_create_plist()
         if made.get_layout() == h5d.CHUNKED:  # which no external or virtual one has
@@ -404,33 +355,17 @@ def _check_array(node: Any, name: str) -> None:
         else:
             is_own = 0 in node.shape and made.get_layout() != h5d.VIRTUAL and not made.get_external_count()
         num_bytes = math.prod(node.shape) * node.dtype.itemsize
-        if is_own and num_bytes > max(_SMALL_BYTES, _MOST_RATIO * node.get_storage_size()):
+        if is_own and num_bytes > max(_SMALL_BYTES, _MAX_RATIO * node.get_storage_size()):
             raise ValueError(f"{name} would have {num_bytes:,} bytes, of which the file holds next to none")
         if is_own:
             return
     raise ValueError(f"{name} is not stored as this project stores data")
 
 
-def _check_header(root: File, kind: FileKind) -> int:
-    if not h5a.exists(root.id, b"kind") or bytes(_attribute(root.id, "kind")).decode() != kind.name:
-        raise ValueError(f"it does not say that it is a {kind.name}")
-    schema = int(_attribute(root.id, "schema"))
-    if schema != kind.schema:
-        raise ValueError(f"it has schema {schema} and this version reads schema {kind.schema}")
-    if not h5a.exists(root.id, b"committed"):
-        raise ValueError("it was never committed (its writer was killed)")
-    return int(_attribute(root.id, "committed"))
-
-
 def _split(name: str) -> tuple[str, str]:
-    """An attribute's group and its own name, in which there may be more strokes."""
-    place, stroke, own = name.partition("/")
-    return (place, own) if stroke else ("", name)
-
-
-def _attribute(place: Any, name: str) -> Any:
-    """A scalar one, by HDF5's own calls."""
-    return _read_attribute(h5a.open(place, name.encode()))
+    """An attribute's group and its own name, which may contain slashes."""
+    place, slash, own = name.partition("/")
+    return (place, own) if slash else ("", name)
 
 
 def _read_attribute(attribute: Any) -> Any:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt_hpc.common.records import Rollout
-from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, get_text, put_attributes, replacing
-from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
+from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_attributes, replacing
+from tlt_hpc.storage.rollout_columns import check_counts, put_arrays, read_rollouts, rollout_columns
 
 KIND = FileKind("kept responses", schema=1, remedy="they are generated again")
 
@@ -45,8 +45,8 @@ def read_kept(path: Path) -> KeptFile:
         FileNotFoundError: no such file.
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
-        check_counts(file.root["rollouts"], file.committed)
-        return KeptFile(get_text(file.root, "origin"), get_rollouts(file.root["rollouts"]))
+        check_counts(file)
+        return KeptFile(file.text("origin"), read_rollouts(file))
 
 
 def count_kept(path: Path) -> tuple[str, int]:
@@ -56,7 +56,7 @@ def count_kept(path: Path) -> tuple[str, int]:
         DamagedFile, FileNotFoundError: as ``read_kept``.
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
-        return get_text(file.root, "origin"), file.committed
+        return file.text("origin"), file.committed
 
 
 def merged(files: Sequence[KeptFile], origin: str) -> list[Rollout]:

@@ -5,6 +5,7 @@ Knows no figure. The names are those of ``rollout_log``'s schema: ``rollouts/res
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.storage.hdf5 import CommittedFile
+from tlt_hpc.storage.rollout_columns import check_counts
 from tlt_hpc.storage.rollout_log import KIND
 
 _LATER = ("spans", "phases", "timing/refills", "rollouts/pass_lengths", "rollouts/pass_ends")
 """What files of earlier versions have not: they tell of none."""
-_METRICS = "metrics/"
 _FLAT = {f"rollouts/{name}" for name in ("prompt_tokens", "response_tokens", "log_probs", "pass_lengths")}
 
 
@@ -50,7 +51,7 @@ def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[st
         DamagedFile: as ``rollout_log.read_step``, as far as it was read.
         FileNotFoundError: no such file.
     """
-    with CommittedFile(path, KIND, in_parts=True) as file, file.naming_damage():
+    with CommittedFile(path, KIND) as file, file.naming_damage():
         missing = {group for group in _LATER if not file.has(group)}
         return Columns(
             step=int(file.number("step")),
@@ -58,7 +59,9 @@ def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[st
             num_ranks=int(file.number("num_ranks")),
             num_rollouts=file.committed,
             arrays={name: _array(file, name, missing) for name in arrays},
-            attributes={name: _number(file, name) for name in attributes},
+            attributes={
+                name: file.number(name, math.nan if name.startswith("metrics/") else None) for name in attributes
+            },
         )
 
 
@@ -69,16 +72,12 @@ def check_whole(path: Path) -> int:
         DamagedFile, FileNotFoundError: as ``read_columns``.
     """
     num_bytes = 0
-    with CommittedFile(path, KIND, in_parts=True) as file, file.naming_damage():
+    with CommittedFile(path, KIND) as file, file.naming_damage():
         for place in file.names():
             for each in file.names(place):
-                array = file.array(f"{place}/{each}")
-                num_bytes += array.nbytes
-                _check_count(file, f"{place}/{each}", array)
-            file.check_numbers(place)
-        ends, num_tokens = file.array("rollouts/response_ends"), file.size("rollouts/response_tokens")
-        if num_tokens != (int(ends[-1]) if file.committed else 0):
-            raise ValueError(f"{num_tokens} response tokens, but {int(ends[-1])} were committed")
+                num_bytes += file.array(f"{place}/{each}").nbytes
+            file.numbers(place)
+        check_counts(file)
     return num_bytes
 
 
@@ -86,14 +85,6 @@ def _array(file: CommittedFile, name: str, missing: set[str]) -> NDArray[Any]:
     if name in missing or name.partition("/")[0] in missing:
         return np.empty(0)
     array = file.array(name)
-    _check_count(file, name, array)
-    return array
-
-
-def _number(file: CommittedFile, name: str) -> float:
-    return file.number(name) if not name.startswith(_METRICS) or file.has_number(name) else float("nan")
-
-
-def _check_count(file: CommittedFile, name: str, array: NDArray[Any]) -> None:
     if name.startswith("rollouts/") and name not in _FLAT and len(array) != file.committed:
         raise ValueError(f"{len(array)} entries of {name}, but {file.committed} rollouts were committed")
+    return array

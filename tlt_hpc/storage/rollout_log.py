@@ -1,6 +1,6 @@
 """The permanent record of a run: one HDF5 file per step and rank with all that a policy update consumes.
 
-Knows nothing of how rollouts are made or used. Schema 2 (any HDF5 reader opens it; N rollouts ordered by key):
+Schema 2 (any HDF5 reader opens it; N rollouts ordered by key):
 
     /            attributes kind, schema, step, rank, num_ranks, harvested_seconds, guarded_near_ties, committed
     /rollouts/   seed, stream, step, draw, sample [N] int64: the key; finish_reason [N] int8 (0 EOS, 1 LENGTH);
@@ -18,12 +18,13 @@ Knows nothing of how rollouts are made or used. Schema 2 (any HDF5 reader opens 
                  rollout; refills [K, 3] float64: the same of each refill (a file without it has none)
     /metrics     one float attribute per metric
 
-A file without ``spans``, ``phases`` or ``pass_lengths`` is of an earlier version, and tells of none.
+A file without ``spans``, ``phases`` or ``pass_lengths`` is of an earlier version.
 ``committed`` is the number of rollouts and is written last; a file without it, or with another count, is not data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import NO_SPANS, EngineSpans, MicroStepRecord, PhaseSpan, Rollout, RolloutTiming
 from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, put_array, put_attributes, replacing
-from tlt_hpc.storage.rollout_columns import check_counts, get_rollouts, put_arrays, rollout_columns
+from tlt_hpc.storage.rollout_columns import check_counts, put_arrays, read_rollouts, rollout_columns
 
 KIND = FileKind("rollout log", schema=2, remedy="delete it and resume the run from a checkpoint of an earlier step")
 
@@ -43,65 +44,59 @@ _SPAN_COLUMNS = ("strategy_index", "num_live", "num_tokens", "start_seconds", "s
 _TIMING = ("start_seconds", "last_token_seconds", "release_seconds")
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """What one rank writes for one step.
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What a whole record and a summary share.
 
-    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
-    an advantage is NaN where dynamic sampling left the response out of the update.
-    ``strategy_names`` [S] with ``strategy_rounds`` and ``strategy_tokens`` [S] int64 say how often each speculation
-    strategy ran and how many tokens it emitted; ``decisions`` [D, 2] int32 are the rounds in order, live sequences and
-    index of the strategy, from which the rank's rollout can be played again.
+    ``rewards`` [N] float32. ``strategy_names`` [S] with ``strategy_rounds`` and ``strategy_tokens`` [S] int64 say how
+    often each speculation strategy ran and how many tokens it emitted.
     """
 
     step: int
     rank: int
     num_ranks: int
-    rollouts: tuple[Rollout, ...]
     rewards: NDArray[np.float32]
-    advantages: NDArray[np.float32]
     timing: RolloutTiming
     micro_steps: tuple[MicroStepRecord, ...]
     harvested_seconds: float
     strategy_names: tuple[str, ...]
     strategy_rounds: NDArray[np.int64]
     strategy_tokens: NDArray[np.int64]
-    decisions: NDArray[np.int32]
     guarded_near_ties: int
     metrics: dict[str, float]
     refills: tuple[RolloutTiming, ...] = ()
     """As ``timing``, of each refill."""
-    spans: EngineSpans = NO_SPANS
     phases: tuple[PhaseSpan, ...] = ()
 
 
-@dataclass(frozen=True)
-class StepSummary:
-    """A step's file without its tokens, log-probs and decisions: what an analysis over many files needs.
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(_Step):
+    """What one rank writes for one step.
 
-    ``response_lengths`` and ``num_target_passes`` [N] int64; the other fields as in ``StepRecord``.
+    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
+    an advantage is NaN if dynamic sampling left the response out of the update. ``decisions`` [D, 2] int32 are the
+    rounds in order, live sequences and index of the strategy, from which the rank's rollout can be repeated.
     """
 
-    step: int
-    rank: int
-    num_ranks: int
+    rollouts: tuple[Rollout, ...]
+    advantages: NDArray[np.float32]
+    decisions: NDArray[np.int32]
+    spans: EngineSpans = NO_SPANS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSummary(_Step):
+    """A step's file without its tokens, log-probs and decisions: what an analysis over many files needs.
+
+    ``response_lengths`` and ``num_target_passes`` [N] int64.
+    """
+
     response_lengths: NDArray[np.int64]
     num_target_passes: NDArray[np.int64]
-    rewards: NDArray[np.float32]
-    timing: RolloutTiming
-    micro_steps: tuple[MicroStepRecord, ...]
-    harvested_seconds: float
-    strategy_names: tuple[str, ...]
-    strategy_rounds: NDArray[np.int64]
-    strategy_tokens: NDArray[np.int64]
-    guarded_near_ties: int
-    metrics: dict[str, float]
-    refills: tuple[RolloutTiming, ...] = ()
-    phases: tuple[PhaseSpan, ...] = ()
 
 
 def write_step(path: Path, record: StepRecord) -> None:
-    """Write one rank's step: beside, closed, renamed; replaces an earlier file of the step.
+    """Write one rank's step beside ``path`` and rename it; replaces an earlier file of the step.
 
     Raises:
         WriteError: the disk refused; ``path`` is as before.
@@ -119,38 +114,23 @@ def read_step(path: Path) -> StepRecord:
         FileNotFoundError: no such file.
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
-        summary = _get_summary(file)
-        rollouts = get_rollouts(file.root["rollouts"])
         return StepRecord(
-            step=summary.step,
-            rank=summary.rank,
-            num_ranks=summary.num_ranks,
-            rollouts=rollouts,
-            rewards=summary.rewards,
-            advantages=file.root["rollouts/advantages"][:],
-            timing=summary.timing,
-            micro_steps=summary.micro_steps,
-            harvested_seconds=summary.harvested_seconds,
-            strategy_names=summary.strategy_names,
-            strategy_rounds=summary.strategy_rounds,
-            strategy_tokens=summary.strategy_tokens,
-            decisions=file.root["strategy/decisions"][:],
-            guarded_near_ties=summary.guarded_near_ties,
-            metrics=summary.metrics,
-            refills=summary.refills,
-            spans=_get_spans(file.root),
-            phases=summary.phases,
+            **_read_shared(file),
+            rollouts=read_rollouts(file),
+            advantages=file.array("rollouts/advantages"),
+            decisions=file.array("strategy/decisions"),
+            spans=_read_spans(file),
         )
 
 
 def read_spans(path: Path) -> EngineSpans:
-    """Read what a rank's engine did when, of one step; none where the file is of an earlier version.
+    """When a rank's engine did what in one step; none if the file is of an earlier version.
 
     Raises:
         DamagedFile, FileNotFoundError: as ``read_step``.
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
-        return _get_spans(file.root)
+        return _read_spans(file)
 
 
 def read_summary(path: Path) -> StepSummary:
@@ -160,14 +140,18 @@ def read_summary(path: Path) -> StepSummary:
         DamagedFile, FileNotFoundError: as ``read_step``.
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
-        return _get_summary(file)
+        return StepSummary(
+            **_read_shared(file),
+            response_lengths=np.diff(file.array("rollouts/response_ends"), prepend=0),
+            num_target_passes=file.array("rollouts/num_target_passes"),
+        )
 
 
 def is_committed(path: Path) -> bool:
-    """Whether a whole step lies there, by its commit counter; payload checksums are left to ``read_step``."""
+    """Whether a whole step is there, by its commit counter; payload checksums are left to ``read_step``."""
     try:
         with CommittedFile(path, KIND) as file, file.naming_damage():
-            check_counts(file.root["rollouts"], file.committed, _JUDGED)
+            check_counts(file, *_JUDGED)
     except (DamagedFile, FileNotFoundError):
         return False
     return True
@@ -188,84 +172,57 @@ def _put_record(root: Group, record: StepRecord) -> None:
     put_attributes(root, {"step": record.step, "rank": record.rank, "num_ranks": record.num_ranks})
     put_attributes(root, {"harvested_seconds": record.harvested_seconds})
     put_attributes(root, {"guarded_near_ties": record.guarded_near_ties})
-    put_arrays(root.create_group("rollouts"), _rollout_columns(record))
-    put_arrays(root.create_group("micro_steps"), _micro_step_columns(record.micro_steps))
-    put_arrays(root.create_group("strategy"), _strategy_columns(record))
+    put_arrays(root.create_group("rollouts"), rollout_columns(record.rollouts) | {n: vars(record)[n] for n in _JUDGED})
+    micro_steps = {
+        n: np.array([vars(m)[n] for m in record.micro_steps], kind) for n, kind in _MICRO_STEP_COLUMNS.items()
+    }
+    put_arrays(root.create_group("micro_steps"), micro_steps)
+    strategy = {name: vars(record)[f"strategy_{name}"] for name in ("rounds", "tokens")}
+    names = _as_bytes(record.strategy_names)
+    put_arrays(root.create_group("strategy"), strategy | {"names": names, "decisions": record.decisions})
     timing = root.create_group("timing")
     put_attributes(timing, {name: float(value) for name, value in vars(record.timing).items()})
     rows = [[vars(refill)[name] for name in _TIMING] for refill in record.refills]
     put_array(timing, "refills", np.array(rows, np.float64).reshape(-1, len(_TIMING)))
     put_arrays(root.create_group("spans"), {name: vars(record.spans)[name] for name in _SPAN_COLUMNS})
-    put_arrays(root.create_group("phases"), _phase_columns(record.phases))
+    times = {n: np.array([vars(p)[n] for p in record.phases], np.float64) for n in ("start_seconds", "end_seconds")}
+    put_arrays(root.create_group("phases"), times | {"names": _as_bytes([phase.name for phase in record.phases])})
     put_attributes(root.create_group("metrics"), {name: float(value) for name, value in record.metrics.items()})
 
 
-def _rollout_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
-    return rollout_columns(record.rollouts) | {name: vars(record)[name] for name in _JUDGED}
+def _as_bytes(names: Sequence[str]) -> NDArray[np.bytes_]:
+    """Names at fixed length: HDF5 keeps text of variable length in a heap that has no checksum."""
+    return np.array([name.encode() for name in names], dtype=np.bytes_)
 
 
-def _micro_step_columns(micro_steps: tuple[MicroStepRecord, ...]) -> dict[str, NDArray[Any]]:
-    return {name: np.array([vars(m)[name] for m in micro_steps], kind) for name, kind in _MICRO_STEP_COLUMNS.items()}
-
-
-def _strategy_columns(record: StepRecord) -> dict[str, NDArray[Any]]:
-    # Fixed-length bytes: HDF5 keeps text of variable length in a heap that has no checksum.
-    names = np.array([name.encode() for name in record.strategy_names] or [], dtype=np.bytes_)
-    return {
-        "names": names,
-        "rounds": record.strategy_rounds,
-        "tokens": record.strategy_tokens,
-        "decisions": record.decisions,
-    }
-
-
-def _phase_columns(phases: tuple[PhaseSpan, ...]) -> dict[str, NDArray[Any]]:
-    return {
-        "names": np.array([phase.name.encode() for phase in phases] or [], dtype=np.bytes_),
-        "start_seconds": np.array([phase.start_seconds for phase in phases], np.float64),
-        "end_seconds": np.array([phase.end_seconds for phase in phases], np.float64),
-    }
-
-
-def _get_spans(root: Group) -> EngineSpans:
-    if "spans" not in root:
+def _read_spans(file: CommittedFile) -> EngineSpans:
+    if not file.has("spans"):
         return NO_SPANS
-    return EngineSpans(**{name: root["spans"][name][:] for name in _SPAN_COLUMNS})
+    return EngineSpans(**{name: file.array(f"spans/{name}") for name in _SPAN_COLUMNS})
 
 
-def _get_phases(root: Group) -> tuple[PhaseSpan, ...]:
-    if "phases" not in root:
+def _read_phases(file: CommittedFile) -> tuple[PhaseSpan, ...]:
+    if not file.has("phases"):
         return ()
-    group = root["phases"]
-    rows = zip(group["names"][:], group["start_seconds"][:].tolist(), group["end_seconds"][:].tolist(), strict=True)
-    return tuple(PhaseSpan(bytes(name).decode(), start, end) for name, start, end in rows)
+    times = [file.array(f"phases/{name}").tolist() for name in ("start_seconds", "end_seconds")]
+    return tuple(map(PhaseSpan, file.texts("phases/names"), *times))
 
 
-def _get_summary(file: CommittedFile) -> StepSummary:
-    root, rollouts, strategy = file.root, file.root["rollouts"], file.root["strategy"]
-    check_counts(rollouts, file.committed, _JUDGED)
-    return StepSummary(
-        step=int(root.attrs["step"]),
-        rank=int(root.attrs["rank"]),
-        num_ranks=int(root.attrs["num_ranks"]),
-        response_lengths=np.diff(rollouts["response_ends"][:], prepend=0),
-        num_target_passes=rollouts["num_target_passes"][:],
-        rewards=rollouts["rewards"][:],
-        timing=RolloutTiming(**{name: float(root["timing"].attrs[name]) for name in _TIMING}),
-        micro_steps=_get_micro_steps(root["micro_steps"]),
-        harvested_seconds=float(root.attrs["harvested_seconds"]),
-        strategy_names=tuple(bytes(name).decode() for name in strategy["names"][:]),
-        strategy_rounds=strategy["rounds"][:],
-        strategy_tokens=strategy["tokens"][:],
-        guarded_near_ties=int(root.attrs["guarded_near_ties"]),
-        metrics={name: float(value) for name, value in root["metrics"].attrs.items()},
-        refills=tuple(RolloutTiming(*row) for row in root["timing/refills"][:].tolist())
-        if "refills" in root["timing"]
-        else (),
-        phases=_get_phases(root),
-    )
-
-
-def _get_micro_steps(group: Group) -> tuple[MicroStepRecord, ...]:
-    columns = [group[name][:].tolist() for name in _MICRO_STEP_COLUMNS]
-    return tuple(MicroStepRecord(*row) for row in zip(*columns, strict=True))
+def _read_shared(file: CommittedFile) -> dict[str, Any]:
+    """The fields that a record and a summary share."""
+    check_counts(file, *_JUDGED)
+    micro_steps = [file.array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
+    refills = file.array("timing/refills").tolist() if file.has("timing/refills") else []
+    return {
+        **{name: int(file.number(name)) for name in ("step", "rank", "num_ranks", "guarded_near_ties")},
+        "harvested_seconds": file.number("harvested_seconds"),
+        "rewards": file.array("rollouts/rewards"),
+        "timing": RolloutTiming(*(file.number(f"timing/{name}") for name in _TIMING)),
+        "refills": tuple(RolloutTiming(*row) for row in refills),
+        "micro_steps": tuple(MicroStepRecord(*row) for row in zip(*micro_steps, strict=True)),
+        "strategy_names": file.texts("strategy/names"),
+        "strategy_rounds": file.array("strategy/rounds"),
+        "strategy_tokens": file.array("strategy/tokens"),
+        "metrics": file.numbers("metrics"),
+        "phases": _read_phases(file),
+    }

@@ -65,7 +65,7 @@ def check_hdf5(job: PlannedJob) -> Finding:
             with replacing(trial / "trial.h5", kind, 1) as root:
                 put_array(root, "values", values)
             with CommittedFile(trial / "trial.h5", kind) as written:
-                is_same = bool(np.array_equal(written.root["values"][:], values))
+                is_same = bool(np.array_equal(written.array("values"), values))
     except OSError as error:
         return failure(f"{folder}: {_said(error)}", _WRITABLE.format(key="run.folder"))
     if not is_same:
