@@ -1,4 +1,4 @@
-"""The short form of ``tools/hostile.py``, and that it sees what it looks for."""
+"""A short form of ``tools/hostile.py``; that it sees what it looks for; and configurations in more numbers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import importlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from small_run import small_run
 
+from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.watch.record import Record, encode
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.step_lines import STEP
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with all that the tool damages, without a run."""
+    """A run's folder with everything that the tool damages, written by hand."""
     folder = small_run(tmp_path_factory.mktemp("base") / "tiny")
     folder.create()
     folder.config.write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", ["run.name=tiny"])))
@@ -39,61 +40,108 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("hostile")
+    return importlib.import_module
 
 
-@pytest.mark.parametrize("what", ["folders", "configurations"])
-def test_hostile_input_is_answered_in_a_line(what: str, base: Path) -> None:
-    command = [sys.executable, "tools/hostile.py", what, "--seed", "3", "--count", "6", "--run", base]
+def campaign(*words: object) -> str:
+    command = [sys.executable, "tools/hostile.py", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"6 hostile {what}, 36 commands in" in done.stdout and ": 0 faults" in done.stdout
+    return done.stdout
 
 
-def test_the_tool_sees_what_it_looks_for(base: Path, tools: ModuleType, tmp_path: Path,
-                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    case = tools.Case("none", base / "config.toml", (), base, frozenset({"careless"}))
-    monkeypatch.setattr(tools, "SECONDS", 0.5)
-
-    def found(command: object) -> str:
-        return str(tools.try_one(case, "careless", command, tmp_path / "said")[0])
-
-    def wordy(case: object, out: Path) -> int:
-        sys.stderr.write("a word\n" * 20)
-        return 2
-
-    assert found(lambda case, out: 1 // 0) == "traceback"
-    assert found(lambda case, out: bytearray(2**40)) == "traceback"
-    assert found(lambda case, out: time.sleep(60)) == "hang"
-    assert found(lambda case, out: os.abort()) == "signal"
-    assert found(lambda case, out: 0) == "false success"
-    assert found(lambda case, out: 2) == "no word"
-    assert found(lambda case, out: 7) == "status 7"
-    assert found(wordy) == "many words"
-    assert found(lambda case, out: 1) == ""
+@pytest.mark.parametrize("kind", ["folders", "configurations"])
+def test_hostile_input_is_answered_in_a_line(kind: str, base: Path) -> None:
+    told = campaign(kind, "--seed", 3, "--count", 3, "--run", base)
+    assert f"3 hostile {kind}, 18 commands in" in told and ": 0 faults" in told
 
 
-def test_permissions_bind_the_commands(base: Path, tools: ModuleType, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
+def test_damaged_inputs_are_refused_or_read_as_written() -> None:
+    assert ": 0 faults" in campaign("inputs", "--seed", 5, "--count", 30)
+
+
+def say(text: str) -> int:
+    sys.stderr.write(text)
+    return 2
+
+
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [
+        (lambda out: 1 // 0, "traceback"),
+        (lambda out: len(bytearray(2**40)), "traceback"),
+        (lambda out: time.sleep(60), "hang"),
+        (lambda out: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL"),
+        (lambda out: 0, "false success"),
+        (lambda out: 2, "no message"),
+        (lambda out: 7, "status 7"),
+        (lambda out: say("a word\n" * 20), "long message"),
+        (lambda out: say("something is wrong"), "error that names no file"),
+        (lambda out: say("file.json is wrong"), ""),
+        (lambda out: (out.parent / "in" / "file").write_text("x"), "changed files"),
+        (lambda out: 1, ""),
+    ],
+)
+def test_each_fault_is_seen(tool, tmp_path: Path, monkeypatch, command, fault: str) -> None:
+    damage = tool("damage")
+    monkeypatch.setattr(damage, "SECONDS", 0.5 if fault == "hang" else 90.0)
+    (tmp_path / "in").mkdir()
+    case = damage.Case("none", {"careless": command}, frozenset({"careless"}), r"file\.json", tmp_path / "in")
+    assert damage.run(case, "careless", tmp_path / "said")[0] == fault
+
+
+def test_permissions_apply_to_the_commands(tool, tmp_path: Path) -> None:
+    damage, secret = tool("damage"), tmp_path / "secret"
     secret.write_text("x")
     secret.chmod(0)
-    case = tools.Case("forbidden", base / "config.toml", (), base, frozenset())
-    what, said = tools.try_one(case, "reader", lambda case, out: len(secret.read_text()), tmp_path / "said")
-    assert what == "traceback" and "Permission denied" in said
+    case = damage.Case("forbidden", {"reader": lambda out: len(secret.read_text())})
+    fault, said = damage.run(case, "reader", tmp_path / "said")
+    assert fault == "traceback" and "PermissionError" in said
 
 
-def test_a_seed_gives_the_same_cases(base: Path, tools: ModuleType, tmp_path: Path) -> None:
-    make = importlib.import_module("hostile_folders").make
+def test_a_reader_that_believes_damaged_content_is_seen(tool, tmp_path: Path) -> None:
+    inputs = tool("hostile_inputs")
+    subject = inputs.Input("file", lambda folder: "other", has_checksums=True)
+    with pytest.raises(AssertionError, match="without an error"):
+        inputs.read(subject, tmp_path, "what was written")
+    with pytest.raises(json.JSONDecodeError):
+        inputs.read(inputs.Input("file", lambda folder: json.loads("{")), tmp_path, "")
+
+
+def test_unpickled_content_is_seen(tool, tmp_path: Path) -> None:
+    damage, path = tool("damage"), tmp_path / "in" / "file"
+    path.parent.mkdir()
+    damage.BINARY["a pickle"](path, random.Random(0))
+    command = {"careless": lambda out: len(importlib.import_module("pickle").loads(path.read_bytes()))}
+    assert damage.run(damage.Case("none", command, constant=path.parent), "careless", tmp_path / "said")[0] == (
+        "changed files"
+    )
+
+
+@pytest.mark.parametrize("kind", ["folders", "configurations"])
+def test_a_seed_gives_the_same_cases(kind: str, base: Path, tool, tmp_path: Path) -> None:
+    make, told = tool(f"hostile_{kind}").make, list[list[str]]()
+    before = tool("damage").contents(base)
     for again in ("a", "b"):
-        kinds = []
+        told.append([])
         for number in range(12):
             place = tmp_path / again / str(number)
             place.mkdir(parents=True)
-            kinds.append(make(number, place, base, random.Random(number)).kind)
-        (tmp_path / f"{again}.json").write_text(json.dumps(kinds))
-    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
-    assert len(set(json.loads((tmp_path / "a.json").read_text()))) > 8
-    assert STEP in (RunFolder(base).metrics).read_text(), "the run itself is left alone"
+            told[-1].append(make(number, place, base, random.Random(number)).kind)
+    assert told[0] == told[1] and len(set(told[0])) > 8
+    assert tool("damage").contents(base) == before, "the run itself is not changed"
+
+
+@pytest.mark.parametrize("number", range(20, 54))
+def test_a_hostile_configuration_is_refused_in_one_line(number: int, tool, tmp_path: Path, capfd) -> None:
+    configurations, run = tool("hostile_configurations"), tmp_path / "run"
+    (tmp_path / "case").mkdir()
+    kind, must_fail, overrides = configurations.MAKERS[number % 17](tmp_path / "case", random.Random(number))
+    status = main(["train", str(tmp_path / "case" / "job.toml"), *overrides, "--dry-run", f"run.folder={run}"])
+    _, error = capfd.readouterr()
+    assert status == 2 if "train" in must_fail else status in (0, 2), kind
+    assert (error == "") == (status == 0)
+    assert status == 0 or (error.startswith("tlt: ") and error.count("\n") == 1 and len(error) < 2000), error

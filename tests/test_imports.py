@@ -68,7 +68,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "check_kernels.py",
         "bench_trl.py",
         "check_memory_plan.py",
-        "faulty_inputs.py",
+        "damage.py",
     },
     "jobs": set[str](),
 }

@@ -1,212 +1,100 @@
-"""Runs the commands that read a run on hostile run folders and configurations, by a seed, and reports what they do
-other than answer in a line: a traceback, a hang, a death by signal, gigabytes of memory, many lines, a false success.
+"""Run commands and readers on damaged input, chosen by a seed, and report what they do other than answer in a line.
 
-python tools/hostile.py folders --seed 1 --count 200
-python tools/hostile.py configurations --seed 1 --count 200
+    python tools/hostile.py inputs --seed 1 --count 1000          # files that the program reads, by its readers
+    python tools/hostile.py folders --seed 1 --count 200          # run folders, by six commands
+    python tools/hostile.py configurations --seed 1 --count 200   # job files, data, models, rewards, by the same
+
+What counts as a fault: ``damage.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import os
 import random
-import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from faults import ROOT, make_run
-from faulty_inputs import wait_for
-from hostile_case import Case
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-KINDS = ("folders", "configurations")
-SECONDS = 90.0
-"""That a command may take; ``watch --once`` looks for eight at a run that does not move."""
-MEMORY_BYTES = 3 * 2**30
-"""More address space than before that a command may ask for."""
-MOST_LINES = 5
-"""Of errors and warnings."""
-MOST_LETTERS = 1500
-_STATUSES = (0, 1, 2)
-_CAPABILITIES = (0x20080522, 0)
-"""Version 3 of the call's structure, and this process."""
+from tlt_hpc.common.script import ending
 
+# isort: split
+from damage import Case, run
 
-@dataclass(frozen=True)
-class Fault:
-    """What a command did that it may not do."""
-
-    seed: int
-    kind: str
-    command: str
-    what: str
-    said: str
-
-
-def train(case: Case, out: Path) -> int:
-    from tlt_hpc.cli import main as cli
-
-    return cli.main(["train", str(case.config), *case.overrides, "--dry-run"])
-
-
-def watch(case: Case, out: Path) -> int:
-    from tlt_hpc.cli import main as cli
-
-    return cli.main(["watch", str(case.run), "--once"])
-
-
-def report(case: Case, out: Path) -> int:
-    from tlt_hpc.cli import main as cli
-
-    return cli.main(["report", str(case.run), "--out", str(out / "report.html")])
-
-
-def evaluate(case: Case, out: Path) -> int:
-    from tlt_hpc.cli import main as cli
-
-    return cli.main(["evaluate", str(case.run), str(case.config), *case.overrides, "--dry-run"])
-
-
-def inspect(case: Case, out: Path) -> int:
-    import inspect_run
-
-    return inspect_run.main([str(case.run)])
-
-
-def check(case: Case, out: Path) -> int:
-    import inspect_run
-
-    return inspect_run.main([str(case.run), "--check"])
-
-
-COMMANDS: dict[str, Callable[[Case, Path], int]] = {
-    command.__name__: command for command in (train, watch, report, evaluate, inspect, check)
-}
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("inputs", "folders", "configurations")
 _MODULES = (
-    "inspect_run", "tlt_hpc.cli.main", "tlt_hpc.look.live.watch_run", "tlt_hpc.look.report.write_report",
-    "tlt_hpc.look.figures.style", "tlt_hpc.evaluate.evaluate", "tlt_hpc.plan.memory.summary", "tlt_hpc.plan.inputs",
-    "tlt_hpc.look.trackers", "tlt_hpc.models.drafter_file", "tlt_hpc.look.analysis.integrity",
-    "tlt_hpc.storage.feature_file",
+    "tlt_hpc.cli.main", "tlt_hpc.look.live.watch_run", "tlt_hpc.look.report.write_report", "tlt_hpc.look.figures.style",
+    "tlt_hpc.evaluate.evaluate", "tlt_hpc.plan.memory.summary", "tlt_hpc.plan.inputs", "tlt_hpc.look.trackers",
+    "tlt_hpc.models.drafter_file", "tlt_hpc.look.analysis.integrity", "tlt_hpc.storage.feature_file",
 )  # fmt: skip
 """Imported once, before the first child."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The campaign; status 1 where a command did what it may not do."""
+    """Run the campaign; returns 1 if there was a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--run", type=Path, help="a finished run of the embedded model to damage; else one is made")
+    parser.add_argument("--run", type=Path, help="a finished run of the embedded model to damage (default: makes one)")
     options = parser.parse_args(arguments)
-    start, faults, num_calls = time.monotonic(), list[Fault](), 0
+    start, faults, num_calls = time.monotonic(), Counter[tuple[str, str]](), 0
     with tempfile.TemporaryDirectory() as place:
         base = options.run.absolute() if options.run else make_run(Path(place))
-        for fault in strike(options.kind, options.seed, options.count, base, Path(place)):
+        for command, fault in strike(options.kind, options.seed, options.count, base, Path(place)):
             num_calls += 1
-            if fault is not None:
-                faults.append(fault)
-                print(f"{fault.what}: {fault.command}, {fault.kind}, seed {fault.seed}: {fault.said}", flush=True)
-    table = Counter((fault.command, fault.what) for fault in faults)
-    for (command, what), number in sorted(table.items()):
-        print(f"{command:10} {what:20} {number}")
+            if fault:
+                faults[command, fault] += 1
+    for (command, fault), number in sorted(faults.items()):
+        print(f"{command:10} {fault:20} {number}")
     print(
         f"{options.count} hostile {options.kind}, {num_calls} commands in {time.monotonic() - start:.0f} s: "
-        f"{len(faults)} faults"
+        f"{faults.total()} faults"
     )
     return 1 if faults else 0
 
 
-def strike(kind: str, seed: int, count: int, base: Path, scratch: Path) -> Iterator[Fault | None]:
-    """Each command on each of the cases: what it did wrong, or None."""
+def strike(kind: str, seed: int, count: int, base: Path, scratch: Path) -> Iterator[tuple[str, str]]:
+    """Run every command on each case; yields its name and its fault, "" if there is none."""
     os.chdir(ROOT)
     for name in _MODULES:
         importlib.import_module(name)
     make: Callable[[int, Path, Path, random.Random], Case] = importlib.import_module(f"hostile_{kind}").make
     for number in range(count):
-        own = 1_000_003 * seed + number
+        case_seed = 1_000_003 * seed + number
         folder = scratch / f"case-{number:05d}"
         folder.mkdir()
-        case = make(number, folder, base, random.Random(own))
-        for name, command in COMMANDS.items():
-            what, said = try_one(case, name, command, scratch / "said")
-            yield Fault(own, case.kind, name, what, said) if what else None
+        case = make(number, folder, base, random.Random(case_seed))
+        for name in case.commands:
+            fault, said = run(case, name, scratch / "said")
+            if fault:
+                print(f"{fault}: {name}, {case.kind}, seed {case_seed}: {said}", flush=True)
+            yield name, fault
         remove(folder)
 
 
-def try_one(case: Case, name: str, command: Callable[[Case, Path], int], out: Path) -> tuple[str, str]:
-    """Run a command in a process of its own: what it did wrong and what it said, both empty where nothing."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir()
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(in_child(case, command, out))
-        finally:
-            os._exit(1)
-    status, is_late = wait_for(child, time.monotonic() + SECONDS)
-    shown = (out / "stdout").read_bytes().decode(errors="replace") if (out / "stdout").exists() else ""
-    errors = (out / "stderr").read_bytes().decode(errors="replace") if (out / "stderr").exists() else ""
-    if is_late:
-        return "hang", f"no answer after {SECONDS:.0f} s"
-    if os.WIFSIGNALED(status):
-        return "signal", f"{os.WTERMSIG(status)}"
-    what = fault_of(os.WEXITSTATUS(status), shown, errors, name in case.must_fail)
-    return what, " | ".join((errors or shown).splitlines()[-4:])[-700:] if what else ""
-
-
-def fault_of(status: int, shown: str, errors: str, must_fail: bool) -> str:
-    """What is wrong with an answer; empty where nothing is."""
-    if "Traceback (most recent call last)" in shown + errors:
-        return "traceback"
-    if status not in _STATUSES:
-        return f"status {status}"
-    if status == 2 and not errors.strip():
-        return "no word"
-    if len(errors.splitlines()) > MOST_LINES or len(errors) > MOST_LETTERS:
-        return "many words"
-    return "false success" if must_fail and status == 0 else ""
-
-
-def be_bound_by_permissions() -> None:
-    """As any user: root gives up all capabilities, and stays the owner of its files."""
-    if os.getuid() == 0:
-        header, none = (ctypes.c_uint32 * 2)(*_CAPABILITIES), (ctypes.c_uint32 * 6)()
-        if ctypes.CDLL(None, use_errno=True).capset(header, none):
-            raise OSError(ctypes.get_errno(), "capset")
-
-
-def in_child(case: Case, command: Callable[[Case, Path], int], out: Path) -> int:
-    """The command's status; what it writes goes to files in ``out``."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
-    limit = pages * os.sysconf("SC_PAGESIZE") + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    be_bound_by_permissions()
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(out / name, os.O_WRONLY | os.O_CREAT, 0o644), number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    try:
-        status = command(case, out)
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:  # noqa: BLE001 (that anything comes out is what is looked for)
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return status
+def make_run(scratch: Path) -> Path:
+    """Train the embedded model for two steps on one rank; returns the run's folder."""
+    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.folder={scratch}", "run.num_steps=2"]
+    small = ["rollout.prompts_per_step=4", "rollout.group_size=4", "speculation.profile_seconds=0", "run.ranks=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the run to damage ended with status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return scratch / "tiny"
 
 
 def remove(folder: Path) -> None:
-    """Remove a case, whatever it may do to its permissions."""
+    """Remove a case, whatever it did to permissions."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o700)
@@ -214,4 +102,4 @@ def remove(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending("hostile", main))

@@ -1,310 +1,211 @@
-"""Hostile run folders for ``hostile.py``: a real run's, with one thing wrong in it."""
+"""Run folders with one thing wrong, for ``hostile.py``."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import socket
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faulty_inputs import corruptions_of
-from hostile_case import Case
-
-Apply = Callable[[Path, random.Random], Any]
+import h5py
+import numpy as np
+from damage import FOR_A_FILE, FOR_A_FOLDER, Case, Damage, commands_on, damages_of
 
 ROOT = Path(__file__).resolve().parent.parent
-ALL = frozenset({"train", "watch", "report", "evaluate", "inspect", "check"})
-READERS = ALL - {"train"}
+READERS = frozenset({"watch", "report", "evaluate", "inspect", "check"})
+ALL, CHECK, NOBODY = READERS | {"train"}, frozenset({"check"}), frozenset[str]()
 FILES: dict[str, frozenset[str]] = {
     "config.toml": frozenset({"train", "watch", "evaluate"}),
-    "metrics.jsonl": frozenset({"train", "check"}),
-    "rollouts/step-000001/rank-0000.h5": frozenset({"check"}),
-    "rollouts/step-000000": frozenset({"check"}),
-    "finished.json": frozenset({"train", "check"}),
-    "environment.jsonl": frozenset({"check"}),
-    "cost_profile.json": frozenset({"check"}),
-    "data.json": frozenset({"check"}),
-    "status/owner": frozenset(),
-    "status/rank-0000": frozenset(),
-    "status/verdict.txt": frozenset(),
-    "status": frozenset(),
-    "rollouts": frozenset({"check"}),
-    "checkpoints": frozenset(),
-    "checkpoints/step-000002/state.json": frozenset(),
-    "checkpoints/step-000002/policy-00000-of-00001.safetensors": frozenset(),
-    "drafter-checkpoints/step-000002/state.json": frozenset(),
-    "cache": frozenset(),
-    "cache/step-000001/rank-0000.h5": frozenset(),
-    "report.html": frozenset(),
+    "metrics.jsonl": CHECK | {"train"},
+    "rollouts/step-000001/rank-0000.h5": CHECK,
+    "rollouts/step-000000": CHECK,
+    "finished.json": CHECK | {"train"},
+    "environment.jsonl": CHECK,
+    "cost_profile.json": CHECK,
+    "data.json": CHECK,
+    "status/owner": NOBODY,
+    "status/rank-0000": NOBODY,
+    "status/verdict.txt": NOBODY,
+    "status": NOBODY,
+    "rollouts": CHECK,
+    "checkpoints": NOBODY,
+    "checkpoints/step-000002/state.json": NOBODY,
+    "checkpoints/step-000002/policy-00000-of-00001.safetensors": NOBODY,
+    "drafter-checkpoints/step-000002/state.json": NOBODY,
+    "cache": NOBODY,
+    "cache/step-000001/rank-0000.h5": NOBODY,
+    "report.html": NOBODY,
 }
-"""What is damaged -> the commands that cannot do without it, or say that it is sound."""
-HOSTILE_VALUES = (
+"""What is damaged -> the commands that cannot do without it, or that report whether it is sound."""
+VALUES = (
     "1e300", "-1e300", "1e999", "NaN", "-Infinity", "-1", "9" * 400, "9" * 6000, str(2**63), "true", "null", "0.5",
     '"text"', '"\\ud800"', '"[bold red]x[/nope]"', '"\\u001b[31m"', "[]", "{}", "[" * 100_000, '{"a":' * 2000, "",
 )  # fmt: skip
 """In place of a value of JSON."""
+_DOCUMENTS = ('{"hello": "world"}', "[]", "3", '"text"', "null", "{}", "[[[]]]", "{}\n{}", "\ufeff{}")
+_LOG = "rollouts/step-000001/rank-0000.h5"
 
 
-@dataclass(frozen=True)
-class Damage:
-    """A kind of damage to a whole run folder; ``must_fail`` as in ``Case``."""
-
-    name: str
-    apply: Apply
-    must_fail: frozenset[str] = frozenset()
-
-
-# -- in place of a file or folder -----------------------------------------------------------------------------------
+def make(number: int, folder: Path, base_run: Path, source: random.Random) -> Case:
+    """A copy of ``base_run`` with damage that ``number`` and ``source`` choose."""
+    run, job = folder / "runs" / base_run.name, folder / "job.toml"
+    shutil.copytree(base_run, run, symlinks=True)
+    shutil.copyfile(base_run / "config.toml", job)
+    kind, must_fail = damage_run(number, run, source)
+    return Case(kind, commands_on(job, (f"run.folder={run.parent}", f"run.name={run.name}"), run), must_fail)
 
 
-def clear(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def damage_run(number: int, run: Path, source: random.Random) -> tuple[str, frozenset[str]]:
+    """Damage one thing of a run; returns what, and the commands that may not take it for sound."""
+    turn, rest = divmod(number, 4)
+    if rest == 0:
+        name, damage, must_fail = RUNS[turn % len(RUNS)]
+        detail = damage(run, source)
+        return f"{name} ({detail})" if isinstance(detail, str) else name, must_fail
+    name = tuple(FILES)[(turn * 3 + rest) % len(FILES)]
+    path = run / name
+    add_missing(path)
+    special = FOR_A_FOLDER if path.is_dir() else FOR_A_FILE
+    kinds = special if path.is_dir() else damages_of(path.name) | special
+    kind = source.choice(sorted(kinds))
+    kinds[kind](path, source)
+    return f"{name}: {kind}", FILES[name] if kind in special and kind != "a dangling link" else NOBODY
 
 
-def fifo(path: Path, source: random.Random) -> None:
-    clear(path)
-    os.mkfifo(path)
+def add_missing(path: Path) -> None:
+    """Make a file that not every run has."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"schema": 1}')
 
 
-def endless(path: Path, source: random.Random) -> None:
-    clear(path)
-    path.symlink_to("/dev/zero")
+# -- metrics.jsonl --------------------------------------------------------------------------------------------------
 
 
-def loop(path: Path, source: random.Random) -> None:
-    clear(path)
-    path.symlink_to(path.name)
+def of_lines(change: Callable[[list[Any], random.Random], list[Any]]) -> Damage:
+    """Damage to the lines of metrics, as JSON."""
+
+    def apply(run: Path, source: random.Random) -> None:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        changed = change(lines, source)
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+
+    return apply
 
 
-def far_loop(path: Path, source: random.Random) -> None:
-    clear(path)
-    path.symlink_to(f"{path.name}.a")
-    path.with_name(f"{path.name}.a").symlink_to(path.name)
+def _without_a_key(lines: list[Any], source: random.Random) -> list[Any]:
+    names = ("timing_s/step", "critic/score/mean", "response_length/mean", "rollout/seconds", "training/global_step")
+    del source.choice(lines)[source.choice(names)]
+    return lines
 
 
-def dangling(path: Path, source: random.Random) -> None:
-    clear(path)
-    path.symlink_to("/nowhere/at/all")
-
-
-def folder(path: Path, source: random.Random) -> None:
-    clear(path)
-    (path / "inside").mkdir(parents=True)
-
-
-def file(path: Path, source: random.Random) -> None:
-    clear(path)
-    path.write_bytes(b"no folder")
-
-
-def forbidden(path: Path, source: random.Random) -> None:
-    path.chmod(0)
-
-
-def sparse(path: Path, source: random.Random) -> None:
-    clear(path)
-    with path.open("wb") as output:
-        output.truncate(2**41)
-
-
-def listener(path: Path, source: random.Random) -> None:
-    clear(path)
-    with socket.socket(socket.AF_UNIX) as server:  # a path may have 108 letters
-        server.bind(f"/proc/self/fd/{os.open(path.parent, os.O_RDONLY)}/{path.name}")
-
-
-ANYWHERE: tuple[Apply, ...] = (fifo, endless, loop, far_loop, dangling, forbidden, listener)
-FOR_A_FILE: tuple[Apply, ...] = (*ANYWHERE, folder, sparse)
-FOR_A_FOLDER: tuple[Apply, ...] = (*ANYWHERE, file)
-
-
-# -- within a file --------------------------------------------------------------------------------------------------
-
-
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def write_lines(run: Path, lines: list[Any]) -> None:
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-
-
-def twice(run: Path, source: random.Random) -> None:
-    write_lines(run, [line for line in lines_of(run) for _ in range(2)])
-
-
-def reversed_order(run: Path, source: random.Random) -> None:
-    write_lines(run, lines_of(run)[::-1])
-
-
-def key_missing(run: Path, source: random.Random) -> str:
-    lines = lines_of(run)
-    key = source.choice(
-        ("timing_s/step", "critic/score/mean", "response_length/mean", "rollout/seconds", "training/global_step")
-    )
-    del source.choice(lines)[key]
-    write_lines(run, lines)
-    return key
-
-
-def metric_hostile(run: Path, source: random.Random) -> str:
-    """Text, a list or nothing in place of a figure of one step."""
-    lines = lines_of(run)
+def _other_type(lines: list[Any], source: random.Random) -> list[Any]:
     key = source.choice(sorted(set(lines[0]) - {"drafter/why"}))
-    value: Any = source.choice(["high", [1.0], {}, None, True, "[bold red]x[/nope]"])
-    source.choice(lines)[key] = value
-    write_lines(run, lines)
-    return f"{key} = {value!r}"
+    source.choice(lines)[key] = source.choice(["high", [1.0], {}, None, True, "[bold red]x[/nope]"])
+    return lines
 
 
-def step_hostile(run: Path, source: random.Random) -> str:
+def _extreme(lines: list[Any], source: random.Random) -> list[Any]:
+    value = source.choice((1e300, 1e308, -1e308, float("nan"), float("inf"), -1.0, 0.0, 10**300))
+    kept = ("training/global_step", "drafter/why")
+    return [{key: line[key] if key in kept else value for key in line} for line in lines]
+
+
+def _other_step(run: Path, source: random.Random) -> str:
     value = source.choice(("1e300", "NaN", "-1", "0.5", "9" * 400, "9" * 6000, '"1"', "true", "[0]", str(2**63)))
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines[-1] = lines[-1].replace('"training/global_step": 1.0', f'"training/global_step": {value}')
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace('"training/global_step": 1.0', f'"training/global_step": {value}'))
     return value[:20]
 
 
-def figures_extreme(run: Path, source: random.Random) -> str:
-    """Numbers as far as they go, of the right type."""
-    value = source.choice((1e300, 1e308, -1e308, float("nan"), float("inf"), -1.0, 0.0, 10**300))
-    write_lines(run, [{key: line[key] if key in ("training/global_step", "drafter/why") else value for key in line}
-                      for line in lines_of(run)])  # fmt: skip
-    return str(value)[:20]
+# -- documents of JSON ----------------------------------------------------------------------------------------------
 
 
-def a_value_hostile(name: str) -> Apply:
-    """One value of a JSON document replaced; of a status record with the checksum that belongs to it."""
+def of_document(name: str, change: Callable[[dict[str, Any], random.Random], str]) -> Damage:
+    """Damage to a JSON document; of a status record with the checksum that belongs to it."""
 
-    def apply(run: Path, source: random.Random) -> str:
-        path = run / name
-        make_sure_of(path)
+    def apply(run: Path, source: random.Random) -> None:
+        path, is_record = run / name, name.startswith("status/rank")
+        add_missing(path)
         text = path.read_text()
-        text = text[9:].rstrip() if name.startswith("status/rank") else text.rstrip()
-        tree = json.loads(text)
-        key, value = source.choice(sorted(tree)), source.choice(HOSTILE_VALUES)
-        text = json.dumps({**tree, key: "HERE"}).replace('"HERE"', value)
-        write_document(path, text)
-        return f"{key} = {value[:20]}"
+        data = change(json.loads(text[9:] if is_record else text), source).encode()
+        record = (f"{zlib.crc32(data):08x} ".encode() + data).ljust(2047)[:2047]
+        path.write_bytes((record if is_record else data) + b"\n")
 
     return apply
 
 
-def a_key_gone(name: str) -> Apply:
-    def apply(run: Path, source: random.Random) -> str:
-        make_sure_of(run / name)
-        text = (run / name).read_text()
-        tree = json.loads(text[9:] if name.startswith("status/rank") else text)
-        key: str = source.choice(sorted(tree))
-        del tree[key]
-        write_document(run / name, json.dumps(tree))
-        return key
-
-    return apply
+def _other_value(tree: dict[str, Any], source: random.Random) -> str:
+    return json.dumps({**tree, source.choice(sorted(tree)): "HERE"}).replace('"HERE"', source.choice(VALUES))
 
 
-def another_document(name: str) -> Apply:
-    def apply(run: Path, source: random.Random) -> str:
-        text = source.choice(('{"hello": "world"}', "[]", "3", '"text"', "null", "{}", "[[[]]]", "{}\n{}", "\ufeff{}"))
-        make_sure_of(run / name)
-        write_document(run / name, text)
-        return text
-
-    return apply
+def _without(tree: dict[str, Any], source: random.Random) -> str:
+    key = source.choice(sorted(tree))
+    return json.dumps({name: value for name, value in tree.items() if name != key})
 
 
-def write_document(path: Path, text: str) -> None:
-    if path.name.startswith("rank-"):
-        data = text.encode()
-        path.write_bytes((f"{zlib.crc32(data):08x} ".encode() + data).ljust(2047)[:2047] + b"\n")
-    else:
-        path.write_text(text + "\n")
+# -- other files ----------------------------------------------------------------------------------------------------
 
 
-def a_setting_hostile(run: Path, source: random.Random) -> str:
-    path = run / "config.toml"
-    lines = path.read_text().splitlines()
-    spots = [number for number, line in enumerate(lines) if " = " in line]
-    spot = source.choice(spots)
+def _other_setting(run: Path, source: random.Random) -> str:
+    lines = (run / "config.toml").read_text().splitlines()
+    spot = source.choice([number for number, line in enumerate(lines) if " = " in line])
     value = source.choice(("-1", "1e300", "nan", "'text'", "[]", "{}", "true", "[" * 5000, "9" * 6000, "1979-05-27"))
     lines[spot] = f"{lines[spot].partition(' = ')[0]} = {value}"
-    path.write_text("\n".join(lines) + "\n")
+    (run / "config.toml").write_text("\n".join(lines) + "\n")
     return lines[spot][:50]
 
 
-def newer_config(run: Path, source: random.Random) -> None:
-    path = run / "config.toml"
-    path.write_text(path.read_text() + "[teleport]\nspeed = 9\n")
+def _newer_config(run: Path, source: random.Random) -> None:
+    with (run / "config.toml").open("a") as file:
+        file.write("[teleport]\nspeed = 9\n")
 
 
-def newer_log(run: Path, source: random.Random) -> None:
-    import h5py
-
+def _newer_log(run: Path, source: random.Random) -> None:
     for path in run.glob("rollouts/*/*.h5"):
         with h5py.File(path, "r+") as log:
             log.attrs["schema"] = 99
 
 
-def log_attribute(run: Path, source: random.Random) -> str:
-    """A scalar of a log, of the right type and no sense."""
-    import h5py
-    import numpy as np
-
+def _log_attribute(run: Path, source: random.Random) -> str:
     name = source.choice(("step", "rank", "num_ranks", "harvested_seconds", "guarded_near_ties", "committed"))
     value = source.choice((-1, 2**62, float("nan"), 1e300, float("inf")))
-    with h5py.File(run / "rollouts/step-000001/rank-0000.h5", "r+") as log:
+    with h5py.File(run / _LOG, "r+") as log:
         del log.attrs[name]
         log.attrs[name] = np.float64(value) if isinstance(value, float) else np.int64(value)
     return f"{name} = {value}"
 
 
-def log_times(run: Path, source: random.Random) -> str:
-    """A clock that was set, or that shows nothing."""
-    import h5py
-
+def _log_times(run: Path, source: random.Random) -> str:
     value = source.choice((-1e300, 1e300, float("nan"), 0.0, -1.0))
-    with h5py.File(run / "rollouts/step-000001/rank-0000.h5", "r+") as log:
+    with h5py.File(run / _LOG, "r+") as log:
         for name in ("start_seconds", "last_token_seconds", "release_seconds"):
             log["timing"].attrs[name] = value
     return str(value)
 
 
-def strange_entries(run: Path, source: random.Random) -> None:
+def _strange_entries(run: Path, source: random.Random) -> None:
     for name in ("step-x", "step-" + "9" * 200, "step-٣٣٣٣٣٣", "step-000007", "step--00001", "lost+found"):
-        (run / "rollouts" / name).mkdir()
-        (run / "cache" / name).mkdir()
-        (run / "checkpoints" / name).mkdir()
+        for parent in ("rollouts", "cache", "checkpoints"):
+            (run / parent / name).mkdir()
     for name in ("rank-x.h5", "rank-.h5", "rank-" + "9" * 200 + ".h5", "rank-0001.h5.bak", "rank-٣٣٣٣.h5"):
-        (run / "rollouts/step-000001" / name).write_bytes(b"")
-        (run / "cache/step-000001" / name).write_bytes(b"")
-        (run / "status" / name.removesuffix(".h5")).write_bytes(b"")
+        for parent in ("rollouts/step-000001", "cache/step-000001", "status"):
+            (run / parent / name).write_bytes(b"")
 
 
-# -- of the whole folder --------------------------------------------------------------------------------------------
+# -- the whole folder -----------------------------------------------------------------------------------------------
 
 
-def emptied(run: Path, source: random.Random) -> None:
-    shutil.rmtree(run)
+def _folder_of_runs(run: Path, source: random.Random) -> None:
+    inner = run.rename(run.with_name("inner"))
     run.mkdir()
+    inner.rename(run / "inner")
 
 
-def folder_of_runs(run: Path, source: random.Random) -> None:
-    run.rename(run.with_name("inner"))
-    run.mkdir()
-    run.with_name("inner").rename(run / "inner")
-
-
-def foreign_program(run: Path, source: random.Random) -> None:
-    """Named alike by another program."""
+def _other_program(run: Path, source: random.Random) -> None:
     shutil.rmtree(run)
     (run / "rollouts").mkdir(parents=True)
     (run / "checkpoints" / "step-000100").mkdir(parents=True)
@@ -314,86 +215,40 @@ def foreign_program(run: Path, source: random.Random) -> None:
     (run / "checkpoints/step-000100/state.json").write_text("{}")
 
 
-def model_folder(run: Path, source: random.Random) -> None:
+def _model(run: Path, source: random.Random) -> None:
     shutil.rmtree(run)
     shutil.copytree(ROOT / "tlt_hpc" / "models" / "assets" / "tiny", run)
 
 
-def parent_forbidden(run: Path, source: random.Random) -> None:
-    run.parent.chmod(0)
+def _empty(run: Path, source: random.Random) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
 
 
-WITHIN = (
-    Damage("metrics.jsonl: each step twice", twice, frozenset({"check"})),
-    Damage("metrics.jsonl: reversed order", reversed_order, frozenset({"check"})),
-    Damage("metrics.jsonl: without a key", key_missing, frozenset({"check"})),
-    Damage("metrics.jsonl: a value of another type", metric_hostile, frozenset({"check", "train"})),
-    Damage("metrics.jsonl: a step that is none", step_hostile, frozenset({"check", "train"})),
-    Damage("metrics.jsonl: extreme figures", figures_extreme),
-    Damage("config.toml: a hostile value", a_setting_hostile),
-    Damage("config.toml: of a newer version", newer_config, frozenset({"train", "evaluate"})),
-    Damage("rollouts: of a newer version", newer_log, frozenset({"check"})),
-    Damage("rollouts: a scalar without sense", log_attribute),
-    Damage("rollouts: times without sense", log_times),
-    Damage("entries that are no run's", strange_entries),
-    *(
-        Damage(f"{name}: {words}", make(name), fails)
-        for name, fails in (
-            ("status/rank-0000", frozenset[str]()), ("status/owner", frozenset[str]()),
-            ("finished.json", frozenset[str]()), ("cost_profile.json", frozenset[str]()),
-            ("data.json", frozenset[str]()), ("checkpoints/step-000002/state.json", frozenset[str]()),
-        )
-        for words, make in (
-            ("a hostile value", a_value_hostile), ("without a key", a_key_gone), ("another document", another_document),
-        )
-    ),
+RUNS: tuple[tuple[str, Damage, frozenset[str]], ...] = (
+    ("a run folder that is empty", _empty, READERS),
+    ("a folder of runs", _folder_of_runs, READERS),
+    ("a folder of another program", _other_program, ALL - {"inspect"}),
+    ("a model's folder", _model, READERS - {"evaluate"}),
+    ("below a forbidden folder", lambda run, source: run.parent.chmod(0), ALL),
+    *((f"a run folder: {name}", damage, READERS if name == "a dangling link" else ALL)
+      for name, damage in FOR_A_FOLDER.items()),
+    ("metrics.jsonl: each step twice", of_lines(lambda lines, source: [*lines, *lines]), CHECK),
+    ("metrics.jsonl: reversed order", of_lines(lambda lines, source: lines[::-1]), CHECK),
+    ("metrics.jsonl: without a key", of_lines(_without_a_key), CHECK),
+    ("metrics.jsonl: a value of another type", of_lines(_other_type), CHECK | {"train"}),
+    ("metrics.jsonl: a wrong step", _other_step, CHECK | {"train"}),
+    ("metrics.jsonl: extreme figures", of_lines(_extreme), NOBODY),
+    ("config.toml: a hostile value", _other_setting, NOBODY),
+    ("config.toml: of a newer version", _newer_config, frozenset({"train", "evaluate"})),
+    ("rollouts: of a newer version", _newer_log, CHECK),
+    ("rollouts: a wrong scalar", _log_attribute, NOBODY),
+    ("rollouts: wrong times", _log_times, NOBODY),
+    ("entries that no run has", _strange_entries, NOBODY),
+    *((f"{name}: {what}", of_document(name, change), NOBODY)
+      for name in ("status/rank-0000", "status/owner", "finished.json", "cost_profile.json", "data.json",
+                   "checkpoints/step-000002/state.json")
+      for what, change in (("a hostile value", _other_value), ("without a key", _without),
+                           ("another document", lambda tree, source: source.choice(_DOCUMENTS)))),
 )  # fmt: skip
-WHOLE = (
-    Damage("a run folder that is empty", emptied, READERS),
-    Damage("a folder of runs", folder_of_runs, READERS),
-    Damage("a folder of another program", foreign_program, ALL - {"inspect"}),
-    Damage("a model's folder", model_folder, READERS - {"evaluate"}),
-    Damage("below a forbidden folder", parent_forbidden, ALL),
-    *(Damage(f"a run folder: {each.__name__}", each, READERS if each is dangling else ALL) for each in FOR_A_FOLDER),
-)  # fmt: skip
-
-
-def make(number: int, place: Path, base_run: Path, source: random.Random) -> Case:
-    """A copy of ``base_run`` in ``place``, with the damage that ``number`` and ``source`` name."""
-    parent = place / "runs"
-    run = parent / base_run.name
-    shutil.copytree(base_run, run, symlinks=True)
-    kind, must_fail = damage(number, run, source)
-    overrides = (f"run.folder={parent}", f"run.name={run.name}")
-    return Case(kind, base_config(place, base_run), overrides, run, must_fail)
-
-
-def base_config(place: Path, base_run: Path) -> Path:
-    """The job of the run that was copied."""
-    path = place / "job.toml"
-    shutil.copyfile(base_run / "config.toml", path)
-    return path
-
-
-def damage(number: int, run: Path, source: random.Random) -> tuple[str, frozenset[str]]:
-    """Do one thing to a run; returns what in words, and who may not take it for sound."""
-    turn, rest = divmod(number, 4)
-    if rest == 0:
-        chosen = (*WHOLE, *WITHIN)[turn % len((*WHOLE, *WITHIN))]
-        told = chosen.apply(run, source)
-        return chosen.name + (f" ({told})" if told else ""), chosen.must_fail
-    name = tuple(FILES)[(turn * 3 + rest) % len(FILES)]
-    path = run / name
-    make_sure_of(path)
-    apply = source.choice(FOR_A_FOLDER if path.is_dir() else (*FOR_A_FILE, *corruptions_of(path.name)))
-    is_gone = apply is dangling or apply.__name__ == "missing"
-    apply(path, source)
-    certain = apply in (*FOR_A_FILE, *FOR_A_FOLDER) and not is_gone
-    return f"{name}: {apply.__name__}", FILES[name] if certain else frozenset()
-
-
-def make_sure_of(path: Path) -> None:
-    """What a run has only sometimes."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"schema": 1}')
+"""Damage to a run -> the commands that may not end with status 0."""
