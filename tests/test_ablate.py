@@ -1,4 +1,4 @@
-"""tlt ablate: what its arms are, what it reads out of their logs, and that it goes on where it was killed."""
+"""tlt ablate: what its arms are, what it reads from their logs, and that it can be resumed."""
 
 from __future__ import annotations
 
@@ -10,41 +10,49 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch_ranks import run_on_ranks
 from logged import step_record
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.drafting.schedule import DraftCounts
-from tlt_hpc.drafting.tail import IN_TAIL
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step, write_step
-from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.studies.ablate import ablate as ablate_module
-from tlt_hpc.studies.ablate import held_out
-from tlt_hpc.studies.ablate.ablate import Stopped, ablate
-from tlt_hpc.studies.ablate.ablate_options import ARMS, AblateOptions
-from tlt_hpc.studies.ablate.arms import config_of, possible_arms
-from tlt_hpc.studies.ablate.figures import ArmFigures, Figures, StepFigures, read_figures, to_tree, verdict
-from tlt_hpc.studies.ablate.plan import Ablation, digest_of, mark_done, plan_ablation, write_plan
+from tlt_hpc.studies.ablate.ablate import StoppedAblation, ablate
+from tlt_hpc.studies.ablate.figures import (
+    AblationFigures,
+    ArmFigures,
+    cells_of,
+    read_figures,
+    to_markdown,
+    to_tree,
+    verdict,
+    write_report,
+)
+from tlt_hpc.studies.ablate.gains import Passes, gain_in_passes, ratio
+from tlt_hpc.studies.ablate.plan import (
+    ARMS,
+    Ablation,
+    digest_of,
+    mark_done,
+    plan_ablation,
+    possible_arms,
+    write_plan,
+)
 from tlt_hpc.studies.ablate.plot import plot, rolling_median
-from tlt_hpc.studies.ablate.serial import ControlTraining, SerialTraining
-from tlt_hpc.studies.ablate.statistics import Passes, gain_in_passes, ratio
-from tlt_hpc.studies.ablate.table import cells_of, to_markdown
-from tlt_hpc.studies.ablate.write import write_report
 from tlt_hpc.train import RunResult
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
-NOTHING_ASKED = AblateOptions(None, None, None, None, None, None)
 
 
 def job(*overrides: str):
@@ -52,7 +60,8 @@ def job(*overrides: str):
 
 
 def plan(folder: Path, *overrides: str, ranks: int = 1, **asked) -> Ablation:
-    return plan_ablation(job(f"run.folder={folder}", *overrides), replace(NOTHING_ASKED, **asked), ranks)
+    options = Namespace(**{"steps": None, "arms": None, "resume": None, **asked})
+    return plan_ablation(job(f"run.folder={folder}", *overrides), options, ranks)
 
 
 # -- arms -----------------------------------------------------------------------------------------------------------
@@ -62,7 +71,7 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
     config = job("drafter.schedule=falling")
     changed = {}
     for arm in ARMS:
-        ours, theirs = config_of(config, arm, 7, tmp_path, "elsewhere").model_dump(), config.model_dump()
+        ours, theirs = Ablation(tmp_path, config, ARMS, 7, 1).config_of(arm).model_dump(), config.model_dump()
         changed[arm] = {
             f"{section}.{name}": value
             for section, values in ours.items()
@@ -72,26 +81,13 @@ def test_arms_differ_in_what_they_are_named_after_and_in_nothing_else(tmp_path):
         # a replay would leave out the drafter's updates, which are what is compared
         place = {"run.name": arm, "run.folder": str(tmp_path), "run.num_steps": 7, "checkpoint.replay": False}
         assert {name: changed[arm].pop(name) for name in place} == place
-    frozen = {"drafter.train": False, "drafter.schedule": "always"}
-    control = {
-        "drafter.schedule": "always",
-    }  # fmt: skip
     assert changed == {
         "plain": {"speculation.mode": "plain"},
         "ngram": {"speculation.mode": "ngram"},
-        "frozen": frozen,
-        "frozen-tv": frozen | {"drafter.init": "elsewhere"},
-        "serial": {},
+        "frozen": {"drafter.train": False, "drafter.schedule": "always"},
         "tail": {},
-        "control": control,
         "tail-random": {"drafter.init": "random"},
     }
-
-
-def test_the_control_keeps_its_first_step_with_the_run(tmp_path):
-    config = job("drafter.cache_folder=/local")
-    assert config_of(config, "control", 7, tmp_path, "elsewhere").drafter.cache_folder == ""
-    assert config_of(config, "tail", 7, tmp_path, "elsewhere").drafter.cache_folder == "/local"
 
 
 @pytest.mark.parametrize(
@@ -111,20 +107,16 @@ def test_arms_by_default_are_those_that_show_something(override, missing):
     ("arguments", "said"),
     [
         (["--arms", "plain,tial"], "no arm 'tial'; use plain, ngram"),
-        (["--arms", "frozen,control"], "control repeats the tail's updates on other rollouts; add tail"),
         (["--arms", "frozen", "drafter.init=random"], "leaves nothing to freeze; run tlt warmup"),
         (["--arms", "tail", 'speculation.strategies=["ngram-4"]'], "no strategy of the job asks a learned drafter"),
         (["--steps", "0"], "--steps 0 compares nothing"),
-        (["--plot", "picture.pdf"], "give a name that ends in .png"),
-        (["--json", "nowhere/figures.json"], "its folder does not exist"),
         (["--resume", "nowhere"], "no plan.json there"),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, said):
     assert main(["ablate", str(TINY), *arguments]) == 2
     error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    assert said in error and error.count("\n") == 1
 
 
 def test_dry_run_names_the_arms_and_writes_nothing(capsys, tmp_path):
@@ -137,38 +129,24 @@ def test_dry_run_names_the_arms_and_writes_nothing(capsys, tmp_path):
 
 
 def test_a_resumed_ablation_may_grow_but_not_change(tmp_path):
-    begun = plan(tmp_path, num_steps=4, arms=("plain", "tail"))
+    begun = plan(tmp_path, steps=4, arms="tail,plain")
+    assert begun.arms == ("plain", "tail")
     write_plan(begun)
     assert plan(tmp_path, resume=begun.folder) == begun
-    grown = plan(tmp_path, resume=begun.folder, num_steps=6, arms=("frozen",))
+    grown = plan(tmp_path, resume=begun.folder, steps=6, arms="frozen")
     assert (grown.num_steps, grown.arms) == (6, ("plain", "frozen", "tail"))
     mark_done(begun, "plain", "abc")
     assert digest_of(begun, "plain") == "abc"
     assert digest_of(grown, "plain") is None, "it has not taken the new steps yet"
-    for changes, said in (
-        ({"num_steps": 3}, "has arms of 4 steps"),
-        ({"ranks": 2}, "begun on 1 rank, now 2"),
-        ({"tv_drafter": "other"}, "was begun without it"),
-    ):
+    for changes, said in (({"steps": 3}, "has arms of 4 steps"), ({"ranks": 2}, "begun on 1 rank, now 2")):
         with pytest.raises(ConfigError, match=said):
             plan(tmp_path, resume=begun.folder, **changes)
     with pytest.raises(ConfigError, match=r"begun with drafter.micro_step_seconds = 0.03, now 0.1"):
         plan(tmp_path, "drafter.micro_step_seconds=0.1", resume=begun.folder)
-
-
-class Screens:
-    """Shows nothing, keeps what was said."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def run(self):
-        return nullcontext()
-
-    warmup = run
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
+    old = json.loads((begun.folder / "plan.json").read_text())
+    (begun.folder / "plan.json").write_text(json.dumps({**old, "arms": ["plain", "control"], "tv_drafter": ""}))
+    with pytest.raises(UserError, match="this version has no arm 'control'"):
+        plan(tmp_path, resume=begun.folder)
 
 
 class FakeRuns:
@@ -178,8 +156,7 @@ class FakeRuns:
         self.names: list[str] = []
         self._stops_in = stops_in
 
-    def __call__(self, config, world, reporter, training) -> RunResult:
-        assert training is IN_TAIL, "none of these arms is trained otherwise"
+    def __call__(self, config, world, reporter) -> RunResult:
         name = config.run.name
         self.names.append(name)
         if name == self._stops_in:
@@ -190,30 +167,44 @@ class FakeRuns:
 
 def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate_module, "measure", lambda ablation, world: {})
-    world, ablation = World.connect(), plan(tmp_path, num_steps=2, arms=("plain", "frozen", "tail"))
+    world, ablation = World.connect(), plan(tmp_path, steps=2, arms="plain,frozen,tail")
     first = FakeRuns(stops_in="frozen")
     monkeypatch.setattr(ablate_module, "run", first)
-    assert isinstance(ablate(ablation, world, Screens()), Stopped)
+    assert isinstance(ablate(ablation, world, nullcontext), StoppedAblation)
     assert first.names == ["first-start-not-counted", "plain", "frozen"]
     assert not (ablation.folder / "first-start-not-counted").exists()
     for wanted in (["first-start-not-counted", "frozen", "tail"], []):
         monkeypatch.setattr(ablate_module, "run", again := FakeRuns())
-        figures = ablate(plan(tmp_path, resume=ablation.folder), world, Screens())
+        figures = ablate(plan(tmp_path, resume=ablation.folder), world, nullcontext)
         assert again.names == wanted
-        assert isinstance(figures, Figures)
-        assert figures.all_equal
+        assert isinstance(figures, AblationFigures) and all(figures.equal.values())
 
 
 def test_a_drafter_that_does_not_fit_is_found_before_any_arm(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate_module, "run", runs := FakeRuns())
-    ablation = plan(tmp_path, num_steps=1, tv_drafter=str(tmp_path / "none"))
-    with pytest.raises(UserError, match="--tv-drafter"):
-        ablate(ablation, World.connect(), Screens())
-    assert not runs.names
-    assert not ablation.folder.exists()
+    ablation = plan(tmp_path, f"drafter.init={tmp_path / 'none'}", steps=1)
+    with pytest.raises(UserError, match="drafter.init"):
+        ablate(ablation, World.connect(), nullcontext)
+    assert not runs.names and not ablation.folder.exists()
 
 
 # -- figures --------------------------------------------------------------------------------------------------------
+
+
+def line_of(step: int, seconds: float, reward: float = 1.0, update: float = 2.0) -> dict[str, float]:
+    return {
+        "training/global_step": step,
+        "rollout/seconds": seconds,
+        "timing_s/update_actor": update,
+        "timing_s/step": seconds + 3,
+        "rollout/idle_rank_seconds": 1.0,
+        "rollout/harvested_rank_seconds": 0.2,
+        "drafter/steps": 2.0,
+        "perf/total_num_tokens": 4.0,
+        "drafter/spec_decode/mean_acceptance_length": 2.0,
+        "critic/score/mean": reward,
+        **DraftCounts((100.0, 50.0, 0.0, 0.0), (50.0, 25.0 * (1 + step), 0.0, 0.0)).to_metrics(),
+    }
 
 
 def write_run(path: Path, *, num_steps: int = 1, seconds: float = 4.0, token: int = 7, reward: float = 1.0) -> None:
@@ -233,27 +224,13 @@ def write_run(path: Path, *, num_steps: int = 1, seconds: float = 4.0, token: in
         updates = (MicroStepRecord(3.0, 3.1, 50, 0.5), MicroStepRecord(3.1, 3.2, 60, 0.4))
         record = step_record(step, [rollout], [reward], micro_steps=updates, harvested_seconds=0.2)
         write_step(folder.rollout_log(step, 0), record)
-        row = {
-            "training/global_step": step,
-            "rollout/seconds": seconds,
-            "timing_s/drafter": 1.0,
-            "timing_s/update_actor": 2.0,
-            "timing_s/step": seconds + 3,
-            "rollout/idle_rank_seconds": 1.0,
-            "rollout/harvested_rank_seconds": 0.2,
-            "drafter/steps": 2.0,
-            "perf/total_num_tokens": 4.0,
-            "drafter/spec_decode/mean_acceptance_length": 2.0,
-            "critic/score/mean": reward,
-            **DraftCounts((100.0, 50.0, 0.0, 0.0), (50.0, 25.0 * (1 + step), 0.0, 0.0)).to_metrics(),
-        }
-        lines.append(json.dumps(row))
+        lines.append(json.dumps(line_of(step, seconds, reward)))
     folder.metrics.write_text("\n".join(lines) + "\n")
 
 
-def fabricated(tmp_path: Path, *, digest: str = "same", **changes) -> Figures:
+def fabricated(tmp_path: Path, *, digest: str = "same", **changes) -> AblationFigures:
     """Plain and tail, of which the tail has the changes."""
-    ablation = plan(tmp_path, num_steps=2, arms=("plain", "tail"))
+    ablation = plan(tmp_path, steps=2, arms="plain,tail")
     write_run(ablation.folder / "plain", num_steps=2, seconds=8.0)
     write_run(ablation.folder / "tail", num_steps=2, **changes)
     for arm, found in (("plain", "same"), ("tail", digest)):
@@ -264,18 +241,15 @@ def fabricated(tmp_path: Path, *, digest: str = "same", **changes) -> Figures:
 def test_figures_are_the_logs(tmp_path):
     figures = fabricated(tmp_path)
     tail = figures.find("tail")
-    assert figures.all_equal
+    assert all(figures.equal.values())
     assert (figures.window, tail.total("num_updates"), tail.num_trained_tokens) == (1, 4, 220)
     # chances by position: 1/2, then 1/2 in the first step and 1 in the last; deeper ones are like the one before
     assert figures.first(tail) == pytest.approx(1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16)
     assert figures.last(tail) == pytest.approx(1 + 4 / 2)
-    assert tail.accept_length == 2.0
-    assert figures.speedup(tail) == 2.0
-    assert figures.speedup(tail, with_serial=True) == 1.6
+    assert (tail.accept_length, figures.speedup(tail)) == (2.0, 2.0)
     rows = {row[0]: row[1:] for row in cells_of(figures)}
     assert rows[""] == ["plain", "tail"]
     assert rows["held-out accept length"] == ["-", "3.000"]
-    assert rows["serial training seconds"] == ["2.00", "2.00"]
     head = "|  | plain | tail |\n| --- | --: | --: |\n| held-out accept length | - | 3.000 |\n"
     assert to_markdown(figures).startswith(head)
 
@@ -286,19 +260,17 @@ def test_figures_are_the_logs(tmp_path):
 )
 def test_one_difference_is_seen_and_written(tmp_path, change, unequal):
     figures = fabricated(tmp_path, **change)
-    assert not figures.all_equal
-    write_report(figures, tmp_path / "copy.json", tmp_path / "copy.png")
-    tree = json.loads((tmp_path / "copy.json").read_text())
+    names = [path.name for path in write_report(figures)]
+    assert names == ["figures.json", "table.md", "ablation.png", "ablation.svg"]
+    tree = json.loads((figures.folder / "figures.json").read_text())
     assert [name for name, equal in tree["equal"].items() if not equal] == [unequal]
     assert tree["arms"]["tail"]["mismatched_tokens"] == (2 if unequal == "tokens" else 0)
-    assert (tmp_path / "copy.svg").stat().st_size > 1000
-    assert json.loads((figures.folder / "figures.json").read_text()) == tree
+    assert (figures.folder / "ablation.svg").stat().st_size > 1000
 
 
 def arm_figures(name: str, seconds: list[float], passes: list[int], update: float = 3.0) -> ArmFigures:
-    counts = DraftCounts((10.0,) * 4, (5.0,) * 4)
-    steps = tuple(StepFigures(s, 0.0, update, s, 0.0, 0.0, 0, 10, 5.0, 1.0, counts) for s in seconds)
-    return ArmFigures(name, steps, "same", 0, True, 0, Passes((40,) * len(passes), tuple(passes)))
+    lines = tuple(line_of(step, value, update=update) for step, value in enumerate(seconds))
+    return ArmFigures(name, lines, "same", 0, True, 0, Passes((40,) * len(passes), tuple(passes)))
 
 
 @pytest.mark.parametrize(
@@ -311,88 +283,66 @@ def arm_figures(name: str, seconds: list[float], passes: list[int], update: floa
 )
 def test_the_verdict_follows_the_figures(tmp_path, tail_passes, tail_seconds, said):
     frozen = arm_figures("frozen", [4.0, 4.1, 3.9] * 3, [20, 22, 18, 20])
-    control = arm_figures("control", [4.0] * 9, [16, 16, 16, 16])
-    figures = Figures(tmp_path, 2, True, (frozen, arm_figures("tail", tail_seconds, tail_passes), control))
+    figures = AblationFigures(tmp_path, 2, True, (frozen, arm_figures("tail", tail_seconds, tail_passes)))
     text = verdict(figures)
     assert all(part in text for part in said), text
-    assert "come to 2.500" in text
     assert verdict(replace(figures, arms=(frozen,))) == ""
 
 
-def test_speeds_are_not_compared_where_equal_updates_took_other_seconds(tmp_path):
+def test_speeds_are_not_compared_if_equal_updates_took_other_seconds(tmp_path):
     frozen = arm_figures("frozen", [4.0] * 9, [20, 22, 18, 20])
     tail = arm_figures("tail", [8.0] * 9, [20, 22, 18, 20], update=3.5)
-    text = verdict(Figures(tmp_path, 2, True, (frozen, tail)))
+    text = verdict(AblationFigures(tmp_path, 2, True, (frozen, tail)))
     assert "equal policy updates took 10.5 s beside the tail and 9.0 s beside the frozen drafter." in text
-    assert "speed." not in text and "its rollouts" not in text
+    assert "its rollouts" not in text
 
 
-def test_the_error_of_a_ratio_is_its_spread_over_repetitions():
-    source = random.Random(0)
-
-    def draw() -> tuple[list[float], list[float]]:
-        sizes = [source.uniform(1, 5) for _ in range(60)]
-        return [2 * s + source.gauss(0, 0.4) for s in sizes], [s + source.gauss(0, 0.3) for s in sizes]
-
-    gains = [ratio(*draw()) for _ in range(400)]
-    assert np.mean([gain.share for gain in gains]) == pytest.approx(1.0, abs=0.01)
-    assert np.mean([gain.error for gain in gains]) == pytest.approx(np.std([gain.share for gain in gains]), rel=0.1)
-    assert 0.9 < np.mean([abs(gain.share - 1.0) < 2 * gain.error for gain in gains]) < 0.99
+def paired(source: random.Random) -> tuple[float, float]:
+    sizes = [source.uniform(1, 5) for _ in range(60)]
+    gain = ratio([2 * s + source.gauss(0, 0.4) for s in sizes], [s + source.gauss(0, 0.3) for s in sizes])
+    return gain.share, gain.error
 
 
-def test_gains_need_two_pairs_for_an_error():
-    gain = gain_in_passes(Passes((8,), (2,)), Passes((8,), (4,)))
-    assert gain.share == 1.0
-    assert math.isnan(gain.error)
-    assert not gain.is_clear
-
-
-def test_the_error_of_a_gain_between_texts_is_its_spread_over_repetitions():
-    source = random.Random(1)
-
+def unpaired(source: random.Random) -> tuple[float, float]:
     def draw(accept_length: float) -> Passes:
         passes = [source.randint(10, 60) for _ in range(60)]
         return Passes(tuple(round(p * source.gauss(accept_length, 0.4)) for p in passes), tuple(passes))
 
-    gains = [gain_in_passes(draw(3.0), draw(2.0)) for _ in range(400)]
-    assert np.mean([gain.share for gain in gains]) == pytest.approx(0.5, abs=0.01)
-    assert np.mean([gain.error for gain in gains]) == pytest.approx(np.std([gain.share for gain in gains]), rel=0.1)
+    gain = gain_in_passes(draw(3.0), draw(2.0))
+    return gain.share, gain.error
+
+
+@pytest.mark.parametrize(("draw", "share"), [(paired, 1.0), (unpaired, 0.5)])
+def test_the_error_of_a_gain_is_its_spread_over_repetitions(draw, share):
+    source = random.Random(0)
+    shares, errors = np.array([draw(source) for _ in range(400)]).T
+    assert shares.mean() == pytest.approx(share, abs=0.01)
+    assert errors.mean() == pytest.approx(shares.std(), rel=0.1)
+
+
+def test_gains_need_two_pairs_for_an_error():
+    gain = gain_in_passes(Passes((8,), (2,)), Passes((8,), (4,)))
+    assert gain.share == 1.0 and math.isnan(gain.error) and gain.verb.startswith("does not differ")
 
 
 @pytest.mark.parametrize(
     ("tie_guard", "said"), [(False, "as they may with the tie guard off"), (True, "although the tie guard is on")]
 )
-def test_texts_that_differ_are_said_and_an_error_only_where_the_guard_promised_none(tmp_path, tie_guard, said):
+def test_texts_that_differ_are_an_error_only_with_the_tie_guard(tmp_path, tie_guard, said):
     frozen, tail = arm_figures("frozen", [4.0] * 3, [20, 22]), arm_figures("tail", [2.0] * 3, [10, 11])
     tail = replace(tail, policy_sha256="other", num_mismatched=7, held_out=Passes((40, 47), (10, 12)))
-    figures = Figures(tmp_path, 2, tie_guard, (frozen, tail))
+    figures = AblationFigures(tmp_path, 2, tie_guard, (frozen, tail))
     assert figures.as_promised is not tie_guard
     text = verdict(figures)
     assert text.startswith(f"The arms differ in texts, final policies, held-out texts, {said}; their seconds are")
     assert "accept lengths are compared unpaired" in text
     assert "3.955 on held-out prompts, the frozen one 1.905: +107.6 % (±" in text
     assert "| tokens unlike the first arm's | 0 | 7 |" in to_markdown(figures)
-    assert to_markdown(figures).endswith(f"{text}\n")
     assert figures.equal == {"tokens": False, "rewards": True, "policy": False, "held_out": False}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_drafter_is_judged_with_its_own_policy_and_the_runs_guard(tmp_path, monkeypatch, dtype):
-    ablation = plan(tmp_path, f"model.dtype={dtype}", num_steps=2, arms=("plain", "frozen", "serial", "tail"))
-    for arm, digest in (("frozen", "a"), ("serial", "a"), ("tail", "b")):
-        (ablation.folder / arm).mkdir(parents=True)
-        mark_done(ablation, arm, digest)
-    loaded, guards = [], []
-    monkeypatch.setattr(held_out, "load_policy", lambda ablation, arm, decoder, node: loaded.append(arm))
-    monkeypatch.setattr(held_out, "answer", lambda *given: guards.append(given[3].tie_guard) or [])
-    assert set(held_out.measure(ablation, World.connect())) == {"frozen", "serial", "tail"}
-    assert loaded == ["frozen", "tail"], "the same weights are read once"
-    assert guards == [dtype == "float32"] * 3
-
-
 def test_the_picture_skips_what_an_arm_has_not(tmp_path):
-    figures = fabricated(tmp_path)
-    tree = to_tree(figures)
+    tree = to_tree(fabricated(tmp_path))
     for step in tree["arms"]["plain"]["steps"]:
         step["own_accept_length"] = None
     assert [path.suffix for path in plot(tree, tmp_path / "a.png")] == [".png", ".svg"]
@@ -410,18 +360,20 @@ SMALL = [
 
 
 def command_line(folder: Path, *extra: str) -> list[str]:
-    asked = ["--steps", "2", "--arms", "frozen,tail,control"]
+    asked = ["--steps", "2", "--arms", "frozen,tail"]
     return [sys.executable, "-m", "tlt_hpc", "ablate", str(TINY), *asked, f"run.folder={folder}", *SMALL, *extra]
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_killed_and_resumed_it_has_the_same_text_and_as_many_updates_on_old_rollouts(tmp_path):
-    log = (tmp_path / "log").open("w+")
-    process = subprocess.Popen(command_line(tmp_path), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-    wait_for(tmp_path, "*/tail/config.toml", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def test_killed_and_resumed_it_has_the_same_text(tmp_path):
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(command_line(tmp_path), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        while not list(tmp_path.glob("*/tail/config.toml")):
+            assert process.poll() is None, "it ended before"
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     (folder,) = tmp_path.glob("tiny-ablate-*")
     before = (folder / "frozen" / "metrics.jsonl").stat().st_mtime_ns
     again = command_line(tmp_path, "--resume", str(folder))
@@ -430,57 +382,12 @@ def test_killed_and_resumed_it_has_the_same_text_and_as_many_updates_on_old_roll
     assert "tokens equal: yes (0 mismatched); rewards equal: yes; final policy weights equal: yes" in done.stdout
     assert "Training in the tail" in done.stdout
     assert (folder / "frozen" / "metrics.jsonl").stat().st_mtime_ns == before
-    assert num_micro_steps(folder / "control") == num_micro_steps(folder / "tail")
     tree = json.loads((folder / "figures.json").read_text())
-    assert tree["arms"]["control"]["num_updates"] == tree["arms"]["tail"]["num_updates"] > 0
-    assert tree["arms"]["frozen"]["num_updates"] == 0
+    taken = sum(
+        len(read_step(RunFolder(folder / "tail").rollout_log(step, rank)).micro_steps)
+        for step in (0, 1)
+        for rank in (0, 1)
+    )
+    assert tree["arms"]["tail"]["num_updates"] == taken > 0 == tree["arms"]["frozen"]["num_updates"]
     assert len({tuple(arm["held_out"]["tokens"]) for arm in tree["arms"].values()}) == 1, "one text for all drafters"
     assert all(arm["held_out_accept_length"] > 3 for arm in tree["arms"].values())
-
-
-def num_micro_steps(run: Path) -> list[int]:
-    """By step and rank."""
-    return [len(read_step(RunFolder(run).rollout_log(step, rank)).micro_steps) for step in (0, 1) for rank in (0, 1)]
-
-
-def wait_for(folder: Path, pattern: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 200
-    while not list(folder.glob(pattern)):
-        assert process.poll() is None, "it ended before"
-        assert time.monotonic() < deadline, f"no {pattern} in {folder}"
-        time.sleep(0.02)
-
-
-def train_serially(folder: str, num_steps: int, tail: str) -> str:
-    """Steps of a run whose drafter is trained after the rollout, as much as the run ``tail`` took; the policy."""
-    from test_resume import Silent
-
-    from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.train import run
-
-    training = ControlTraining(Path(tail)) if tail else SerialTraining(micro_steps=3)
-    config = load_config(
-        TINY, [*SMALL, f"run.folder={folder}", f"run.num_steps={num_steps}", "checkpoint.replay=false"]
-    )
-    result = run(config, World.connect(), Silent(), training=training)
-    leave_process_group()
-    return result.policy_sha256
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_serial_training_is_after_the_rollout_and_the_control_repeats_it_on_the_first_step(tmp_path):
-    digests = run_on_ranks(2, train_serially, str(tmp_path / "serial"), 2, "")
-    serial = tmp_path / "serial" / "tiny"
-    assert num_micro_steps(serial) == [3, 3, 3, 3]
-    for step, row in read_lines(serial / "metrics.jsonl").items():
-        assert row["rollout/harvested_rank_seconds"] == 0 < row["drafter/serial_rank_seconds"]
-        for rank in (0, 1):
-            record = read_step(RunFolder(serial).rollout_log(step, rank))
-            assert all(m.start_seconds >= record.timing.release_seconds for m in record.micro_steps)
-    control = tmp_path / "control" / "tiny"
-    for num_steps in (1, 2):  # resumed in between
-        repeated = run_on_ranks(2, train_serially, str(tmp_path / "control"), num_steps, str(serial))
-    assert num_micro_steps(control) == num_micro_steps(serial) and repeated == digests
-    assert sorted(path.name for path in (control / "first").iterdir()) == ["rank-0000.h5", "rank-0001.h5"]
-    assert not (serial / "first").exists()

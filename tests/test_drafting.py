@@ -325,15 +325,15 @@ def test_a_full_disk_found_while_training_leaves_the_step_before(tmp_path, caplo
 def test_a_rollout_goes_through_without_the_cache(tmp_path, caplog, refused):
     trainer, cache = make_trainer(tmp_path)
     engine = make_engine(drafter=trainer.drafter)
-    job: Any = SimpleNamespace(drafting=SimpleNamespace(cache=cache, spot=trainer), engine=engine)
+    drafting: Any = SimpleNamespace(cache=cache, spot=trainer)
     if refused == "opening":
         (tmp_path / "cache").write_text("in the way of the steps' folders")
-    tail.begin_features(job, 1)
+    tail.begin_features(drafting, engine, 1)
     if refused == "writing":
         cache._writer._file._bytes.error = OSError(28, "No space left on device")
-    generate(job.engine, gcd_requests(2, 2, 1))
+    generate(engine, gcd_requests(2, 2, 1))
     assert trainer.micro_step() == (refused == "writing"), "what is in memory still serves"
-    tail.end_features(job, SimpleNamespace(stopped=False))
+    tail.end_features(drafting, stopped=False)
     assert len(caplog.messages) == 1 and "drafter.cache_folder" in caplog.messages[0]
 
 

@@ -29,7 +29,6 @@ from tlt_hpc.data.evaluation_sets import EvaluationSet, EvaluationSets
 from tlt_hpc.evaluate import answering
 from tlt_hpc.evaluate.answering import share_of
 from tlt_hpc.evaluate.evaluate import EvaluationResult, evaluate, evaluation_config
-from tlt_hpc.evaluate.evaluate_options import EvaluateOptions
 from tlt_hpc.evaluate.figures import RIGHT
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
@@ -78,7 +77,7 @@ class Reporter:
 def start(
     folder: Path, *overrides: str, place: str = "embedded:tiny", reporter: Reporter | None = None, world=None, step=None
 ) -> EvaluationResult:
-    subject = find_subject(EvaluateOptions(place, step, folder / "evaluation"))
+    subject = find_subject(place, step, folder / "evaluation")
     config = evaluation_config(load_config(TINY, [f"run.folder={folder}", *SMALL, *overrides]), subject)
     return evaluate(config, subject, world or World.connect(), reporter or Reporter())
 
@@ -333,23 +332,23 @@ def test_places_that_are_none(tmp_path):
     file.touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").touch()
-    assert find_subject(EvaluateOptions(place)).step == 4
+    assert find_subject(place).step == 4
     for options, message in [
         (
-            EvaluateOptions(str(tmp_path)),
+            (str(tmp_path),),
             f"{tmp_path}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
             f"embedded:tiny; {tmp_path} is no run's folder, it holds some; give one of them: run",
         ),
-        (EvaluateOptions("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder; leave --step out"),
-        (EvaluateOptions(place, 3), f"--step 3, but {place} is the checkpoint of step 4; give one"),
-        (EvaluateOptions("embedded:tiny", None, file), f"--out {file} is a file; give a folder"),
+        (("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder; leave --step out"),
+        ((place, 3), f"--step 3, but {place} is the checkpoint of step 4; give one"),
+        (("embedded:tiny", None, file), f"--out {file} is a file; give a folder"),
         (
-            EvaluateOptions("embedded:tiny", None, tmp_path / "run"),
+            ("embedded:tiny", None, tmp_path / "run"),
             f"--out {tmp_path}/run has 'config.toml' in it, so a run or a model; give a folder of its own",
         ),
     ]:
         with pytest.raises(UserError) as caught:
-            find_subject(options)
+            find_subject(*options)
         assert str(caught.value) == message
 
 

@@ -25,7 +25,7 @@ from tlt_hpc.checkpoint.manifest import Checkpoint, File, Stored, _index, write_
 from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
-from tlt_hpc.evaluate.answering import Means, _Pieces, see_all
+from tlt_hpc.evaluate.answering import PieceWriter, see_all
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
 from tlt_hpc.evaluate.training import prepare
@@ -233,6 +233,6 @@ def test_no_rank_overwrites_what_another_one_already_sees(tmp_path):
         folder.responses.mkdir(parents=True)
         for count in range(3 * world.rank):
             (folder.responses / f"{count:06d}.h5").touch()
-        return _Pieces(folder, Means(None, None, None, None, world, None))._number
+        return PieceWriter(folder, world).number
 
     assert on_two_ranks(number) == [3, 4]

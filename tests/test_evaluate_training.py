@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fake_world import OneRank
@@ -122,8 +121,7 @@ def test_another_evaluation_of_the_step_is_set_aside_and_said_so(tmp_path, caplo
     folder = EvaluationFolder(tmp_path / "step-000002")
     folder.path.mkdir()
     folder.claim({"evaluation.seed": 0})
-    alone = SimpleNamespace(world=OneRank())
-    assert claim_anew(alone, folder, {"evaluation.seed": 1}) == set()
+    assert claim_anew(OneRank(), folder, {"evaluation.seed": 1}) == set()
     assert caplog.messages == [
         f"{folder.path} has evaluation.seed = 0, now 1: kept as {folder.path}-replaced-1, evaluated anew"
     ]

@@ -10,8 +10,7 @@ import pytest
 
 from tlt_hpc.common.records import FinishReason, SampleKey
 from tlt_hpc.config import RewardSection
-from tlt_hpc.evaluate.figures import Judged, PromptAnswers, estimate, figures_of, majority, pass_at_k
-from tlt_hpc.evaluate.metrics import metrics_of
+from tlt_hpc.evaluate.figures import Judged, PromptAnswers, estimate, figures_of, majority, metrics_of, pass_at_k
 from tlt_hpc.evaluate.tally import judged_of
 from tlt_hpc.evaluate.votes import Ballot, answer_of, count_votes
 from tlt_hpc.rewards.standing import settings_of

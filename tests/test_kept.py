@@ -209,20 +209,20 @@ def test_of_what_is_kept_only_that_counts_which_the_next_start_takes_up(tmp_path
 NEVER, IN_THE_UPDATE = 10**6, 10**6 + 1
 
 
-def stop_after(num_finished: int) -> None:
+def stop_after(num_finished: int, world: Any) -> None:
     """A rank asks to be killed once it has finished so many responses, and finishes no more while the others see it."""
-    from tlt_hpc import rollout_loop as tail
+    from tlt_hpc import session
 
-    true_decode = tail.decode
+    true_decode = session.decode
 
-    def decode(job: Any) -> None:
-        if len(job.engine.finished) < num_finished:
-            true_decode(job)
+    def decode(engine: Any, pulse: Any) -> None:
+        if len(engine.finished) < num_finished:
+            true_decode(engine, pulse)
         else:
-            job.world.flag.request(Stop.KILL, "test")
-            job.pulse.back_off()
+            world.flag.request(Stop.KILL, "test")
+            pulse.back_off()
 
-    tail.decode = decode
+    session.decode = decode
 
 
 class KilledError(Exception):
@@ -248,7 +248,7 @@ def take_one_step(folder: str, stop_at: int, changes: list[str]) -> dict[str, An
     config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
     job = run.assemble(config, world)
     saving.resume(job, lambda step: None)
-    stop_after(stop_at)
+    stop_after(stop_at, world)
     if stop_at == IN_THE_UPDATE:
         run.update_policy = be_killed
     try:

@@ -22,7 +22,9 @@ from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, Situation
 from tlt_hpc.plan.memory.savings import cheapest_fit, free_knobs, furthest, turn_knobs
 from tlt_hpc.plan.memory.shapes import find_shape, named_shape
 from tlt_hpc.plan.memory.training import BUCKET_ELEMENTS, drafter_parameters, num_drafter_parameters, training_state
-from tlt_hpc.studies.bench.live_bytes import LiveBytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from live_bytes import LiveBytes  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "jobs"

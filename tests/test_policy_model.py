@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from tlt_hpc.models import policy_model
 from tlt_hpc.models.policy_model import PolicyModel
-from tlt_hpc.studies.bench.live_bytes import LiveBytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from live_bytes import LiveBytes  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -53,18 +53,18 @@ def state_of(job: Any) -> dict[str, Any]:
 
 def have_a_tail() -> None:
     """Rank 1's last responses wait until rank 0, which has none left, has trained."""
-    from tlt_hpc import rollout_loop as tail
+    from tlt_hpc import session
 
-    true_decode = tail.decode
+    true_decode = session.decode
 
-    def decode(job: Any) -> None:
-        others_train = any(status.drafter_steps for status in job.pulse._roster.statuses)
-        if job.world.rank == 1 and job.engine.num_unfinished <= 2 and not others_train:
-            job.pulse.back_off()
+    def decode(engine: Any, pulse: Any) -> None:
+        others_train = any(status.drafter_steps for status in pulse._roster.statuses)
+        if pulse._comm.rank == 1 and engine.num_unfinished <= 2 and not others_train:
+            pulse.back_off()
         else:
-            true_decode(job)
+            true_decode(engine, pulse)
 
-    tail.decode = decode
+    session.decode = decode
 
 
 def differences(wanted: Any, got: Any, at: str = "") -> list[str]:
@@ -230,7 +230,7 @@ def stop_in_a_tail(folder: str) -> list[dict[str, Any]]:
     _, step = saving.resume(again, Silent().replayed)
     taken = again.drafting.spot.num_steps
     tail = run.roll_out(again, 2, Silent())
-    run.end_features(again, tail)
+    run.end_features(again.drafting, tail.stopped)
     if run.start_merge(again, tail.decision):
         run.finish_merge(again)
     in_the_tail = again.drafting.spot.num_steps

@@ -122,7 +122,7 @@ def test_the_log_tells_what_each_rank_did_when(straight):
                 assert len(rollout.pass_lengths) == rollout.num_target_passes
             assert (np.stack([spans.num_live, spans.strategy_index], 1)[rounds] == record.decisions).all()
             names = [phase.name for phase in record.phases]
-            own = ["gen", "drafter", "gen", "refresh", "reward", "update_actor", "refresh"]
+            own = ["gen", "refresh", "reward", "update_actor", "refresh"]
             assert names == [*["save_checkpoint", "testing"] * (step > 0), *own]
             assert all(a.end_seconds <= b.start_seconds + 1e-3 for a, b in pairwise(record.phases))
             assert record.phases[-len(own)].start_seconds <= timing.start_seconds

@@ -113,12 +113,11 @@ def test_counts_survive_the_log_and_later_steps_are_not_read(tmp_path) -> None:
     rows = [counts_of(length) for length in (4.0, 3.5, 3.9)]
     lines = [json.dumps({"training/global_step": float(i), **row.to_metrics()}) for i, row in enumerate(rows)]
     folder = RunFolder(tmp_path)
-    job = SimpleNamespace(folder=folder)
-    assert past_drafts(job, 0) == []
+    assert past_drafts(folder, 0) == []
     folder.metrics.write_text("\n".join(lines) + "\n")
-    assert past_drafts(job, 3) == rows and past_drafts(job, 2) == rows[:2]
+    assert past_drafts(folder, 3) == rows and past_drafts(folder, 2) == rows[:2]
     section = DrafterSection(**WARM)
-    assert decide(section, 2, past_drafts(job, 2)).trains and not decide(section, 3, past_drafts(job, 3)).trains
+    assert decide(section, 2, past_drafts(folder, 2)).trains and not decide(section, 3, past_drafts(folder, 3)).trains
 
 
 @pytest.mark.parametrize(

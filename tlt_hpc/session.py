@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
 from uuid import uuid4
 
 import numpy as np
@@ -23,32 +22,25 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.config import (
-    Config,
-    ConfigError,
-    UserError,
-    check_resumable,
-    to_toml,
-)
+from tlt_hpc.config import Config, ConfigError, UserError, check_resumable, to_toml
 from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy.meter import Counters, Meter, told_kinds
 from tlt_hpc.look.environment import RankGpu, RankPlace, find_environment
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
-from tlt_hpc.models.folder import DTYPES, num_used_tokens, start_model
+from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter, serving_drafter
+from tlt_hpc.models.folder import DTYPES, folder_weights, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_once
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.pulse import BUSY_SECONDS, Pulse
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
-from tlt_hpc.mpi.roster import Roster, Status
+from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
 from tlt_hpc.rewards.scorer import Bench
@@ -81,7 +73,6 @@ NFS_SECONDS = 60.0
 class Drafting:
     """The parts that only a run with a learned drafter has."""
 
-    training: TailTraining
     cache: FeatureCache
     spot: SpotTrainer
     served: Drafter
@@ -104,18 +95,151 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Job:
-    """The parts of a run on one rank."""
+class Session:
+    """What every command that generates text has on one rank: training, evaluation, warm-up, ablation and bench."""
 
     config: Config
     world: World
     replica: Replica
+    assets: ModelAssets
+    decoder: Decoder
+    pulse: Pulse
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.assets.tokenizer
+
+    def settings(self) -> EngineSettings:
+        """The engine's settings in the job's rollouts."""
+        return engine_settings(self.config, self.assets, self.world)
+
+    def make_engine(self, settings: EngineSettings, drafter: Drafter | None = None) -> RolloutEngine:
+        """A rollout engine on this rank's decoder.
+
+        Raises:
+            ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
+        """
+        try:
+            return RolloutEngine(self.decoder, settings, drafter, self.replica.agree if self.replica.size > 1 else None)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def keeps(self, key: SampleKey) -> bool:
+        """Whether this rank keeps a response that its replica generates."""
+        return self.replica.keeps(unit_of(self.config, key))
+
+    def is_own(self, key: SampleKey) -> bool:
+        """Whether a response is this rank's to score, train on and log: its replica's, and its own among them."""
+        return self.replica.takes(unit_of(self.config, key)) and self.keeps(key)
+
+    def shard(self, requests: Sequence[Request]) -> list[Request]:
+        """Those of all ranks' requests that this rank's replica generates: whole groups, or samples of all groups."""
+        return [request for request in requests if self.replica.takes(unit_of(self.config, request.key))]
+
+    def generate(
+        self,
+        engine: RolloutEngine,
+        requests: Iterable[Request],
+        *,
+        on_idle: Callable[[Roster], bool] | None = None,
+        on_round: Callable[[], None] | None = None,
+        status: Callable[[], Status] | None = None,
+        shown: Callable[[Roster], None] | None = None,
+        epoch: int = 0,
+    ) -> Roster:
+        """Generate this rank's requests, and return once all ranks have finished or one asks to stop; collective.
+
+        Args:
+            on_idle: does something useful while other ranks generate; returns False if there is nothing to do.
+            on_round: called after each round of decoding.
+            status: what this rank reports to the others, if not the engine's progress alone.
+            shown: called after each round of this rank with the latest roster.
+            epoch: of the pulse; any number that all ranks give.
+
+        Returns the last roster, which is the same on all ranks.
+        """
+        pulse, status = self.pulse, status or (lambda: engine_status(engine, self.world))
+        if isinstance(pulse, ReplicaPulse):
+            pulse.mark = lambda: engine.text_mark
+        engine.submit(requests)
+        pulse.begin(epoch)
+        while not (roster := pulse.poll(status())).over:
+            if engine.has_work:
+                decode(engine, pulse)
+                if on_round:
+                    on_round()
+            elif on_idle is None or not on_idle(roster):
+                pulse.back_off()
+            if shown:
+                shown(roster)
+        return roster
+
+    def close(self) -> None:
+        """Take the parts down; the process group stays for a further session of this process."""
+        self.pulse.close()
+
+
+def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
+    """Build what generates text, without weights; collective.
+
+    Raises:
+        ConfigError: on all ranks, if a replica would span several nodes, or a rank has no usable device.
+    """
+    check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
+    replica = Replica(world, config.rollout.tensor_parallel)
+    device = choose_device(config, world)
+    decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
+    comm = world.private_comm()
+    pulse = ReplicaPulse(comm, replica) if replica.size > 1 else Pulse(comm, BUSY_SECONDS)
+    return Session(config, world, replica, assets, decoder, pulse)
+
+
+def load_folder(session: Session) -> None:
+    """Load the weights of the job's model folder into the decoder; collective over the node."""
+    weights = folder_weights(session.assets.folder, session.decoder.weight_cuts(), session.world.node_group)
+    session.decoder.load(weights, 0, are_cut=True)
+
+
+def initial_serving_drafter(session: Session) -> Drafter | None:
+    """The drafter that ``drafter.init`` names, laid out for serving; None if it is random. Collective over the node.
+
+    Raises:
+        ConfigError: there is none, or it is of another model.
+    """
+    settings = session.config.drafter
+    init = partial(initial_drafter, settings.init, settings.form, session.decoder.shape)
+    weights = read_all_once(session.world.node_group, init)
+    return None if weights is None else serving_drafter(weights, session.decoder)
+
+
+def engine_status(engine: RolloutEngine, world: World) -> Status:
+    """What a rank that only generates reports to the others."""
+    state = State.BUSY if engine.has_work else State.IDLE
+    return Status(state, engine.num_unfinished, engine.num_tokens, 0, world.stop_requested)
+
+
+def text_of(tokenizer: Tokenizer, tokens: NDArray[np.int32]) -> str:
+    """A response as it is judged."""
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+
+def decode(engine: RolloutEngine, pulse: Pulse) -> None:
+    """One round of decoding; a prefill may take long, and the others' rounds continue meanwhile."""
+    if not engine.has_waiting:
+        engine.step()
+        return
+    with pulse.progressing():
+        engine.step()
+
+
+@dataclass(frozen=True)
+class Job(Session):
+    """The parts of a training run on one rank."""
+
     folder: RunFolder
-    tokenizer: Tokenizer
     prompts: PromptSource
     engine: RolloutEngine
     policy: Policy
-    pulse: Pulse
     checkpoints: CheckpointStore
     drafting: Drafting | None
     bench: Bench
@@ -138,13 +262,13 @@ class Job:
             self.policy.close()
         finally:
             if self.drafting:
-                self.drafting.cache.abandon_step()  # still open where the run failed: its thread ends here
+                self.drafting.cache.abandon_step()  # still open if the run failed: its thread ends here
             self.meter.close()
-            self.pulse.close()
+            super().close()
 
 
-def assemble(config: Config, world: World, training: TailTraining = IN_TAIL) -> Job:
-    """Build all parts of a run whose drafter is trained by ``training``; collective."""
+def assemble(config: Config, world: World) -> Job:
+    """Build all parts of a run; collective."""
     bench = open_bench(config, world)
     node = world.node_group
     world.say("reading the model and the data")
@@ -156,38 +280,27 @@ def assemble(config: Config, world: World, training: TailTraining = IN_TAIL) -> 
         init = partial(initial_drafter, config.drafter.init, config.drafter.form, assets.shape)
         warm = read_all_once(node, init)
     folder = RunFolder(config.folder)
-    replica = make_replica(config, world)
-    decoder = make_decoder(config, assets, world, replica)
-    device = decoder.device
-    drafting = (
-        make_drafting(config, world, folder, decoder, assets, warm, training)
-        if config.speculation.mode == "full"
-        else None
-    )
+    session = open_session(config, world, assets)
+    device = session.decoder.device
+    drafting = make_drafting(session, assets, folder, warm) if config.speculation.mode == "full" else None
     meter, environment = look_around(world, device)
     # last of what may find a mistake of the user's: nothing is written before
     claim_folder(folder, config, world, assets.prompts, environment)
     if drafting:
         drafting.cache.recover()
-    served = drafting.served if drafting else None
-    engine = make_engine(decoder, engine_settings(config, assets, world), served, replica)
-    engine.keeps = keeps_of(config, replica)
+    engine = session.make_engine(session.settings(), drafting.served if drafting else None)
+    engine.keeps = session.keeps
     world.say("joining the process group")
     join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
     world.say("loading the policy")
     is_dealt = config.optimizer.zero_stage == 3
     start = partial(start_model, assets.folder, config.model.dtype, device, is_dealt, world.rank, node)
-    policy = Policy(start(), config, world, start if config.algorithm.kl_coefficient else None)
     return Job(
-        config=config,
-        world=world,
-        replica=replica,
+        **vars(session),
         folder=folder,
-        tokenizer=assets.tokenizer,
         prompts=assets.prompts,
         engine=engine,
-        policy=policy,
-        pulse=make_pulse(world, replica, lambda: engine.text_mark),
+        policy=Policy(start(), config, world, start if config.algorithm.kl_coefficient else None),
         checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
         drafting=drafting,
         bench=bench,
@@ -337,22 +450,6 @@ def choose_device(config: Config, world: World) -> torch.device:
     return device
 
 
-def make_replica(config: Config, world: World) -> Replica:
-    """This rank's replica; collective.
-
-    Raises:
-        ConfigError: on all ranks, where one would lie on several nodes.
-    """
-    check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
-    return Replica(world, config.rollout.tensor_parallel)
-
-
-def make_decoder(config: Config, assets: ModelAssets, world: World, replica: Replica) -> Decoder:
-    """The decoder, or this rank's part of it, without weights; collective."""
-    device = choose_device(config, world)
-    return Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
-
-
 def make_sharding(replica: Replica, world: World, device: torch.device) -> Sharding:
     """Which part of the decoder this rank holds, and how its replica sums; collective.
 
@@ -371,75 +468,9 @@ def make_sharding(replica: Replica, world: World, device: torch.device) -> Shard
     return Sharding(replica.index, replica.size, replica_sum(world, replica.size))
 
 
-def make_pulse(world: World, replica: Replica, text_mark: Callable[[], int]) -> Pulse:
-    """The pulse of all ranks, given a checksum of the text that a replica's ranks have in common; collective."""
-    if replica.size == 1:
-        return Pulse(world.private_comm(), BUSY_SECONDS)
-    return ReplicaPulse(world.private_comm(), replica, text_mark)
-
-
-class Generation(Protocol):
-    """What ``generate`` drives on one rank: an engine with requests, and what is done once they have been answered."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether this rank still has tokens to generate."""
-        ...
-
-    def status(self) -> Status:
-        """What this rank reports to the others."""
-        ...
-
-    def step(self) -> None:
-        """One round of decoding."""
-        ...
-
-    def on_idle(self, roster: Roster) -> bool:
-        """Something useful while other ranks generate; False where there is nothing to do."""
-        ...
-
-
-def generate(pulse: Pulse, work: Generation, epoch: int, shown: Callable[[Roster], None]) -> Roster:
-    """Generate until all ranks have finished, or one asks to stop; collective.
-
-    Args:
-        epoch: of the pulse; any number that all ranks give.
-        shown: called after every round of this rank with the latest roster.
-
-    Returns the last roster, which is the same on all ranks.
-    """
-    pulse.begin(epoch)
-    while not (roster := pulse.poll(work.status())).over:
-        if work.has_work:
-            work.step()
-        elif not work.on_idle(roster):
-            pulse.back_off()
-        shown(roster)
-    return roster
-
-
 def unit_of(config: Config, key: SampleKey) -> int:
     """By what a step's responses are dealt over replicas and ranks: their group, or their place among all samples."""
     return key.draw if config.rollout.shard == "group" else key.draw * config.rollout.group_size + key.sample
-
-
-def make_engine(
-    decoder: Decoder, settings: EngineSettings, drafter: Drafter | None, replica: Replica | None = None
-) -> RolloutEngine:
-    """The rollout engine; ``replica``: whose ranks may each hold a part of the decoder.
-
-    Raises:
-        ConfigError: the budget of pages holds no response of full length, or another setting that cannot work.
-    """
-    try:
-        return RolloutEngine(decoder, settings, drafter, replica.agree if replica and replica.size > 1 else None)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def keeps_of(config: Config, replica: Replica) -> Callable[[SampleKey], bool]:
-    """Tells which of the responses that its replica generates this rank keeps."""
-    return lambda key: replica.keeps(unit_of(config, key))
 
 
 def calibration_requests(requests: Sequence[Request]) -> list[Request]:
@@ -500,15 +531,10 @@ def engine_settings(config: Config, assets: ModelAssets, world: World) -> Engine
 
 
 def make_drafting(
-    config: Config,
-    world: World,
-    folder: RunFolder,
-    decoder: Decoder,
-    assets: Assets,
-    warm: dict[str, torch.Tensor] | None,
-    training: TailTraining = IN_TAIL,
+    session: Session, assets: Assets, folder: RunFolder, warm: dict[str, torch.Tensor] | None
 ) -> Drafting:
-    """The drafter (from the weights ``warm``, or random), its cache and its trainer."""
+    """The drafter (from the weights ``warm``, or random), its cache and its trainer; collective."""
+    config, world, decoder = session.config, session.world, session.decoder
     shape, seed, settings = decoder.shape, config.run.seed, config.drafter
     token_ids = choose_vocabulary(config, assets) if warm is None else warm.get(TOKEN_IDS)
     served = make_drafter(shape, seed, decoder.dtype, decoder.device, token_ids)
@@ -516,12 +542,12 @@ def make_drafting(
         served.split(decoder.sharding)
     place, rank, num_ranks = cache_place(config, world, folder)
     sizes = served.num_features, shape.hidden_size, settings.cache_bytes
-    cache = training.cache(place, rank, *sizes, num_ranks)
+    cache = FeatureCache(place, rank, *sizes, num_ranks)
     spot = SpotTrainer(decoder, cache, settings, seed, world.rank, token_ids)
     if warm is not None:
         spot.start_from(warm)
     alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
-    return Drafting(training, cache, spot, served, alone, saved_every=1 if settings.train else 0)
+    return Drafting(cache, spot, served, alone, saved_every=1 if settings.train else 0)
 
 
 def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
@@ -569,14 +595,3 @@ def _texts(config: Config, assets: Assets) -> Iterator[NDArray[np.int32]]:
         for prompt in assets.prompts.batch(step):
             yield prompt.tokens
             yield np.array(assets.tokenizer.encode(prompt.answer, add_special_tokens=False).ids, np.int32)
-
-
-def shard(job: Job, requests: list[Request]) -> list[Request]:
-    """Those of a step's requests that this rank's replica generates: whole groups, or single samples of all groups."""
-    return [request for request in requests if job.replica.takes(unit_of(job.config, request.key))]
-
-
-def is_own(job: Job, key: SampleKey) -> bool:
-    """Whether a finished response is this rank's to score, train on and log: its replica's, and its own among them."""
-    unit = unit_of(job.config, key)
-    return job.replica.takes(unit) and job.replica.keeps(unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.records import MicroStepRecord, PhaseSpan
+from tlt_hpc.common.records import PhaseSpan
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
 from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
 from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepMetrics, summarise
 from tlt_hpc.look.timing import PhaseTimer
@@ -44,7 +43,7 @@ from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.engine import EngineCounts
-from tlt_hpc.rollout_loop import Tail, end_features, roll_out, train_after_rollout, trains_in_tail
+from tlt_hpc.rollout_loop import Tail, end_features, roll_out
 from tlt_hpc.session import Job, assemble
 from tlt_hpc.storage.folder import RunFolder, rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
@@ -83,25 +82,18 @@ class RunResult:
     """Empty unless a signal or a vote ended the run early."""
 
 
-def run(
-    config: Config,
-    world: World,
-    reporter: Reporter,
-    tracking: Tracking | None = None,
-    training: TailTraining = IN_TAIL,
-) -> RunResult:
+def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | None = None) -> RunResult:
     """Run, or go on with, the job that ``config`` describes; collective.
 
     Args:
         tracking: what ``open_tracking`` has opened, where trackers are to outlast the run; else they are closed here.
-        training: when, and on which responses, the drafter is trained.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
     # the job is closed before the trackers, which may wait for a server that is away
     trackers = open_tracking(config, world) if tracking is None else nullcontext(tracking)
-    with trackers as told, closing(assemble(config, world, training)) as job:
+    with trackers as told, closing(assemble(config, world)) as job:
         return take_steps(job, told, reporter)
 
 
@@ -187,11 +179,9 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     job.meter.begin_step()
     with timer("gen"):
         tail = roll_out(job, step, reporter)
-    job.meter.end_rollout()
-    with timer("drafter"):
-        train_after_rollout(job, step, tail)
-    with timer("gen"):
-        end_features(job, tail)
+        job.meter.end_rollout()
+        if job.drafting:
+            end_features(job.drafting, tail.stopped)
     if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
         return False
     with timer("refresh"):  # the copy that is sent; the sum itself hides behind the update
@@ -351,7 +341,6 @@ def make_record(
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     names = tuple(counts.strategies)
     kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]
-    harvested = seconds_of(micro_steps) if trains_in_tail(job) else 0.0
     return StepRecord(
         step=step,
         rank=job.world.rank,
@@ -362,7 +351,7 @@ def make_record(
         timing=tail.timings[0],
         refills=tail.timings[1:],
         micro_steps=micro_steps,
-        harvested_seconds=harvested,
+        harvested_seconds=sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0),
         strategy_names=names,
         strategy_rounds=np.array([counts.strategies[name][0] for name in names], dtype=np.int64),
         strategy_tokens=np.array([counts.strategies[name][1] for name in names], dtype=np.int64),
@@ -379,31 +368,22 @@ def make_record(
             KEPT_TOKENS: float(sum(len(rollout.response_tokens) for rollout in kept)),
             **tail.scorer.metrics(),
             **job.meter.end_step(),
-            **(drafter_metrics(job, tail, counts, micro_steps, merged) if job.drafting else {}),
+            **(drafter_metrics(job, tail, counts, merged) if job.drafting else {}),
         },
     )
 
 
-def drafter_metrics(
-    job: Job, tail: Tail, counts: EngineCounts, micro_steps: tuple[MicroStepRecord, ...], merged: MergeReport | None
-) -> dict[str, float]:
+def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts, merged: MergeReport | None) -> dict[str, float]:
     """What this rank did for the learned drafter, and how the drafter did."""
     assert job.drafting is not None
-    serial = 0.0 if trains_in_tail(job) else seconds_of(micro_steps)
     return {
         DUE: float(tail.decision.trains),
         MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,
         "drafter/cut_rank_seconds": job.drafting.spot.cut_seconds,
-        "drafter/serial_rank_seconds": serial,
         "drafter/skipped_steps": float(job.drafting.spot.num_skipped),
         "drafter/dropped_replicas": float(merged.is_dropped if merged else False),
         **own_drafts(job, counts).to_metrics(),
     }
-
-
-def seconds_of(micro_steps: Sequence[MicroStepRecord]) -> float:
-    """Seconds that micro-steps took together."""
-    return sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0)
 
 
 def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:

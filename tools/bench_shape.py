@@ -26,6 +26,7 @@ from tlt_hpc.common.script import ending
 # isort: split
 import numpy as np
 import torch
+from engine_bench import choose_device, list_of, read_bandwidth
 from torch import Tensor
 
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
@@ -34,9 +35,6 @@ from tlt_hpc.models.folder import DTYPES
 from tlt_hpc.models.shape import ModelShape, shape_from
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.studies.bench.bandwidth import read_bandwidth
-from tlt_hpc.studies.bench.bench import choose_device
-from tlt_hpc.studies.bench.bench_options import list_of
 
 QWEN_7B = {
     "model_type": "qwen2",

@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
+from live_bytes import LiveBytes
+
 from tlt_hpc.cli.display import SilentReporter
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.mpi.world import World
@@ -33,10 +35,8 @@ from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
-from tlt_hpc.rollout_loop import end_features, roll_out, train_after_rollout
+from tlt_hpc.rollout_loop import end_features, roll_out
 from tlt_hpc.session import Job, assemble, choose_device
-from tlt_hpc.studies.ablate.serial import SerialTraining
-from tlt_hpc.studies.bench.live_bytes import LiveBytes
 from tlt_hpc.train import finish_merge, start_merge
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
@@ -51,6 +51,7 @@ SHORT = (
 )
 """Of the job that stands here without one: seconds instead of minutes."""
 FULL = ("run.num_steps=2", "drafter.micro_step_seconds=1000")
+MICRO_STEPS = 3
 STEPS = 2
 """The first makes the optimiser's moments."""
 
@@ -75,7 +76,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
     """The peak of each phase of the plan on this rank, in bytes."""
     meter = Meter(config, world)
     with meter("start"):
-        job = assemble(config, world, SerialTraining(micro_steps=3))
+        job = assemble(config, world)
     try:
         resume(job, SilentReporter().replayed)
         reserve_copy(job)
@@ -90,9 +91,11 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     """As ``run.take_step``, phase by phase, and a checkpoint; nothing is logged."""
     with meter("rollout"):
         tail = roll_out(job, step, SilentReporter())
+    assert job.drafting is not None
     with meter("tail"):
-        train_after_rollout(job, step, tail)
-    end_features(job, tail)
+        for _ in range(MICRO_STEPS):
+            job.drafting.spot.micro_step()
+    end_features(job.drafting, tail.stopped)
     rollouts, scores = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     with meter("update"):
         merges = start_merge(job, tail.decision)

@@ -32,6 +32,8 @@ from tlt_hpc.common.script import ending
 # isort: split
 import numpy as np
 import torch
+from engine_bench import Limits, Subject, Workload, built_in_prompts, choose_device, open_subject, roll_out
+from engine_bench import make_engine as make_subjects_engine
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -53,10 +55,6 @@ from tlt_hpc.rollout.noise import gumbel_rows, noise_key
 from tlt_hpc.rollout.sampling import SamplingRule, choose
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named
-from tlt_hpc.studies.bench.bench import choose_device
-from tlt_hpc.studies.bench.subject import Limits, Subject, open_subject, roll_out
-from tlt_hpc.studies.bench.subject import make_engine as make_subjects_engine
-from tlt_hpc.studies.bench.workload import Workload, built_in_prompts
 
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
 CPU = torch.device("cpu")

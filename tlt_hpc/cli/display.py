@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -21,9 +21,8 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.storage.drafter_facts import CurvePoint
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate.ablate import Stopped
-from tlt_hpc.studies.ablate.figures import Figures, verdict
-from tlt_hpc.studies.ablate.table import cells_of
+from tlt_hpc.studies.ablate.ablate import StoppedAblation
+from tlt_hpc.studies.ablate.figures import AblationFigures, cells_of, verdict
 from tlt_hpc.studies.compare import Comparison, ModeFigures
 from tlt_hpc.studies.warmup.progress import Progress, share_done
 from tlt_hpc.studies.warmup.texts import Texts
@@ -467,24 +466,7 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
 # -- tlt ablate -----------------------------------------------------------------------------------------------------
 
 
-class AblationScreens:
-    """Shows an ablation's runs one after another, on the first rank."""
-
-    def __init__(self, shows: bool) -> None:
-        self._shows = shows
-
-    def run(self) -> AbstractContextManager[Reporter]:
-        return make_reporter(self._shows)
-
-    def warmup(self) -> AbstractContextManager[WarmupReporter]:
-        return make_warmup_reporter(self._shows)
-
-    def say(self, text: str) -> None:
-        if self._shows:
-            make_console().print(text, soft_wrap=True)
-
-
-def print_ablation(figures: Figures, written: list[Path]) -> None:
+def print_ablation(figures: AblationFigures, written: list[Path]) -> None:
     """The table of ``tlt ablate``, whether the text was equal, and what it comes to."""
     console = make_console()
     guard = "on" if figures.tie_guard else "off"
@@ -495,10 +477,9 @@ def print_ablation(figures: Figures, written: list[Path]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    mismatched = sum(arm.num_mismatched for arm in figures.arms)
     console.print(
-        f"tokens equal: {_yes(figures.tokens_equal)} ({mismatched} mismatched); "
-        f"rewards equal: {_yes(figures.rewards_equal)}; final policy weights equal: {_yes(figures.policy_equal)}",
+        f"tokens equal: {_yes(figures.equal['tokens'])} ({figures.num_mismatched} mismatched); rewards equal: "
+        f"{_yes(figures.equal['rewards'])}; final policy weights equal: {_yes(figures.equal['policy'])}",
         soft_wrap=True,
     )
     if verdict(figures):
@@ -506,8 +487,8 @@ def print_ablation(figures: Figures, written: list[Path]) -> None:
     console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
 
 
-def print_stopped_ablation(ending: Stopped, config_path: str) -> None:
-    """How to go on."""
+def print_stopped_ablation(ending: StoppedAblation, config_path: str) -> None:
+    """How to resume it."""
     folder = ending.ablation.folder
     text = f"stopped early ({ending.reason}); go on with: tlt ablate {config_path} --resume {folder}"
     make_console().print(f"{text}, and the same overrides", soft_wrap=True)

@@ -39,15 +39,13 @@ from tlt_hpc.common.files import has_remedy, told
 from tlt_hpc.common.printable import PrintableStream, escape_streams, one_line
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, UserError, check_learns, check_resumable, load_config, without_side_effects
-from tlt_hpc.evaluate import evaluate_options
 from tlt_hpc.export import export_options
 from tlt_hpc.look.arguments import add_report_arguments, add_watch_arguments
 from tlt_hpc.plan import plan_options
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate import ablate_options
-from tlt_hpc.studies.bench import bench_options
+from tlt_hpc.studies.ablate import plan as ablation_plan
 
 if TYPE_CHECKING:
     from tlt_hpc.look.tracking import Tracking
@@ -94,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )  # fmt: skip
         config = config_of(config, options)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
-        if rank is None and options.command in ("train", "compare"):
+        if rank is None and options.command in ("train", "compare", "bench"):
             check_drafter(config)  # the ranks read it for themselves
         if rank is None and options.command == "train":
             finished = check_folder(config)
@@ -168,7 +166,7 @@ def config_of(config: Config, options: argparse.Namespace) -> Config:
         from tlt_hpc.evaluate.evaluate import evaluation_config
         from tlt_hpc.evaluate.subject import find_subject
 
-        return evaluation_config(config, find_subject(evaluate_options.read_options(options)))
+        return evaluation_config(config, find_subject(options.checkpoint, options.step, options.out))
     if options.command == "compare":
         return without_side_effects(config)
     if options.command == "train":
@@ -274,10 +272,9 @@ def plan_ablation(config: Config, options: argparse.Namespace, num_ranks: int) -
         ValueError: as ``plan_command``, or an arm that the job cannot have, or nothing to resume.
     """
     from tlt_hpc.plan.inputs import read_assets
-    from tlt_hpc.studies.ablate import plan
 
     read_assets(config, num_ranks)
-    return plan.describe(plan.plan_ablation(config, ablate_options.read_options(options), num_ranks))
+    return ablation_plan.describe(ablation_plan.plan_ablation(config, options, num_ranks))
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
@@ -286,12 +283,11 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     Raises:
         ValueError: as ``plan_command``, or no such run or model.
     """
-    from tlt_hpc.evaluate.evaluate import describe
-    from tlt_hpc.evaluate.parts import read_assets
+    from tlt_hpc.evaluate.evaluate import describe, read_assets
     from tlt_hpc.evaluate.subject import find_subject
     from tlt_hpc.models.folder import check_weights
 
-    subject = find_subject(evaluate_options.read_options(options))
+    subject = find_subject(options.checkpoint, options.step, options.out)
     assets, sets = read_assets(config, num_ranks)
     if subject.run is None:
         check_weights(assets.folder, assets.shape)
@@ -385,8 +381,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.overrides, rest = [*options.overrides, *rest], []
     if options.command in ALONE:
         if rest:
-            named = f"bench {options.bench}" if options.command == "bench" else options.command
-            parser.error(f"unknown argument {rest[0]}; see tlt {named} --help")
+            parser.error(f"unknown argument {rest[0]}; see tlt {options.command} --help")
         return options
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
@@ -394,11 +389,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.overrides = [*options.overrides, *rest]
     if options.command == "warmup" and options.sources is not None:
         take_sources(options)
-    if options.command == "compare":
-        if options.steps < 1:
-            parser.error(f"--steps {options.steps} compares nothing; use 1 or more")
-        if options.json is not None and not options.json.parent.is_dir():
-            parser.error(f"--json {options.json}: its folder does not exist; make it first")
+    if options.command == "compare" and options.steps < 1:
+        parser.error(f"--steps {options.steps} compares nothing; use 1 or more")
+    if options.command in ("compare", "bench") and options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: its folder does not exist; make it first")
     return options
 
 
@@ -407,6 +401,18 @@ def take_sources(options: argparse.Namespace) -> None:
     folders = [word for word in options.sources if not _OVERRIDE.match(word)]
     overrides = [word for word in options.sources if _OVERRIDE.match(word)]
     options.overrides = [*options.overrides, *overrides, f"warmup.sources={json.dumps(folders)}"]
+
+
+def at_least_one(text: str) -> int:
+    """A number of 1 or more; argparse names the option of any other."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def at_least_one_each(text: str) -> list[int]:
+    """Numbers of 1 or more that commas separate."""
+    return list(map(at_least_one, text.split(",")))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -424,8 +430,15 @@ def make_parser() -> argparse.ArgumentParser:
     warmup = commands.add_parser("warmup", help="train the drafter before any reinforcement learning, or go on with it")
     ablate = commands.add_parser("ablate", help="compare the drafter left out, frozen and trained in several ways")
     evaluate = commands.add_parser("evaluate", help="judge a checkpoint or a model on data sets, or go on with it")
-    evaluate_options.add_evaluate_options(evaluate)
-    for command in (train, compare, warmup, ablate, evaluate):
+    evaluate.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a run's folder, one of its checkpoints, a Hugging Face folder, or "
+        "embedded:tiny",
+    )  # fmt: skip
+    evaluate.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
+    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="write there instead of beside the run")
+    bench = commands.add_parser("bench", help="measure the rollout engine").add_subparsers(dest="bench", required=True)
+    rollout = bench.add_parser("rollout", help="tokens per second of a job's rollouts, plain and with each strategy")
+    for command in (train, compare, warmup, ablate, evaluate, rollout):
         command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
         command.add_argument(
@@ -436,8 +449,12 @@ def make_parser() -> argparse.ArgumentParser:
     warmup.add_argument(
         "--from", dest="sources", nargs="+", metavar="RUN", help="learn from the responses that these runs have logged"
     )
-    ablate_options.add_ablate_options(ablate)
-    bench_options.add_bench_parsers(commands.add_parser("bench", help="measure the rollout engine on a model"))
+    ablation_plan.add_ablate_options(ablate)
+    rollout.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32], metavar="N,...",
+                         help="sequences of a rank at a time (1,8,32)")  # fmt: skip
+    rollout.add_argument("--sequences", type=at_least_one, metavar="N", help="of a rank (default 4 of each batch)")
+    rollout.add_argument("--repeats", type=at_least_one, default=3, metavar="N", help="of every measurement (3)")
+    rollout.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
     plan_options.add_plan_options(
         commands.add_parser("plan", help="predict the memory that a run takes, by phase; status 1: more than there is")
     )
@@ -472,14 +489,6 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--model", metavar="FOLDER", help="counts tokens, and renders chats by this model's template")
     inspect.add_argument("overrides", nargs="*", metavar="data.key=value", help="e.g. data.prompt_key=problem")
     return parser
-
-
-def run_bench(options: argparse.Namespace) -> None:
-    """``tlt bench``."""
-    checked = bench_options.read_options(options)
-    from tlt_hpc.studies.bench.bench import run
-
-    run(checked)
 
 
 def run_export(options: argparse.Namespace) -> None:
@@ -548,7 +557,6 @@ def run_keys(options: argparse.Namespace) -> None:
 
 
 ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "bench": run_bench,
     "export-drafter": run_export,
     "export-policy": run_export_policy,
     "data": run_data,
@@ -684,7 +692,7 @@ def run_evaluate(config: Config, options: argparse.Namespace, flag: StopFlag) ->
     from tlt_hpc.rl.distributed import leave_process_group
 
     with make_evaluation_reporter(world.rank == 0) as reporter:
-        result = evaluate(config, find_subject(evaluate_options.read_options(options)), world, reporter)
+        result = evaluate(config, find_subject(options.checkpoint, options.step, options.out), world, reporter)
     leave_process_group()
     if world.rank == 0:
         print_evaluation(result)
@@ -698,24 +706,41 @@ def run_ablate(config: Config, options: argparse.Namespace, flag: StopFlag) -> i
     """``tlt ablate`` on this rank."""
     start_rewards(config)
     world = connect(config, options, flag)
-    from tlt_hpc.cli.display import AblationScreens, print_ablation, print_stopped_ablation
+    from tlt_hpc.cli.display import make_reporter, print_ablation, print_stopped_ablation
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.studies.ablate.ablate import Stopped, ablate
-    from tlt_hpc.studies.ablate.plan import plan_ablation
-    from tlt_hpc.studies.ablate.write import write_report
+    from tlt_hpc.studies.ablate.ablate import StoppedAblation, ablate
+    from tlt_hpc.studies.ablate.figures import write_report
 
-    asked = ablate_options.read_options(options)
-    ending = ablate(plan_ablation(config, asked, world.size), world, AblationScreens(world.rank == 0))
+    ablation = ablation_plan.plan_ablation(config, options, world.size)
+    ending = ablate(ablation, world, lambda: make_reporter(world.rank == 0))
     leave_process_group()
-    if isinstance(ending, Stopped):
+    if isinstance(ending, StoppedAblation):
         if world.rank == 0:
             print_stopped_ablation(ending, options.config)
         world.leave()
         return STOPPED_EARLY
     if world.rank == 0:
-        print_ablation(ending, write_report(ending, asked.json, asked.plot))
+        print_ablation(ending, write_report(ending))
     world.leave()
     return 0 if ending.as_promised else 1
+
+
+def run_bench(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
+    """``tlt bench rollout`` on this rank."""
+    world = connect(config, options, flag)
+    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.studies.bench import bench_rollout, table, write_json
+
+    figures = bench_rollout(config, world, options.batches, options.sequences, options.repeats)
+    leave_process_group()
+    if world.rank == 0 and figures is not None:
+        if options.json is not None:
+            write_json(figures, options.json)
+        print(table(figures))
+    if world.rank == 0 and figures is None:
+        print("tlt: the measurement was stopped; a new one starts over", file=sys.stderr, flush=True)
+    world.leave()
+    return 1 if figures is None else 0
 
 
 RUNS: dict[str, Callable[[Config, argparse.Namespace, StopFlag], int]] = {
@@ -724,5 +749,6 @@ RUNS: dict[str, Callable[[Config, argparse.Namespace, StopFlag], int]] = {
     "warmup": run_warmup,
     "ablate": run_ablate,
     "evaluate": run_evaluate,
+    "bench": run_bench,
 }
 """Commands that run a configuration on all ranks."""

@@ -14,7 +14,7 @@ from tlt_hpc.cli.display import make_console
 from tlt_hpc.common.console import make_bar, start_escaped
 from tlt_hpc.common.words import count
 from tlt_hpc.evaluate.evaluate import EvaluationReporter, EvaluationResult
-from tlt_hpc.evaluate.figures import Estimate, Figures
+from tlt_hpc.evaluate.figures import Estimate, SetFigures
 from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.mpi.roster import Roster
 
@@ -139,7 +139,7 @@ def table_of(name: str, results: Results) -> Table:
     return table
 
 
-def cells_of(figures: Figures) -> dict[str, str]:
+def cells_of(figures: SetFigures) -> dict[str, str]:
     """A row by its columns; empty where there is no such figure."""
     unanswered = figures.unanswered_share
     return {

@@ -1,4 +1,4 @@
-"""Runs ``tlt evaluate``: every rank answers its share of the prompts, rank 0 counts. Can be killed and go on."""
+"""Runs ``tlt evaluate``: every rank answers its share of the prompts, rank 0 counts. Can be killed and resumed."""
 
 from __future__ import annotations
 
@@ -6,38 +6,45 @@ import json
 import time
 from collections.abc import Container
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, UserError, to_toml
+from tlt_hpc.config import Config, ConfigError, UserError, check_replicas, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response
-from tlt_hpc.evaluate.answering import Means, answer
-from tlt_hpc.evaluate.folder import EvaluationFolder, add_json_line, has_json_line, write_json
-from tlt_hpc.evaluate.metrics import to_json
-from tlt_hpc.evaluate.parts import (
-    build_engine,
-    calibration_of,
-    check_same_sets,
-    facts_of,
-    open_drafter,
-    read_assets,
-)
-from tlt_hpc.evaluate.requests import Wanted, wanted_responses
+from tlt_hpc.data.rows import digest_of
+from tlt_hpc.evaluate.answering import answer
+from tlt_hpc.evaluate.figures import to_json
+from tlt_hpc.evaluate.folder import WEIGHTS, EvaluationFolder, add_json_line, has_json_line, write_json
+from tlt_hpc.evaluate.requests import Wanted, sampling_params, wanted_responses
 from tlt_hpc.evaluate.subject import Subject, config_for, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results, tally
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.models.shape import ModelShape
+from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, serving_drafter
+from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
+from tlt_hpc.models.once import read_all_once
+from tlt_hpc.models.shape import ModelShape, check_sharding, read_shape
 from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
+from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
 from tlt_hpc.rewards.standing import without_form
-from tlt_hpc.session import calibrate, make_decoder, make_pulse, make_replica, open_bench
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.session import (
+    CALIBRATION_RESPONSES,
+    Session,
+    calibrate,
+    calibration_requests,
+    open_bench,
+    open_session,
+)
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import make_folder
 
@@ -81,7 +88,7 @@ def evaluation_config(config: Config, subject: Subject) -> Config:
 
 @BEAT.within(Phase.EVALUATION)
 def evaluate(config: Config, subject: Subject, world: World, reporter: EvaluationReporter) -> EvaluationResult:
-    """Evaluate, or go on; ``config`` is ``evaluation_config``'s. Collective.
+    """Evaluate, or resume an evaluation; ``config`` is ``evaluation_config``'s. Collective.
 
     Raises:
         ValueError: the user's mistake (configuration, checkpoint, data, a folder that holds another evaluation).
@@ -90,29 +97,27 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     assets, sets = world.node_group.once(lambda: read_assets(config, world.size))
     check_same_sets(sets, world)
     subject, checkpoint = open_checkpoint(subject, world)
-    replica = make_replica(config, world)
-    decoder = make_decoder(config, assets, world, replica)
-    fingerprint = load(decoder, subject, checkpoint, config.model.path, world)
-    folder = EvaluationFolder(subject.folder(config))
-    facts = facts_of(config, sets, fingerprint)
-    wanted = wanted_responses(config, sets)
-    done = claim(folder, facts, world)
-    num_missing = count_missing(wanted, done, world)
-    if world.rank == 0:
-        total = sum(len(each.requests) for each in wanted)
-        reporter.started(subject.name, folder.path, total, total - num_missing, sets.warning)
-    made = 0.0
-    if num_missing:
-        drafter = open_drafter(config, checkpoint, decoder, world.node_group)
-        engine = build_engine(config, assets, sets, decoder, drafter, world, replica)
-        calibrate(engine, calibration_of(wanted), config.speculation.profile_seconds, world.node_group)
+    folder, wanted = EvaluationFolder(subject.folder(config)), wanted_responses(config, sets)
+    with closing(open_session(config, world, assets)) as session:
+        fingerprint = load(session.decoder, subject, checkpoint, config.model.path, world)
+        facts = facts_of(config, sets, fingerprint)
+        done = claim(folder, facts, world)
+        num_missing = count_missing(wanted, done, world)
+        if world.rank == 0:
+            total = sum(len(each.requests) for each in wanted)
+            reporter.started(subject.name, folder.path, total, total - num_missing, sets.warning)
         start = time.perf_counter()
-        with closing(make_pulse(world, replica, lambda: engine.text_mark)) as pulse:
-            means = Means(engine, bench, assets.tokenizer, pulse, world, replica)
-            is_whole = answer(means, wanted, folder, done, 0, reporter.answering)
-        made = time.perf_counter() - start
-        if not is_whole:
-            return stopped(subject.name, folder, wanted, num_missing, world)
+        if num_missing:
+            engine = make_engine(session, sets, checkpoint)
+            some = wanted[:: max(1, len(wanted) // CALIBRATION_RESPONSES)]
+            requests = calibration_requests([each.requests[-1] for each in some])
+            calibrate(engine, requests, config.speculation.profile_seconds, world.node_group)
+            start = time.perf_counter()
+            if not answer(session, engine, bench, wanted, folder, done, reporter.answering):
+                left = world.once(lambda: len(missing_of(wanted, folder.read())))
+                made, reason = num_missing - left, world.first_stop_reason()
+                return EvaluationResult(subject.name, folder.path, made, left, None, reason)
+        seconds = time.perf_counter() - start
 
     def count_results() -> Results:
         reporter.counting()
@@ -122,15 +127,104 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         return results
 
     results = world.once(count_results)
-    return EvaluationResult(subject.name, folder.path, num_missing, 0, results, seconds=made)
+    return EvaluationResult(subject.name, folder.path, num_missing, 0, results, seconds=seconds)
 
 
-def stopped(
-    name: str, folder: EvaluationFolder, wanted: list[Wanted], num_missing: int, world: World
-) -> EvaluationResult:
-    """How an evaluation stands that a vote has ended; collective."""
-    left = world.once(lambda: len(missing_of(wanted, folder.read())))
-    return EvaluationResult(name, folder.path, num_missing - left, left, None, world.first_stop_reason())
+def make_engine(session: Session, sets: EvaluationSets, checkpoint: Checkpoint | None) -> RolloutEngine:
+    """The engine with the evaluation's sampling, and the checkpoint's drafter or what ``drafter.init`` names.
+
+    Without a drafter there is none of its strategies. Collective over the node, whose first rank reads.
+
+    Raises:
+        ConfigError: ``drafter.init`` names what does not fit the model, or the budget of pages is too small.
+    """
+    config, drafter = session.config, None
+    if config.speculation.mode == "full":
+        weights = read_all_once(
+            session.world.node_group, lambda: _drafter_weights(config, checkpoint, session.decoder.shape)
+        )
+        drafter = None if weights is None else serving_drafter(weights, session.decoder)
+    settings = session.settings()
+    strategies = tuple(s for s in settings.strategies if drafter is not None or not s.has_drafter)
+    params, longest = sampling_params(config), sets.longest_prompt
+    settings = replace(settings, params=params, max_prompt_tokens=longest, strategies=strategies)
+    engine = session.make_engine(settings, drafter)
+    engine.keeps = session.keeps
+    engine.drafter_ready = drafter is not None
+    return engine
+
+
+# of [reward]: what a verdict depends on
+_JUDGING = (
+    "default",
+    "by_source",
+    "function",
+    "tolerance",
+    "format_pattern",
+    "format_tags",
+    "cpu_seconds",
+    "memory_mb",
+)
+
+
+def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, EvaluationSets]:
+    """The light files of the model, and the data sets; ``config`` is ``config_for``'s.
+
+    Raises:
+        ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
+    """
+    folder = find_model(config.model.path)
+    shape = read_shape(folder)
+    check_replicas(config, num_ranks)
+    check_sharding(shape, config.rollout.tensor_parallel, "rollout.tensor_parallel")
+    tokenizer = load_tokenizer(folder)
+    sets = open_checked_sets(config, folder, shape, tokenizer)
+    return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets
+
+
+def check_same_sets(sets: EvaluationSets, world: World) -> None:
+    """Refuse data sets that are not the same on all nodes: ranks would not agree on what is to be answered.
+
+    Collective.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    seen = world.allgather((world.hostname, sets.marks()))
+    for rank, (hostname, marks) in enumerate(seen):
+        for name, mark in marks.items():
+            if mark != seen[0][1].get(name):
+                raise ConfigError(
+                    f"evaluation.sources: rank {rank} on {hostname} reads another {name!r} than rank 0 on "
+                    f"{seen[0][0]}; give all nodes the same files"
+                )
+
+
+def facts_of(config: Config, sets: EvaluationSets, fingerprint: str) -> dict[str, object]:
+    """What responses and verdicts depend on, by name."""
+    evaluation = config.evaluation
+    function = config.reward.function.rpartition(":")[0]
+    return {
+        WEIGHTS: fingerprint,
+        "model.dtype": config.model.dtype,
+        "evaluation.seed": evaluation.seed,
+        "evaluation.temperature": evaluation.temperature,
+        "evaluation.top_p": evaluation.top_p,
+        "evaluation.max_new_tokens": longest_response(config),
+        "rollout.stop_strings": config.rollout.stop_strings,
+        **{f"reward.{name}": vars(config.reward)[name] for name in _JUDGING},
+        **({"the file of reward.function": digest_of(Path(function))} if function else {}),
+        **{f"data of {name}": digest for name, digest in sets.fingerprints().items()},
+    }
+
+
+def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: ModelShape) -> dict[str, Tensor] | None:
+    if checkpoint is None or not checkpoint.names("drafter"):
+        return initial_drafter(config.drafter.init, config.drafter.form, shape)
+    if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
+        return None
+    names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
+    return {name: checkpoint.read("drafter", name) for name in names}
 
 
 def load(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, model: str, world: World) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 RIGHT = 0
 """The vote of a right response; those of wrong ones count from 1 by what they answer."""
@@ -50,7 +51,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Figures:
+class SetFigures:
     """What a policy does on a data set, or on one source within it; None where that was not asked or has no sense."""
 
     num_prompts: int
@@ -68,13 +69,13 @@ class Figures:
     unanswered_share: float | None
 
 
-def figures_of(prompts: Sequence[PromptAnswers], ks: Sequence[int]) -> Figures:
+def figures_of(prompts: Sequence[PromptAnswers], ks: Sequence[int]) -> SetFigures:
     """The figures of one or more prompts that all have as many responses."""
     num_samples = len(prompts[0].samples)
     responses = [response for prompt in prompts for response in prompt.responses]
     have_votes = all(prompt.votes for prompt in prompts)
     greedy = [float(prompt.greedy.is_right) for prompt in prompts if prompt.greedy is not None]
-    return Figures(
+    return SetFigures(
         num_prompts=len(prompts),
         num_samples=num_samples,
         greedy=estimate(greedy) if greedy else None,
@@ -127,3 +128,43 @@ def majority(samples: Sequence[Judged]) -> float:
     most = max(votes.values())
     winners = [vote for vote, count in votes.items() if count == most]
     return float(RIGHT in winners) / len(winners)
+
+
+def metrics_of(name: str, figures: SetFigures) -> dict[str, float]:
+    """One data set's lines: accuracies under ``val-core/NAME/acc``, the rest under ``val-aux/NAME``.
+
+    ``mean@N`` and ``maj@N/mean`` are verl's; ``pass@k`` is unbiased where verl's ``best@k`` draws with replacement.
+    """
+    n = figures.num_samples
+    accuracies = {
+        "greedy": figures.greedy,
+        f"mean@{n}": figures.mean,
+        **{f"pass@{k}": value for k, value in figures.pass_at.items()},
+        f"maj@{n}/mean": figures.majority,
+    }
+    found = {name: value for name, value in accuracies.items() if value is not None}
+    core = {f"val-core/{name}/acc/{what}": value.value for what, value in found.items()}
+    errors = {f"val-aux/{name}/acc/{what}/stderr": v.error for what, v in found.items() if v.error is not None}
+    rest = {
+        "reward/mean": figures.reward.value,
+        "response_length/mean": figures.mean_length,
+        "response_length/clip_ratio": figures.cut_share,
+    }
+    if figures.unanswered_share is not None:
+        rest["unanswered"] = figures.unanswered_share
+    return {**core, **errors, **{f"val-aux/{name}/{what}": value for what, value in rest.items()}}
+
+
+def to_json(figures: SetFigures) -> dict[str, Any]:
+    """Plain types; estimates as ``{"value", "standard_error"}``."""
+    tree: dict[str, Any] = {}
+    for name, value in vars(figures).items():
+        if isinstance(value, Mapping):
+            tree[name] = {str(k): _estimate(each) for k, each in value.items()}
+        else:
+            tree[name] = _estimate(value) if isinstance(value, Estimate) else value
+    return tree
+
+
+def _estimate(estimate: Estimate) -> dict[str, float | None]:
+    return {"value": estimate.value, "standard_error": estimate.error}

@@ -18,7 +18,6 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import EMBEDDED_MODEL, Config, UserError, load_saved_config
 from tlt_hpc.data.evaluation_sets import longest_response
-from tlt_hpc.evaluate.evaluate_options import EvaluateOptions
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import find_model, folder_readers
 from tlt_hpc.models.once import ReadCut, readers_once
@@ -68,30 +67,32 @@ def step_folder(run: RunFolder, step: int) -> Path:
     return run.path / FOLDER / f"step-{step:06d}"
 
 
-def find_subject(options: EvaluateOptions) -> Subject:
-    """What the user names; a checkpoint is not opened yet.
+def find_subject(place: str, step: int | None = None, out: Path | None = None) -> Subject:
+    """What the user names by a place, the step of a checkpoint (None: the newest) and a folder to write to.
+
+    A checkpoint is not opened yet.
 
     Raises:
         UserError: nothing of the kind is there.
     """
-    if options.out is not None:
-        _check_out(options.out)
-    path = Path(options.place)
+    if out is not None:
+        _check_out(out)
+    path = Path(place)
     if path.parent.name == "checkpoints" and path.name.removeprefix("step-").isdecimal():
-        step = int(path.name.removeprefix("step-"))
-        if options.step not in (None, step):
-            raise UserError(f"--step {options.step}, but {options.place} is the checkpoint of step {step}; give one")
-        return Subject(str(path.parent.parent), RunFolder(path.parent.parent), step, options.out)
+        own = int(path.name.removeprefix("step-"))
+        if step not in (None, own):
+            raise UserError(f"--step {step}, but {place} is the checkpoint of step {own}; give one")
+        return Subject(str(path.parent.parent), RunFolder(path.parent.parent), own, out)
     if (path / "config.toml").is_file():
-        return Subject(str(path), RunFolder(path), options.step, options.out)
-    if options.step is not None:
-        raise UserError(f"--step {options.step}: {options.place} is no run's folder; leave --step out")
-    if options.place != EMBEDDED_MODEL and not (path / "config.json").is_file():
+        return Subject(str(path), RunFolder(path), step, out)
+    if step is not None:
+        raise UserError(f"--step {step}: {place} is no run's folder; leave --step out")
+    if place != EMBEDDED_MODEL and not (path / "config.json").is_file():
         raise UserError(
-            f"{options.place}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
+            f"{place}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
             f"{EMBEDDED_MODEL}; {no_run(path, 'config.toml')}"
         )
-    return Subject(options.place, None, None, options.out)
+    return Subject(place, None, None, out)
 
 
 def _check_out(out: Path) -> None:

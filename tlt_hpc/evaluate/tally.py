@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import FinishReason, SampleKey
 from tlt_hpc.data.evaluation_sets import EvaluationSets
-from tlt_hpc.evaluate.figures import Figures, Judged, PromptAnswers, figures_of
-from tlt_hpc.evaluate.metrics import metrics_of
+from tlt_hpc.evaluate.figures import Judged, PromptAnswers, SetFigures, figures_of, metrics_of
 from tlt_hpc.evaluate.requests import Wanted
 from tlt_hpc.evaluate.votes import VOTING_KINDS, Ballot, Pair, count_votes
 from tlt_hpc.rewards.answer import Answer
@@ -24,7 +23,7 @@ from tlt_hpc.storage.evaluation_log import JudgedResponse
 class Results:
     """What an evaluation came to."""
 
-    figures: dict[str, Figures]
+    figures: dict[str, SetFigures]
     """By data set; where a set has several sources, by ``set/source`` as well."""
     num_responses: int
     num_tokens: int

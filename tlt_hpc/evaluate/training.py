@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.data.evaluation_sets import EvaluationSets
-from tlt_hpc.evaluate.answering import Means, answer
-from tlt_hpc.evaluate.evaluate import complete, count_missing, report
+from tlt_hpc.evaluate.answering import answer
+from tlt_hpc.evaluate.evaluate import check_same_sets, complete, count_missing, facts_of, report
 from tlt_hpc.evaluate.folder import EvaluationFolder, changed_facts
-from tlt_hpc.evaluate.parts import check_same_sets, facts_of
 from tlt_hpc.evaluate.requests import Wanted, wanted_responses
 from tlt_hpc.evaluate.subject import fingerprint_of, step_folder
 from tlt_hpc.evaluate.tally import tally
 from tlt_hpc.models.folder import find_model
 from tlt_hpc.mpi.roster import Roster
+from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import open_checked_sets
 from tlt_hpc.rewards.scorer import Bench
 from tlt_hpc.rewards.standing import without_form
@@ -79,9 +79,15 @@ def evaluate_policy(
     fingerprint = fingerprint_of(job.policy.named_weights(), job.engine.decoder.shape.tied_head)
     folder = EvaluationFolder(step_folder(job.folder, step))
     facts = facts_of(job.config, evaluation.sets, fingerprint)
-    done = claim_anew(job, folder, facts)
+    done = claim_anew(job.world, folder, facts)
     is_there = not count_missing(evaluation.wanted, done, job.world)
-    if not is_there and not _answer(job, evaluation, folder, done, step, shown):
+    if not is_there:
+        engine, learned = job.engine, job.engine.chooser.state()
+        engine.feature_sink = None  # the drafter learns from the policy's own rollouts
+        is_there = answer(job, engine, evaluation.bench, evaluation.wanted, folder, done, shown, step)
+        engine.chooser.load_state(learned)  # accept lengths at another temperature say little of the next rollout's
+        engine.take_counts()
+    if not is_there:
         return None
 
     def count_results() -> Metrics:
@@ -95,7 +101,7 @@ def evaluate_policy(
     return job.world.once(count_results)
 
 
-def claim_anew(job: Job, folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:
+def claim_anew(world: World, folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:
     """The names of the responses that are there; those of another evaluation are set aside first. Collective.
 
     A run that steps were taken back from, or whose settings have changed, comes by the same step again.
@@ -110,21 +116,4 @@ def claim_anew(job: Job, folder: EvaluationFolder, facts: dict[str, object]) -> 
         folder.claim(facts)
         return set(folder.read())
 
-    return job.world.once(claim)
-
-
-def _answer(
-    job: Job,
-    evaluation: TrainingEvaluation,
-    folder: EvaluationFolder,
-    done: set[SampleKey],
-    step: int,
-    shown: Callable[[Roster], None],
-) -> bool:
-    engine, learned = job.engine, job.engine.chooser.state()
-    engine.feature_sink = None  # the drafter learns from the policy's own rollouts
-    means = Means(engine, evaluation.bench, job.tokenizer, job.pulse, job.world, job.replica)
-    is_whole = answer(means, evaluation.wanted, folder, done, step, shown)
-    engine.chooser.load_state(learned)  # accept lengths at another temperature say little of the next rollout's
-    engine.take_counts()
-    return is_whole
+    return world.once(claim)

@@ -65,15 +65,19 @@ class ReplicaPulse(Pulse):
     """A pulse whose busy ranks leave the rollout before the same step.
 
     A rank that saw a stop vote earlier than the others would leave them waiting in the middle of a forward pass.
-    ``mark`` returns a checksum that the ranks of a replica have in common. Only the first rank of a replica reports
-    the tokens that the replica generates.
+    ``mark``, which each rollout sets, returns a checksum of the text that the ranks of a replica have in common. Only
+    the first rank of a replica reports the tokens that the replica generates.
     """
 
     def __init__(
-        self, comm: MPI.Comm, replica: Replica, mark: Callable[[], int], busy_seconds: float = BUSY_SECONDS
+        self,
+        comm: MPI.Comm,
+        replica: Replica,
+        mark: Callable[[], int] = lambda: 0,
+        busy_seconds: float = BUSY_SECONDS,
     ) -> None:
         super().__init__(comm, busy_seconds)
-        self._replica, self._mark = replica, mark
+        self.mark, self._replica = mark, replica
         self._seen: Roster | None = None
         self._last_running: Roster | None = None
 
@@ -87,7 +91,7 @@ class ReplicaPulse(Pulse):
         roster = self._seen if self._seen.over else super().poll(status)
         is_leaving = roster.over
         if status.state == State.BUSY:
-            is_leaving = bool(self._replica.agree(int(roster.over), self._mark()))
+            is_leaving = bool(self._replica.agree(int(roster.over), self.mark()))
             while is_leaving and not roster.over:  # the first rank's roster is on its way to this one
                 self.back_off()
                 roster = self.look(status)

@@ -23,7 +23,7 @@ from tlt_hpc.common.records import Rollout, SampleKey
 from tlt_hpc.config import Config
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS
 from tlt_hpc.models.folder import find_model
-from tlt_hpc.session import Job
+from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.kept_responses import KeptFile, count_kept, merged, read_kept, write_kept
@@ -80,17 +80,17 @@ class Keeper:
         self._num_kept, self._written_at = len(finished), time.monotonic()
 
 
-def open_keeper(job: Job, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
+def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> tuple[Keeper, dict[SampleKey, Rollout]]:
     """What keeps this rank's responses of the step, and all ranks' of an earlier start; collective."""
-    origin, paths = job.world.once(lambda: (find_origin(job.config, job.folder, step), job.folder.kept_parts(step)))
-    keeper = Keeper(job.folder, step, job.world.rank, origin, job.config.checkpoint.keep_responses_seconds)
+    origin, paths = world.once(lambda: (find_origin(config, folder, step), folder.kept_parts(step)))
+    keeper = Keeper(folder, step, world.rank, origin, config.checkpoint.keep_responses_seconds)
     if not paths:
         return keeper, {}
-    # dealt over the ranks, however many wrote them
-    files = [file for path in paths[job.world.rank :: job.world.size] if (file := _read(path)) is not None]
-    every = [file for files in job.world.allgather(files) for file in files]
+    # sharded over the ranks, however many wrote them
+    files = [file for path in paths[world.rank :: world.size] if (file := _read(path)) is not None]
+    every = [file for files in world.allgather(files) for file in files]
     foreign = sum(file.origin != origin for file in every)
-    if foreign and job.world.rank == 0:
+    if foreign and world.rank == 0:
         logger.warning(
             "%d files of kept responses of step %d are of other weights than the run's, and are not used",
             foreign, step,

@@ -1,109 +1,93 @@
 """Runs ``tlt ablate``: one arm after the other in this process, then the held-out measurement and the figures.
 
-Every rank runs it. Arms that are done are left alone, so an ablation that was killed goes on where it was.
+Every rank runs it. Arms that have finished are not run again, so an ablation that was killed can be resumed.
 """
 
 from __future__ import annotations
 
 import gc
 import shutil
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Protocol
 
+from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config
-from tlt_hpc.drafting.tail import IN_TAIL, TailTraining
-from tlt_hpc.models.drafter_file import initial_drafter
+from tlt_hpc.drafting.schedule import JUDGED_DEPTH
+from tlt_hpc.evaluate.subject import policy_readers
+from tlt_hpc.models.drafter_file import initial_drafter, load_drafter
+from tlt_hpc.models.once import readers_once
 from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import read_assets
-from tlt_hpc.resume.kept import drop_kept
+from tlt_hpc.plan.inputs import read_assets, read_assets_once
+from tlt_hpc.rollout.strategy import Strategy
+from tlt_hpc.session import Session, open_session
 from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate.ablate_options import ArmName
-from tlt_hpc.studies.ablate.arms import WITHOUT_DRAFTER, training_of
-from tlt_hpc.studies.ablate.figures import Figures, read_figures
-from tlt_hpc.studies.ablate.held_out import measure
-from tlt_hpc.studies.ablate.plan import Ablation, digest_of, mark_done, write_plan
-from tlt_hpc.studies.warmup.plan import config_of as warmup_config_of
-from tlt_hpc.studies.warmup.warm_up import WarmupReporter, warm_up
+from tlt_hpc.studies.ablate.figures import AblationFigures, read_figures
+from tlt_hpc.studies.ablate.gains import Passes
+from tlt_hpc.studies.ablate.plan import WITHOUT_DRAFTER, Ablation, digest_of, mark_done, write_plan
+from tlt_hpc.studies.warmup.texts import from_prompts
 from tlt_hpc.train import Reporter, run
 
 _THROWN_AWAY = "first-start-not-counted"
-
-
-class Screens(Protocol):
-    """Where an ablation's runs are shown; on ranks other than the first nowhere."""
-
-    def run(self) -> AbstractContextManager[Reporter]: ...
-
-    def warmup(self) -> AbstractContextManager[WarmupReporter]: ...
-
-    def say(self, text: str) -> None: ...
+MakeReporter = Callable[[], AbstractContextManager[Reporter]]
+"""Makes the reporter of an arm's run; on ranks other than the first one that shows nothing."""
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """A signal ended the ablation before all arms were done; ``--resume`` goes on."""
+class StoppedAblation:
+    """A signal ended the ablation before all arms had finished; ``--resume`` continues it."""
 
     ablation: Ablation
     reason: str
 
 
-def ablate(ablation: Ablation, world: World, screens: Screens) -> Figures | Stopped:
-    """Run all arms that are not done yet, and hold them against each other; collective.
+def ablate(ablation: Ablation, world: World, make_reporter: MakeReporter) -> AblationFigures | StoppedAblation:
+    """Run all arms that have not finished yet, and compare them; collective.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data, a drafter), before any step.
     """
     ablation = world.broadcast(ablation)  # the folder is named after rank 0's clock
-    check_drafters(ablation, world)
+    world.node_group.once(partial(check_drafter, ablation, world.size))
     if world.rank == 0:
         write_plan(ablation)
     left = world.once(lambda: [arm for arm in ablation.arms if digest_of(ablation, arm) is None])
-    if left and not throw_away_a_step(ablation, left, world, screens):
-        return stopped(ablation, world)
+    if left and not throw_away_a_step(ablation, left, world, make_reporter):
+        return StoppedAblation(ablation, world.first_stop_reason())
     for arm in left:
-        if not (prepare(ablation, arm, world, screens) and run_arm(ablation, arm, world, screens)):
-            return stopped(ablation, world)
-    screens.say("accept length on held-out prompts, by arm")
+        digest = run_once(ablation.config_of(arm), world, make_reporter)
+        if digest is None:
+            return StoppedAblation(ablation, world.first_stop_reason())
+        if world.rank == 0:
+            mark_done(ablation, arm, digest)
+    world.say("measuring accept length on held-out prompts, by arm")
     held_out = measure(ablation, world)
     if held_out is None:
-        return stopped(ablation, world)
+        return StoppedAblation(ablation, world.first_stop_reason())
     return world.once(lambda: read_figures(ablation, held_out))
 
 
-def stopped(ablation: Ablation, world: World) -> Stopped:
-    """What ended it; collective."""
-    return Stopped(ablation, world.first_stop_reason())
-
-
-def check_drafters(ablation: Ablation, world: World) -> None:
-    """Find a drafter that does not fit now, and not after hours of other arms; collective, one rank a node reads.
+def check_drafter(ablation: Ablation, num_ranks: int) -> None:
+    """Find a drafter that does not fit now, and not after hours of other arms.
 
     Raises:
         ValueError: as ``read_assets`` and ``initial_drafter``.
     """
-    world.node_group.once(partial(_check_drafters, ablation, world.size))
-
-
-def _check_drafters(ablation: Ablation, num_ranks: int) -> None:
-    shape = read_assets(ablation.config, num_ranks).shape
-    form = ablation.config.drafter.form
+    shape, drafter = read_assets(ablation.config, num_ranks).shape, ablation.config.drafter
     if set(ablation.arms) - set(WITHOUT_DRAFTER):
-        initial_drafter(ablation.config.drafter.init, form, shape)
-    if "frozen-tv" in ablation.arms and ablation.tv_drafter:
-        initial_drafter(ablation.tv_drafter, form, shape, "--tv-drafter")
+        initial_drafter(drafter.init, drafter.form, shape)
 
 
-def throw_away_a_step(ablation: Ablation, left: list[ArmName], world: World, screens: Screens) -> bool:
-    """One step in a folder that is removed: the first run of a process is slower. False where a signal ended it."""
+def throw_away_a_step(ablation: Ablation, left: list[str], world: World, make_reporter: MakeReporter) -> bool:
+    """One step in a folder that is removed: the first run of a process is slower. False if a signal ended it."""
     has_drafter = any(arm not in WITHOUT_DRAFTER for arm in left)
     config = replace(ablation, num_steps=1).config_of("tail" if has_drafter else left[-1])
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": _THROWN_AWAY})})
     remove(config.folder, world)  # of an ablation that was killed in it
-    finished = run_once(config, world, screens) is not None
+    finished = run_once(config, world, make_reporter) is not None
     remove(config.folder, world)
     return finished
 
@@ -116,34 +100,62 @@ def remove(folder: Path, world: World) -> None:
     world.barrier()
 
 
-def prepare(ablation: Ablation, arm: ArmName, world: World, screens: Screens) -> bool:
-    """Make the drafter that an arm starts from, where it is not there yet; False where a signal ended it."""
-    if arm != "frozen-tv" or ablation.tv_drafter:
-        return True
-    with screens.warmup() as reporter:
-        return warm_up(warmup_config_of(ablation.tv_config), world, reporter).finished
-
-
-def run_arm(ablation: Ablation, arm: ArmName, world: World, screens: Screens) -> bool:
-    """Run an arm, or go on with it; False where a signal ended it."""
-    config = ablation.config_of(arm)
-    if arm == "control":
-        world.once(partial(drop_kept_first_step, RunFolder(config.folder)))
-    digest = run_once(config, world, screens, training_of(arm, ablation.folder))
-    if digest is not None and world.rank == 0:
-        mark_done(ablation, arm, digest)
-    return digest is not None
-
-
-def drop_kept_first_step(folder: RunFolder) -> None:
-    """Have the first step of arm ``control`` generate all its responses: the drafter is trained on their features."""
-    if not read_lines(folder.metrics):
-        drop_kept(folder)
-
-
-def run_once(config: Config, world: World, screens: Screens, training: TailTraining = IN_TAIL) -> str | None:
-    """A run's policy, with what it occupied given back; None where a signal ended it."""
-    with screens.run() as reporter:
-        result = run(config, world, reporter, training=training)
+def run_once(config: Config, world: World, make_reporter: MakeReporter) -> str | None:
+    """A run's policy, with what it occupied given back; None if a signal ended it."""
+    with make_reporter() as reporter:
+        result = run(config, world, reporter)
     gc.collect()  # DeepSpeed's engines are full of cycles
     return result.policy_sha256 if result.finished else None
+
+
+# -- how well each arm's last drafter drafts ----------------------------------------------------------------------
+
+
+def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
+    """Tokens and target passes of every held-out response, by arm that has a drafter; collective.
+
+    Each drafter answers the same prompts in chains of four, with its arm's last policy: with the tie guard that is the
+    same in all arms, and so is the text. None if a signal ended it.
+
+    Raises:
+        ConfigError: too few prompts to hold any out.
+    """
+    arms = [arm for arm in ablation.arms if arm not in WITHOUT_DRAFTER]
+    if not arms:
+        return {}
+    config = ablation.config_of(arms[0])
+    assets = read_assets_once(config, world.size, world.node_group)
+    # of the warm-up's: draws of steps that no run comes to
+    requests = from_prompts(config, assets.prompts).validation_requests(config.run.seed)
+    measured: dict[str, Passes] = {}
+    with closing(open_session(config, world, assets)) as session:
+        settings = session.settings()
+        max_live = min(settings.max_live, -(-len(requests) // world.size))
+        settings = replace(settings, strategies=(Strategy("drafter", JUDGED_DEPTH),), max_live=max_live)
+        own, loaded = requests[world.rank :: world.size], None
+        for arm in arms:
+            digest = world.node_group.once(partial(digest_of, ablation, arm))
+            if loaded is None or digest != loaded:
+                load_policy(ablation, arm, session)
+                loaded = digest
+            place = str(ablation.folder / arm / "drafter")
+            drafter = load_drafter(place, session.decoder, f"arm {arm!r}", world.node_group)
+            engine = session.make_engine(settings, drafter)
+            engine.drafter_ready = True
+            if own:
+                engine.calibrate(own[:1])
+            if session.generate(engine, own).stopping:
+                return None
+            shards = world.allgather([(r.key, len(r.response_tokens), r.num_target_passes) for r in engine.collect()])
+            rows = sorted(chain.from_iterable(shards))
+            measured[arm] = Passes(tuple(tokens for _, tokens, _ in rows), tuple(passes for *_, passes in rows))
+    return measured
+
+
+def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
+    """Give the decoder the policy that an arm came to; collective over the node, whose first rank reads."""
+    node = session.world.node_group
+    store = CheckpointStore(RunFolder(ablation.folder / arm).checkpoints, ablation.config.checkpoint.keep)
+    checkpoint = node.once(lambda: store.at(ablation.num_steps))
+    weights = ((name, read(None)) for name, read in readers_once(node, policy_readers(checkpoint)))
+    session.decoder.load(weights, ablation.num_steps)

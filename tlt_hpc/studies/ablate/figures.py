@@ -1,56 +1,43 @@
-"""What an ablation's runs have logged, read back arm by arm and held against each other."""
+"""What an ablation's runs have logged, read back arm by arm and compared: figures, verdict, table and JSON."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, DraftCounts
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.rollout_log import read_step
-from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate.ablate_options import ArmName
+from tlt_hpc.storage.step_lines import Line, read_lines
+from tlt_hpc.studies.ablate.gains import Passes, gain_in_passes, ratio
 from tlt_hpc.studies.ablate.plan import Ablation, digest_of
-from tlt_hpc.studies.ablate.statistics import Gain, Passes, gain_in_passes, ratio
 from tlt_hpc.studies.compare import num_mismatched, rewards_by_key, tokens_by_key
 
 _UNEVEN = 1.1
 """Ratio of two arms' seconds for the same policy updates from which their speeds are not compared."""
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """One step of an arm; rank-seconds are sums over the ranks."""
-
-    rollout_seconds: float
-    serial_seconds: float
-    """Wall-clock seconds after the rollout in which all ranks trained the drafter."""
-    update_seconds: float
-    """Of the policy, on the same tokens in every arm: where they differ, so did what the machine had free."""
-    step_seconds: float
-    idle_rank_seconds: float
-    harvested_rank_seconds: float
-    num_updates: int
-    """Micro-steps of all ranks."""
-    num_tokens: int
-    num_passes: float
-    """Target passes by sequence, so that tokens over them are the accept length, whatever drafted."""
-    reward: float
-    drafts: DraftCounts
-    """Of the learned drafter's own rounds."""
+_COLUMNS = {
+    "rollout_seconds": "rollout/seconds",
+    "update_seconds": "timing_s/update_actor",
+    "step_seconds": "timing_s/step",
+    "idle_rank_seconds": "rollout/idle_rank_seconds",
+    "harvested_rank_seconds": "rollout/harvested_rank_seconds",
+    "num_updates": "drafter/steps",
+    "num_tokens": "perf/total_num_tokens",
+}
+"""Figures of a step that are summed over an arm -> their names in metrics.jsonl; rank-seconds are sums over ranks."""
 
 
 @dataclass(frozen=True)
 class ArmFigures:
     """What one arm gave."""
 
-    arm: ArmName
-    steps: tuple[StepFigures, ...]
+    arm: str
+    lines: tuple[Line, ...]
+    """Of metrics.jsonl, by step."""
     policy_sha256: str
     num_mismatched: int
     """Response tokens that differ from the first arm's."""
@@ -59,23 +46,38 @@ class ArmFigures:
     """Of the drafter's updates, repeats counted."""
     held_out: Passes | None
 
+    def column(self, name: str) -> list[float]:
+        """A figure of each step."""
+        return [line[_COLUMNS[name]] for line in self.lines]
+
     def total(self, name: str) -> float:
         """A figure of the steps, summed."""
-        return float(sum(vars(step)[name] for step in self.steps))
+        return float(sum(self.column(name)))
 
     @property
     def accept_length(self) -> float:
         """Of all rounds, whatever drafted them."""
-        return self.total("num_tokens") / self.total("num_passes")
+        return self.total("num_tokens") / sum(map(num_passes, self.lines))
 
-    @property
-    def serial_and_rollout_seconds(self) -> float:
-        return self.total("rollout_seconds") + self.total("serial_seconds")
+
+def num_passes(line: Line) -> float:
+    """Target passes of a step by sequence, so that tokens over them are the accept length, whatever drafted."""
+    return float(line["perf/total_num_tokens"] / line["drafter/spec_decode/mean_acceptance_length"])
+
+
+def own_accept_length(lines: Sequence[Line]) -> float | None:
+    """Of a chain of four of the learned drafter, over the rounds of several steps; None if there were none."""
+    counts = [DraftCounts.from_metrics(line) for line in lines]
+    columns = [
+        tuple(map(sum, zip(*(vars(each)[name] for each in counts), strict=True))) for name in ("reached", "accepted")
+    ]
+    pooled = DraftCounts(*columns)
+    return pooled.accept_length if pooled.num_sequences else None
 
 
 @dataclass(frozen=True)
-class Figures:
-    """The arms, held against the first of them."""
+class AblationFigures:
+    """The arms, compared with the first of them."""
 
     folder: Path
     num_ranks: int
@@ -84,7 +86,7 @@ class Figures:
 
     @property
     def num_steps(self) -> int:
-        return len(self.arms[0].steps)
+        return len(self.arms[0].lines)
 
     @property
     def window(self) -> int:
@@ -92,133 +94,79 @@ class Figures:
         return max(1, self.num_steps // 3)
 
     @property
-    def tokens_equal(self) -> bool:
-        return all(arm.num_mismatched == 0 for arm in self.arms)
-
-    @property
-    def rewards_equal(self) -> bool:
-        return all(arm.rewards_equal for arm in self.arms)
-
-    @property
-    def policy_equal(self) -> bool:
-        return len({arm.policy_sha256 for arm in self.arms}) == 1
-
-    @property
-    def held_out_equal(self) -> bool:
-        """Whether the responses to held-out prompts are as long in all arms that have any."""
-        return len({arm.held_out.tokens for arm in self.arms if arm.held_out}) <= 1
+    def num_mismatched(self) -> int:
+        return sum(arm.num_mismatched for arm in self.arms)
 
     @property
     def equal(self) -> dict[str, bool]:
-        """What is held against the first arm's, and whether it is the same in all arms."""
+        """What is compared with the first arm's, and whether it is the same in all arms."""
         return {
-            "tokens": self.tokens_equal,
-            "rewards": self.rewards_equal,
-            "policy": self.policy_equal,
-            "held_out": self.held_out_equal,
+            "tokens": self.num_mismatched == 0,
+            "rewards": all(arm.rewards_equal for arm in self.arms),
+            "policy": len({arm.policy_sha256 for arm in self.arms}) == 1,
+            "held_out": len({arm.held_out.tokens for arm in self.arms if arm.held_out}) <= 1,
         }
-
-    @property
-    def all_equal(self) -> bool:
-        return all(self.equal.values())
 
     @property
     def as_promised(self) -> bool:
         """Whether the arms are equal as far as the tie guard promises: without it, in nothing."""
-        return self.all_equal or not self.tie_guard
+        return all(self.equal.values()) or not self.tie_guard
 
-    def find(self, name: ArmName) -> ArmFigures | None:
-        """An arm by its name; None where it was not run."""
+    def find(self, name: str) -> ArmFigures | None:
+        """An arm by its name; None if it was not run."""
         return next((arm for arm in self.arms if arm.arm == name), None)
 
     def first(self, arm: ArmFigures) -> float | None:
-        """Accept length of the drafter's own rounds over the first steps; None where it had none."""
-        return own_accept_length(arm.steps[: self.window])
+        """Accept length of the drafter's own rounds over the first steps; None if it had none."""
+        return own_accept_length(arm.lines[: self.window])
 
     def last(self, arm: ArmFigures) -> float | None:
         """The same over the last steps."""
-        return own_accept_length(arm.steps[-self.window :])
+        return own_accept_length(arm.lines[-self.window :])
 
-    def speedup(self, arm: ArmFigures, with_serial: bool = False) -> float | None:
-        """Plain rollout seconds over the arm's, with its serial training where asked for; None without a plain arm."""
+    def speedup(self, arm: ArmFigures) -> float | None:
+        """Plain rollout seconds over the arm's; None without a plain arm."""
         plain = self.find("plain")
-        if plain is None:
-            return None
-        seconds = arm.serial_and_rollout_seconds if with_serial else arm.total("rollout_seconds")
-        return plain.total("rollout_seconds") / seconds
+        return None if plain is None else plain.total("rollout_seconds") / arm.total("rollout_seconds")
 
 
-def own_accept_length(steps: Sequence[StepFigures]) -> float | None:
-    """Of a chain of four of the learned drafter, over the rounds of several steps; None where there were none."""
-    columns = [
-        tuple(map(sum, zip(*(vars(step.drafts)[name] for step in steps), strict=True)))
-        for name in ("reached", "accepted")
-    ]
-    pooled = DraftCounts(*columns)
-    return pooled.accept_length if pooled.num_sequences else None
-
-
-def read_figures(ablation: Ablation, held_out: Mapping[ArmName, Passes]) -> Figures:
+def read_figures(ablation: Ablation, held_out: Mapping[str, Passes]) -> AblationFigures:
     """All arms' figures, from their logs and metrics."""
     arms = tuple(read_arm(ablation, arm, held_out.get(arm)) for arm in ablation.arms)
-    return Figures(ablation.folder, ablation.num_ranks, ablation.config.tie_guard, arms)
+    return AblationFigures(ablation.folder, ablation.num_ranks, ablation.config.tie_guard, arms)
 
 
-def read_arm(ablation: Ablation, arm: ArmName, held_out: Passes | None) -> ArmFigures:
+def read_arm(ablation: Ablation, arm: str, held_out: Passes | None) -> ArmFigures:
     """One arm's figures."""
-    folder, first = RunFolder(ablation.folder / arm), RunFolder(ablation.folder / ablation.arms[0])
+    first, folder = RunFolder(ablation.folder / ablation.arms[0]), RunFolder(ablation.folder / arm)
     digest = digest_of(ablation, arm)
-    assert digest is not None, f"{arm} is not done"
-    rows = list(read_lines(folder.metrics).values())
-    differences = [compare_step(first, folder, step, ablation.num_ranks) for step in range(ablation.num_steps)]
-    return ArmFigures(
-        arm=arm,
-        steps=tuple(step_figures(row) for row in rows),
-        policy_sha256=digest,
-        num_mismatched=sum(mismatched for mismatched, _, _ in differences),
-        rewards_equal=all(equal for _, equal, _ in differences),
-        num_trained_tokens=sum(trained for _, _, trained in differences),
-        held_out=held_out,
-    )
+    assert digest is not None, f"{arm} has not finished"
+    mismatched, rewards_equal, num_trained_tokens = 0, True, 0
+    for step in range(ablation.num_steps):
+        theirs, ours = (
+            [read_step(run.rollout_log(step, rank)) for rank in range(ablation.num_ranks)] for run in (first, folder)
+        )
+        mismatched += num_mismatched(tokens_by_key(theirs), tokens_by_key(ours))
+        rewards_equal &= rewards_by_key(theirs) == rewards_by_key(ours)
+        num_trained_tokens += sum(micro_step.num_tokens for record in ours for micro_step in record.micro_steps)
+    lines = tuple(read_lines(folder.metrics).values())
+    return ArmFigures(arm, lines, digest, mismatched, rewards_equal, num_trained_tokens, held_out)
 
 
-def compare_step(first: RunFolder, folder: RunFolder, step: int, num_ranks: int) -> tuple[int, bool, int]:
-    """Tokens that differ from the first arm's, whether rewards are equal, and tokens that the drafter trained on."""
-    theirs, ours = ([read_step(run.rollout_log(step, rank)) for rank in range(num_ranks)] for run in (first, folder))
-    return (
-        num_mismatched(tokens_by_key(theirs), tokens_by_key(ours)),
-        rewards_by_key(theirs) == rewards_by_key(ours),
-        sum(micro_step.num_tokens for record in ours for micro_step in record.micro_steps),
-    )
+# -- the verdict ----------------------------------------------------------------------------------------------------
 
 
-def step_figures(row: Mapping[str, Any]) -> StepFigures:
-    """From a line of metrics.jsonl."""
-    tokens = row["perf/total_num_tokens"]
-    return StepFigures(
-        rollout_seconds=row["rollout/seconds"],
-        serial_seconds=row["timing_s/drafter"],
-        update_seconds=row["timing_s/update_actor"],
-        step_seconds=row["timing_s/step"],
-        idle_rank_seconds=row["rollout/idle_rank_seconds"],
-        harvested_rank_seconds=row["rollout/harvested_rank_seconds"],
-        num_updates=int(row["drafter/steps"]),
-        num_tokens=int(tokens),
-        num_passes=tokens / row["drafter/spec_decode/mean_acceptance_length"],
-        reward=row["critic/score/mean"],
-        drafts=DraftCounts.from_metrics(row),
-    )
+def verdict(figures: AblationFigures) -> str:
+    """What the arms do not have in common, then whether training in the tail pays; empty if nothing is said."""
+    return " ".join(filter(None, (_differences(figures), _comparison(figures))))
 
 
-# -- what it comes to -----------------------------------------------------------------------------------------------
-
-
-def differences(figures: Figures) -> str:
-    """What the arms do not have in common, and how they are compared then; empty where they are equal."""
-    if figures.all_equal:
-        return ""
+def _differences(figures: AblationFigures) -> str:
+    """What the arms do not have in common, and how they are compared then."""
     names = {"tokens": "texts", "rewards": "rewards", "policy": "final policies", "held_out": "held-out texts"}
     unequal = ", ".join(names[name] for name, equal in figures.equal.items() if not equal)
+    if not unequal:
+        return ""
     guard = "although the tie guard is on" if figures.tie_guard else "as they may with the tie guard off"
     hows = {
         "tokens": "; their seconds are those of different texts",
@@ -228,69 +176,80 @@ def differences(figures: Figures) -> str:
     return f"The arms differ in {unequal}, {guard}{how}."
 
 
-def verdict(figures: Figures) -> str:
-    """What the arms do not have in common, then whether training in the tail pays; empty where nothing is said."""
-    return " ".join(filter(None, (differences(figures), comparison(figures))))
-
-
-def comparison(figures: Figures) -> str:
+def _comparison(figures: AblationFigures) -> str:
     """Whether training in the tail beats the frozen drafter, by how much, and in what noise; empty without both."""
     tail, frozen = figures.find("tail"), figures.find("frozen")
     if tail is None or frozen is None:
         return ""
     assert tail.held_out is not None and frozen.held_out is not None
     accept = gain_in_passes(tail.held_out, frozen.held_out)
-    sentences = [
+    return (
         f"After {figures.num_steps} steps the drafter trained in the tail has an accept length of "
         f"{tail.held_out.accept_length:.3f} on held-out prompts, the frozen one {frozen.held_out.accept_length:.3f}: "
-        f"{accept.text}. Training in the tail {judgement(accept)} the frozen drafter in accept length"
-        f"{speed_judgement(tail, frozen, figures.window)}."
-    ]
-    control = figures.find("control")
-    if control is not None and control.held_out is not None:
-        fresh = gain_in_passes(tail.held_out, control.held_out)
-        sentences.append(
-            f"As many updates on the first step's rollouts, of {tokens_an_update(control)} tokens each (the tail's had "
-            f"{tokens_an_update(tail)}), come to {control.held_out.accept_length:.3f}: fresh rollouts are worth "
-            f"{fresh.text}."
-        )
-    return " ".join(sentences)
+        f"{accept.text}. Training in the tail {accept.verb} the frozen drafter in accept length"
+        f"{_speed(tail, frozen, figures.window)}."
+    )
 
 
-def tokens_an_update(arm: ArmFigures) -> int:
-    """Mean tokens of a drafter's update; 0 where there was none."""
-    updates = sum(step.num_updates for step in arm.steps)
-    return round(arm.num_trained_tokens / updates) if updates else 0
-
-
-def judgement(gain: Gain) -> str:
-    """A verb for a difference, or for none."""
-    if not gain.is_clear:
-        return "does not differ, beyond the noise, from"
-    return "beats" if gain.share > 0 else "is behind"
-
-
-def speed_judgement(tail: ArmFigures, frozen: ArmFigures, window: int) -> str:
+def _speed(tail: ArmFigures, frozen: ArmFigures, window: int) -> str:
     """The same for rollout seconds, unless the machine had other work in one of the arms."""
-    ours, theirs = (sum(step.update_seconds for step in arm.steps[-window:]) for arm in (tail, frozen))
+    ours, theirs = (sum(arm.column("update_seconds")[-window:]) for arm in (tail, frozen))
     if abs(math.log(ours / theirs)) > math.log(_UNEVEN):
         return (
             f"; speeds cannot be compared, for the machine had other work: equal policy updates took {ours:.1f} s "
             f"beside the tail and {theirs:.1f} s beside the frozen drafter"
         )
-    mine, frozens = seconds_of(tail, window), seconds_of(frozen, window)
+    mine, frozens = (arm.column("rollout_seconds")[-window:] for arm in (tail, frozen))
     return (
-        f", and {judgement(ratio(frozens, mine))} it in speed: its rollouts of the last {window} steps took "
+        f", and {ratio(frozens, mine).verb} it in speed: its rollouts of the last {window} steps took "
         f"{sum(mine):.2f} s, frozen {sum(frozens):.2f} s ({ratio(mine, frozens).text})"
     )
 
 
-def seconds_of(arm: ArmFigures, window: int) -> list[float]:
-    """Rollout seconds of the last steps."""
-    return [step.rollout_seconds for step in arm.steps[-window:]]
+# -- table, JSON and picture ------------------------------------------------------------------------------------------
 
 
-def to_tree(figures: Figures) -> dict[str, Any]:
+def cells_of(figures: AblationFigures) -> list[list[str]]:
+    """The table's rows: the arms' names, then a row a figure."""
+    window = figures.window
+
+    def total(name: str, digits: int = 2) -> Callable[[ArmFigures], str]:
+        return lambda arm: f"{arm.total(name):,.{digits}f}"
+
+    rows: dict[str, Callable[[ArmFigures], str]] = {
+        "held-out accept length": lambda arm: _number(arm.held_out.accept_length if arm.held_out else None, 3),
+        f"own accept length, first {window}": lambda arm: _number(figures.first(arm), 3),
+        f"own accept length, last {window}": lambda arm: _number(figures.last(arm), 3),
+        "accept length, all rounds": lambda arm: _number(arm.accept_length, 3),
+        "rollout seconds": total("rollout_seconds"),
+        "step seconds": total("step_seconds"),
+        "policy update seconds": total("update_seconds"),
+        "idle rank-seconds": total("idle_rank_seconds"),
+        "harvested rank-seconds": total("harvested_rank_seconds"),
+        "drafter updates": total("num_updates", 0),
+        "tokens trained on": lambda arm: f"{arm.num_trained_tokens:,}",
+        "rollout speed, plain = 1": lambda arm: _number(figures.speedup(arm), 2),
+    }
+    if figures.num_mismatched:
+        rows["tokens unlike the first arm's"] = lambda arm: f"{arm.num_mismatched:,}"
+    return [["", *(arm.arm for arm in figures.arms)]] + [
+        [name, *(cell(arm) for arm in figures.arms)] for name, cell in rows.items()
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def to_markdown(figures: AblationFigures) -> str:
+    """The table with the verdict below it."""
+    head, *rows = cells_of(figures)
+    lines = [head, ["---", *["--:"] * len(figures.arms)], *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\n{verdict(figures)}\n"
+
+
+def to_tree(figures: AblationFigures) -> dict[str, Any]:
     """Everything, as JSON holds it."""
     return {
         "num_steps": figures.num_steps,
@@ -300,44 +259,46 @@ def to_tree(figures: Figures) -> dict[str, Any]:
         "own_depth": JUDGED_DEPTH,
         "equal": figures.equal,
         "verdict": verdict(figures),
-        "arms": {arm.arm: arm_tree(figures, arm) for arm in figures.arms},
+        "arms": {arm.arm: _arm_tree(figures, arm) for arm in figures.arms},
     }
 
 
-def arm_tree(figures: Figures, arm: ArmFigures) -> dict[str, Any]:
-    """One arm, as JSON holds it."""
+def _arm_tree(figures: AblationFigures, arm: ArmFigures) -> dict[str, Any]:
+    rewards = [line["critic/score/mean"] for line in arm.lines]
     return {
         "own_accept_length_first": figures.first(arm),
         "own_accept_length_last": figures.last(arm),
         "held_out_accept_length": arm.held_out.accept_length if arm.held_out else None,
-        "held_out": {"tokens": arm.held_out.tokens, "passes": arm.held_out.passes} if arm.held_out else None,
+        "held_out": vars(arm.held_out) if arm.held_out else None,
         "accept_length": arm.accept_length,
-        **{
-            name: arm.total(name)
-            for name in (
-                "rollout_seconds",
-                "serial_seconds",
-                "update_seconds",
-                "step_seconds",
-                "idle_rank_seconds",
-                "harvested_rank_seconds",
-                "num_updates",
-                "num_tokens",
-            )
-        },
+        **{name: arm.total(name) for name in _COLUMNS},
         "num_trained_tokens": arm.num_trained_tokens,
-        "reward_mean": float(np.mean([step.reward for step in arm.steps])),
+        "reward_mean": sum(rewards) / len(rewards),
         "rollout_speedup": figures.speedup(arm),
-        "rollout_and_serial_speedup": figures.speedup(arm, with_serial=True),
         "policy_sha256": arm.policy_sha256,
         "mismatched_tokens": arm.num_mismatched,
         "rewards_equal": arm.rewards_equal,
-        "steps": [step_tree(step) for step in arm.steps],
+        "steps": [_step_tree(line) for line in arm.lines],
     }
 
 
-def step_tree(step: StepFigures) -> dict[str, Any]:
-    """One step, as JSON holds it."""
-    plain = {name: value for name, value in vars(step).items() if name != "drafts"}
-    own = own_accept_length([step])
-    return {**plain, "own_accept_length": own, "own_sequences": step.drafts.num_sequences}
+def _step_tree(line: Line) -> dict[str, Any]:
+    figures = {name: line[column] for name, column in _COLUMNS.items()}
+    own, sequences = own_accept_length([line]), DraftCounts.from_metrics(line).num_sequences
+    return {**figures, "reward": line["critic/score/mean"], "own_accept_length": own, "own_sequences": sequences}
+
+
+def write_report(figures: AblationFigures) -> list[Path]:
+    """Write JSON, the table in Markdown and the picture into the ablation's folder; returns the paths.
+
+    Raises:
+        WriteError: the disk refused.
+    """
+    from tlt_hpc.studies.ablate.plot import plot  # on one rank alone, and only now: matplotlib takes its time
+
+    tree, folder = to_tree(figures), figures.folder
+    texts = {folder / "figures.json": json.dumps(tree, indent=1) + "\n", folder / "table.md": to_markdown(figures)}
+    for path, text in texts.items():
+        with writing_beside(path) as part:
+            part.write_text(text, encoding="utf-8")
+    return [*texts, *plot(tree, folder / "ablation.png")]

@@ -19,19 +19,16 @@ _STYLES: dict[str, tuple[str, str]] = {
     "plain": ("#9a9a9a", "-"),
     "ngram": ("#c9803a", "-"),
     "frozen": ("#1b6ca8", "-"),
-    "frozen-tv": ("#1b6ca8", "--"),
-    "serial": ("#7a4fa3", "-"),
     "tail": ("#b03a2e", "-"),
-    "control": ("#b03a2e", ":"),
     "tail-random": ("#3a8f5c", "-"),
 }
-_MOST_SMOOTHED = 5
+_MAX_SMOOTHED = 5
 """Steps of a rolling median, where there are enough of them."""
 
 
 def plot(tree: dict[str, Any], path: Path) -> list[Path]:
     """Write the picture as PNG to ``path`` and as SVG beside it; returns both paths."""
-    span = min(_MOST_SMOOTHED, 1 + 2 * (tree["num_steps"] // 6))
+    span = min(_MAX_SMOOTHED, 1 + 2 * (tree["num_steps"] // 6))
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.0, 4.4), layout="constrained", sharex=True)
     _draw(left, tree, "own_accept_length", span)
     _draw(right, tree, "rollout_seconds", span)

@@ -1,17 +1,17 @@
-"""First phase of a warm-up: the target's features of all training texts, in parts that the replicas take in turn.
+"""First phase of a warm-up: the target's features of all training texts, in parts that are sharded over the replicas.
 
 A part is decoded from scratch by one engine, whatever came before it, and its file appears whole or not at all: so a
 part that a killed rank began is made again bit for bit, by any rank. Of the ranks that decode together the first writes
-it. Where the bytes of a replica run out, the parts that it made are all there will be: that follows from their files,
-and once training has begun from a list of them.
+it. If a replica's budget of bytes runs out, the parts that it made are all there will be: that follows from their
+files, and once training has begun from a list of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -20,19 +20,16 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
-from tlt_hpc.mpi.pulse import Pulse
-from tlt_hpc.mpi.roster import Roster, State, Status
-from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.rollout.leaving import FeatureSink
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF
-from tlt_hpc.session import generate, make_engine, make_pulse
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, writing_beside
-from tlt_hpc.studies.warmup.parts import Parts
+from tlt_hpc.studies.warmup.parts import Warmup
 from tlt_hpc.studies.warmup.texts import Text
 
-_MOST_FILLINGS = 4
+_MAX_FILLINGS = 4
 """Responses of a part, in fillings of the engine: its tail leaves rows empty, and a kill costs a part."""
 _SIZE_FILE = "part_size.json"
 _LIST_FILE = "parts.json"
@@ -45,7 +42,7 @@ class CaptureReporter(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class CapturePart:
     """Texts ``start`` .. ``end - 1`` of the training texts, and where their features are."""
 
     index: int
@@ -57,63 +54,100 @@ class Part:
     def file(self) -> Path:
         return self.folder.feature_cache(0, 0)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its file; 0 without one."""
+        return self.file.stat().st_size if self.file.exists() else 0
+
 
 @BEAT.within(Phase.ROLLOUT)
-def capture(parts: Parts, reporter: CaptureReporter) -> bool:
-    """Make what is missing of the features; False where a stop vote came first. Collective."""
-    all_parts, are_fixed = parts_of(parts)
+def capture(warmup: Warmup, reporter: CaptureReporter) -> bool:
+    """Make what is missing of the features, a part of each replica at a time; False if a stop vote came first.
 
-    def shown(roster: Roster) -> None:
-        if parts.world.rank == 0 and roster.round:
-            _report(roster, len(parts.texts.training), reporter)
+    Collective.
+    """
+    world, replica = warmup.world, warmup.replica
+    every, are_fixed = parts_of(warmup)
+    own = every[replica.number :: replica.count]
+    num_texts, num_tokens = len(warmup.texts.training), 0
+    while True:
+        # files are looked for by the first rank of each replica, which writes them
+        missing = world.allgather(missing_parts(warmup, own, are_fixed))[:: replica.size]
+        if not any(missing):
+            return True
+        num_waiting = sum(part.end - part.start for part in chain.from_iterable(parts[1:] for parts in missing))
 
-    with closing(make_pulse(parts.world, parts.replica, lambda: work.text_mark)) as pulse:
-        work = CaptureWork(parts, all_parts, are_fixed, pulse)
-        roster = generate(pulse, work, 0, shown)
-    work.abandon()
-    return not roster.stopping
+        def shown(roster: Roster, num_waiting: int = num_waiting, before: int = num_tokens) -> None:
+            if world.rank == 0 and roster.round:
+                left = num_waiting + sum(status.sequences_left for status in roster.statuses)
+                tokens = before + sum(status.tokens for status in roster.statuses)
+                reporter.capturing(num_texts - left, num_texts, tokens)
+
+        part = next(iter(missing[replica.number]), None)
+        roster = capture_part(warmup, part, own, shown)
+        if roster.stopping:
+            return False
+        num_tokens += sum(status.tokens for status in roster.statuses)
 
 
-def _report(roster: Roster, num_texts: int, reporter: CaptureReporter) -> None:
-    left = sum(status.sequences_left for status in roster.statuses)
-    reporter.capturing(num_texts - left, num_texts, sum(status.tokens for status in roster.statuses))
+def capture_part(
+    warmup: Warmup, part: CapturePart | None, own: Sequence[CapturePart], shown: Callable[[Roster], None]
+) -> Roster:
+    """Make a part's features, or wait without one for the other replicas; returns the last roster. Collective."""
+    texts = warmup.texts.training[part.start : part.end] if part else ()
+    engine = warmup.make_engine(settings_of(warmup, texts), warmup.served)
+    requests = requests_of(texts, part.start, warmup.config.run.seed) if part else []
+    cache = None
+    if part is not None:
+        engine.calibrate(requests[:1])
+        if warmup.replica.index == 0:
+            cache = begin_file(warmup, part, own)
+            sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append
+            engine.feature_sink = naming_responses(sink, texts) if warmup.texts.are_logged else sink
+    roster = warmup.generate(engine, requests, shown=shown)
+    has_finished = engine.abort() == 0
+    if cache is not None and has_finished:
+        cache.end_step()
+    elif cache is not None:
+        cache.abandon_step()
+    return roster
 
 
-def parts_of(parts: Parts) -> tuple[list[Part], bool]:
+def parts_of(warmup: Warmup) -> tuple[list[CapturePart], bool]:
     """The parts of the training texts, the same on every rank, and whether they are those that training began on.
 
     Before that they are all that there can be, the same at every start. Collective.
     """
-    num_texts = len(parts.texts.training)
-    size, fixed = parts.world.once(lambda: (_part_size(parts, num_texts), _fixed_parts(parts)))
+    num_texts = len(warmup.texts.training)
+    size, fixed = warmup.world.once(lambda: (_part_size(warmup, num_texts), _fixed_parts(warmup)))
     found = [
-        Part(index, start, min(start + size, num_texts), RunFolder(parts.features / f"part-{index:05d}"))
+        CapturePart(index, start, min(start + size, num_texts), RunFolder(warmup.features / f"part-{index:05d}"))
         for index, start in enumerate(range(0, num_texts, size))
     ]
     return [part for part in found if fixed is None or part.index in fixed], fixed is not None
 
 
-def fix_parts(parts: Parts, made: Sequence[Part]) -> None:
+def fix_parts(warmup: Warmup, made: Sequence[CapturePart]) -> None:
     """Let every later start train on these, whatever its ranks and their bytes would hold; on rank 0.
 
     Raises:
         WriteError: the disk refused.
     """
-    with writing_beside(parts.features / _LIST_FILE) as part:
+    with writing_beside(warmup.features / _LIST_FILE) as part:
         part.write_text(json.dumps({"parts": [each.index for each in made]}) + "\n", encoding="utf-8")
 
 
-def _fixed_parts(parts: Parts) -> set[int] | None:
-    path = parts.features / _LIST_FILE
+def _fixed_parts(warmup: Warmup) -> set[int] | None:
+    path = warmup.features / _LIST_FILE
     return set(json.loads(path.read_text(encoding="utf-8"))["parts"]) if path.is_file() else None
 
 
-def _part_size(parts: Parts, num_texts: int) -> int:
+def _part_size(warmup: Warmup, num_texts: int) -> int:
     """What the first start decided: later ones may have another number of ranks."""
-    path = parts.features / _SIZE_FILE
+    path = warmup.features / _SIZE_FILE
     if path.is_file():
         return int(json.loads(path.read_text(encoding="utf-8"))["size"])
-    size = part_size(num_texts, parts.replica.count, _MOST_FILLINGS * parts.settings.max_live)
+    size = part_size(num_texts, warmup.replica.count, _MAX_FILLINGS * warmup.config.rollout.max_live)
     with writing_beside(path) as part:
         part.write_text(json.dumps({"size": size}) + "\n", encoding="utf-8")
     return size
@@ -125,119 +159,45 @@ def part_size(num_texts: int, num_replicas: int, most: int) -> int:
     return -(-num_texts // (num_replicas * rounds))
 
 
-class CaptureWork:
-    """The parts of this rank's replica, one after another."""
+def begin_file(warmup: Warmup, part: CapturePart, own: Sequence[CapturePart]) -> FeatureCache:
+    """The cache that a part's features go to, within what the replica's parts before it left of its bytes.
 
-    def __init__(self, parts: Parts, all_parts: Sequence[Part], are_fixed: bool, pulse: Pulse) -> None:
-        self._pulse = pulse
-        self._parts, self._texts, self._replica = parts, parts.texts, parts.replica
-        self._own, self._are_fixed = all_parts[parts.replica.number :: parts.replica.count], are_fixed
-        self._num_bytes = parts.config.drafter.cache_bytes * parts.replica.size
-        self._left = self._missing()
-        self._num_tokens = 0
-        self._open: tuple[FeatureCache | None, RolloutEngine] | None = None
+    Those after it had the same room, and a part that is made again must come to the same bits.
+    """
+    used = sum(other.num_bytes for other in own if other.index < part.index)
+    room = max(1, max_bytes(warmup) - used)
+    size, num_features = warmup.decoder.shape.hidden_size, warmup.served.num_features
+    # a cache has half of its bytes for one step, and this one has no other
+    cache = FeatureCache(part.folder, 0, num_features, size, 2 * room, num_ranks=1)
+    cache.recover()
+    return cache
 
-    @property
-    def has_work(self) -> bool:
-        """Whether parts are left to make."""
-        return self._open is not None or bool(self._left)
 
-    def on_idle(self, roster: Roster) -> bool:
-        """Nothing is done while other ranks generate."""
-        return False
+def max_bytes(warmup: Warmup) -> int:
+    """A replica's budget of bytes for features."""
+    return warmup.config.drafter.cache_bytes * warmup.replica.size
 
-    def status(self) -> Status:
-        """What this rank tells the others."""
-        waiting = sum(part.end - part.start for part in self._left)
-        left, tokens = waiting, self._num_tokens
-        if self._open is not None:
-            _, engine = self._open
-            left, tokens = left + engine.num_unfinished, tokens + engine.num_tokens
-        return Status(State.BUSY if self.has_work else State.IDLE, left, tokens, 0, self._parts.world.stop_requested)
 
-    @property
-    def text_mark(self) -> int:
-        """The checksum of the text of the part under way; 0 without one."""
-        return 0 if self._open is None else self._open[1].text_mark
+def settings_of(warmup: Warmup, texts: Sequence[Text]) -> EngineSettings:
+    """One strategy: what is chosen by measured times would not be chosen again by a second try."""
+    base = replace(warmup.settings(), tie_guard=False, strategies=(OFF,))
+    if not warmup.texts.are_logged:
+        return base
+    longest = max((text.num_tokens for text in texts), default=1)
+    return replace(base, params=SamplingParams(1, temperature=0.0), max_prompt_tokens=longest)
 
-    def step(self) -> None:
-        """One round of decoding; begins and ends parts."""
-        with self._pulse.progressing():
-            self._step()
 
-    def _step(self) -> None:
-        if self._open is None:
-            self._begin(self._left.pop(0))
-        assert self._open is not None
-        cache, engine = self._open
-        engine.step()
-        if not engine.has_work:
-            if cache is not None:
-                cache.end_step()
-            self._num_tokens += engine.num_tokens
-            self._open = None
-            self._left = self._missing()
-
-    def abandon(self) -> None:
-        """Leave the part that is under way."""
-        if self._open is not None:
-            cache, engine = self._open
-            engine.abort()
-            if cache is not None:
-                cache.abandon_step()
-            self._open = None
-
-    def _begin(self, part: Part) -> None:
-        texts = self._texts.training[part.start : part.end]
-        requests = requests_of(texts, part.start, self._parts.config.run.seed)
-        engine = make_engine(self._parts.decoder, self._settings(texts), self._parts.served, self._replica)
-        engine.calibrate(requests[:1])
-        cache = self._begin_file(part) if self._replica.index == 0 else None
-        if cache is not None:
-            sink: FeatureSink = cache.begin_step(0, self._parts.decoder.version).append
-            engine.feature_sink = naming_responses(sink, texts) if self._texts.are_logged else sink
-        engine.submit(requests)
-        self._open = cache, engine
-
-    def _begin_file(self, part: Part) -> FeatureCache:
-        size = self._parts.decoder.shape.hidden_size
-        # a cache has half of its bytes for one step, and this one has no other
-        cache = FeatureCache(part.folder, 0, self._parts.served.num_features, size, 2 * self._room(part), num_ranks=1)
-        cache.recover()
-        return cache
-
-    def _settings(self, texts: Sequence[Text]) -> EngineSettings:
-        """One strategy: what is chosen by the clock would not be chosen again by a second try."""
-        base = replace(self._parts.settings, tie_guard=False, strategies=(OFF,))
-        if not self._texts.are_logged:
-            return base
-        longest = max(text.num_tokens for text in texts)
-        return replace(base, params=SamplingParams(1, temperature=0.0), max_prompt_tokens=longest)
-
-    def _missing(self) -> list[Part]:
-        """Own parts to make, as the replica's first rank finds them; collective over it."""
-        found = self._found_missing() if self._replica.index == 0 else []
-        numbers = [self._own.index(part) for part in found]
-        count = self._replica.agree(len(numbers))
-        return [self._own[self._replica.agree(numbers[i] if numbers else 0)] for i in range(count)]
-
-    def _found_missing(self) -> list[Part]:
-        """Own parts to make, but for those after which another would not fit the replica's budget of bytes."""
-        missing, sizes = [], [0]
-        for part in self._own:
-            if not self._are_fixed and self._num_bytes - sum(sizes) < max(sizes):
-                break
-            if part.file.exists():
-                sizes.append(part.file.stat().st_size)
-            else:
-                missing.append(part)
-        return missing
-
-    def _room(self, part: Part) -> int:
-        """What the own parts before this one leave: those after it had the same, and it is to come to the same bits."""
-        before = (other.file for other in self._own if other.index < part.index)
-        used = sum(file.stat().st_size for file in before if file.exists())
-        return max(1, self._num_bytes - used)
+def missing_parts(warmup: Warmup, own: Sequence[CapturePart], are_fixed: bool) -> list[CapturePart]:
+    """A replica's parts to make, except those after which another would not fit its budget of bytes."""
+    missing, sizes = [], [0]
+    for part in own:
+        if not are_fixed and max_bytes(warmup) - sum(sizes) < max(sizes):
+            break
+        if part.num_bytes:
+            sizes.append(part.num_bytes)
+        else:
+            missing.append(part)
+    return missing
 
 
 def requests_of(texts: Sequence[Text], start: int, seed: int) -> list[Request]:

@@ -16,16 +16,13 @@ from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, load_saved_config
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import initial_drafter
-from tlt_hpc.models.folder import folder_weights
+from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.once import read_all_once
-from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, read_assets_once
-from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.session import claim_folder, engine_settings, make_decoder, make_drafting, make_replica
+from tlt_hpc.session import Session, claim_folder, load_folder, make_drafting, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 
@@ -35,18 +32,11 @@ _NUM_SAVES = 2
 
 
 @dataclass(frozen=True)
-class Parts:
+class Warmup(Session):
     """The parts of a warm-up on one rank."""
 
-    config: Config
-    world: World
-    replica: Replica
     path: Path
-    assets: Assets
     texts: Texts
-    settings: EngineSettings
-    """Of the job's rollouts; capture and validation change what differs."""
-    decoder: Decoder
     trainer: SpotTrainer
     served: Drafter
     """The engines' copy, in the decoder's precision."""
@@ -61,7 +51,7 @@ class Parts:
         return self.path / "drafter"
 
 
-def assemble(config: Config, world: World) -> Parts:
+def assemble(config: Config, world: World) -> Warmup:
     """Build all parts of the warm-up that ``config`` (from ``plan.config_of``) describes; collective.
 
     Raises:
@@ -69,33 +59,26 @@ def assemble(config: Config, world: World) -> Parts:
     """
     node = world.node_group
     assets = read_assets_once(config, world.size, node)
-    settings = engine_settings(config, assets, world)
     init = partial(initial_drafter, config.warmup.init, config.drafter.form, assets.shape, "warmup.init")
     warm = read_all_once(node, init)
-    texts = choose_texts(config, assets, settings.num_tokens, world)
-    replica = make_replica(config, world)
-    decoder = make_decoder(config, assets, world, replica)
-    decoder.load(folder_weights(assets.folder, decoder.weight_cuts(), node), 0, are_cut=True)
+    texts = choose_texts(config, assets, world)
+    session = open_session(config, world, assets)
+    load_folder(session)
     folder = RunFolder(config.folder)
     # the cache that comes with it is a run's; a warm-up keeps its features in parts
-    drafting = make_drafting(config, world, folder, decoder, assets, warm)
+    drafting = make_drafting(session, assets, folder, warm)
     claim(folder, config, world, None if config.warmup.sources else assets.prompts)
-    return Parts(
-        config=config,
-        world=world,
-        replica=replica,
+    return Warmup(
+        **vars(session),
         path=folder.path,
-        assets=assets,
         texts=texts,
-        settings=settings,
-        decoder=decoder,
         trainer=drafting.spot,
         served=drafting.served,
         saves=CheckpointStore(training_folder(folder), _NUM_SAVES),
     )
 
 
-def choose_texts(config: Config, assets: Assets, num_tokens: int, world: World) -> Texts:
+def choose_texts(config: Config, assets: Assets, world: World) -> Texts:
     """The texts, the same on all ranks; logs are read by one. Collective.
 
     Raises:
@@ -103,6 +86,7 @@ def choose_texts(config: Config, assets: Assets, num_tokens: int, world: World) 
     """
     if not config.warmup.sources:
         return from_prompts(config, assets.prompts)
+    num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
     return world.once(lambda: from_logs(config, assets.shape.max_positions, num_tokens))
 
 

@@ -7,6 +7,7 @@ killed one had done since, to the same bits.
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -19,13 +20,11 @@ from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.drafter_facts import CurvePoint
 from tlt_hpc.studies.warmup.capture import CaptureReporter, capture, fix_parts, parts_of
-from tlt_hpc.studies.warmup.keeping import keep_drafter, keep_facts, resume, save
-from tlt_hpc.studies.warmup.parts import Parts, assemble
+from tlt_hpc.studies.warmup.parts import Warmup, assemble
 from tlt_hpc.studies.warmup.progress import Progress, end_reason, is_over, validation_is_due
 from tlt_hpc.studies.warmup.shelf import Shelf
 from tlt_hpc.studies.warmup.texts import Texts
-from tlt_hpc.studies.warmup.training import Training
-from tlt_hpc.studies.warmup.validation import Validation
+from tlt_hpc.studies.warmup.training import Training, Validation, keep_drafter, keep_facts, resume, save
 
 
 class WarmupReporter(CaptureReporter, Protocol):
@@ -59,63 +58,64 @@ class WarmupResult:
 
 
 def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupResult:
-    """Warm up, or go on with, the drafter that ``config`` (from ``plan.config_of``) describes; collective.
+    """Warm up, or resume warming up, the drafter that ``config`` (from ``plan.config_of``) describes; collective.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data, logs).
     """
-    parts = assemble(config, world)
-    progress = resume(parts)
-    was_finished = progress.is_finished
-    if world.rank == 0 and not was_finished:
-        reporter.started(config, parts.texts, progress)
-    if not was_finished and capture(parts, reporter):
-        progress = train(parts, progress, reporter)
+    with closing(assemble(config, world)) as warmup:
+        progress = resume(warmup)
+        was_finished = progress.is_finished
+        if world.rank == 0 and not was_finished:
+            reporter.started(config, warmup.texts, progress)
+        if not was_finished and capture(warmup, reporter):
+            progress = train(warmup, progress, reporter)
     reason = end_reason(progress, config.warmup) if progress.is_finished else world.first_stop_reason()
-    return WarmupResult(parts.path, progress, was_finished, reason)
+    return WarmupResult(warmup.path, progress, was_finished, reason)
 
 
-def train(parts: Parts, progress: Progress, reporter: WarmupReporter) -> Progress:
+def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progress:
     """Update and validate until it is over, or a stop vote comes; collective. What it returns has been saved."""
-    all_parts, _ = parts_of(parts)
-    made = parts.world.once(lambda: [part for part in all_parts if part.file.exists()])
+    all_parts, _ = parts_of(warmup)
+    made = warmup.world.once(lambda: [part for part in all_parts if part.file.exists()])
     with Shelf([part.file for part in made]) as shelf:
-        if parts.world.rank == 0:
-            fix_parts(parts, made)
+        if warmup.world.rank == 0:
+            fix_parts(warmup, made)
             reporter.training(len(shelf), sum(shelf.lengths))
         if progress.updates == 0:
-            choose_vocabulary(parts, shelf)
-        training, validation = Training(parts, shelf, progress.updates), Validation(parts)
+            choose_vocabulary(warmup, shelf)
+        training, validation = Training(warmup, shelf, progress.updates), Validation(warmup)
         while not progress.is_finished:
-            if validation_is_due(progress, parts.config.warmup, parts.trainer.is_trained):
-                progress, stopped = validate(parts, validation, shelf, progress, reporter)
+            if validation_is_due(progress, warmup.config.warmup, warmup.trainer.is_trained):
+                progress, stopped = validate(warmup, validation, shelf, progress, reporter)
                 is_saved = True
             else:
-                progress, stopped = take_update(parts, training, progress, reporter)
+                progress, stopped = take_update(warmup, training, progress, reporter)
                 is_saved = stopped
             if is_saved:
-                save(parts, progress)
+                save(warmup, progress)
             if stopped:
                 break
     return progress
 
 
-def choose_vocabulary(parts: Parts, shelf: Shelf) -> None:
+def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
     """Give a new drafter with a vocabulary of its own the tokens that responses are made of; collective."""
-    ids = parts.trainer.drafter.token_ids
-    if ids is None or parts.trainer.is_trained:
+    ids = warmup.trainer.drafter.token_ids
+    if ids is None or warmup.trainer.is_trained:
         return
-    responses = (d.tokens[d.prompt_length :] for d in shelf.share(parts.world.rank, parts.world.size))
-    counts = parts.world.sum(count_tokens(responses, parts.settings.num_tokens))
-    parts.trainer.draft_among(most_frequent_tokens(counts, len(ids), parts.settings.eos_token_ids))
+    responses = (d.tokens[d.prompt_length :] for d in shelf.share(warmup.world.rank, warmup.world.size))
+    settings = warmup.settings()
+    counts = warmup.world.sum(count_tokens(responses, settings.num_tokens))
+    warmup.trainer.draft_among(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
 
 
 @BEAT.within(Phase.UPDATE)
 def take_update(
-    parts: Parts, training: Training, progress: Progress, reporter: WarmupReporter
+    warmup: Warmup, training: Training, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
     """One update, and whether a rank votes to stop; the clock is rank 0's."""
-    world, start = parts.world, time.perf_counter()
+    world, start = warmup.world, time.perf_counter()
     loss, num_tokens = training.update(progress)
     elapsed = time.perf_counter() - start
     vote = np.array([float(world.stop_requested), elapsed if world.rank == 0 else 0.0])
@@ -128,13 +128,13 @@ def take_update(
 
 @BEAT.within(Phase.EVALUATION)
 def validate(
-    parts: Parts, validation: Validation, shelf: Shelf, progress: Progress, reporter: WarmupReporter
+    warmup: Warmup, validation: Validation, shelf: Shelf, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
     """One point of the curve, and the drafter kept where it is the best; whether a rank votes to stop instead."""
-    world, start = parts.world, time.perf_counter()
+    world, start = warmup.world, time.perf_counter()
     if world.rank == 0:
         reporter.validating()
-    digests = set(world.allgather(parts.trainer.sha256()))
+    digests = set(world.allgather(warmup.trainer.sha256()))
     assert len(digests) == 1, f"the ranks' drafters differ: {digests}"
     accept_length = validation.accept_length()
     if accept_length is None:
@@ -143,7 +143,7 @@ def validate(
     if world.rank == 0:
         is_best = progress.best == progress.curve[-1]
         if is_best:
-            keep_drafter(parts)
-        keep_facts(parts, shelf, progress)
+            keep_drafter(warmup)
+        keep_facts(warmup, shelf, progress)
         reporter.validated(progress.curve[-1], is_best)
-    return replace(progress, is_finished=is_over(progress, parts.config.warmup)), False
+    return replace(progress, is_finished=is_over(progress, warmup.config.warmup)), False

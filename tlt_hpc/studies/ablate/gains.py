@@ -1,4 +1,4 @@
-"""Differences between arms with the noise that they stand in. Pure: knows no run.
+"""Differences between arms with their standard errors.
 
 Arms that have the same text are compared pair by pair: step by step, or response by response.
 """
@@ -35,9 +35,11 @@ class Gain:
     error: float
 
     @property
-    def is_clear(self) -> bool:
-        """Whether it stands out of its noise; never where the noise is unknown."""
-        return abs(self.share) > _CLEAR * self.error
+    def verb(self) -> str:
+        """What the arm does to the other; no difference if it lies within the noise, or that is unknown."""
+        if not abs(self.share) > _CLEAR * self.error:
+            return "does not differ, beyond the noise, from"
+        return "beats" if self.share > 0 else "is behind"
 
     @property
     def text(self) -> str:
@@ -46,22 +48,19 @@ class Gain:
 
 
 def gain_in_passes(arm: Passes, other: Passes) -> Gain:
-    """Of accept length on the same responses; where the arms' texts differ, as ratios of their own."""
-    if arm.tokens != other.tokens:
-        return gain_unpaired(arm, other)
-    # tokens / passes over tokens / passes: the same tokens cancel
-    return ratio(other.passes, arm.passes)
+    """Gain in accept length on the same responses; if the arms' texts differ, as ratios of their own.
 
-
-def gain_unpaired(arm: Passes, other: Passes) -> Gain:
-    """Of accept length, where nothing is taken to be common to the two: their relative errors add up as squares."""
+    Then nothing is taken to be common to the two: their relative errors add up as squares.
+    """
+    if arm.tokens == other.tokens:
+        return ratio(other.passes, arm.passes)  # tokens / passes over tokens / passes: the same tokens cancel
     quotient = arm.accept_length / other.accept_length
     errors = (ratio(each.tokens, each.passes).error / each.accept_length for each in (arm, other))
     return Gain(quotient - 1.0, quotient * math.hypot(*errors))
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Gain:
-    """Sum of ``over`` [N] by the sum of ``under`` [N], pairs of one thing each, minus 1 (linearised standard error)."""
+    """Sum of ``over`` [N] divided by the sum of ``under`` [N], which are pairs, minus 1 (linearised standard error)."""
     a, b = np.asarray(over, float), np.asarray(under, float)
     quotient = float(a.sum() / b.sum())
     if len(a) < 2:

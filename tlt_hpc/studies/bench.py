@@ -1,0 +1,196 @@
+"""``tlt bench rollout``: tokens per second of a job's rollouts, plain, with each strategy alone and with all of them.
+
+All ways answer the same prompts on all ranks. They are interleaved, and a figure is the median of its repetitions.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.common.records import Request, SampleKey, Stream
+from tlt_hpc.config import Config
+from tlt_hpc.data.prompts import PromptSource
+from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.mpi.world import World
+from tlt_hpc.plan.inputs import read_assets_once
+from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of
+from tlt_hpc.session import (
+    Session,
+    calibrate,
+    calibration_requests,
+    initial_serving_drafter,
+    load_folder,
+    look_around,
+    open_session,
+)
+from tlt_hpc.studies.compare import num_mismatched
+
+PLAIN, ADAPTIVE = "plain", "adaptive"
+_FIRST_STEP, _WARM_UP_STEP = 2_000_000, 3_000_000
+"""Of the draws: after those of any run. An adaptive engine learns on other prompts than it is measured on."""
+_MIN_SEQUENCES, _SEQUENCES_PER_ROW = 16, 4
+"""Of a replica: enough refills that the end of the rollout, with few sequences left, does not decide the rate."""
+_COLUMNS = ("sequences at a time", "way", "tokens/s", "plain = 1", "accept length", "tokens that differ")
+
+
+@dataclass
+class WayFigures:
+    """What one way of decoding gave at one batch size, by repetition; sums over ranks."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    """Of one repetition; the same in all, unless texts differ."""
+    passes: int = 0
+    """Target passes by sequence."""
+    mismatched_tokens: int = 0
+    """Compared with the first plain repetition, over all of them."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / statistics.median(self.seconds)
+
+    @property
+    def accept_length(self) -> float:
+        return self.tokens / self.passes
+
+
+Figures = dict[int, dict[str, WayFigures]]
+"""Batch size -> way -> figures."""
+
+
+def bench_rollout(
+    config: Config, world: World, batches: Sequence[int], num_sequences: int | None, repeats: int
+) -> dict[str, Any] | None:
+    """Measure a job's rollouts; collective. Returns JSON on rank 0; None on all ranks if a stop was requested.
+
+    Args:
+        batches: sequences that each replica decodes at a time.
+        num_sequences: of each replica's rollouts; None: four for each of a batch, 16 at least.
+    """
+    assets = read_assets_once(config, world.size, world.node_group)
+    with closing(open_session(config, world, assets)) as session, BEAT.within(Phase.ROLLOUT):
+        load_folder(session)
+        drafter = initial_serving_drafter(session) if config.speculation.mode == "full" else None
+        strategies = strategies_of(config.speculation.mode, config.speculation.strategies)
+        if drafter is None:
+            strategies = tuple(strategy for strategy in strategies if not strategy.has_drafter)
+        ways: dict[str, tuple[Strategy, ...]] = {PLAIN: (OFF,), **{s.name: (s,) for s in strategies if s != OFF}}
+        if len(strategies) > 1:
+            ways[ADAPTIVE] = strategies
+        figures: Figures = {}
+        for batch in batches:
+            world.say(f"{batch} sequences at a time")
+            size = num_sequences or max(_MIN_SEQUENCES, _SEQUENCES_PER_ROW * batch)
+            found = _measure(session, assets.prompts, drafter, ways, batch, size, repeats)
+            if found is None:
+                return None
+            figures[batch] = found
+        _, environment = look_around(world, session.decoder.device)
+    if environment is None:
+        return {}
+    return {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "num_ranks": world.size,
+        "repeats": repeats,
+        "environment": asdict(environment),
+        "batch": {str(batch): _tree(found) for batch, found in figures.items()},
+    }
+
+
+def _measure(
+    session: Session,
+    prompts: PromptSource,
+    drafter: Drafter | None,
+    ways: dict[str, tuple[Strategy, ...]],
+    batch: int,
+    size: int,
+    repeats: int,
+) -> dict[str, WayFigures] | None:
+    """All ways at one batch size; None if a stop was requested. Collective."""
+    requests = requests_of(session, prompts, _FIRST_STEP, size)
+    others = requests_of(session, prompts, _WARM_UP_STEP, min(size, 2 * batch + 2))
+    figures = {way: WayFigures() for way in ways}
+    reference: dict[SampleKey, np.ndarray] = {}
+    for repeat in range(repeats):
+        for way in rotated(list(ways), repeat):
+            strategies = ways[way]
+            settings = replace(session.settings(), max_live=batch, strategies=strategies)
+            engine = session.make_engine(settings, drafter if any(s.has_drafter for s in strategies) else None)
+            engine.drafter_ready = drafter is not None
+            seconds = session.config.speculation.profile_seconds
+            calibrate(engine, calibration_requests(others), seconds, session.world.node_group)
+            if session.generate(engine, others).stopping:  # a new engine knows neither strategies nor n-grams
+                return None
+            engine.collect(), engine.take_counts()
+            session.world.barrier()
+            start = time.perf_counter()
+            if session.generate(engine, requests).stopping:
+                return None
+            elapsed = time.perf_counter() - start
+            texts = {rollout.key: rollout.response_tokens for rollout in engine.collect()}
+            reference = reference or texts
+            counts, own = engine.take_counts(), session.replica.index == 0  # a replica's ranks all count the same
+            mine = np.array([counts.num_tokens, counts.num_row_passes, num_mismatched(reference, texts)], np.int64)
+            tokens, passes, mismatched = session.world.sum(mine * own).tolist()
+            found = figures[way]
+            found.seconds.append(elapsed)
+            found.tokens, found.passes, found.mismatched_tokens = tokens, passes, found.mismatched_tokens + mismatched
+    return figures
+
+
+def requests_of(session: Session, prompts: PromptSource, first_step: int, size: int) -> list[Request]:
+    """This replica's requests, one for each prompt drawn from ``first_step`` on; collective over the node."""
+    replica, seed = session.replica, session.config.run.seed
+    draws = chain.from_iterable(prompts.batch(step) for step in count(first_step))
+    drawn = enumerate(islice(draws, size * replica.count))
+    return [
+        Request(SampleKey(seed, Stream.EVALUATION, first_step, number, 0), prompt.tokens)
+        for number, prompt in drawn
+        if replica.takes(number)
+    ]
+
+
+def rotated(ways: list[str], by: int) -> list[str]:
+    """The ways, beginning with another one each time but plain in the first: none always follows the same one."""
+    by %= len(ways)
+    return ways[by:] + ways[:by]
+
+
+def _tree(figures: dict[str, WayFigures]) -> dict[str, Any]:
+    plain = figures[PLAIN].tokens_per_second
+    return {
+        way: {
+            **asdict(found),
+            "tokens_per_second": found.tokens_per_second,
+            "accept_length": found.accept_length,
+            "speedup": found.tokens_per_second / plain,
+        }
+        for way, found in figures.items()
+    }
+
+
+def table(tree: dict[str, Any]) -> str:
+    """The figures as text."""
+    rows = [
+        (batch, way, f"{found['tokens_per_second']:,.0f}", f"{found['speedup']:.2f}",
+         f"{found['accept_length']:.2f}", f"{found['mismatched_tokens']:,}")
+        for batch, ways in tree["batch"].items() for way, found in ways.items()
+    ]  # fmt: skip
+    return "\n".join("  ".join(f"{cell:>19}" for cell in row) for row in (_COLUMNS, *rows))
+
+
+def write_json(tree: dict[str, Any], path: Path) -> None:
+    """Write the figures as JSON."""
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
