@@ -25,7 +25,8 @@ from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.resume.replay import ReplayError, missing_responses
 from tlt_hpc.rl.draws import StepDraws, trained_on
 from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
-from tlt_hpc.rollout_loop import refill, shard
+from tlt_hpc.rollout_loop import refill
+from tlt_hpc.session import Session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import drop_lines, read_lines
@@ -171,19 +172,18 @@ def test_groups_are_judged_by_all_ranks_scores_whatever_finished_first() -> None
     draws = make_draws("algorithm.max_refills=1")
     own, others = draws.requests()[::-2], draws.requests()[::2]  # second samples of all groups, and first ones
     told = [(request.key, 0.0) for request in others]
-    job: Any = SimpleNamespace(
-        engine=SimpleNamespace(finished=own), world=SimpleNamespace(allgather=lambda mine: [mine, told])
-    )
+    engine: Any = SimpleNamespace(finished=own)
+    world: Any = SimpleNamespace(allgather=lambda mine: [mine, told])
     scorer: Any = SimpleNamespace(rewards=lambda rollouts: np.ones(len(rollouts), np.float32))
-    assert refill(job, draws, scorer) == [], "every group has a 0 and a 1"
+    assert refill(world, engine, draws, scorer) == [], "every group has a 0 and a 1"
 
 
 def test_every_request_has_one_rank() -> None:
     draws = make_draws("algorithm.max_refills=1")
     requests = [*draws.requests(), *draws.refill(np.zeros(8, np.float32))]
     worlds: list[Any] = [SimpleNamespace(rank=rank, size=3) for rank in range(3)]
-    jobs: list[Any] = [SimpleNamespace(config=load_config(TINY), replica=Replica(world, 1)) for world in worlds]
-    assert sorted(r.key for job in jobs for r in shard(job, requests)) == [r.key for r in requests]
+    sessions = [Session(load_config(TINY), world, Replica(world, 1), *[None] * 3) for world in worlds]
+    assert sorted(r.key for session in sessions for r in session.shard(requests)) == [r.key for r in requests]
 
 
 def test_responses_of_the_chosen_groups() -> None:

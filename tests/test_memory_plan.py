@@ -24,7 +24,7 @@ from tlt_hpc.plan.memory.shapes import find_shape, named_shape
 from tlt_hpc.plan.memory.training import BUCKET_ELEMENTS, drafter_parameters, num_drafter_parameters, training_state
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from live_bytes import LiveBytes  # noqa: E402
+from live_bytes import LiveBytes
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "jobs"

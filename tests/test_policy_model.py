@@ -14,7 +14,7 @@ from tlt_hpc.models import policy_model
 from tlt_hpc.models.policy_model import PolicyModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from live_bytes import LiveBytes  # noqa: E402
+from live_bytes import LiveBytes
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
