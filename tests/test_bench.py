@@ -21,16 +21,16 @@ from tlt_hpc.studies.bench import WayFigures, requests_of, rotated
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "jobs" / "tiny.toml")
 SMALL = [
-    "rollout.max_new_tokens=24", "speculation.profile_seconds=0.2", 'speculation.strategies=["ngram-4", "drafter-3"]',
+    "rollout.max_new_tokens=24", "speculation.profile_seconds=0", 'speculation.strategies=["ngram-4", "drafter-3"]',
     "--batches", "1,2", "--sequences", "3", "--repeats", "2",
 ]  # fmt: skip
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_way_decodes_the_same_text(tmp_path: Path, ranks: int) -> None:
+def test_every_way_decodes_the_same_text(tmp_path: Path) -> None:
+    ranks = 2
     path = tmp_path / "out.json"
-    done = tlt(ranks, "bench", "rollout", TINY, *SMALL, "--json", str(path), f"run.folder={tmp_path}")
+    done = tlt(ranks, "bench", "rollout", TINY, *SMALL, "--json", str(path), f"run.folder={tmp_path}", "run.ranks=2")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     tree = json.loads(path.read_text())
     assert list(tree["batch"]) == ["1", "2"] and tree["num_ranks"] == ranks

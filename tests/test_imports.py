@@ -69,6 +69,8 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_trl.py",
         "check_memory_plan.py",
         "damage.py",
+        "engine_bench.py",
+        "live_bytes.py",
     },
     "jobs": set[str](),
 }
