@@ -183,7 +183,7 @@ def test_arms_run_in_order_and_a_second_start_does_only_what_is_left(tmp_path, m
 def test_a_drafter_that_does_not_fit_is_found_before_any_arm(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate_module, "run", runs := FakeRuns())
     ablation = plan(tmp_path, f"drafter.init={tmp_path / 'none'}", steps=1)
-    with pytest.raises(UserError, match="drafter.init"):
+    with pytest.raises(UserError, match=r"drafter\.init"):
         ablate(ablation, World.connect(), nullcontext)
     assert not runs.names and not ablation.folder.exists()
 
