@@ -520,6 +520,8 @@ def test_a_saved_configuration_may_have_a_removed_key_at_its_default(name: str, 
 
 def test_a_removed_default_is_told_from_an_equal_value_of_another_type() -> None:
     assert Removed(True, "").accepts(True) and not Removed(True, "").accepts(1)
+    far = REMOVED["reward.wall_seconds"]
+    assert far.accepts(60.0, {"cpu_seconds": 1.0}) and not far.accepts(300.0, {"cpu_seconds": 1.0})
 
 
 # --- tlt keys and docs/configuration.md ---

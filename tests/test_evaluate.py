@@ -37,7 +37,7 @@ from tlt_hpc.evaluate.tally import same_math
 from tlt_hpc.evaluate.votes import Ballot, count_votes
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rewards.standing import standing_bench
+from tlt_hpc.rewards.standing import standing_judge
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.storage.evaluation_log import read_responses
 from tlt_hpc.storage.folder import RunFolder
@@ -470,7 +470,7 @@ def test_the_command_killed_on_two_ranks_goes_on(plain, tmp_path):
 
 
 def test_mathematics_votes_by_meaning():
-    bench = standing_bench(RewardSection(default="math"))
+    bench = standing_judge(RewardSection(default="math"))
     assert bench.client is not None
     bench.client.wait_until_ready()
     texts = [

@@ -13,10 +13,9 @@ from tlt_hpc.config import RewardSection
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, estimate, figures_of, majority, metrics_of, pass_at_k
 from tlt_hpc.evaluate.tally import judged_of
 from tlt_hpc.evaluate.votes import Ballot, answer_of, count_votes
-from tlt_hpc.rewards.standing import settings_of
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 
-SETTINGS = settings_of(RewardSection())
+SETTINGS = RewardSection()
 
 
 def judged(vote: int | None, length: int = 10, is_cut: bool = False) -> Judged:

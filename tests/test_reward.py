@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -14,19 +13,18 @@ import pytest
 
 from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
-from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards import text as texts
-from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
+from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.judge import judge, kind_for, needs_worker
-from tlt_hpc.rewards.scorer import Bench, Scorer
-from tlt_hpc.rewards.standing import settings_of, standing_bench
+from tlt_hpc.rewards.scorer import Judge, Scorer
+from tlt_hpc.rewards.standing import standing_judge
 from tlt_hpc.rewards.unjudged import count_unjudged, joined
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
-BOXED = settings_of(RewardSection())
+BOXED = RewardSection()
 
 
-def reward(kind: str, text: str, truth: str, settings: Settings = BOXED) -> float:
+def reward(kind: str, text: str, truth: str, settings: RewardSection = BOXED) -> float:
     return judge(Answer(kind, "a", text, truth), settings).reward
 
 
@@ -83,19 +81,6 @@ def closing(text: str) -> int:
     return int(np.flatnonzero(depths == 0)[0])
 
 
-def test_an_empty_answer_is_not_given_by_no_box() -> None:
-    assert reward("boxed", "nothing", "") == 0.0
-
-
-@pytest.mark.parametrize("text", ["{" * 10**8, "\\boxed{" + "}" * 10**8, "\\boxed{28" + " " * 10**8 + "}"])
-def test_a_hundred_megabytes_are_judged_at_once(text: str) -> None:
-    start = time.process_time()
-    assert reward("boxed", text, "28") == float(text.endswith(" }"))
-    for kind in ("numeric", "choice"):
-        reward(kind, text, "2" if kind == "numeric" else "B")
-    assert time.process_time() - start < 2.0
-
-
 # --- numeric ---
 
 
@@ -129,7 +114,7 @@ def test_numbers_are_compared_by_value(text: str, truth: str, wanted: float) -> 
 
 
 def test_the_tolerance_is_relative_above_one() -> None:
-    loose = settings_of(RewardSection(tolerance=0.01))
+    loose = RewardSection(tolerance=0.01)
     assert reward("numeric", "1005", "1000", loose) == 1.0
     assert reward("numeric", "1011", "1000", loose) == 0.0
     assert reward("numeric", "0.009", "0", loose) == 1.0
@@ -180,13 +165,13 @@ def test_a_choice_is_a_letter(text: str, wanted: float) -> None:
     ],
 )
 def test_tags_in_order_each_once(text: str, wanted: float) -> None:
-    settings = settings_of(RewardSection(default="format", format_tags=("think", "answer")))
+    settings = RewardSection(default="format", format_tags=("think", "answer"))
     assert reward("format", text, "", settings) == wanted
     assert not needs_worker("format", settings)
 
 
 def test_the_form_is_mixed_into_every_other_kind() -> None:
-    settings = settings_of(RewardSection(format_tags=("think",), format_weight=0.25))
+    settings = RewardSection(format_tags=("think",), format_weight=0.25)
     right, wrong = "<think>\\boxed{3}</think>", "<think>\\boxed{4}</think>"
     assert reward("numeric", right, "3", settings) == 1.0
     assert reward("numeric", wrong, "3", settings) == 0.25
@@ -196,7 +181,7 @@ def test_the_form_is_mixed_into_every_other_kind() -> None:
 
 
 def test_a_pattern_is_matched_in_a_worker_for_it_may_take_for_ever() -> None:
-    settings = settings_of(RewardSection(format_pattern="<a>.*</a>", format_weight=0.5))
+    settings = RewardSection(format_pattern="<a>.*</a>", format_weight=0.5)
     assert needs_worker("boxed", settings) and needs_worker("format", settings)
     assert reward("boxed", "<a>\n</a>", "3", settings) == 0.5
     assert reward("boxed", "<a>\n</a>.", "3", settings) == 0.0
@@ -215,7 +200,7 @@ def test_a_source_has_its_own_kind_else_the_first_pattern_else_the_default() -> 
 
 
 def test_text_alone_needs_no_server() -> None:
-    bench = standing_bench(RewardSection(by_source={"a": "numeric", "b": "choice"}))
+    bench = standing_judge(RewardSection(by_source={"a": "numeric", "b": "choice"}))
     assert bench.client is None
     assert Scorer(bench, lambda _: prompts()[0], lambda _: "").metrics().keys() == {
         "rollout/rewards_in_tail",
@@ -230,16 +215,6 @@ def test_text_alone_needs_no_server() -> None:
     ("overrides", "message"),
     [
         (["data.reward=math"], "unknown key 'data.reward'; it was removed: use reward.default"),
-        (
-            ["reward.default=maths"],
-            "reward.default = 'maths': input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or "
-            "'function'",
-        ),
-        (
-            ['reward.by_source={a="maths"}'],
-            "reward.by_source.a = 'maths': input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or "
-            "'function'",
-        ),
         (
             ["reward.function=a.py:f"],
             "reward.function = 'a.py:f' judges nothing; set reward.default = 'function', or name sources in "
@@ -284,41 +259,12 @@ def test_text_alone_needs_no_server() -> None:
             ["reward.format_tags=['<think>']", "reward.default=format"],
             "reward.format_tags.0 = '<think>': give a name of letters, digits, '_' and '-', such as think",
         ),
-        (["reward.tolerance=nan"], "reward.tolerance = nan: use a number from 0 to 1000"),
-        (["reward.workers=0"], "reward.workers = 0: use a whole number from 1 to 1024"),
     ],
 )
 def test_mistakes_in_the_configuration(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(TINY, overrides)
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("content", "name", "message"),
-    [
-        (None, "f", "{path}: No such file or directory; give a file that is there"),
-        ("def f(:", "f", "{path} is not Python: invalid syntax (<unknown>, line 1); mend it"),
-        ("def g(): pass", "f", "{path} has no 'f' at its top level; name one that it has"),
-    ],
-)
-def test_a_function_that_is_not_there_is_named_before_anything_starts(
-    tmp_path: Path, content: str | None, name: str, message: str
-) -> None:
-    path = tmp_path / "own.py"
-    if content is not None:
-        path.write_text(content)
-    config = load_config(TINY, ["reward.default=function", f"reward.function={path}:{name}"])
-    with pytest.raises(ConfigError) as caught:
-        read_assets(config, 1)
-    assert str(caught.value) == f"reward.function = '{path}:{name}': " + message.format(path=path)
-
-
-@pytest.mark.parametrize("content", ["def f(): pass", "f = lambda: 1", "from os import getpid as f", "class f: pass"])
-def test_a_function_may_be_made_in_several_ways(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(content)
-    read_assets(load_config(TINY, ["reward.default=function", f"reward.function={path}:f"]), 1)
 
 
 # --- the scorer ---
@@ -345,7 +291,7 @@ def test_rewards_scored_ahead_are_those_scored_after() -> None:
         asked.append(rollout.key.draw)
         return f"\\boxed{{{rollout.key.draw % 3}}}"
 
-    bench = standing_bench(RewardSection())
+    bench = standing_judge(RewardSection())
     after = Scorer(bench, lambda _: prompts()[0], text_of).rewards(rollouts(9))
     assert after.dtype == np.float32 and after.tolist() == [0, 1, 0, 0, 1, 0, 0, 1, 0]
     asked.clear()
@@ -390,7 +336,7 @@ class SlowServer:
 
 def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> None:
     server, section = SlowServer(), RewardSection(by_source={"m": "math"})
-    bench = Bench(section, settings_of(section), server)  # type: ignore[arg-type]
+    bench = Judge(section, server)  # type: ignore[arg-type]
     all_prompts = [*prompts("m"), *prompts("a"), *prompts("m")]
     scorer = Scorer(bench, lambda rollout: all_prompts[rollout.key.draw], lambda rollout: "\\boxed{1}")
     ended = rollouts(3)
@@ -411,7 +357,7 @@ def test_what_needs_a_worker_goes_out_as_it_ends_and_the_rest_stays_here() -> No
 
 
 def test_what_was_not_judged_is_counted_by_reason_with_an_example() -> None:
-    bench = standing_bench(RewardSection(default="numeric"))
+    bench = standing_judge(RewardSection(default="numeric"))
     odd = [dataclasses.replace(prompts()[0], answer="three")]
     scorer = Scorer(bench, lambda _: odd[0], lambda _: "3")
     assert scorer.rewards(rollouts(4)).tolist() == [0.0] * 4
@@ -428,12 +374,3 @@ def test_a_program_that_fails_is_judged_and_whatever_else_fails_is_not(failure: 
     of_a_program = failure in ("cpu", "memory", "asleep", "output", "crash")
     assert (found.total, found.num_responses) == (2 if of_a_program else 3, 3)
     assert f"for one, {failure}" in found.explain()
-
-
-def test_the_commonest_reason_comes_first() -> None:
-    few, many = Verdict.failed(Failure.CRASH, "status 3"), Verdict.failed(Failure.ERROR, "KeyError")
-    found = joined([count_unjudged([("math", few), ("math", many)]), count_unjudged([("math", many)])])
-    assert found.explain() == (
-        "(2) reward.function failed; fix it; for one, KeyError; (1) the process that judged them ended; see whether "
-        "reward.function crashes or calls os._exit; for one, status 3"
-    )

@@ -16,12 +16,11 @@ from attacks import ASSERTED, ATTACKS, CALLED, DOUBLE, FORGERIES, HONEST, Attack
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.code import passes_tests
-from tlt_hpc.rewards.sandbox.outside import Limits, Outcome, Sandbox, SandboxError, Template, working_template
-from tlt_hpc.rewards.standing import settings_of
+from tlt_hpc.rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, SandboxError, Template, working_template
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = Limits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6, asleep_seconds=0.5)
-SETTINGS = settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256))
+LIMITS = ProgramLimits(cpu_seconds=0.3, memory_bytes=2**28, output_bytes=10**6, asleep_seconds=0.5)
+SETTINGS = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
 SYSTEM_PYTHON = "/usr/bin/python3"
 
 
@@ -52,7 +51,7 @@ def test_attack(attack: Attack, secret: Path, template: Template) -> None:
     code = attack.code.replace("{secret}", str(secret)).replace("{pid}", str(os.getpid()))
     with Sandbox(template) as sandbox:
         outcome = sandbox.run(code, "3", LIMITS)
-        honest = sandbox.run("print(int(input()) * 2)", "21", Limits(5.0, 2**28, 1000))
+        honest = sandbox.run("print(int(input()) * 2)", "21", ProgramLimits(5.0, 2**28, 1000))
     assert "breached" not in outcome.output
     assert attack.says in outcome.output
     assert outcome.failure == attack.failure
@@ -85,7 +84,7 @@ def test_a_judge_that_is_killed_takes_the_program_with_it() -> None:
     program = (
         "from tlt_hpc.rewards.sandbox.outside import *\n"
         "s = Sandbox(Template()); print('up', flush=True)\n"
-        "s.run('while True: pass', '', Limits(60.0, 2**28, 1000))\n"
+        "s.run('while True: pass', '', ProgramLimits(60.0, 2**28, 1000))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     judge = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
@@ -156,7 +155,7 @@ def sandbox_as(*prefix: str, python: str = SYSTEM_PYTHON) -> subprocess.Complete
         "                 ' [os.statvfs(f).f_flag & 1 for f in (\"/\", os.__file__, \"/tmp\")])',\n"
         "                 'open(\"/etc/passwd\")',\n"
         "                 'print(int(input()) * 2)'):\n"
-        "        print(s.run(code, '21', Limits(2.0, 2**28, 1000)))\n"
+        "        print(s.run(code, '21', ProgramLimits(2.0, 2**28, 1000)))\n"
     )  # fmt: skip
     command = [*prefix, python, "-B", "-c", program]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)

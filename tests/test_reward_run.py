@@ -166,7 +166,7 @@ def test_a_function_that_fails_at_import_ends_the_job_with_one_line_and_nothing_
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("tlt: ")]
     assert line == (
         f"tlt: rank 0 on {socket.gethostname()}: reward.function = {spec!r} cannot be loaded: RuntimeError: planted; "
-        "mend the file"
+        "fix the file"
     )
     assert not (tmp_path / "runs").exists()
 

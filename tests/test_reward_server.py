@@ -16,11 +16,10 @@ import pytest
 from tlt_hpc.config import RewardSection, UserError
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient, server_environment
-from tlt_hpc.rewards.code import extract_program, passes_tests, read_tests, same_output
+from tlt_hpc.rewards.code import extract_program, passes_tests, same_output
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 from tlt_hpc.rewards.sandbox.outside import Template
 from tlt_hpc.rewards.sandbox.values import decode, encode
-from tlt_hpc.rewards.standing import settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = """
@@ -68,7 +67,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def client_of(own: str, **changes: object) -> RewardClient:
     given = {"default": "function", "function": own, "cpu_seconds": 1.0, "memory_mb": 512}
-    client = RewardClient(settings_of(RewardSection.model_validate(given | changes)))
+    client = RewardClient(RewardSection.model_validate(given | changes))
     client.wait_until_ready()
     return client
 
@@ -157,10 +156,6 @@ def group_members(server: int) -> list[int]:
     return found
 
 
-def test_no_answer_sees_what_another_left(client: RewardClient) -> None:
-    assert [verdict.reward for verdict in ask(client, "state", "state", "state")] == [1, 1, 1]
-
-
 def test_a_worker_that_is_killed_is_a_crash(own: str) -> None:
     client = client_of(own, workers=1)
     numbers = [client.submit(Answer("function", "own", text, "")) for text in ("sleep", "ab")]
@@ -203,21 +198,14 @@ def test_a_server_that_stands_still_is_replaced(own: str, monkeypatch: pytest.Mo
     client.close()
 
 
-def test_signals_for_the_job_are_none_of_the_servers(client: RewardClient) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(client.server_pid, number)
-    assert ask(client, "four") == [Verdict(4.0)]
-    assert client.num_restarts == 0
-
-
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str, is_stopped: bool) -> None:
     program = (
         "import sys, time\n"
         "from tlt_hpc.config import RewardSection\n"
         "from tlt_hpc.rewards.answer import Answer\n"
-        "from tlt_hpc.rewards.standing import standing_bench\n"
-        f"client = standing_bench(RewardSection(default='function', function={own!r})).client\n"
+        "from tlt_hpc.rewards.standing import standing_judge\n"
+        f"client = standing_judge(RewardSection(default='function', function={own!r})).client\n"
         "client.wait_until_ready()\n"
         "client.submit(Answer('function', 'own', 'sleep', ''))\n"
         "print(client.server_pid, flush=True)\n"
@@ -257,37 +245,16 @@ def test_handing_over_never_waits(own: str) -> None:
     client.close()
 
 
-def test_a_function_made_by_a_decorator_is_what_is_called(tmp_path: Path) -> None:
-    """The decorator takes verl's arguments; what it wraps has others."""
-    (tmp_path / "own.py").write_text(
-        "import functools\n"
-        "def adapted(inner):\n"
-        "    @functools.wraps(inner)\n"
-        "    def outer(data_source, solution_str, ground_truth, extra_info): return inner(solution_str)\n"
-        "    return outer\n"
-        "@adapted\n"
-        "def compute_score(text): return float(len(text))\n"
-    )
-    client = client_of(f"{tmp_path / 'own.py'}:compute_score")
-    assert ask(client, "four") == [Verdict(4.0)]
-    client.close()
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("import nowhere_to_be_found", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("def another(): return 0.0", "AttributeError: {path} has no 'compute_score' at its top level"),
         ("compute_score = 3", "TypeError: compute_score is a int and cannot be called"),
         (
             "def compute_score(completions, **kwargs): return [0.0]",  # TRL's
             "TypeError: compute_score cannot be called with data_source, solution_str, ground_truth, extra_info by "
             "name: missing a required argument: 'completions'",
-        ),
-        (
-            "def compute_score(solution_str, ground_truth): return 0.0",
-            "TypeError: compute_score cannot be called with data_source, solution_str, ground_truth, extra_info by "
-            "name: got an unexpected keyword argument 'data_source'",
         ),
         ("raise SystemExit(1)", "RuntimeError: it calls sys.exit(1)"),
         ("import os; os._exit(3)", None),
@@ -300,11 +267,12 @@ def test_a_function_that_cannot_be_loaded_is_one_line(tmp_path: Path, content: s
         client_of(spec)
     if message is None:
         assert str(caught.value) == (
-            "the server of rewards ended with status 3 before it was ready; what it said stands above: mend that, or "
+            "the server of rewards ended with status 3 before it was ready; what it said is above: fix that, or "
             "try `python -m tlt_hpc.rewards.server 0` by hand"
         )
     else:
-        assert str(caught.value) == f"reward.function = {spec!r} cannot be loaded: {message}; mend the file"
+        reason = message.replace("{path}", spec.partition(":")[0])
+        assert str(caught.value) == f"reward.function = {spec!r} cannot be loaded: {reason}; fix the file"
 
 
 def test_the_server_gets_the_variables_that_python_needs_and_no_other() -> None:
@@ -334,9 +302,8 @@ import sys
 from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards.answer import Answer
 from tlt_hpc.rewards.client import RewardClient
-from tlt_hpc.rewards.standing import settings_of
 
-client = RewardClient(settings_of(RewardSection(default="function", function=sys.argv[1])))
+client = RewardClient(RewardSection(default="function", function=sys.argv[1]))
 client.wait_until_ready()
 number = client.submit(Answer("function", "own", "text", "truth"))
 print(client.wait([number])[number].reward)
@@ -367,7 +334,7 @@ def test_the_server_is_no_part_of_the_rank(client: RewardClient) -> None:
 
 @pytest.fixture(scope="module")
 def mathematician() -> Iterator[RewardClient]:
-    client = RewardClient(settings_of(RewardSection(default="math", cpu_seconds=1.0, memory_mb=512)))
+    client = RewardClient(RewardSection(default="math", cpu_seconds=1.0, memory_mb=512))
     client.wait_until_ready()
     yield client
     client.close()
@@ -385,18 +352,6 @@ def test_mathematics_compares_values(mathematician: RewardClient) -> None:
         ("no idea", "3", 0.0),
     ]:
         assert ask(mathematician, text, kind="math", truth=truth) == [Verdict(reward)], (text, truth)
-
-
-def test_an_answer_that_is_no_mathematics_is_counted(mathematician: RewardClient) -> None:
-    (verdict,) = ask(mathematician, "\\boxed{3}", kind="math", truth="$$")
-    assert verdict == Verdict.failed(Failure.UNREADABLE, "answer '$$' cannot be read as mathematics")
-
-
-def test_a_bomb_of_an_expression_takes_its_cpu_time_and_no_more(mathematician: RewardClient) -> None:
-    bombs = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{" + "(" * 5000 + "}"]
-    verdicts = ask(mathematician, *bombs, "\\boxed{3}", kind="math", truth="3")
-    assert [verdict.reward for verdict in verdicts] == [0, 0, 1]
-    assert verdicts[0].failure == Failure.CPU
 
 
 def test_answers_that_share_a_process_are_judged_as_if_alone(mathematician: RewardClient) -> None:
@@ -436,7 +391,7 @@ def test_verdicts_depend_on_neither_the_number_of_workers_nor_the_load_nor_the_o
 
 @pytest.fixture(scope="module")
 def coder() -> Iterator[RewardClient]:
-    client = RewardClient(settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)))
+    client = RewardClient(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256))
     client.wait_until_ready()
     yield client
     client.close()
@@ -523,7 +478,7 @@ def test_values_of_other_types_do_not() -> None:
 # --- programs ---
 
 UNEQUAL = "'inputs' and 'outputs' must be lists of one length, with one test or more"
-CODE = settings_of(RewardSection(default="code", cpu_seconds=2.0, memory_mb=256))
+CODE = RewardSection(default="code", cpu_seconds=2.0, memory_mb=256)
 
 
 @pytest.fixture(scope="module")
@@ -576,7 +531,7 @@ def test_programs_are_judged_by_their_tests(template: Template, program: str, tr
 
 def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> None:
     program = "import time\nwhile time.process_time() < 0.1: pass\nprint(1)"
-    limited = settings_of(RewardSection(default="code", cpu_seconds=0.5))
+    limited = RewardSection(default="code", cpu_seconds=0.5)
     truth = json.dumps({"inputs": [""] * 2, "outputs": ["1"] * 2})
     assert passes_tests(program, truth, limited, template) == Verdict(1.0)
     truth = json.dumps({"inputs": [""] * 9, "outputs": ["1"] * 9})
@@ -601,11 +556,6 @@ def test_tests_that_cannot_be_read(template: Template, truth: str, trouble: str)
     assert passes_tests("pass", truth, CODE, template) == Verdict.failed(
         Failure.UNREADABLE, f"tests {truth[:80]!r}: {trouble}"
     )
-
-
-def test_tests_in_json_in_json() -> None:
-    tree = json.dumps({"inputs": ["1"], "outputs": ["2"]})
-    assert read_tests(json.dumps(tree)) == read_tests(tree)
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
-from tlt_hpc.rewards.scorer import Bench
-from tlt_hpc.rewards.standing import standing_bench
+from tlt_hpc.rewards.scorer import Judge
+from tlt_hpc.rewards.standing import standing_judge
 from tlt_hpc.rl.correction import MismatchWatch
 from tlt_hpc.rl.distributed import join_process_group, replica_sum
 from tlt_hpc.rl.policy import Policy
@@ -242,7 +242,7 @@ class Job(Session):
     policy: Policy
     checkpoints: CheckpointStore
     drafting: Drafting | None
-    bench: Bench
+    bench: Judge
     """What gives responses their rewards; its server outlives the job, for further ones of this process."""
     mismatch: MismatchWatch
     meter: Meter
@@ -325,13 +325,13 @@ def look_around(world: World, device: torch.device) -> tuple[Meter, Environment 
     return meter, find_environment(world, places, torch.version.cuda or "", told_kinds(reaches))
 
 
-def open_bench(config: Config, world: World) -> Bench:
+def open_bench(config: Config, world: World) -> Judge:
     """What this rank judges responses with, ready to; collective where it has a server.
 
     Raises:
         ConfigError: on all ranks, where a rank's server cannot judge what it is asked to.
     """
-    bench = standing_bench(config.reward)
+    bench = standing_judge(config.reward)
     client = bench.client
     if client is None:
         return bench

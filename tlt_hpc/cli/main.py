@@ -584,11 +584,11 @@ def run_alone(command: Callable[[argparse.Namespace], int | None], options: argp
 
 def start_rewards(config: Config) -> None:
     """Start what judges responses as the first thing that a rank does: a process that has MPI should start no other."""
-    from tlt_hpc.rewards.standing import standing_bench, without_form
+    from tlt_hpc.rewards.standing import standing_judge, without_form
 
-    standing_bench(config.reward)
+    standing_judge(config.reward)
     if config.evaluation.every_steps:
-        standing_bench(without_form(config.reward))
+        standing_judge(without_form(config.reward))
 
 
 def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> World:

@@ -137,6 +137,11 @@ class RewardSection(Section):
     """Memory for one response, in addition to that of an idle worker; beyond it the reward is 0."""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds that responses may be scored by, sorted."""
+        return tuple(sorted({self.default, *self.by_source.values()}))
+
+    @property
     def wall_seconds(self) -> float:
         """Limit for what uses no CPU time, such as a function that waits; far out, so that load decides no verdict."""
         return min(60 * self.cpu_seconds, MAX_SECONDS)

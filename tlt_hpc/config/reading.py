@@ -111,7 +111,7 @@ def _drop_removed(tree: dict[str, Any]) -> None:
         if not isinstance(values, dict) or key not in values or key in SECTIONS[section].model_fields:
             continue
         value = values.pop(key)
-        if not removed.accepts(value):
+        if not removed.accepts(value, values):
             raise ConfigError(
                 f"{name} = {_shown(value)} is of an earlier version, and tlt_hpc {__version__} has no such key "
                 f"({removed.instead}); open the run with the version that environment.jsonl names beside it"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 
@@ -17,12 +19,15 @@ class Removed:
     default: Any
     instead: str
     any_value: bool = False
+    of: Callable[[Mapping[str, Any]], Any] | None = None
+    """The value that later versions act on, given the section's other keys; instead of ``default``."""
 
     # any_value: keys that no step of a training depends on, so that the run can be read and resumed in any case
 
-    def accepts(self, value: object) -> bool:
-        """Whether a run that was saved with ``value`` can be read without the key."""
-        return self.any_value or (type(value) is type(self.default) and value == self.default)
+    def accepts(self, value: object, others: Mapping[str, Any] = MappingProxyType({})) -> bool:
+        """Whether a run that was saved with ``value``, and ``others`` in the section, can be read without the key."""
+        default = self.of(others) if self.of else self.default
+        return self.any_value or (type(value) is type(default) and value == default)
 
 
 _ABLATION = "`tlt ablate` alone trains the drafter in other ways"
@@ -33,7 +38,9 @@ REMOVED: dict[str, Removed] = {
     "data.curriculum": Removed("", "epochs are shuffled; train in stages, each with its own data.source"),
     "data.template_date": Removed("2024-07-26", "chat templates always get this date (TEMPLATE_DATE in data/chat.py)"),
     "data.task_size": Removed(10_000, "give size in data.task_args"),
-    "reward.wall_seconds": Removed(300.0, "it is 60 times reward.cpu_seconds"),
+    "reward.wall_seconds": Removed(
+        300.0, "it is 60 times reward.cpu_seconds", of=lambda reward: 60.0 * reward.get("cpu_seconds", 5.0)
+    ),
     "rollout.prefill_tokens": Removed(4096, "it is always 4096", any_value=True),
     "rollout.tie_guard": Removed("auto", "the guard is on for model.dtype = 'float32', and off for 'bfloat16'"),
     "speculation.chooser": Removed("goodput", "strategies are always chosen by goodput", any_value=True),

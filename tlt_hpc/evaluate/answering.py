@@ -13,7 +13,7 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rewards.answer import Verdict
 from tlt_hpc.rewards.judge import judge
-from tlt_hpc.rewards.scorer import Bench
+from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import Session, hidden_files, text_of
 from tlt_hpc.storage.evaluation_log import JudgedResponse
@@ -28,7 +28,7 @@ _UNITS = 8
 def answer(
     session: Session,
     engine: RolloutEngine,
-    bench: Bench,
+    bench: Judge,
     wanted: Sequence[Wanted],
     folder: EvaluationFolder,
     done: Container[SampleKey],
@@ -123,7 +123,7 @@ class _Judging:
         self,
         session: Session,
         engine: RolloutEngine,
-        bench: Bench,
+        bench: Judge,
         prompts: dict[SampleKey, Prompt],
         pieces: PieceWriter,
     ) -> None:

@@ -15,7 +15,7 @@ from tlt_hpc.evaluate.requests import Wanted
 from tlt_hpc.evaluate.votes import VOTING_KINDS, Ballot, Pair, count_votes
 from tlt_hpc.rewards.answer import Answer
 from tlt_hpc.rewards.judge import SAME_MATH
-from tlt_hpc.rewards.scorer import Bench
+from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 
 
@@ -44,7 +44,7 @@ def tally(
     sets: EvaluationSets,
     wanted: Sequence[Wanted],
     responses: Mapping[SampleKey, JudgedResponse],
-    bench: Bench,
+    bench: Judge,
     tokenizer: Tokenizer,
     ks: Sequence[int],
 ) -> Results:
@@ -100,7 +100,7 @@ def is_right(response: JudgedResponse) -> bool:
 
 
 def votes_of(
-    wanted: Sequence[Wanted], responses: Sequence[Sequence[JudgedResponse]], bench: Bench, tokenizer: Tokenizer
+    wanted: Sequence[Wanted], responses: Sequence[Sequence[JudgedResponse]], bench: Judge, tokenizer: Tokenizer
 ) -> list[list[int | None] | None]:
     """Which responses to each prompt answer alike; None where its kind of reward cannot tell."""
     ballots: list[Ballot | None] = []
@@ -113,7 +113,7 @@ def votes_of(
     return [None if ballot is None else ballot.votes for ballot in ballots]
 
 
-def same_math(bench: Bench, pairs: Sequence[Pair]) -> list[bool | None]:
+def same_math(bench: Judge, pairs: Sequence[Pair]) -> list[bool | None]:
     """Whether both of each pair answer alike, by the server of rewards; None where the first gives no answer."""
     assert bench.client is not None, "answers of mathematics have a server"
     numbers = [bench.client.submit(Answer(SAME_MATH, "", text, other)) for text, other in pairs]

@@ -24,7 +24,7 @@ from tlt_hpc.models.folder import find_model
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import open_checked_sets
-from tlt_hpc.rewards.scorer import Bench
+from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.rewards.standing import without_form
 from tlt_hpc.session import Job, open_bench
 
@@ -41,7 +41,7 @@ class TrainingEvaluation:
 
     sets: EvaluationSets
     wanted: list[Wanted]
-    bench: Bench
+    bench: Judge
 
     def is_due(self, job: Job, step: int) -> bool:
         """Whether the policy after ``step`` steps is to be judged."""

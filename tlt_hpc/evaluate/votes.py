@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from tlt_hpc.config import RewardSection
 from tlt_hpc.evaluate.figures import RIGHT
-from tlt_hpc.rewards.answer import Settings
 from tlt_hpc.rewards.text import BOX, TAIL_CHARACTERS, boxed_answer, last_box, letter_of, number_of
 
 VOTING_KINDS = ("boxed", "math", "numeric", "choice")
@@ -22,7 +22,7 @@ SameMath = Callable[[Sequence[Pair]], Sequence[bool | None]]
 class Ballot:
     """The responses to one prompt."""
 
-    def __init__(self, kind: str, texts: Sequence[str], rights: Sequence[bool], settings: Settings) -> None:
+    def __init__(self, kind: str, texts: Sequence[str], rights: Sequence[bool], settings: RewardSection) -> None:
         wrong = {text for text, is_right in zip(texts, rights, strict=True) if not is_right}
         self._answers = {text: answer_of(kind, text) for text in sorted(wrong)}
         self._texts, self._rights, self._settings, self._kind = texts, rights, settings, kind

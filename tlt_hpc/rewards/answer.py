@@ -1,4 +1,4 @@
-"""What passes between those who ask for a reward and those who judge: answers, verdicts, settings. Knows no kind."""
+"""What passes between those who ask for a reward and those who judge: answers and verdicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-MOST_CHARACTERS = 4_000_000
+MAX_CHARACTERS = 4_000_000
 """Of a response that a worker judges: a longer one has reward 0. 32,768 tokens make a thirtieth of it."""
 
 
@@ -36,7 +36,7 @@ class Failure(StrEnum):
 
 
 class JudgeError(Exception):
-    """What keeps answers from being judged and the user can mend; its text is one line with the remedy."""
+    """What keeps answers from being judged and the user can fix; its text is one line with the remedy."""
 
 
 @dataclass(frozen=True)
@@ -72,30 +72,3 @@ class Verdict:
         """Read back what ``to_json`` gave."""
         failure = Failure(tree["failure"]) if tree["failure"] is not None else None
         return cls(float(tree["reward"]), failure, str(tree["detail"]))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How answers are judged: what a server is started with."""
-
-    kinds: tuple[str, ...]
-    """All that may be asked for."""
-    function: str
-    tolerance: float
-    format_pattern: str
-    format_tags: tuple[str, ...]
-    format_weight: float
-    workers: int
-    cpu_seconds: float
-    memory_mb: int
-    wall_seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Settings:
-        """Read back what ``to_json`` gave."""
-        lists = {name: tuple(tree[name]) for name in ("kinds", "format_tags")}
-        return cls(**{**tree, **lists})

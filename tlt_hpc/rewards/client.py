@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.config import UserError
-from tlt_hpc.rewards.answer import MOST_CHARACTERS, Answer, Failure, Settings, Verdict
+from tlt_hpc.config import RewardSection, UserError
+from tlt_hpc.rewards.answer import MAX_CHARACTERS, Answer, Failure, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
 
 _PASSED = frozenset({
@@ -42,7 +42,7 @@ _STALLED_SECONDS = 60.0
 class RewardClient:
     """Hands answers to this rank's server and keeps the verdicts."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RewardSection) -> None:
         self._settings = settings
         self._number = 0
         self._waiting: deque[int] = deque()
@@ -86,7 +86,7 @@ class RewardClient:
     def submit(self, answer: Answer) -> int:
         """Have an answer judged; the number that its verdict will have."""
         self._number += 1
-        if len(answer.text) > MOST_CHARACTERS:
+        if len(answer.text) > MAX_CHARACTERS:
             self._verdicts[self._number] = Verdict.failed(Failure.SIZE, f"a response of {len(answer.text)} characters")
             return self._number
         self._answers[self._number] = answer
@@ -168,7 +168,7 @@ class RewardClient:
         self._is_ready = False
         self._heard_at = time.monotonic()
         self._incoming = FrameBuffer()
-        self._outgoing = bytearray(pack(self._settings.to_json()))
+        self._outgoing = bytearray(pack(self._settings.model_dump_json()))
 
     def _restart(self) -> None:
         """Start the server again, with what it had; what it died of alone is not tried a third time."""
@@ -176,8 +176,8 @@ class RewardClient:
         status = self._end()
         if not self._is_ready:
             raise UserError(
-                f"the server of rewards ended with status {status} before it was ready; what it said stands above: "
-                "mend that, or try `python -m tlt_hpc.rewards.server 0` by hand"
+                f"the server of rewards ended with status {status} before it was ready; what it said is above: "
+                "fix that, or try `python -m tlt_hpc.rewards.server 0` by hand"
             )
         self.num_restarts += 1
         lost = list(self._at_server)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from tlt_hpc.rewards.answer import Failure, Settings, Verdict
-from tlt_hpc.rewards.sandbox.outside import Limits, Outcome, Sandbox, Template
+from tlt_hpc.config import RewardSection
+from tlt_hpc.rewards.answer import Failure, Verdict
+from tlt_hpc.rewards.sandbox.outside import Outcome, ProgramLimits, Sandbox, Template
 from tlt_hpc.rewards.sandbox.values import decode, encode
 
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -40,17 +41,17 @@ class Tests:
 class _Budget:
     """What is left of an answer's CPU time over its tests."""
 
-    settings: Settings
+    settings: RewardSection
     used: float = field(default=0.0)
 
-    def limits(self, expected: str) -> Limits:
+    def limits(self, expected: str) -> ProgramLimits:
         """For the next test."""
         left = max(0.0, self.settings.cpu_seconds - self.used)
         # UTF-8 takes four bytes a character at most
-        return Limits(left, self.settings.memory_mb * 2**20, 4 * len(expected) * 2 + _SPARE_OUTPUT_BYTES)
+        return ProgramLimits(left, self.settings.memory_mb * 2**20, 4 * len(expected) * 2 + _SPARE_OUTPUT_BYTES)
 
 
-def passes_tests(text: str, truth: str, settings: Settings, template: Template) -> Verdict:
+def passes_tests(text: str, truth: str, settings: RewardSection, template: Template) -> Verdict:
     """1.0 where the response's program passes all tests.
 
     Raises:

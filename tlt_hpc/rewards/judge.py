@@ -1,14 +1,14 @@
-"""Owns which judge an answer goes to, and how its form is mixed in. Knows no process: the caller sets the limits."""
+"""Owns which judge an answer goes to, and how its form is mixed in."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from tlt_hpc.config import RewardSection
 from tlt_hpc.rewards import text
-from tlt_hpc.rewards.answer import Answer, Settings, Verdict
+from tlt_hpc.rewards.answer import Answer, Verdict
 from tlt_hpc.rewards.functions import RewardFunction, call_function
 from tlt_hpc.rewards.sandbox.outside import Template
 
@@ -26,40 +26,36 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
     return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)
 
 
-def needs_worker(kind: str, settings: Settings) -> bool:
+def needs_worker(kind: str, settings: RewardSection) -> bool:
     """Whether an answer of the kind is judged in a process of its own."""
     has_form = kind == "format" or settings.format_weight > 0
     return kind in WORKER_KINDS or (has_form and bool(settings.format_pattern))  # a pattern may take for ever
 
 
-@dataclass(frozen=True)
-class Means:
-    """What only a server has, for kinds that need it."""
+def judge(
+    answer: Answer, settings: RewardSection, function: RewardFunction | None = None, template: Template | None = None
+) -> Verdict:
+    """An answer's reward, its form mixed in; if it could not be judged its form does not count either.
 
-    function: RewardFunction | None = None
-    template: Template | None = None
-
-
-NO_MEANS = Means()
-
-
-def judge(answer: Answer, settings: Settings, means: Means = NO_MEANS) -> Verdict:
-    """An answer's reward, its form mixed in; where it could not be judged its form does not count either."""
-    verdict = _judge(answer, settings, means)
+    ``function`` and ``template`` are what only a server has, for the kinds that need them.
+    """
+    verdict = _judge(answer, settings, function, template)
     if verdict.failure or answer.kind in ("format", SAME_MATH) or not settings.format_weight:
         return verdict
     weight = settings.format_weight
     return Verdict((1 - weight) * verdict.reward + weight * form(answer.text, settings))
 
 
-def form(response: str, settings: Settings) -> float:
+def form(response: str, settings: RewardSection) -> float:
     """1.0 where the response looks as the settings say."""
     if settings.format_pattern:
         return float(re.fullmatch(settings.format_pattern, response, re.DOTALL) is not None)
     return text.tags(response, settings.format_tags)
 
 
-def _judge(answer: Answer, settings: Settings, means: Means) -> Verdict:
+def _judge(
+    answer: Answer, settings: RewardSection, function: RewardFunction | None, template: Template | None
+) -> Verdict:
     match answer.kind:
         case "boxed":
             return text.boxed(answer.text, answer.truth)
@@ -80,9 +76,9 @@ def _judge(answer: Answer, settings: Settings, means: Means) -> Verdict:
         case "code":
             from tlt_hpc.rewards.code import passes_tests
 
-            assert means.template is not None
-            return passes_tests(answer.text, answer.truth, settings, means.template)
+            assert template is not None
+            return passes_tests(answer.text, answer.truth, settings, template)
         case "function":
-            assert means.function is not None
-            return call_function(means.function, answer)
+            assert function is not None
+            return call_function(function, answer)
     raise AssertionError(f"no judge for {answer.kind!r}")

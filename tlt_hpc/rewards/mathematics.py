@@ -15,33 +15,20 @@ _USUAL = (
     ("so $\\boxed{\\frac{2}{4}}$", "\\frac{1}{2}"),
     ("$\\frac{2\\sqrt{2}}{2}$", "\\sqrt{2}"),
     ("\\boxed{(x+1)^2}", "x^2+2x+1"),
-    ("\\boxed{(1,2]}", "(1,2]"),
-    ("$[0,\\infty)$", "[0,\\infty)"),
-    ("$(-\\infty,1)\\cup(2,3)$", "(-\\infty,1)\\cup(2,3)"),
+    ("$(-\\infty,1)\\cup(2,3]$", "(-\\infty,1)\\cup(2,3]"),
     ("\\boxed{y = 2x}", "y=2x"),
-    ("$x_1=2$", "x_1=2"),
-    ("$x < 3$", "x<3"),
     ("$x \\ge 3$", "x\\geq 3"),
     ("\\boxed{\\{1, 2\\}}", "\\{1,2\\}"),
     ("\\boxed{(1,2)}", "(1,2)"),
-    ("\\boxed{3\\pi}", "3\\pi"),
-    ("50\\%", "50\\%"),
     ("\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
-    ("$\\sin(x)$", "\\sin x"),
-    ("$\\frac{\\ln 3}{\\ln 2}$", "\\log_2 3"),
-    ("1024", "2^{10}"),
+    ("$\\sin(x) + \\frac{\\ln 3}{\\ln 2}$", "\\sin x + \\log_2 3"),
     ("1234", "1,234"),
     ("\\boxed{\\text{A}}", "\\text{A}"),
-    ("\\boxed{1+2i}", "1+2i"),
-    ("$e^{-x}$", "e^{-x}"),
-    ("10 cm", "10 \\text{ cm}"),
-    ("$-a/b$", "-\\frac{a}{b}"),
-    ("10", "\\binom{5}{2}"),
+    ("50\\%", "50\\%"),
     ("120", "5!"),
-    ("$|x|$", "|x|"),
     ("so 3 or $x^2+\\sqrt{2}$", "x^2+1.41"),
 )
-"""Answers of every usual form. What parsing one has left in caches makes the next like it three times as fast."""
+"""Answers of usual forms. What parsing one has left in caches makes the next like it three times as fast."""
 
 
 def equal_as_mathematics(text: str, truth: str) -> Verdict:

@@ -1,7 +1,4 @@
-"""Owns the rewards of one step's responses: which were found while the rank did other things, and which are left.
-
-Knows neither how a response is judged nor what the others' rewards are.
-"""
+"""The rewards of one step's responses: which were found while the rank did other things, and which are left."""
 
 from __future__ import annotations
 
@@ -15,27 +12,26 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import Prompt, Rollout, SampleKey
 from tlt_hpc.config import RewardSection
-from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
+from tlt_hpc.rewards import judge as kinds
+from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.client import RewardClient
-from tlt_hpc.rewards.judge import judge, kind_for, needs_worker
 from tlt_hpc.rewards.unjudged import Unjudged, count_unjudged
 
 
 @dataclass(frozen=True)
-class Bench:
-    """All that a rank judges with: the rules, and its server where a kind needs one. Lives as long as the job."""
+class Judge:
+    """All that a rank judges with: the rules, and its server if a kind needs one. Lives as long as the job."""
 
-    section: RewardSection
-    settings: Settings
+    settings: RewardSection
     client: RewardClient | None
 
     def kind_of(self, prompt: Prompt) -> str:
         """The kind that judges responses to the prompt."""
-        return kind_for(prompt.source, self.section.default, self.section.by_source)
+        return kinds.kind_for(prompt.source, self.settings.default, self.settings.by_source)
 
     def needs_worker(self, prompt: Prompt) -> bool:
         """Whether responses to the prompt go to the server."""
-        return needs_worker(self.kind_of(prompt), self.settings)
+        return kinds.needs_worker(self.kind_of(prompt), self.settings)
 
     def answer(self, prompt: Prompt, text: str) -> Answer:
         """A response to the prompt as it is judged."""
@@ -50,8 +46,8 @@ class Scorer:
     the response alone, so when it is found makes no difference.
     """
 
-    def __init__(self, bench: Bench, prompt_of: Callable[[Rollout], Prompt], text_of: Callable[[Rollout], str]) -> None:
-        self._bench, self._prompt_of, self._text_of = bench, prompt_of, text_of
+    def __init__(self, judge: Judge, prompt_of: Callable[[Rollout], Prompt], text_of: Callable[[Rollout], str]) -> None:
+        self._judge, self._prompt_of, self._text_of = judge, prompt_of, text_of
         self._verdicts: dict[SampleKey, Verdict] = {}
         self._numbers: dict[SampleKey, int] = {}
         """At the server, by their number there."""
@@ -61,18 +57,15 @@ class Scorer:
         self.seconds_ahead = 0.0
         self.seconds_waited = 0.0
         """Spent in ``rewards`` on verdicts that were not there yet."""
-        if bench.client:
-            bench.client.forget()  # what a rollout that was cut short has left
+        if judge.client:
+            judge.client.forget()  # what a rollout that was cut short has left
 
     def offer(self, finished: Sequence[Rollout]) -> None:
         """Hand over what has ended since the last call and needs a worker, and take verdicts; never waits."""
-        if self._bench.client is None:
-            return
-        for rollout in finished[self._num_seen :]:
-            if self._bench.needs_worker(self._prompt_of(rollout)):
-                self._numbers[rollout.key] = self._bench.client.submit(self._answer(rollout))
-        self._num_seen = len(finished)
-        self._bench.client.pump()
+        if self._judge.client is not None:
+            self._hand_over(self._judge.client, finished[self._num_seen :])
+            self._num_seen = len(finished)
+            self._judge.client.pump()
 
     def has_unscored(self, finished: Sequence[Rollout]) -> bool:
         """Whether some of the responses are to be judged here and were not yet."""
@@ -86,7 +79,7 @@ class Scorer:
             if is_over():
                 break
             if rollout.key not in self._numbers:
-                self._judge(rollout)
+                self._judge_here(rollout)
         self.num_ahead += len(self._verdicts) - before
         self.seconds_ahead += time.perf_counter() - start
 
@@ -96,14 +89,14 @@ class Scorer:
         Raises:
             UserError: the server cannot be started again.
         """
-        if self._bench.client is not None:
-            self.num_ahead += self._bench.client.num_judged
-            self._hand_over(rollouts)
+        if self._judge.client is not None:
+            self.num_ahead += self._judge.client.num_judged
+            self._hand_over(self._judge.client, rollouts)
         for rollout in rollouts:
             if rollout.key not in self._numbers:
-                self._judge(rollout)
-        if self._bench.client is not None:
-            self._await(self._bench.client)
+                self._judge_here(rollout)
+        if self._judge.client is not None:
+            self._await(self._judge.client)
         return np.array([self._verdicts[rollout.key].reward for rollout in rollouts], dtype=np.float32)
 
     def metrics(self) -> dict[str, float]:
@@ -112,7 +105,7 @@ class Scorer:
             "rollout/rewards_in_tail": float(self.num_ahead),
             "rollout/rewards_in_tail_seconds": self.seconds_ahead,
         }
-        if self._bench.client is None:
+        if self._judge.client is None:
             return figures
         counted = Counter(verdict.failure for verdict in self._verdicts.values())
         failed = {f"reward/failed/{failure}": float(counted[failure]) for failure in Failure}
@@ -120,14 +113,12 @@ class Scorer:
 
     def unjudged(self, rollouts: Sequence[Rollout]) -> Unjudged:
         """Those of the responses that were not judged; all have their rewards."""
-        return count_unjudged((self._bench.kind_of(self._prompt_of(r)), self._verdicts[r.key]) for r in rollouts)
+        return count_unjudged((self._judge.kind_of(self._prompt_of(r)), self._verdicts[r.key]) for r in rollouts)
 
-    def _hand_over(self, rollouts: Sequence[Rollout]) -> None:
-        """What ended with the rollout and was not offered."""
-        assert self._bench.client is not None
+    def _hand_over(self, client: RewardClient, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            if rollout.key not in self._numbers and self._bench.needs_worker(self._prompt_of(rollout)):
-                self._numbers[rollout.key] = self._bench.client.submit(self._answer(rollout))
+            if rollout.key not in self._numbers and self._judge.needs_worker(self._prompt_of(rollout)):
+                self._numbers[rollout.key] = client.submit(self._answer(rollout))
 
     def _await(self, client: RewardClient) -> None:
         start = time.perf_counter()
@@ -136,9 +127,9 @@ class Scorer:
         self._verdicts |= {key: verdicts[number] for key, number in pending.items()}
         self.seconds_waited += time.perf_counter() - start
 
-    def _judge(self, rollout: Rollout) -> None:
+    def _judge_here(self, rollout: Rollout) -> None:
         if rollout.key not in self._verdicts:
-            self._verdicts[rollout.key] = judge(self._answer(rollout), self._bench.settings)
+            self._verdicts[rollout.key] = kinds.judge(self._answer(rollout), self._judge.settings)
 
     def _answer(self, rollout: Rollout) -> Answer:
-        return self._bench.answer(self._prompt_of(rollout), self._text_of(rollout))
+        return self._judge.answer(self._prompt_of(rollout), self._text_of(rollout))

@@ -21,12 +21,13 @@ import traceback
 from collections import deque
 from typing import Any
 
-from tlt_hpc.rewards.answer import Answer, JudgeError, Settings, Verdict
+from tlt_hpc.config import RewardSection
+from tlt_hpc.rewards.answer import Answer, JudgeError, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.rewards.functions import load_function
-from tlt_hpc.rewards.judge import MATH_KINDS, Means
-from tlt_hpc.rewards.sandbox.outside import working_template
-from tlt_hpc.rewards.worker import MOST_TOGETHER, Worker, end_with_parent, start_worker
+from tlt_hpc.rewards.functions import RewardFunction, load_function
+from tlt_hpc.rewards.judge import MATH_KINDS, judge
+from tlt_hpc.rewards.sandbox.outside import Template, working_template
+from tlt_hpc.rewards.worker import MAX_TOGETHER, Worker, end_with_parent, start_worker
 
 _RECEIVED_BYTES = 2**20
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -36,8 +37,14 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 class Server:
     """The queue of answers and the children at work on some of them."""
 
-    def __init__(self, channel: socket.socket, settings: Settings, means: Means) -> None:
-        self._channel, self._settings, self._means = channel, settings, means
+    def __init__(
+        self,
+        channel: socket.socket,
+        settings: RewardSection,
+        function: RewardFunction | None,
+        template: Template | None,
+    ) -> None:
+        self._channel, self._settings, self._function, self._template = channel, settings, function, template
         self._waiting: deque[tuple[int, Answer]] = deque()
         self._alone: set[int] = set()
         """Answers that were not clearly within their limits."""
@@ -85,13 +92,16 @@ class Server:
 
     def _start(self) -> None:
         while self._waiting and len(self._workers) < self._settings.workers:
-            worker = start_worker(self._next(), self._settings, self._means, self._own_fds)
+            worker = start_worker(self._next(), self._settings, self._judge, self._own_fds)
             self._workers[worker.pid] = worker
+
+    def _judge(self, answer: Answer) -> Verdict:
+        return judge(answer, self._settings, self._function, self._template)
 
     def _next(self) -> list[tuple[int, Answer]]:
         """The answers of the next worker: one, or as many of mathematics as leave the other workers theirs."""
         chosen = [self._waiting.popleft()]
-        most = min(MOST_TOGETHER, math.ceil((1 + len(self._waiting)) / self._settings.workers))
+        most = min(MAX_TOGETHER, math.ceil((1 + len(self._waiting)) / self._settings.workers))
         while self._waiting and len(chosen) < most and all(map(self._may_share, (chosen[-1], self._waiting[0]))):
             chosen.append(self._waiting.popleft())
         return chosen
@@ -101,7 +111,7 @@ class Server:
         return answer.kind in MATH_KINDS and number not in self._alone
 
     def _reap(self) -> None:
-        if self._means.template and not self._means.template.is_alive:
+        if self._template and not self._template.is_alive:
             raise RuntimeError("the template of sandboxes has died")  # a new server brings a new one
         for worker in list(self._workers.values()):
             if worker.has_ended():
@@ -133,8 +143,8 @@ class Server:
         self._channel.sendall(pack({"number": number, "verdict": verdict.to_json()}))
 
 
-def prepare(settings: Settings) -> Means:
-    """Import all that the judges need, and try the sandbox.
+def load_kinds(settings: RewardSection) -> tuple[RewardFunction | None, Template | None]:
+    """Import all that the kinds need, and try the sandbox; returns the user's function and the sandboxes' template.
 
     Raises:
         SandboxError: this machine has none, and the kind ``code`` is asked for.
@@ -147,10 +157,8 @@ def prepare(settings: Settings) -> Means:
     if "code" in settings.kinds:
         from tlt_hpc.rewards import code  # noqa: F401
 
-    return Means(
-        function=load_function(settings.function) if "function" in settings.kinds else None,
-        template=working_template() if "code" in settings.kinds else None,
-    )
+    function = load_function(settings.function) if "function" in settings.kinds else None
+    return function, working_template() if "code" in settings.kinds else None
 
 
 def tell_error(channel: socket.socket, function: str, error: BaseException) -> None:
@@ -159,7 +167,7 @@ def tell_error(channel: socket.socket, function: str, error: BaseException) -> N
     if isinstance(error, JudgeError):
         told = str(error)
     elif function:
-        told = f"reward.function = {function!r} cannot be loaded: {told}; mend the file"
+        told = f"reward.function = {function!r} cannot be loaded: {told}; fix the file"
     channel.sendall(pack({"error": told}))
 
 
@@ -171,14 +179,14 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     os.dup2(2, 1)  # what a user's function prints is no output of the rank's
     frames = FrameBuffer()
-    settings = Settings.from_json(_first(channel, frames))
+    settings = RewardSection.model_validate_json(_first(channel, frames))
     sys.excepthook = lambda _kind, error, _trace: tell_error(channel, settings.function, error)
-    means = prepare(settings)
+    function, template = load_kinds(settings)
     sys.excepthook = sys.__excepthook__
     channel.sendall(pack({"ready": True}))
     gc.collect()
     gc.freeze()  # children share these pages: none of them is to touch them only to count
-    server = Server(channel, settings, means)
+    server = Server(channel, settings, function, template)
     try:
         server.serve(frames)
     except (BrokenPipeError, ConnectionResetError):

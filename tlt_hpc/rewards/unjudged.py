@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tlt_hpc.rewards.answer import MOST_CHARACTERS, Failure, Verdict
+from tlt_hpc.rewards.answer import MAX_CHARACTERS, Failure, Verdict
 
 _OF_PROGRAMS = frozenset({Failure.CPU, Failure.MEMORY, Failure.ASLEEP, Failure.OUTPUT, Failure.CRASH})
 """How a program that a model wrote may end: a wrong answer, which reward 0 judges."""
@@ -14,7 +14,7 @@ _CAUSES = {
     Failure.CPU: "judging them took more CPU time than reward.cpu_seconds; make reward.function faster or raise it",
     Failure.MEMORY: "judging them took more memory than reward.memory_mb; have reward.function use less or raise it",
     Failure.WALL: "judging them took 60 times reward.cpu_seconds; see what reward.function waits for or raise it",
-    Failure.SIZE: f"they are longer than {MOST_CHARACTERS} characters; lower rollout.max_new_tokens",
+    Failure.SIZE: f"they are longer than {MAX_CHARACTERS} characters; lower rollout.max_new_tokens",
     Failure.CRASH: "the process that judged them ended; see whether reward.function crashes or calls os._exit",
     Failure.ERROR: "reward.function failed; fix it",
     Failure.UNREADABLE: "their data's answers cannot be read; fix the data",

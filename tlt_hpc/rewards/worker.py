@@ -15,18 +15,19 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_hpc.rewards.answer import Answer, Failure, Settings, Verdict
+from tlt_hpc.config import RewardSection
+from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.frames import FrameBuffer, pack
-from tlt_hpc.rewards.judge import Means, judge
+from tlt_hpc.rewards.judge import judge
 
-MOST_DETAIL = 300
+MAX_DETAIL = 300
 _PR_SET_PDEATHSIG = 1
 _RECEIVED_BYTES = 65536
-MOST_TOGETHER = 16
+MAX_TOGETHER = 16
 _CLEARLY = 0.1
 """Of a limit: an answer that has taken less beside others would not meet it alone."""
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,8 +43,8 @@ class Worker:
     verdict_fd: int
     deadline: float
     """By the monotonic clock: the far limit."""
-    settings: Settings
-    is_late: bool = field(default=False)
+    settings: RewardSection
+    is_late: bool = False
 
     def kill(self) -> None:
         """End it and all that it started; its process id stays taken until ``finish``."""
@@ -76,9 +77,15 @@ class Worker:
 
 
 def start_worker(
-    answers: Sequence[tuple[int, Answer]], settings: Settings, means: Means, own_fds: Sequence[int]
+    answers: Sequence[tuple[int, Answer]],
+    settings: RewardSection,
+    judge_alone: Callable[[Answer], Verdict],
+    own_fds: Sequence[int],
 ) -> Worker:
-    """Fork a child that judges answers, without the descriptors that are the server's own."""
+    """Fork a child that judges answers, without the descriptors that are the server's own.
+
+    ``judge_alone`` judges the answer of a child that has no other.
+    """
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
     parent = os.getpid()
@@ -90,7 +97,9 @@ def start_worker(
             for fd in own_fds:
                 os.close(fd)
             if len(answers) == 1:
-                _report(theirs, _limited(answers[0][1], settings, means))
+                verdict = judge_alone(answers[0][1])
+                is_late = time.process_time() > settings.cpu_seconds  # of this process, hence of this answer, alone
+                _report(theirs, _too_slow(settings) if is_late else verdict)
             else:
                 _judge_together(theirs, [answer for _, answer in answers], settings)
             status = 0
@@ -108,7 +117,7 @@ def end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _enter(parent: int, settings: Settings) -> None:
+def _enter(parent: int, settings: RewardSection) -> None:
     """Become a process that can be ended with all that it starts, and that ends with the server."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
@@ -129,14 +138,7 @@ def _address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def _limited(answer: Answer, settings: Settings, means: Means) -> Verdict:
-    verdict = judge(answer, settings, means)
-    if time.process_time() > settings.cpu_seconds:  # of this process, hence of this answer, alone
-        return _too_slow(settings)
-    return verdict
-
-
-def _judge_together(fd: int, answers: Sequence[Answer], settings: Settings) -> None:
+def _judge_together(fd: int, answers: Sequence[Answer], settings: RewardSection) -> None:
     """Judge one after the other, up to the first that is not clearly within its limits."""
     size_at_start, memory = _address_space(), settings.memory_mb * 2**20
     for answer in answers:
@@ -149,7 +151,7 @@ def _judge_together(fd: int, answers: Sequence[Answer], settings: Settings) -> N
 
 
 def _report(fd: int, verdict: Verdict) -> None:
-    detail = verdict.detail[:MOST_DETAIL]
+    detail = verdict.detail[:MAX_DETAIL]
     os.write(fd, pack(Verdict(verdict.reward, verdict.failure, detail).to_json()))
 
 
@@ -162,13 +164,13 @@ def _report_error(fd: int, kind: str, error: BaseException | None) -> None:
     _report(fd, Verdict.failed(failure, " ".join("".join(traceback.format_exception_only(error)).split())))
 
 
-def _killed(number: int, settings: Settings) -> Verdict:
+def _killed(number: int, settings: RewardSection) -> Verdict:
     if number == signal.SIGXCPU:
         return _too_slow(settings)
     return Verdict.failed(Failure.CRASH, f"its process was killed by {signal.Signals(number).name}")
 
 
-def _too_slow(settings: Settings) -> Verdict:
+def _too_slow(settings: RewardSection) -> Verdict:
     return Verdict.failed(Failure.CPU, f"more than {settings.cpu_seconds} s of CPU time")
 
 

@@ -138,23 +138,19 @@ def check_evaluation(job: PlannedJob) -> Finding:
 
 def check_rewards(job: PlannedJob) -> Finding:
     """The reward server starts here as it does in a job: it imports the user's function and makes the sandbox."""
-    from tlt_hpc.plan.inputs import check_reward_function
     from tlt_hpc.rewards.client import RewardClient
     from tlt_hpc.rewards.judge import needs_worker
-    from tlt_hpc.rewards.standing import settings_of
 
     reward = job.config.reward
-    settings = settings_of(reward)
-    check_reward_function(job.config)
-    if not any(needs_worker(kind, settings) for kind in settings.kinds):
-        return ok(f"{', '.join(settings.kinds)}; judged in the ranks")
-    client = RewardClient(settings)
+    if not any(needs_worker(kind, reward) for kind in reward.kinds):
+        return ok(f"{', '.join(reward.kinds)}; judged in the ranks")
+    client = RewardClient(reward)
     try:
         client.wait_until_ready(JUDGE_SECONDS)
     finally:
         client.close()
-    here = "; the sandbox works on this machine" if "code" in settings.kinds else ""
-    return ok(f"{', '.join(settings.kinds)}{f' {reward.function}' if reward.function else ''}: its server starts{here}")
+    here = "; the sandbox works on this machine" if "code" in reward.kinds else ""
+    return ok(f"{', '.join(reward.kinds)}{f' {reward.function}' if reward.function else ''}: its server starts{here}")
 
 
 def check_drafter(job: PlannedJob) -> Finding:

@@ -28,7 +28,7 @@ class SandboxError(JudgeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProgramLimits:
     """Of one program."""
 
     cpu_seconds: float
@@ -126,15 +126,15 @@ class Sandbox:
         self._outcomes.read()
         self._outcomes.close()
 
-    def run(self, code: str, stdin: str, limits: Limits) -> Outcome:
+    def run(self, code: str, stdin: str, limits: ProgramLimits) -> Outcome:
         """Run a program as a script."""
         return self._attempt({"do": "run", "code": code, "stdin": stdin}, limits)
 
-    def call(self, code: str, name: str, arguments: str, limits: Limits) -> Outcome:
+    def call(self, code: str, name: str, arguments: str, limits: ProgramLimits) -> Outcome:
         """Call a function of the program with arguments (a list, of ``values.encode``); the output is its value."""
         return self._attempt({"do": "call", "code": code, "name": name, "arguments": arguments}, limits)
 
-    def check(self, code: str, assertions: list[str], limits: Limits) -> Outcome:
+    def check(self, code: str, assertions: list[str], limits: ProgramLimits) -> Outcome:
         """Run assertions against the program's functions; the output is "passed" where all hold.
 
         They are sent when the program's process has been forked, so it has never seen them. Once in a sandbox.
@@ -142,10 +142,10 @@ class Sandbox:
         self._ask({"do": "serve", "code": code}, limits)
         return self._attempt({"do": "check", "assertions": assertions}, limits)
 
-    def _attempt(self, request: dict[str, Any], limits: Limits) -> Outcome:
+    def _attempt(self, request: dict[str, Any], limits: ProgramLimits) -> Outcome:
         return Outcome(**self._ask(request, limits))
 
-    def _ask(self, request: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], limits: ProgramLimits) -> dict[str, Any]:
         write_frame(self._requests, {**request, **vars(limits)})
         return self._next()
 
@@ -164,7 +164,7 @@ def working_template() -> Template:
     """
     template = Template()
     with Sandbox(template) as sandbox:
-        outcome = sandbox.run("print(input())", "ready", Limits(30.0, 2**28, 1000))
+        outcome = sandbox.run("print(input())", "ready", ProgramLimits(30.0, 2**28, 1000))
     if outcome.output != "ready\n":
         raise SandboxError(
             f"reward kind 'code': the sandbox stands but an honest program fails in it, with {outcome}; "
