@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tlt_hpc.common.errors import UserError
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "local_slurm.py"
 ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"})
@@ -100,9 +102,8 @@ def obstacle() -> str:
     """Why there can be no Slurm here, in one line; empty where there can."""
     tool: dict[str, Any] = runpy.run_path(str(TOOL))
     try:
-        tool["check_programs"]()
-        tool["check_root"]()
-    except tool["SlurmError"] as error:
+        tool["check_machine"]()
+    except UserError as error:
         return str(error)
     return ""
 

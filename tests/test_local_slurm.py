@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 from local_slurm import TOOL, LocalSlurm, refuse
 
+from tlt_hpc.common.errors import UserError
+
 
 @pytest.fixture
 def tool() -> dict[str, Any]:
     return runpy.run_path(str(TOOL))
 
 
-def call(*arguments: str | Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | ({} if path is None else {"PATH": path})
-    return subprocess.run(
-        [sys.executable, TOOL, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
+def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slurm
@@ -48,42 +47,35 @@ def test_a_requeued_job_starts_again_within_seconds(slurm: LocalSlurm, tmp_path:
 
 
 @pytest.mark.slurm
-def test_status_and_a_second_start_leave_it_as_it_is(slurm: LocalSlurm) -> None:
+def test_a_second_start_leaves_it_as_it_is(slurm: LocalSlurm) -> None:
     folder = Path(slurm.environment["SLURM_CONF"]).parent
     before = {path.name: path.read_text() for path in folder.glob("*.pid")}
     assert len(before) == 6
     again = call("start", "--folder", folder)
-    assert again.stdout == f"export SLURM_CONF={folder / 'slurm.conf'}\n"
+    assert (again.returncode, again.stderr) == (2, f"local_slurm: a Slurm is up in {folder}; stop it first\n")
     assert {path.name: path.read_text() for path in folder.glob("*.pid")} == before
-    status = call("status", "--folder", folder)
-    assert status.returncode == 0
-    assert status.stdout.count(" up\n") == 6
-    other = call("start", "--folder", folder, "--nodes", "2")
-    assert (other.returncode, other.stderr.count("one of 4 nodes is up")) == (1, 1)
 
 
-def test_what_is_missing_is_told_with_the_command_that_installs_it(tool: dict[str, Any], tmp_path: Path) -> None:
-    programs = tool["missing_packages"].__globals__
-    programs["search_path"] = lambda: str(tmp_path)
-    with pytest.raises(tool["SlurmError"], match=r"apt-get install .* munge slurmctld slurmd slurm-client$"):
-        tool["check_programs"]()
+def test_a_missing_program_is_named_with_the_command_that_installs_it(tool: dict[str, Any], tmp_path: Path) -> None:
+    tool["check_machine"].__globals__["PATH"] = str(tmp_path)
+    with pytest.raises(UserError, match=r"apt-get install .* munge slurmctld slurmd slurm-client$"):
+        tool["check_machine"]()
 
 
 def test_a_folder_of_something_else_is_neither_used_nor_removed(tool: dict[str, Any], tmp_path: Path) -> None:
     settings = tmp_path / "slurm.conf"
     settings.write_text("SlurmctldPort=6817\nNodeName=node[1-4] CPUs=2\n")
-    with pytest.raises(tool["SlurmError"], match="files of something else"):
-        tool["start"](tool["Cluster"](tmp_path))
-    assert call("stop", "--folder", tmp_path, "--purge").returncode == 0
+    with pytest.raises(UserError, match="files of something else"):
+        tool["start"](tmp_path, 4)
+    tool["main"].__globals__["check_machine"] = lambda: None
+    assert tool["main"](["stop", "--folder", str(tmp_path), "--purge"]) == 0
     assert settings.is_file()
-    assert call("status", "--folder", tmp_path).returncode == 1
 
 
-def test_a_process_that_took_over_a_daemons_number_is_left_alone(tool: dict[str, Any], tmp_path: Path) -> None:
-    cluster = tool["Cluster"](tmp_path, nodes=1)
-    for daemon in cluster.daemons:
-        cluster.pid_file(daemon).write_text(f"{os.getpid()}\n")
-    tool["stop"](cluster)  # would end this very process
+def test_a_process_that_reuses_a_daemons_number_is_left_alone(tool: dict[str, Any], tmp_path: Path) -> None:
+    for daemon in ("munged", "slurmctld", "slurmd-node1"):
+        (tmp_path / f"{daemon}.pid").write_text(f"{os.getpid()}\n")
+    tool["stop"](tmp_path)  # would end this very process
     assert not list(tmp_path.glob("*.pid"))
 
 

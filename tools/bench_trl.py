@@ -41,7 +41,7 @@ RANKS = 2
 
 
 def forget_peak() -> None:
-    """Start this process's peak of resident memory anew."""
+    """Reset this process's peak of resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -233,8 +233,7 @@ def launch(side: str, batch: int, options: argparse.Namespace) -> list[dict[str,
 
 def median_of(rows: list[dict[str, float]], name: str) -> float:
     """A figure's median over steps; ``speed`` is tokens over seconds."""
-    values = [row["tokens"] / row["seconds"] if name == "speed" else row[name] for row in rows]
-    return statistics.median(values)
+    return statistics.median(row["tokens"] / row["seconds"] if name == "speed" else row[name] for row in rows)
 
 
 def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

@@ -136,6 +136,30 @@ def train_step(
     return loss_sum / num_labels
 
 
+def train(
+    model: Qwen2ForCausalLM, tokenizer: Tokenizer, source: random.Random, num_steps: int, step_tokens: int
+) -> list[str]:
+    """Train; returns the rows of the log, one for every 100 steps."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
+    ]
+    peaks = [o.param_groups[0]["lr"] for o in optimizers]
+    lines, start, recent = list[str](), time.monotonic(), 0.0
+    for step in range(num_steps):
+        scale = min(1.0, (step + 1) / 50) * min(1.0, (num_steps - step) / (0.4 * num_steps))
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * scale
+        loss_mean = train_step(model, optimizers, others, length_sorted_batches(source, tokenizer, step_tokens))
+        recent = loss_mean if step == 0 else 0.98 * recent + 0.02 * loss_mean
+        if (step + 1) % 100 == 0:
+            lines.append(f"| {step + 1} | {recent:.4f} | {time.monotonic() - start:.0f} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
@@ -145,61 +169,38 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
-    source = random.Random(arguments.seed)
     tokenizer, model = make_tokenizer(), make_model()
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
-    ]
-    peaks = [o.param_groups[0]["lr"] for o in optimizers]
-    lines = [
-        "# How the embedded model was made",
-        "",
-        f"`python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log {arguments.log}"
-        f" --steps {arguments.steps} --tokens-per-step {arguments.tokens_per_step} --seed {arguments.seed}`",
-        "",
-        f"torch {torch.__version__}, {platform.machine()}, {arguments.threads} threads,"
-        f" {sum(p.numel() for p in model.parameters()):,} parameters, {time.strftime('%Y-%m-%d')}.",
-        "",
-        "| step | loss (nats/token) | seconds |",
-        "|---|---|---|",
-    ]
-    start, recent = time.monotonic(), 0.0
-    for step in range(arguments.steps):
-        scale = min(1.0, (step + 1) / 50) * min(1.0, (arguments.steps - step) / (0.4 * arguments.steps))
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * scale
-        batches = length_sorted_batches(source, tokenizer, arguments.tokens_per_step)
-        loss_mean = train_step(model, optimizers, others, batches)
-        recent = loss_mean if step == 0 else 0.98 * recent + 0.02 * loss_mean
-        if (step + 1) % 100 == 0:
-            lines.append(f"| {step + 1} | {recent:.4f} | {time.monotonic() - start:.0f} |")
-            print(lines[-1], flush=True)
-
-    with torch.no_grad():  # judged as it will be loaded: from fp16 values
+    steps, tokens, seed = arguments.steps, arguments.tokens_per_step, arguments.seed
+    rows = train(model, tokenizer, random.Random(seed), steps, tokens)
+    with torch.no_grad():  # evaluated as it will be loaded: from fp16 values
         for parameter in model.parameters():
             parameter.copy_(parameter.half().float())
     model.eval()
     warm, length = sample_accuracy(model, tokenizer, 1024, 1.0, 1)
     greedy, _ = sample_accuracy(model, tokenizer, 256, 0.0, 1)
-    lines += [
-        "",
-        f"Held-out problems: {warm:.3f} right at temperature 1 (n=1024, mean length {length:.0f}),"
-        f" {greedy:.3f} greedy (n=256).",
-    ]
-    print(lines[-1])
+    log = f"""# How the embedded model was made
 
+`python tools/make_tiny_model.py --output tlt_hpc/models/assets/tiny --log {arguments.log} --steps {steps} \
+--tokens-per-step {tokens} --seed {seed}`
+
+torch {torch.__version__}, {platform.machine()}, {arguments.threads} threads, \
+{sum(p.numel() for p in model.parameters()):,} parameters, {time.strftime("%Y-%m-%d")}.
+
+| step | loss (nats/token) | seconds |
+|---|---|---|
+{chr(10).join(rows)}
+
+Held-out problems: {warm:.3f} right at temperature 1 (n=1024, mean length {length:.0f}), {greedy:.3f} greedy (n=256).
+"""
+    print(log)
     arguments.output.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(arguments.output)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
         arguments.output
     )
-    arguments.log.write_text("\n".join(lines) + "\n")
+    arguments.log.write_text(log)
 
 
 if __name__ == "__main__":
