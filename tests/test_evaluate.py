@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -444,29 +440,6 @@ def test_the_dry_run_tells_the_plan(tmp_path, capsys):
     assert "data        gcd (10 prompts)" in said
     assert "answers     greedily and 3 times at temperature 0.6, top-p 0.95, at most 160 tokens" in said
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_the_command_killed_on_two_ranks_goes_on(plain, tmp_path):
-    """For real: SIGKILL to the whole job once a piece is there."""
-    many = ["evaluation.limit=60", "evaluation.samples=8", "rollout.max_live=16"]
-    process = subprocess.Popen(
-        command(tmp_path, *many), cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    place = tmp_path / "tiny-evaluation" / "tiny"
-    end = time.monotonic() + 120
-    while not list(place.glob("responses/*.h5")) and process.poll() is None:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() != 0
-    there = len(EvaluationFolder(place).read())
-    assert 0 < there < 540
-    done = subprocess.run(command(tmp_path, *many), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"540 responses, {there} of them there already" in done.stdout and "mean@8" in done.stdout
-    assert len(EvaluationFolder(place).read()) == 540
 
 
 def test_mathematics_votes_by_meaning():

@@ -14,7 +14,6 @@ import pytest
 import torch
 from data_sets import gcd_row, write_parquet
 from launch_ranks import run_on_ranks
-from safetensors import safe_open
 from safetensors.torch import save_file
 from test_claim import ThreadWorld
 from test_evaluate import start
@@ -29,7 +28,6 @@ from tlt_hpc.evaluate.answering import PieceWriter, see_all
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
 from tlt_hpc.evaluate.training import prepare
-from tlt_hpc.models import folder as folder_module
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.piece import deal
@@ -140,51 +138,6 @@ def test_ranks_of_a_replica_read_their_part_of_each_weight_alone(tmp_path, monke
     layers = sum(each.weight_bytes for each in whole.layers) // 4
     assert sum(read.total for read in counts) < 2 * size - 0.45 * layers, "of a layer one reads all, the other its half"
     assert max(read.most for read in counts) == max(weight.numel() for weight in weights.values())
-
-
-def test_what_is_cut_is_not_read_whole(tmp_path, monkeypatch):
-    """Counted where bytes come to memory: a folder's blocks alone, and of a run's flat pieces whole rows."""
-    cuts = Decoder(read_shape(embedded_folder()), torch.float32, CPU, Sharding(1, 2)).weight_cuts()
-    cut_names = {name for name, cut in cuts.items() if cut.slices}
-    whole, elements, read_piece = set(), [], Checkpoint._read_piece
-
-    class Reader:
-        def __init__(self, path, framework):
-            self._file = safe_open(path, framework=framework)
-
-        def __enter__(self):
-            self._reader = self._file.__enter__()
-            return self
-
-        def __exit__(self, *raised):
-            return self._file.__exit__(*raised)
-
-        def keys(self):
-            return self._reader.keys()
-
-        def get_slice(self, name):
-            return self._reader.get_slice(name)
-
-        def get_tensor(self, name):
-            whole.add(name)
-            return self._reader.get_tensor(name)
-
-    def counted(checkpoint, *given):
-        values = read_piece(checkpoint, *given)
-        elements.append(values.numel())
-        return values
-
-    monkeypatch.setattr(folder_module, "safe_open", Reader)
-    parts = dict(folder_weights(embedded_folder(), cuts))
-    assert cut_names and whole == parts.keys() - cut_names
-    monkeypatch.setattr(Checkpoint, "_read_piece", counted)
-    checkpoint = checkpoint_of_three_ranks(tmp_path)
-    for name in cut_names:
-        elements.clear()
-        part = checkpoint.read("policy", f"{name}.master", cuts[name])
-        assert torch.equal(part, parts[name].float())
-        rows = cuts[name].slices[:1]
-        assert part.numel() <= sum(elements) <= torch.empty(cuts[name].sizes)[rows].numel(), name
 
 
 def test_so_it_is_between_the_steps_of_a_run(tmp_path):

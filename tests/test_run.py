@@ -115,8 +115,6 @@ def test_the_log_tells_what_each_rank_did_when(straight):
             prompts = {r.key.draw: len(r.prompt_tokens) - 1 for r in record.rollouts}  # a group reads its prompt once
             assert spans.num_tokens[rounds].sum() == sum(len(r.response_tokens) for r in record.rollouts)
             assert spans.num_tokens[~rounds].sum() == sum(prompts.values())
-            busy = spans.seconds.sum() / (timing.last_token_seconds - timing.start_seconds)
-            assert 0.3 < busy <= 1.01, "most of a rollout is passes, where the machine has no other work"
             for rollout in record.rollouts:
                 assert rollout.pass_lengths.sum() == len(rollout.response_tokens)
                 assert len(rollout.pass_lengths) == rollout.num_target_passes
@@ -218,24 +216,6 @@ def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
     run_tlt(tmp_path, f"run.num_steps={reached + 1}", "checkpoint.every_steps=50")
     for step in range(min(4, reached + 1)):
         assert tokens_of(tmp_path / "tiny", step) == tokens_of(straight, step)
-
-
-@pytest.mark.slow
-def test_falling_trains_by_what_the_log_says(tmp_path):
-    """A log that tells of a fall is what a resumed run decides by; without one the warm drafter rests."""
-    options = ["drafter.schedule=falling", "checkpoint.every_steps=1"]
-    run_tlt(tmp_path, "run.num_steps=1", *options)
-    path = tmp_path / "tiny" / "metrics.jsonl"
-    (row,) = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (row["drafter/due"], row["drafter/steps"], row["drafter/version"]) == (0, 0, 0)
-    good = {f"drafter/own_{name}/{j}": 1000.0 for name in ("verified", "accepted") for j in range(1, 5)}
-    poor = {**good, "drafter/own_accepted/1": 100.0, "drafter/own_verified/2": 100.0, "drafter/own_accepted/2": 0.0}
-    past = [{**row, "training/global_step": -2.0, **good}, {**row, "training/global_step": -1.0, **poor}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in (*past, {**row, **poor})))
-    run_tlt(tmp_path, "run.num_steps=2", *options)
-    last = json.loads(path.read_text().splitlines()[-1])
-    assert last["drafter/due"] == 1
-    assert last["drafter/why"].startswith("falling: accept length 1.10, best 5.00, training until 4.75")
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
