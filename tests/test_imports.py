@@ -69,7 +69,6 @@ WITHOUT_TORCH_OUTSIDE = {
         "bench_trl.py",
         "check_memory_plan.py",
         "damage.py",
-        "engine_bench.py",
         "live_bytes.py",
     },
     "jobs": set[str](),

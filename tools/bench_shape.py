@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from tlt_hpc.common.script import ending
 # isort: split
 import numpy as np
 import torch
-from engine_bench import choose_device, list_of, read_bandwidth
 from torch import Tensor
 
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
@@ -50,6 +50,17 @@ QWEN_7B = {
 }
 
 
+def choose_device(name: str) -> torch.device:
+    """The device asked for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or fix the allocation")
+    return torch.device(name)
+
+
 def at_least_one(text: str) -> int:
     """A number of 1 or more; argparse names the option of any other."""
     number = int(text)
@@ -59,6 +70,47 @@ def at_least_one(text: str) -> int:
 
 
 at_least_one.__name__ = "number of 1 or more"
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers of 1 or more that commas separate."""
+    return tuple(map(at_least_one, text.split(",")))
+
+
+sizes.__name__ = "list of numbers of 1 or more"
+
+
+_BUFFER_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
+_REPEATS = 7
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a plain read of the device's memory reaches: the fastest way tried, median of several.
+
+    A sum and a matrix-vector product read alike but for their inner loops; the better one is the closer to the limit.
+    """
+    numbers = _BUFFER_BYTES[device.type] // 4
+    buffer = torch.ones(numbers, dtype=torch.float32, device=device)
+    matrix, vector = buffer.view(-1, 4096), torch.ones(4096, device=device)
+    ways: tuple[Callable[[], Tensor], ...] = (buffer.sum, lambda: matrix @ vector, buffer.max)
+    return max(_bytes_per_second(way, buffer) for way in ways)
+
+
+def _bytes_per_second(read: Callable[[], Tensor], buffer: Tensor) -> float:
+    read()
+    seconds = [timed(read, buffer.device) for _ in range(_REPEATS)]
+    return buffer.numel() * buffer.element_size() / statistics.median(seconds)
+
+
+def timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``work`` takes, the device's own included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -140,7 +192,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     batches = [1, 8, 32]
-    parser.add_argument("--batches", type=list_of(at_least_one), default=batches, help="sequences side by side, N,...")
+    parser.add_argument("--batches", type=sizes, default=batches, help="sequences side by side, N,...")
     parser.add_argument("--prompt-tokens", type=at_least_one, default=128)
     parser.add_argument("--new-tokens", type=at_least_one, default=256)
     parser.add_argument("--repeats", type=at_least_one, default=3)

@@ -9,7 +9,7 @@ preemption, chunked prefill, a draft vocabulary. None may differ.
 With --errors it measures instead what the tie guard's SAFETY rests on: by how much an engine's logits, and the gaps
 between its two best scores, are off from float64, in units of what the guard's probe of four texts finds.
 
-    python tools/prove_exactness.py --errors embedded:tiny --responses 1500
+    python tools/prove_exactness.py --errors jobs/tiny.toml --responses 1500
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,11 @@ from tlt_hpc.common.script import ending
 # isort: split
 import numpy as np
 import torch
-from engine_bench import Limits, Subject, Workload, built_in_prompts, choose_device, open_subject, roll_out
-from engine_bench import make_engine as make_subjects_engine
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
-from tlt_hpc.config import EMBEDDED_MODEL
+from tlt_hpc.config import EMBEDDED_MODEL, load_config
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.models.decoder import Decoder
@@ -44,6 +42,8 @@ from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
+from tlt_hpc.mpi.world import World
+from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.rollout.chooser import ChooserKind
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -52,6 +52,8 @@ from tlt_hpc.rollout.kv_cache import page_bytes
 from tlt_hpc.rollout.sampling import SamplingRule, choose
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named
+from tlt_hpc.session import Session, calibration_requests, initial_serving_drafter, load_folder, open_session
+from tlt_hpc.studies.bench import requests_of
 
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
 CPU = torch.device("cpu")
@@ -201,41 +203,45 @@ class Errors:
     gaps: Floats
 
 
-def errors_of(rollout: Rollout, guard: Recorder, subject: Subject) -> Errors:
+def errors_of(rollout: Rollout, guard: Recorder, session: Session) -> Errors:
     """What the engine's logits along a response were off by, at temperature 1."""
     start = len(rollout.prompt_tokens)
     text = np.concatenate([rollout.prompt_tokens, rollout.response_tokens]).tolist()
-    hidden = subject.decoder.reference_hidden(torch.tensor(text))
+    hidden, num_tokens = session.decoder.reference_hidden(torch.tensor(text)), session.settings().num_tokens
     found = []
     for place in range(start, len(text)):
         noise, fast = guard.seen[tuple(text[:place])].pop()
-        exact = subject.decoder.reference_head(hidden[place - 1 : place])[0]
+        exact = session.decoder.reference_head(hidden[place - 1 : place])[0]
         off = fast.double() - exact
-        best = (exact[: subject.num_tokens] + noise[: subject.num_tokens].double()).topk(2)
+        best = (exact[:num_tokens] + noise[:num_tokens].double()).topk(2)
         first, second = best.indices.tolist()
         gap = float(best.values[0] - best.values[1])
         found.append((float(off.abs().max()), abs(float(off[first] - off[second])), gap))
     return Errors(*np.array(found).T)
 
 
-def measure_errors(model: str, num_responses: int) -> None:
+def measure_errors(job: str, num_responses: int) -> None:
     """Print how far the errors of later texts exceed probes of four, and what SAFETY makes of that."""
-    subject = open_subject(model, None, "float32", CPU)
-    prompts = None if model == EMBEDDED_MODEL else built_in_prompts(subject.tokenizer)
-    longest = 512 if prompts is None else 96
-    work = Workload(prompts, subject.tokenizer, "own" if prompts is None else "long-tail", longest, 1.0, 0)
-    names = ("off", "ngram-4") if subject.drafter is None else ("drafter-6", "drafter-4x2v8", "off")
+    config, world = load_config(job, ["model.device=cpu", "model.dtype=float32"]), World.connect()
+    assets = read_assets_once(config, world.size, world.node_group)
+    session = open_session(config, world, assets)
+    load_folder(session)
+    drafter = initial_serving_drafter(session)
+    names = ("off", "ngram-4") if drafter is None else ("drafter-6", "drafter-4x2v8", "off")
     strategies = tuple(OFF if name == "off" else strategy_named(name) for name in names)
-    limits = Limits(32, work.max_prompt_tokens, longest)
-    engine = make_subjects_engine(subject, limits, 1.0, strategies, work.requests(4, 0, Stream.CALIBRATION))
-    engine._rounds.guard = guard = Recorder(subject.decoder)
-    rollouts = roll_out(engine, work.requests(num_responses, 0)).rollouts
-    errors = [errors_of(rollout, guard, subject) for rollout in rollouts]
-    probes = probes_of_four(rollouts, subject.decoder)
+    engine = session.make_engine(replace(session.settings(), strategies=strategies), drafter)
+    engine.drafter_ready = drafter is not None
+    requests = requests_of(session, assets.prompts, 2_000_000, num_responses)
+    engine.calibrate(calibration_requests(requests))
+    engine._rounds.guard = guard = Recorder(session.decoder)
+    session.generate(engine, requests)
+    rollouts = engine.collect()
+    errors = [errors_of(rollout, guard, session) for rollout in rollouts]
+    probes = probes_of_four(rollouts, session.decoder)
     gap = np.concatenate([each.gap for each in errors])
     gaps = np.concatenate([each.gaps for each in errors])
     density = float((gaps < 0.05).mean()) / 0.05
-    print(f"{len(gap)} tokens of {model}, of which {density:.3f} to a logit have a gap near 0")
+    print(f"{len(gap)} tokens of {config.model.path}, of which {density:.3f} to a logit have a gap near 0")
     for name, probe in (("middling", np.median(probes)), ("lowest", probes.min())):
         largest = max(each.logit.max() for each in errors) / probe
         wrong = density * np.maximum(gap - SAFETY * probe, 0).mean()
@@ -264,14 +270,16 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the ways run; plain is the CPU's"
     )
-    parser.add_argument("--errors", metavar="MODEL", help="measure errors of a model's engine instead")
+    parser.add_argument("--errors", metavar="JOB.toml", help="measure errors of a job's engine instead")
     parser.add_argument("--responses", type=int, default=96, help="responses to measure errors on")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if min(arguments.tokens, arguments.responses) < 1:
         parser.error("--tokens and --responses are 1 or more")
     try:
-        device = choose_device(arguments.device)
+        if arguments.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or fix the allocation")
+        device = torch.device(arguments.device)
         GraphPool.checks_inputs = True
         if arguments.errors is not None:
             measure_errors(arguments.errors, arguments.responses)
