@@ -1,4 +1,4 @@
-"""Joules are those that the counters have counted, wraps included; where a part cannot be read, nothing is told."""
+"""Joules are those that the counters have counted, wraps included; if a part cannot be read, none are recorded."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from launch_ranks import ROOT, run_on_ranks
-from small_run import small_run
+from small_run import line_of, small_run
 from test_metrics import RECORDS, UPDATE
 
 from tlt_hpc.common.source import git_commit
+from tlt_hpc.look import energy
 from tlt_hpc.look.analysis.comparison import analyse_comparison
-from tlt_hpc.look.energy import counters as energy_counters
-from tlt_hpc.look.energy.counters import NoCounterError, Nvml, Rapl
-from tlt_hpc.look.energy.meter import Counters, Meter, Reach, told_kinds
-from tlt_hpc.look.energy.usage import analyse_energy
+from tlt_hpc.look.analysis.energy_use import analyse_energy
+from tlt_hpc.look.energy import EnergyMeter, EnergyReach, NoCounterError, Nvml, Rapl
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.look.words import joules
 from tlt_hpc.storage.environment_lines import read_environments
 from tlt_hpc.storage.step_lines import read_lines
 
@@ -66,81 +65,63 @@ class Powercap:
 
 @pytest.fixture
 def powercap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Powercap:
-    monkeypatch.setattr(energy_counters, "POWERCAP", tmp_path / "powercap")
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path / "powercap")
     return Powercap(tmp_path / "powercap")
 
 
 # --- processors ---
 
 
-def test_processors_and_memory_are_summed_and_their_parts_left_out(powercap: Powercap) -> None:
-    powercap.energy(5_000_000, 7_000_000, 1_000_000)
+def test_processors_and_memory_are_summed_over_wraps(powercap: Powercap) -> None:
+    powercap.energy(RANGE - 2_000_000, 7_000_000, 1_000_000)
     counter = Rapl()
     assert counter.joules() == 0
-    powercap.energy(6_000_000, 9_000_000, 1_500_000)
-    assert counter.joules() == pytest.approx(3.5)
+    powercap.energy(1_000_000, 9_000_000, 1_500_000)
+    assert counter.joules() == pytest.approx(3.0 + 2.0 + 0.5)
+    powercap.energy(4_000_000, 9_000_000, 1_500_000)
+    assert counter.joules() == pytest.approx(8.5)
     counter.close()
 
 
-def test_a_wrapped_counter_goes_on(powercap: Powercap) -> None:
-    powercap.energy(RANGE - 2_000_000, 0, 0)
-    counter = Rapl()
-    powercap.energy(1_000_000, 0, 0)
-    assert counter.joules() == pytest.approx(3.0)
-    powercap.energy(4_000_000, 0, 0)
-    assert counter.joules() == pytest.approx(6.0)
-    counter.close()
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert condition()
 
 
 def test_wraps_between_two_readings_of_the_run_are_seen(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy_counters, "KEEP_UP_SECONDS", 0.01)
+    monkeypatch.setattr(energy, "KEEP_UP_SECONDS", 0.01)
     counter = Rapl()
+    zone = powercap.path / "intel-rapl:0" / "energy_uj"
     for microjoules in (RANGE - 10, 10, RANGE - 10, 20):
         powercap.set("intel-rapl:0", microjoules)
-        until = time.monotonic() + 20
-        while counter._domains[0].last != microjoules and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_for(lambda value=microjoules: counter._last[zone] == value)  # type: ignore[misc]
     assert counter.joules() == pytest.approx((2 * RANGE + 20) / 1e6)
     counter.close()
-    until = time.monotonic() + 20
-    while num_readers() and time.monotonic() < until:
-        time.sleep(0.005)
-    assert num_readers() == 0, "its thread has ended"
+    wait_for(lambda: not any(thread.name == "energy" for thread in threading.enumerate()))
 
 
-def num_readers() -> int:
-    return sum(thread.name == "energy" for thread in threading.enumerate())
-
-
-def test_a_machine_without_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy_counters, "POWERCAP", tmp_path / "none")
-    with pytest.raises(NoCounterError, match="has no intel-rapl"):
-        Rapl()
-
-
-def test_a_counter_that_may_not_be_read(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root reads a file whatever its mode, so the refusal is made."""
-    true_open = Path.open
-
-    def refuse(path: Path, *given, **more):
-        if path.name == "energy_uj" and path.parent.name == "intel-rapl:1":
-            raise PermissionError(13, "Permission denied", str(path))
-        return true_open(path, *given, **more)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(NoCounterError, match="intel-rapl:1/energy_uj may be read by root alone"):
-        Rapl()
-
-
-def test_a_counter_that_is_lost_stays_lost(powercap: Powercap) -> None:
-    counter = Rapl()
-    powercap.set("intel-rapl:1", 1)
-    (powercap.path / "intel-rapl:1" / "energy_uj").write_text("gone")
+def test_counters_that_are_missing_refused_or_lost(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, path = Rapl(), powercap.path / "intel-rapl:1" / "energy_uj"
     for text in ("gone", "5\n"):
-        (powercap.path / "intel-rapl:1" / "energy_uj").write_text(text)
+        path.write_text(text)
         with pytest.raises(NoCounterError, match="invalid literal"):
             counter.joules()
     counter.close()
+    true_read = Path.read_text
+
+    def refuse(file: Path, *given: str, **more: str) -> str:  # root reads a file whatever its mode
+        if file == path:
+            raise PermissionError(13, "Permission denied", str(file))
+        return true_read(file, *given, **more)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(NoCounterError, match="intel-rapl:1/energy_uj may be read by root alone"):
+        Rapl()
+    monkeypatch.setattr(energy, "POWERCAP", powercap.path / "none")
+    with pytest.raises(NoCounterError, match="has no intel-rapl"):
+        Rapl()
 
 
 # --- GPUs ---
@@ -206,32 +187,28 @@ def test_a_gpu_counts_millijoules(nvml: FakeNvml, uuid: str) -> None:
     ("uuid", "why"),
     (("GPU-pascal", "Not Supported"), ("GPU-split", r"split \(MIG\)"), ("GPU-none", "NVML on GPU-none: Not Found")),
 )
-def test_a_gpu_without_a_counter(nvml: FakeNvml, uuid: str, why: str) -> None:
+def test_a_gpu_without_a_counter(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, uuid: str, why: str) -> None:
     with pytest.raises(NoCounterError, match=why):
         Nvml(uuid)
-    assert nvml.num_open == 0, "the library is let go"
-
-
-def test_without_the_package_and_without_its_library(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise NVMLError("NVML Shared Library Not Found")
-
-    nvml.nvmlInit = fail
-    with pytest.raises(NoCounterError, match="Shared Library Not Found"):
-        Nvml(UUID)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NoCounterError, match="nvidia-ml-py is not installed"):
-        Nvml(UUID)
+        Nvml(uuid)
 
 
 # --- a step ---
 
 
+def meters_of(*ranks: EnergyMeter, others: tuple[EnergyReach, ...] = ()) -> list[EnergyMeter]:
+    reaches = [*(meter.reach for meter in ranks), *others]
+    for rank, meter in enumerate(ranks):
+        meter.agree(reaches, rank)
+        meter.begin_step()
+    return list(ranks)
+
+
 def test_a_step_and_its_rollout(powercap: Powercap, nvml: FakeNvml) -> None:
-    counters = Counters("a", UUID, True)
-    meter = Meter(counters, [counters.reach], 0)
     powercap.set("intel-rapl:0", 1_000_000)  # before the step: a save
-    meter.begin_step()
+    (meter,) = meters_of(EnergyMeter("a", UUID, True))
     powercap.set("intel-rapl:0", 3_000_000)
     nvml.gpus[UUID][0] += 10_000
     meter.end_rollout()
@@ -244,15 +221,13 @@ def test_a_step_and_its_rollout(powercap: Powercap, nvml: FakeNvml) -> None:
         "energy/rollout_cpu_joules": 2.0,
     }
     meter.close()
-    assert nvml.num_open == 0 and counters.open == {}
+    assert nvml.num_open == 0
 
 
 def test_a_gpu_of_several_ranks_and_a_node_are_read_once(powercap: Powercap, nvml: FakeNvml) -> None:
-    both = [Counters("a", UUID, True), Counters("a", UUID, False), Counters("b", UUID, True)]
-    reaches = [counters.reach for counters in both]
-    meters = [Meter(counters, reaches, rank) for rank, counters in enumerate(both)]
+    meters = meters_of(EnergyMeter("a", UUID, True), EnergyMeter("a", UUID, False), EnergyMeter("b", UUID, True))
     for meter in meters:
-        meter.begin_step()
+        meter.end_rollout()
     powercap.set("intel-rapl:1", 4_000_000)
     nvml.gpus[UUID][0] += 3000
     taken = [meter.end_step() for meter in meters]
@@ -263,43 +238,34 @@ def test_a_gpu_of_several_ranks_and_a_node_are_read_once(powercap: Powercap, nvm
         meter.close()
 
 
-def test_what_one_node_lacks_is_told_by_none() -> None:
-    whole = Reach("a", UUID)
-    assert told_kinds([whole, Reach("b", "GPU-c")]) == {"gpu": "", "cpu": ""}
-    lacking = Reach("b", "GPU-c", {"cpu": "may be read by root alone"})
-    assert told_kinds([whole, lacking]) == {"gpu": "", "cpu": "b: may be read by root alone"}
-    assert told_kinds([whole, Reach("a")]) == {"cpu": ""}, "of GPUs that some ranks go without, nothing"
-
-
-def test_where_nothing_can_be_read_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(energy_counters, "POWERCAP", tmp_path)
-    counters = Counters("a", "", True)
-    meter = Meter(counters, [counters.reach], 0)
+def test_a_kind_that_one_node_lacks_is_used_by_none(powercap: Powercap, nvml: FakeNvml) -> None:
+    meter, whole = EnergyMeter("a", UUID, True), EnergyReach("b", "GPU-c")
+    assert meter.agree([meter.reach, whole], 0) == {"gpu": "", "cpu": ""}
+    assert meter.agree([meter.reach, EnergyReach("b")], 0) == {"cpu": ""}, "some ranks have no GPU"
+    lacking = EnergyReach("b", "GPU-c", {"cpu": "may be read by root alone"})
+    assert meter.agree([meter.reach, lacking], 0) == {"gpu": "", "cpu": "b: may be read by root alone"}
     meter.begin_step()
     meter.end_rollout()
-    assert meter.end_step() == {} and counters.reach.lacking == {"cpu": f"{tmp_path} has no intel-rapl"}
-    meter.close()
+    assert nvml.num_open == 0 and list(meter.end_step()) == ["energy/gpu_joules", "energy/rollout_gpu_joules"]
 
 
-def test_a_kind_that_another_node_lacks_is_let_go(powercap: Powercap, nvml: FakeNvml) -> None:
-    counters = Counters("a", UUID, True)
-    meter = Meter(counters, [counters.reach, Reach("b", "GPU-c", {"gpu": "broken"})], 0)
-    assert nvml.num_open == 0 and list(meter.end_step()) == ["energy/cpu_joules", "energy/rollout_cpu_joules"]
-    meter.close()
+def test_without_counters_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
+    (meter,) = meters_of(EnergyMeter("a", "", True))
+    meter.end_rollout()
+    assert meter.end_step() == {} and meter.reach.lacking == {"cpu": f"{tmp_path} has no intel-rapl"}
 
 
-def test_a_lost_counter_is_warned_of_once_and_its_figures_are_none(
+def test_a_lost_counter_is_one_warning_and_its_joules_are_nan(
     powercap: Powercap, caplog: pytest.LogCaptureFixture
 ) -> None:
-    counters = Counters("a", "", True)
-    meter = Meter(counters, [counters.reach], 0)
-    meter.begin_step()
+    (meter,) = meters_of(EnergyMeter("a", "", True))
     (powercap.path / "intel-rapl:0" / "energy_uj").write_text("?")
     for _ in range(2):
         meter.end_rollout()
         assert all(math.isnan(value) for value in meter.end_step().values())
         meter.begin_step()
-    assert len(caplog.records) == 1 and "energy is not told from here on" in caplog.text
+    assert len(caplog.records) == 1 and "energy is not recorded from here on" in caplog.text
     meter.close()
 
 
@@ -345,15 +311,15 @@ def train_beside_a_counter(folder: str) -> None:
     from tlt_hpc.train import run
 
     world = World.connect()
-    energy_counters.POWERCAP = Path(folder) / "powercap"
+    energy.POWERCAP = Path(folder) / "powercap"
     if world.rank == 0:
-        Powercap(energy_counters.POWERCAP)
+        Powercap(energy.POWERCAP)
     world.barrier()
     true_joules, readings = Rapl.joules, []
 
     def count(counter: Rapl) -> float:
         readings.append(true_joules(counter))
-        (energy_counters.POWERCAP / "intel-rapl:0" / "energy_uj").write_text(f"{len(readings) * 1_000_000}\n")
+        (energy.POWERCAP / "intel-rapl:0" / "energy_uj").write_text(f"{len(readings) * 1_000_000}\n")
         return readings[-1]
 
     Rapl.joules = count  # type: ignore[method-assign]
@@ -372,48 +338,28 @@ def train_beside_a_counter(folder: str) -> None:
 
 def with_energy(path: Path, factor: float = 1.0, steps: tuple[int, ...] = (0, 1, 2), **more: float) -> RunLog:
     folder = small_run(path)
-    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    for row in rows:
-        row |= {"perf/total_num_tokens": 21.0, **more}
-        if row["training/global_step"] in steps:
-            row |= {"energy/gpu_joules": 960.0 * factor, "energy/rollout_gpu_joules": 240.0 * factor}
+    rows = [
+        line_of(step, **more, **({"energy/gpu_joules": 960.0 * factor} if step in steps else {})) for step in range(3)
+    ]
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return RunLog(path)
 
 
 def test_joules_by_step_by_token_and_watts(tmp_path: Path) -> None:
     found = analyse_energy(with_energy(tmp_path / "run", **{"rollout/kept_tokens": 5.0}))
-    assert found.told == ("gpu",) and found.joules["gpu"].tolist() == [960.0] * 3
+    assert found.joules["gpu"].tolist() == [960.0] * 3 and list(found.joules) == ["gpu"]
     assert found.joules_a_token == {"gpu": pytest.approx(60.0)} and found.watts == {"gpu": pytest.approx(100.0)}
-    assert "Steps 0 to 2: 2.88 kJ by GPUs (25 % of it in rollouts)." in found.verdict
-    assert "60 J of GPUs" in found.verdict and "100 W of GPUs" in found.verdict
-    assert "whole nodes" not in found.verdict
-    json.dumps(found.to_json(), allow_nan=False)
+    assert "2.88 kJ by GPUs (60 J a generated token, 100 W)" in found.verdict and "whole nodes" not in found.verdict
+    some = analyse_energy(with_energy(tmp_path / "some", steps=(1,)))
+    assert some.watts == {"gpu": pytest.approx(100.0)}
+    json.dumps(some.to_json(), allow_nan=False)
+    none = analyse_energy(RunLog(small_run(tmp_path / "none").path))
+    assert not none.has_data and none.verdict == "Energy is unknown: no counter of this machine can be read."
 
 
-def test_steps_that_do_not_tell_are_counted_apart(tmp_path: Path) -> None:
-    found = analyse_energy(with_energy(tmp_path / "run", steps=(1,)))
-    assert found.watts == {"gpu": pytest.approx(100.0)} and "told by 1 of 3 steps" in found.verdict
-
-
-def test_a_run_without_counters_says_why(tmp_path: Path) -> None:
-    folder = small_run(tmp_path / "run")
-    found = analyse_energy(RunLog(folder.path))
-    assert not found.has_data and found.verdict == "Energy is unknown: no counter of this machine can be read."
-    folder.metrics.write_text("")
-    assert "no step is committed" in analyse_energy(RunLog(folder.path)).verdict
-
-
-def test_energy_is_compared_where_both_tell_it(tmp_path: Path) -> None:
+def test_energy_is_compared_if_both_have_it(tmp_path: Path) -> None:
     one, other = with_energy(tmp_path / "one"), with_energy(tmp_path / "other", 0.5)
     found = analyse_comparison([one, other])
     assert "joules a step of GPUs 480 and 960" in found.verdict and "processors" not in found.verdict
     silent = RunLog(small_run(tmp_path / "silent").path)
     assert "joules" not in analyse_comparison([one, silent]).verdict
-
-
-@pytest.mark.parametrize(
-    ("value", "words"), ((0.5, "0.5 J"), (999.4, "999 J"), (999.9, "1 kJ"), (12345, "12.3 kJ"), (4.56e9, "4.56 GJ"))
-)
-def test_joules_for_people(value: float, words: str) -> None:
-    assert joules(value) == words

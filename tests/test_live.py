@@ -23,7 +23,6 @@ from tlt_hpc.look.live.samples import DRAFTED, pieces_of, sample_text, show_samp
 from tlt_hpc.look.live.state import read_state
 from tlt_hpc.look.live.view import render
 from tlt_hpc.look.run_log import read_last_lines
-from tlt_hpc.look.words import duration
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
@@ -142,11 +141,11 @@ def killed_before(run: RunFolder) -> None:
     ("what", "status", "says"),
     [
         (stalled, 1, r"a rank hangs"),
-        (ended, 0, "ended: stopped early; the same command goes on from here"),
+        (ended, 0, "ended: stopped early; the same command resumes it"),
         (finished, 0, "finished"),
         (deserted, 1, "nobody is at work here, unless a start has just begun; start it"),
-        (killed, 1, "no rank gives a sign of life: rank 1 on b was killed by signal 9; the same command goes on"),
-        (killed_before, 1, "no rank gives a sign of life; the same command goes on"),
+        (killed, 1, "no rank gives a sign of life: rank 1 on b was killed by signal 9; the same command resumes"),
+        (killed_before, 1, "no rank gives a sign of life; the same command resumes"),
     ],
 )
 def test_once_tells_how_it_stands_by_its_status(
@@ -204,7 +203,7 @@ def test_a_long_run_is_read_from_its_end(run: RunFolder, monkeypatch: pytest.Mon
 
 
 def test_the_time_limit_is_told_and_that_the_next_job_goes_on(run: RunFolder) -> None:
-    assert "time limit in 2 h, then the next job goes on" in " ".join("\n".join(screen(run, width=120)).split())
+    assert "time limit in 2 h, then the next job resumes" in " ".join("\n".join(screen(run, width=120)).split())
     run.config.write_text(CONFIG.replace("num_steps = 40", "num_steps = 13"))
     text = " ".join("\n".join(screen(run, width=120)).split())
     assert "time limit in 2 h" in text and "next job" not in text
@@ -235,11 +234,6 @@ def test_a_mistake_is_one_line(run: RunFolder, words: list[str], said: str, caps
     assert main([str(run.path) if word == "RUN" else word for word in words]) == 2
     err = capsys.readouterr().err
     assert said in err and err.startswith("tlt: ") and err.count("\n") == 1
-
-
-def test_durations_read_well() -> None:
-    told = [duration(seconds) for seconds in (0, 45, 60, 200, 3600, 18_600, 90_000, 86_400)]
-    assert told == ["0 s", "45 s", "1 min", "3 min 20 s", "1 h", "5 h 10 min", "1 d 1 h", "1 d"]
 
 
 # --- samples ---

@@ -1,23 +1,27 @@
-"""The tools that look at a run, as a user starts them: on a machine that has numpy, h5py and matplotlib and no more."""
+"""The tools that read a run, as a user starts them: on a machine that has only numpy, h5py and matplotlib."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import h5py
 import pytest
 from pyarrow import parquet
 from small_run import small_record, small_run
 
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.rollout_log import write_step
 
 TOOLS = Path(__file__).parents[1] / "tools"
-DRAWING = ("timeline", "lengths", "acceptance", "learning", "throughput", "compare_runs")
-ALL = (*DRAWING, "export_run", "inspect_run")
+ANALYSES = ("timeline", "lengths", "acceptance", "learning", "throughput", "compare")
 FORBIDDEN = ("torch", "mpi4py", "pydantic", "transformers", "deepspeed", "pyarrow")
 WITHOUT = f"""
 import runpy, sys
@@ -32,9 +36,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def start(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """In another folder, and where the forbidden libraries cannot be had."""
-    command = [sys.executable, "-c", WITHOUT, TOOLS / f"{tool}.py", *arguments]
+def start(tool: str, *arguments: str | Path, program: str | None = WITHOUT) -> subprocess.CompletedProcess[str]:
+    """Run a tool in another folder, where the forbidden libraries cannot be imported."""
+    command = [sys.executable, *(["-c", program] if program else []), TOOLS / f"{tool}.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env={"HOME": "/tmp"})
 
 
@@ -43,158 +47,171 @@ def folder(tmp_path: Path) -> RunFolder:
     return small_run(tmp_path / "run")
 
 
-@pytest.mark.parametrize("tool", DRAWING)
-def test_verdict_figure_and_json(tmp_path: Path, folder: RunFolder, tool: str) -> None:
-    runs = [folder.path, small_run(tmp_path / "other").path] if tool == "compare_runs" else [folder.path]
-    done = start(tool, *runs, "--out", tmp_path / "out", "--theme", "both", "--json", tmp_path / "found.json")
+@pytest.fixture
+def inspect_run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("inspect_run")
+
+
+@pytest.mark.parametrize("what", ANALYSES)
+def test_verdict_figure_and_json(tmp_path: Path, folder: RunFolder, what: str) -> None:
+    runs = [folder.path, small_run(tmp_path / "other").path] if what == "compare" else [folder.path]
+    out = tmp_path / "out"
+    done = start("look", what, *runs, "--out", out, "--theme", "dark", "--json", tmp_path / "found.json")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     lines = done.stdout.splitlines()
     assert lines[0] == found["verdict"] and all(line.startswith("wrote ") for line in lines[1:])
-    assert sorted(path.name.partition("-")[2] for path in (tmp_path / "out").iterdir()) == [
-        "dark.png", "dark.svg", "light.png", "light.svg"
-    ]  # fmt: skip
+    assert sorted(path.name for path in out.iterdir()) == [f"{what}-dark.png", f"{what}-dark.svg"]
 
 
-def test_json_to_standard_output_stands_there_alone(folder: RunFolder) -> None:
-    done = start("lengths", folder.path, "--json", "-")
-    assert json.loads(done.stdout)["longest"] == [8, 8, 8] and "responses in steps" in done.stderr
+def test_json_on_standard_output_and_faults_beside_it(folder: RunFolder) -> None:
+    folder.rollout_log(0, 1).write_bytes(b"no HDF5")
+    done = start("look", "lengths", folder.path, "--json", "-")
+    assert json.loads(done.stdout)["longest"] == [4, 8, 8] and "responses in steps" in done.stderr
+    assert any(line.startswith("left out: ") and "rank-0001.h5" in line for line in done.stderr.splitlines())
     assert (folder.path / "figures" / "lengths-light.svg").exists(), "the default place"
-    assert json.loads(start("lengths", folder.path, "--json", "-", "--last", "2").stdout)["steps"] == [1, 2]
+    done = start("look", "lengths", folder.path, "--json", "-", "--last", "2")
+    assert json.loads(done.stdout)["steps"] == [1, 2]
 
 
-@pytest.mark.parametrize("tool", ("lengths", "learning"))
-def test_a_run_that_has_just_begun_has_no_figure(tmp_path: Path, tool: str) -> None:
+def test_a_run_that_has_just_begun_has_no_figure(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run").create()
-    done = start(tool, tmp_path / "run")
+    done = start("look", "learning", tmp_path / "run")
     assert done.returncode == 0 and "no figure" in done.stdout and not (tmp_path / "run" / "figures").exists()
 
 
-def test_what_is_left_out_is_said(folder: RunFolder) -> None:
-    folder.rollout_log(1, 1).write_bytes(b"no HDF5")
-    done = start("lengths", folder.path)
-    assert done.returncode == 0
-    assert any(
-        line.startswith("left out: ") and "step-000001/rank-0001.h5" in line for line in done.stdout.splitlines()
-    )
-
-
-@pytest.mark.parametrize("tool", ALL)
-def test_a_wrong_folder_is_one_line(tmp_path: Path, tool: str) -> None:
-    more = ["--check"] if tool == "inspect_run" else []
-    runs = [tmp_path / "no", tmp_path / "none"] if tool == "compare_runs" else [tmp_path / "no"]
-    done = start(tool, *runs, *more)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith(f"{tool}: ") and str(tmp_path / "no") in done.stderr
-
-
-def test_other_mistakes_are_one_line_too(tmp_path: Path, folder: RunFolder) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, folder: RunFolder) -> None:
     (tmp_path / "file").write_text("")
-    for tool, *more in (
-        ("timeline", "--step", "99"),
-        ("timeline", "--out", tmp_path / "file" / "below"),
-        ("compare_runs",),
-        ("lengths", "--last", "0"),
-        ("export_run", "--steps", "7:9"),
-        ("export_run", "--steps", "a"),
-        ("export_run", "--format", "parquet"),
+    run, no = folder.path, tmp_path / "no"
+    for tool, *arguments in (
+        ("look", "timeline", no),
+        ("look", "timeline", run, "--step", "99"),
+        ("look", "timeline", run, "--out", tmp_path / "file" / "below"),
+        ("look", "compare", run),
+        ("look", "lengths", run, run),
+        ("look", "lengths", run, "--last", "0"),
+        ("inspect_run", no),
+        ("export_run", no),
+        ("export_run", run, "--steps", "7:9"),
+        ("export_run", run, "--steps", "a"),
+        ("export_run", run, "--format", "parquet"),
     ):
-        done = start(tool, folder.path, *more)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, (tool, more, done.stderr)
+        done = start(tool, *arguments)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, (tool, arguments, done.stderr)
+        assert done.stderr.startswith(f"{tool}: ")
     assert "needs pyarrow" in done.stderr
 
 
 def test_export(tmp_path: Path, folder: RunFolder) -> None:
-    done = start("export_run", folder.path, "--out", tmp_path / "out")
+    done = start("export_run", folder.path, "--out", tmp_path / "csv")
     assert done.returncode == 0, done.stderr
 
     def table(name: str) -> list[dict[str, str]]:
-        with (tmp_path / "out" / f"{name}.csv").open(newline="") as file:
+        with (tmp_path / "csv" / f"{name}.csv").open(newline="") as file:
             return list(csv.DictReader(file))
 
     assert [row["training/global_step"] for row in table("steps")] == ["0.0", "1.0", "2.0"]
-    responses = table("responses")
+    responses, rounds = table("responses"), table("rounds")
     assert len(responses) == 12 and [row["response_length"] for row in responses[:4]] == ["4", "4", "8", "5"]
     assert [(row["step"], row["rank"]) for row in responses[::2]] == [(s, r) for s in "012" for r in "01"]
     assert len(table("micro_steps")) == 6 and len(table("phases")) == 8 + 10 + 10
-    rounds = table("rounds")
     assert [row["strategy"] for row in rounds[:3]] == ["prefill", "off", "drafter-4"] and len(rounds) == 18
-    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
-    assert {event["pid"] for event in trace["traceEvents"]} == {0, 1}
+    events = json.loads((tmp_path / "csv" / "trace.json").read_text())["traceEvents"]
+    engine = [e for e in events if e["ph"] == "X" and e["tid"] == "engine" and e["pid"] == 1]
+    assert [(e["name"], e["dur"]) for e in engine] == [("prefill", 1e6), ("drafter-4", 3e6), ("drafter-4", 2e6)]
+    assert {e["pid"] for e in events} == {0, 1} and min(e["ts"] for e in events if "ts" in e) >= 0
     few = start("export_run", folder.path, "--out", tmp_path / "few", "--steps", "1")
     assert "responses.csv (4 rows)" in few.stdout and "step 1;" in few.stdout
+    done = start("export_run", folder.path, "--out", tmp_path / "parquet", "--format", "parquet", program=None)
+    assert done.returncode == 0, done.stderr
+    for name in ("steps", "responses", "rounds"):
+        columns, rows = parquet.read_table(tmp_path / "parquet" / f"{name}.parquet").to_pydict(), table(name)
+        assert list(columns) == list(rows[0])
+        assert [str(value) for value in next(iter(columns.values()))] == [next(iter(row.values())) for row in rows]
+
+
+# -- inspect_run ----------------------------------------------------------------------------------------------------
 
 
 def test_inspect_checks_and_repairs(folder: RunFolder) -> None:
-    assert start("inspect_run", folder.path).returncode == 0
+    assert "All of these are sound." in start("inspect_run", folder.path, "--check").stdout
+    before = folder.metrics.read_bytes()
+    folder.metrics.write_bytes(before + b'{"torn')
+    part = part_of(folder.rollout_log(2, 0))
+    part.write_bytes(b"half")
     done = start("inspect_run", folder.path, "--check")
-    assert done.returncode == 0 and "All of these are sound." in done.stdout
-    whole = folder.metrics.read_bytes()
-    folder.metrics.write_bytes(whole + b'{"torn')
-    assert start("inspect_run", folder.path, "--check").returncode == 1
+    assert done.returncode == 1 and "1 file half written" in done.stdout and "metrics.jsonl:4 is cut off" in done.stdout
     done = start("inspect_run", folder.path, "--repair")
-    assert (
-        done.returncode == 0 and "taking off its last 6 bytes" in done.stdout and folder.metrics.read_bytes() == whole
-    )
+    assert done.returncode == 0 and "its last 6 bytes" in done.stdout and "3 committed steps before it" in done.stdout
+    assert folder.metrics.read_bytes() == before and part.exists()
+    assert folder.metrics.with_suffix(".torn").read_bytes() == b'{"torn\n'
     path = folder.rollout_log(0, 0)
     path.write_bytes(path.read_bytes()[:-50])
     done = start("inspect_run", folder.path, "--check", "--repair")
-    assert done.returncode == 1 and f"{path}: damaged rollout log" in done.stdout
+    assert done.returncode == 1 and f"{path}: damaged rollout log" in done.stdout and "nothing to repair" in done.stdout
     assert path.exists(), "a repair removes no log"
 
 
-def test_a_step_under_way_is_no_fault(folder: RunFolder) -> None:
+def test_a_flipped_bit_is_found_only_if_files_are_read_whole(folder: RunFolder, inspect_run: Any) -> None:
+    path = folder.rollout_log(1, 0)
+    with h5py.File(path) as file:
+        place = file["rollouts/response_tokens"].id.get_chunk_info(0).byte_offset
+    data = bytearray(path.read_bytes())
+    data[place + 2] ^= 4
+    path.write_bytes(data)
+    assert inspect_run.analyse_integrity(RunLog(folder.path), read_whole=False).is_sound
+    (fault,) = inspect_run.analyse_integrity(RunLog(folder.path)).faults
+    assert str(path) in fault
+
+
+def test_a_missing_log_is_a_fault_unless_its_step_is_not_committed(folder: RunFolder, inspect_run: Any) -> None:
     write_step(folder.rollout_log(3, 0), small_record(3, 0))
-    done = start("inspect_run", folder.path, "--check")
-    assert done.returncode == 0 and "Not committed yet: step 3." in done.stdout
-    assert start("timeline", folder.path).stdout.startswith("Step 2,"), "the last that has all its ranks"
+    found = inspect_run.analyse_integrity(RunLog(folder.path))
+    assert found.is_sound and "Not committed yet: step 3." in found.verdict
+    assert start("look", "timeline", folder.path).stdout.startswith("Step 2,"), "the last that has all its ranks"
+    folder.rollout_log(1, 0).unlink()
+    for rank in range(2):
+        folder.rollout_log(2, rank).unlink()
+    faults = inspect_run.analyse_integrity(RunLog(folder.path)).faults
+    assert faults == ("step 1: no log of rank 0", "committed steps without logs: 2")
 
 
-def test_no_tool_hides_a_module_of_python() -> None:
-    names = {path.stem for path in TOOLS.glob("*.py")}
-    assert not names & set(sys.stdlib_module_names) and set(ALL) <= names
+@pytest.mark.parametrize("case", ("no line feed", "damaged in the middle", "active"))
+def test_repair_changes_nothing_else(folder: RunFolder, inspect_run: Any, case: str) -> None:
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    whole = b"".join(lines)
+    changed = {"no line feed": whole[:-1], "damaged in the middle": lines[0] + b"{broken\n" + lines[2]}
+    before = changed.get(case, whole + b"{torn")
+    folder.metrics.write_bytes(before)
+    run = RunLog(folder.path)
+    assert 2 in run.lines
+    if case == "active":
+        before += b" and more"
+        folder.metrics.write_bytes(before)
+        with pytest.raises(UserError, match="a run is active"):
+            inspect_run.repair(run, print)
+    else:
+        assert not inspect_run.repair(run, print)
+    assert folder.metrics.read_bytes() == before
 
 
-def test_help_needs_no_library_for_pictures() -> None:
-    program = "import runpy, sys; sys.argv = [sys.argv[1], '--help']\n"
-    program += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    program += "except SystemExit: sys.exit('matplotlib' in sys.modules)\n"
-    command = [sys.executable, "-c", f"import sys; sys.path[0] = {str(TOOLS)!r}\n{program}", TOOLS / "timeline.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+def test_no_tool_hides_a_module_of_python_and_help_imports_no_matplotlib() -> None:
+    assert not {path.stem for path in TOOLS.glob("*.py")} & set(sys.stdlib_module_names)
+    program = WITHOUT.replace(str(FORBIDDEN), str((*FORBIDDEN, "matplotlib")))
+    done = start("look", "--help", program=program)
     assert done.returncode == 0 and "--theme" in done.stdout, done.stderr
 
 
-def test_parquet_has_what_csv_has(tmp_path: Path, folder: RunFolder) -> None:
-    """In this environment, which has pyarrow; the one above, which has not, is told so."""
-    for form in ("csv", "parquet"):
-        command = [sys.executable, TOOLS / "export_run.py", folder.path, "--out", tmp_path / form, "--format", form]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
-        assert done.returncode == 0, done.stderr
-    names = sorted(path.stem for path in (tmp_path / "parquet").glob("*.parquet"))
-    assert names == sorted(path.stem for path in (tmp_path / "csv").glob("*.csv")) and "responses" in names
-    for name in names:
-        columns = parquet.read_table(tmp_path / "parquet" / f"{name}.parquet").to_pydict()
-        with (tmp_path / "csv" / f"{name}.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        assert list(columns) == list(rows[0]) and len(rows) == len(next(iter(columns.values()))), name
-        for key, values in columns.items():
-            for value, row in zip(values, rows, strict=True):
-                same = str(value) == row[key] or (value is None and row[key] == "")
-                assert same or float(value) == pytest.approx(float(row[key])), (name, key)
-
-
-def test_a_log_that_was_made_up_is_one_for_every_tool(tmp_path: Path) -> None:
-    def make(*arguments: str | Path) -> subprocess.CompletedProcess[str]:  # it writes a configuration: with pydantic
-        command = [sys.executable, TOOLS / "make_log.py", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
-
-    made = make(tmp_path / "run", "--steps", "2", "--ranks", "2", "--responses", "8")
+def test_a_generated_log_is_one_for_every_tool(tmp_path: Path) -> None:
+    size = ("--steps", "2", "--ranks", "2", "--responses", "8")
+    made = start("make_log", tmp_path / "run", *size, program=None)  # it writes a configuration: with pydantic
     assert made.returncode == 0 and "4 files" in made.stdout, made.stderr
     done = start("inspect_run", tmp_path / "run", "--check")
-    assert done.returncode == 0 and "4 logs" in done.stdout and "All of these are sound." in done.stdout
-    told = json.loads(start("acceptance", tmp_path / "run", "--json", "-").stdout)
-    assert told["steps"] == [0, 1] and sum(map(sum, told["step_tokens"])) > 4 * 8 * 100 and told["problems"] == []
-    again = make(tmp_path / "run")
+    assert done.returncode == 0 and "4 logs" in done.stdout
+    found = json.loads(start("look", "acceptance", tmp_path / "run", "--json", "-").stdout)
+    assert found["steps"] == [0, 1] and sum(map(sum, found["step_tokens"])) > 4 * 8 * 100 and found["problems"] == []
+    again = start("make_log", tmp_path / "run", program=None)
     assert again.returncode == 2 and again.stderr.count("\n") == 1 and "is there already" in again.stderr
-    odd = make(tmp_path / "odd", "--responses", "9")
+    odd = start("make_log", tmp_path / "odd", "--responses", "9", program=None)
     assert odd.returncode == 2 and odd.stderr.count("\n") == 1 and not (tmp_path / "odd").exists()

@@ -222,8 +222,8 @@ def test_a_traceback_and_a_warning_show_control_characters(tmp_path: Path) -> No
 
 def test_the_tools_show_control_characters(tmp_path: Path) -> None:
     run = small_run(tmp_path / "a\x1b[31m")
-    for tool in ("inspect_run", "lengths", "export_run"):
-        done = run_script(ROOT / "tools" / f"{tool}.py", run.path)
+    for tool in (["inspect_run"], ["look", "lengths"], ["export_run"]):
+        done = run_script(ROOT / "tools" / f"{tool[0]}.py", *tool[1:], run.path)
         assert done.returncode == 0 and no_control(done.stdout + done.stderr) and r"a\x1b[31m" in done.stdout
 
 
@@ -240,8 +240,8 @@ READ_BY_NOBODY = [
     ["-m", "tlt_hpc", "watch", "RUN", "--sample", "2"],
     ["tools/inspect_run.py", "RUN"],
     ["tools/inspect_run.py", "RUN", "--check"],
-    ["tools/lengths.py", "RUN"],
-    ["tools/timeline.py", "--help"],
+    ["tools/look.py", "lengths", "RUN"],
+    ["tools/look.py", "--help"],
     ["jobs/submit.py", "--help"],
     ["jobs/submit.py", "jobs/tiny.toml", "--dry-run"],
 ]
@@ -291,7 +291,7 @@ def test_one_step_is_no_steps() -> None:
 # -- a start --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["tools/timeline.py", "tools/bench_shape.py", "jobs/submit.py", "-m tlt_hpc"])
+@pytest.mark.parametrize("script", ["tools/look.py", "tools/bench_shape.py", "jobs/submit.py", "-m tlt_hpc"])
 def test_a_python_without_the_libraries_is_told_in_one_line(script: str, tmp_path: Path) -> None:
     done = run_script("-S", *script.split())
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
@@ -366,7 +366,7 @@ def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
         ["-m", "tlt_hpc", "export-policy", "NONE", "--output", "none"],
         ["-m", "tlt_hpc", "simulate", "--from", "NONE"],
         ["tools/inspect_run.py", "NONE"],
-        ["tools/timeline.py", "NONE"],
+        ["tools/look.py", "timeline", "NONE"],
     ],
     ids=" ".join,
 )
@@ -470,12 +470,12 @@ def test_pages_and_pictures_show_control_characters(tmp_path: Path) -> None:
     for step in range(3):
         for rank in range(2):
             write_step(run.rollout_log(step, rank), small_record(step, rank, **strategy))
-    for words in (["-m", "tlt_hpc", "report"], ["tools/acceptance.py"], ["tools/timeline.py"]):
+    for words in (["-m", "tlt_hpc", "report"], ["tools/look.py", "acceptance"], ["tools/look.py", "timeline"]):
         done = run_script(*words, run.path)
         assert done.returncode == 0, done.stderr
     pages = [run.path / "report.html", *sorted((run.path / "figures").glob("*.svg"))]
     texts = [page.read_text(encoding="utf-8") for page in pages]
-    assert len(pages) == 5 and all(map(no_control, texts))
+    assert len(pages) == 3 and all(map(no_control, texts))
     for text in texts[1:]:
         ElementTree.fromstring(text)
     assert r"a\x1b[31m$x$\u202e" in texts[0] and any(r"\x1b[31m\x01$x$" in text for text in texts[1:])

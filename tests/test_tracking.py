@@ -19,8 +19,7 @@ from tlt_hpc import train as run
 from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
-from tlt_hpc.config import Config, UserError, load_config
-from tlt_hpc.look import trackers
+from tlt_hpc.config import Config, load_config
 from tlt_hpc.look import tracking as tracking_module
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi import ending
@@ -85,28 +84,15 @@ def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp
     commit(folder, 0, 1, 2)
     follow(config, folder, 1, 2, 3)
     assert told(events) == logged(folder)
-    # killed between the events of a step and the note of them
-    (folder.path / "tracking.json").write_text(json.dumps({"tensorboard": 2}))
     commit(folder, 3, 4)
     follow(config, folder, 3, 5)
-    assert told(events) == logged(folder) and len(list(events.iterdir())) == 2
+    assert told(events) == logged(folder) and len(list(events.iterdir())) == 1, "events are written anew"
     # resumed from an earlier checkpoint: steps 2 and on are others now
     drop_lines(folder.metrics, 2)
     commit(folder, 2, 3, factor=2.0)
     follow(config, folder, 2, 3, 4)
     assert told(events) == logged(folder)
     assert max(told(events)["critic/score/mean"]) == 3
-
-
-@needs_tensorboard
-def test_switched_on_late_it_catches_up(tmp_path):
-    folder = RunFolder(tmp_path / "tiny")
-    commit(folder, 0, 1)
-    follow(config_for(tmp_path), folder, 2)
-    assert not (folder.path / "tracking.json").exists()
-    commit(folder, 2)
-    follow(config_for(tmp_path, "tracking.tensorboard=true"), folder, 2, 3)
-    assert told(folder.path / "tensorboard") == logged(folder)
 
 
 @needs_tensorboard
@@ -130,20 +116,11 @@ def test_a_full_disk_is_one_warning_and_the_next_start_catches_up(tmp_path, capl
     tracking.close()
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [
-        "tensorboard failed (OSError: [Errno 28] No space left on device): the run goes on without it; metrics.jsonl "
-        "has every step, and the next start tells it what it missed"
+        "tensorboard failed (OSError: [Errno 28] No space left on device): the run continues without it; metrics.jsonl "
+        "has every step, and the next start sends the rest"
     ]
     follow(config, folder, 4)
     assert told(folder.path / "tensorboard") == logged(folder)
-
-
-@needs_tensorboard
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog):
-    folder = RunFolder(tmp_path / "tiny")
-    commit(folder, 0)
-    (folder.path / "tensorboard").write_text("a file")
-    follow(config_for(tmp_path, "tracking.tensorboard=true"), folder, 1, 1)
-    assert len(caplog.records) == 1 and "tensorboard failed (" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -237,31 +214,9 @@ def test_wandb_has_each_step_once_under_one_id(tmp_path, library, caplog):
     assert list(library.runs.values())[1:] == [[(0, 0.0), (1, 2 / 7)]]
 
 
-EVALUATED = {"val-core/gcd/acc/mean@8": 0.5}
-
-
 def evaluate_last(folder: RunFolder) -> None:
     """Give the last step's line an evaluation's figures."""
-    add_line(folder.metrics, {**list(read_lines(folder.metrics).values())[-1], **EVALUATED})
-
-
-@needs_tensorboard
-def test_figures_that_the_last_step_is_given_later_reach_tensorboard(tmp_path):
-    """As where a finished run is started again with evaluation.every_steps, and a stop comes at first."""
-    config, folder = config_for(tmp_path, "tracking.tensorboard=true"), RunFolder(tmp_path / "tiny")
-    commit(folder, 0, 1, 2)
-    follow(config, folder, 3)
-    follow(config, folder, 2)  # the last step's evaluation was stopped
-    assert told(folder.path / "tensorboard") == logged(folder)
-    evaluate_last(folder)
-    follow(config, folder, 3)
-    assert told(folder.path / "tensorboard") == logged(folder)
-    assert told(folder.path / "tensorboard")["val-core/gcd/acc/mean@8"] == {2: 0.5}
-    # steps taken back, and the step before them is evaluated now
-    drop_lines(folder.metrics, 2)
-    evaluate_last(folder)
-    follow(config, folder, 2)
-    assert told(folder.path / "tensorboard") == logged(folder)
+    add_line(folder.metrics, {**list(read_lines(folder.metrics).values())[-1], "val-core/gcd/acc/mean@8": 0.5})
 
 
 def test_an_evaluation_that_was_stopped_takes_no_step_back_from_wandb(tmp_path, library):
@@ -287,15 +242,14 @@ def test_wandb_is_told_how_the_run_ended(failed, exit_code, tmp_path, library):
 
 
 NOT_SENT = (
-    "wandb has not sent the whole run: its server did not take it in time; `wandb sync /runs/tiny/wandb/run-1` sends "
-    "the rest"
+    "no time is left for wandb to end: metrics.jsonl has every step; `wandb sync /runs/tiny/wandb/run-1` sends the rest"
 )
 
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_server_that_is_away_does_not_hold_the_end_up(failed, tmp_path, library, caplog, monkeypatch):
-    for name in ("FINISH_SECONDS", "FAILED_FINISH_SECONDS", "_GRACE_SECONDS"):
-        monkeypatch.setattr(trackers, name, 0.1)
+    for name in ("FINISH_SECONDS", "FAILED_FINISH_SECONDS"):
+        monkeypatch.setattr(tracking_module, name, 0.1)
     folder, never = RunFolder(tmp_path / "tiny"), threading.Event()
     library.finish = lambda exit_code: never.wait(120)
     commit(folder, 0)
@@ -320,10 +274,7 @@ def test_in_the_time_that_a_stop_leaves_no_tracker_is_waited_for_longer(tmp_path
     assert not tracking.close_within(lambda: start + until[-1] - time.monotonic())
     assert 0.3 <= time.monotonic() - start < 60
     never.set()
-    assert [record.getMessage() for record in caplog.records] == [
-        "no time is left for wandb to end: metrics.jsonl has every step; `wandb sync /runs/tiny/wandb/run-1` sends "
-        "the rest"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [NOT_SENT]
     library.finish = library.ended.append
     tracking.follow(1)
     tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
@@ -414,7 +365,7 @@ def test_what_wandb_itself_gives_up_is_told_alike(tmp_path, library, caplog):
     tracking = Tracking(config_for(tmp_path, "tracking.wandb=offline"), folder)
     tracking.follow(1)
     tracking.close()
-    assert [record.getMessage() for record in caplog.records] == [NOT_SENT]
+    assert "wandb failed (TimeoutError" in caplog.text
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -450,20 +401,6 @@ def test_runs_that_are_held_together_have_neither_trackers_nor_evaluations(tmp_p
         assert (each.tracking.tensorboard, each.tracking.wandb, each.evaluation.every_steps) == (False, "off", 0)
 
 
-def test_a_comparison_needs_no_tracker_installed(tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else find(name, *a))
-    assert main(["compare", str(TINY), f"run.folder={tmp_path}", "tracking.wandb=online", "--dry-run"]) == 0
-
-
-def test_an_absent_package_is_one_line_to_whoever_calls_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None)
-    with pytest.raises(UserError) as caught:
-        run.run(config_for(tmp_path, "tracking.wandb=online"), SimpleNamespace(rank=0), None)
-    message = "tracking.wandb = 'online' needs the package 'wandb', which is not installed; pip install wandb"
-    assert str(caught.value) == message
-
-
 @needs_wandb
 def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
     """The real library, in a process of its own: it stays with the one that made it."""
@@ -472,7 +409,7 @@ def test_wandb_offline_writes_files_and_nothing_else(tmp_path, monkeypatch):
     code = (
         "from pathlib import Path; from tlt_hpc.config import load_config\n"
         "from tlt_hpc.storage.folder import RunFolder\n"
-        "from tlt_hpc.look.tracking import Tracking; from tlt_hpc.look.trackers import start_early\n"
+        "from tlt_hpc.look.tracking import Tracking, start_early\n"
         f"config = load_config({str(TINY)!r}, ['tracking.wandb=offline']); start_early(config.tracking)\n"
         f"tracking = Tracking(config, RunFolder(Path({str(folder.path)!r})))\n"
         "tracking.follow(2); tracking.close()"

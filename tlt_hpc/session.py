@@ -27,7 +27,7 @@ from tlt_hpc.data.claim import claim_data
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
-from tlt_hpc.look.energy.meter import Counters, Meter, told_kinds
+from tlt_hpc.look.energy import EnergyMeter
 from tlt_hpc.look.environment import RankGpu, RankPlace, find_environment
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
@@ -245,7 +245,7 @@ class Job(Session):
     bench: Judge
     """What gives responses their rewards; its server outlives the job, for further ones of this process."""
     mismatch: MismatchWatch
-    meter: Meter
+    meter: EnergyMeter
 
     def load_policy(self, version: int) -> None:
         """Put the policy's weights into the decoder; the drafter reads its embedding and head there. Collective."""
@@ -309,20 +309,18 @@ def assemble(config: Config, world: World) -> Job:
     )
 
 
-def look_around(world: World, device: torch.device) -> tuple[Meter, Environment | None]:
+def look_around(world: World, device: torch.device) -> tuple[EnergyMeter, Environment | None]:
     """The meter of energy, and on rank 0 what the run runs on; collective."""
     gpu = None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu = RankGpu(properties.name, f"GPU-{properties.uuid}")
-    counters = Counters(world.hostname, gpu.uuid if gpu else "", world.local_rank == 0)
-    ranks = world.allgather((RankPlace.here(world.hostname, gpu), counters.reach))
-    reaches = [reach for _, reach in ranks]
-    meter = Meter(counters, reaches, world.rank)
+    meter = EnergyMeter(world.hostname, gpu.uuid if gpu else "", world.local_rank == 0)
+    ranks = world.allgather((RankPlace.here(world.hostname, gpu), meter.reach))
+    energy = meter.agree([reach for _, reach in ranks], world.rank)
     if world.rank:
         return meter, None
-    places = [place for place, _ in ranks]
-    return meter, find_environment(world, places, torch.version.cuda or "", told_kinds(reaches))
+    return meter, find_environment(world, [place for place, _ in ranks], torch.version.cuda or "", energy)
 
 
 def open_bench(config: Config, world: World) -> Judge:

@@ -5,7 +5,7 @@
 
 Tables: ``steps`` (the lines of metrics.jsonl), ``responses``, ``micro_steps``, ``phases`` and ``rounds``, each with the
 step and the rank; times are seconds since the epoch. Tokens are left out. Open the trace at https://ui.perfetto.dev:
-a process a rank, arrows from phase to phase. Needs neither torch nor MPI.
+a process for each rank. Needs neither torch nor MPI.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
-from look import open_run
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.analysis.trace import trace_events
+from tlt_hpc.common.records import EngineSpans
+from tlt_hpc.look.analysis.kinds import KINDS, engine_kinds
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.log_columns import Columns
+from tlt_hpc.storage.rollout_log import StepSummary
 
 _KEY = ("seed", "stream", "draw", "sample")
 _RESPONSE = (*_KEY, "finish_reason", "weight_version", "num_target_passes", "finished_seconds", "rewards", "advantages")
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables; default csv")
     parser.add_argument("--steps", metavar="FIRST:LAST", help="these steps alone (default: all; the trace: the last)")
     options = parser.parse_args(arguments)
-    run = open_run(options.run)
+    run = RunLog(options.run)
     chosen = steps_of(run, options.steps)
     folder: Path = options.out or options.run / "export-tables"
     put_table = put_csv if options.format == "csv" else parquet_writer()
@@ -123,7 +124,47 @@ def _named(table: str, rank: Columns, part: Part) -> Part:
     return part
 
 
-def put_trace(path: Path, events: Iterable[dict[str, Any]]) -> None:
+Event = dict[str, Any]
+"""An event of Chrome's trace format; times in microseconds."""
+
+
+def trace_events(run: RunLog, steps: Sequence[int]) -> Iterator[Event]:
+    """Yield the events of all ranks in the given steps: a process for each rank, a track for phases, engine, drafter.
+
+    Times count from the second of the first event.
+    """
+    named, zero = set[int](), None
+    for step in steps:
+        for summary in run.ranks(step):
+            first = min([summary.timing.start_seconds, *(phase.start_seconds for phase in summary.phases)])
+            zero = float(int(first)) - 1.0 if zero is None else zero  # clocks of nodes differ a little
+            if summary.rank not in named:
+                named.add(summary.rank)
+                name = {"name": f"rank {summary.rank}"}
+                yield {"ph": "M", "pid": summary.rank, "name": "process_name", "args": name}
+            yield from _rank_events(summary, run.spans(step, summary.rank), zero)
+
+
+def _rank_events(summary: StepSummary, spans: EngineSpans, zero: float) -> Iterator[Event]:
+    def event(track: str, name: str, start: float, end: float, **more: Any) -> Event:
+        times = {"ts": round(1e6 * (start - zero), 1), "dur": max(0.0, round(1e6 * (end - start), 1))}
+        return {"ph": "X", "pid": summary.rank, "tid": track, "name": name, **times, "args": more}
+
+    for phase in summary.phases:
+        yield event("phases", phase.name, phase.start_seconds, phase.end_seconds, step=summary.step)
+    kinds = engine_kinds(spans.strategy_index, summary.strategy_names) if len(spans) else ()
+    columns = (spans.strategy_index, spans.num_live, spans.num_tokens, spans.start_seconds, spans.seconds)
+    for kind, index, live, tokens, start, taken in zip(kinds, *(each.tolist() for each in columns), strict=True):
+        name = summary.strategy_names[index] if index >= 0 else str(KINDS[kind])
+        yield event("engine", name, start, start + taken, live=live, tokens=tokens)
+    for update in summary.micro_steps:
+        more = {"tokens": update.num_tokens, "loss": repr(update.loss)}
+        yield event("drafter", "drafter update", update.start_seconds, update.end_seconds, **more)
+    for timing in (summary.timing, *summary.refills):
+        yield event("waiting", "waiting for the last rank", timing.last_token_seconds, timing.release_seconds)
+
+
+def put_trace(path: Path, events: Iterable[Event]) -> None:
     """Write Chrome's trace format event by event, since a few steps of many ranks have millions."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')

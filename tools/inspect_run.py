@@ -1,21 +1,21 @@
-"""Prints the content of a run's HDF5 files: steps, ranks, lengths, rewards, idle and harvested rank-seconds, proof that
-drafter updates ran while another rank was decoding, and whether the files are intact. Needs neither torch nor MPI.
+"""Checks a run's files: checksums of all logs, all ranks of each step, lines of metrics.jsonl and small files.
 
-    python tools/inspect_run.py runs/tiny --last 10
-    python tools/inspect_run.py runs/tiny --check     # reads every file whole, with its checksums
-    python tools/inspect_run.py runs/tiny --repair    # takes a torn last line off metrics.jsonl, nothing else
+    python tools/inspect_run.py runs/tiny                # opens every file, but does not read its payload
+    python tools/inspect_run.py runs/tiny --check        # reads every file whole, with its checksums
+    python tools/inspect_run.py runs/tiny --repair       # removes an incomplete last line of metrics.jsonl
 
-Exit status 1: --check or --repair found a fault.
-
-Times of different ranks are compared as their nodes' clocks show them.
+Exit status 1: a fault was found. Checkpoints and feature caches are checked by the starts that load them. Needs
+neither torch nor MPI.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import os
 import sys
-from datetime import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -24,208 +24,219 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-import numpy as np
-from look import open_run, write_json
+from look import write_json
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import read_toml
-from tlt_hpc.common.records import MicroStepRecord, RolloutTiming
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, read_toml, told
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.integrity import analyse_integrity, repair
-from tlt_hpc.storage.feature_file import FeatureCacheReader
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.analysis.survey import map_tasks
+from tlt_hpc.look.run_log import RunLog
+from tlt_hpc.look.words import listed
+from tlt_hpc.storage.environment_lines import read_environments
+from tlt_hpc.storage.finished_word import read_finished
+from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.no_run import no_run
-from tlt_hpc.storage.rollout_log import KIND, StepSummary, read_summary
+from tlt_hpc.storage.log_columns import check_whole, read_columns
 
-HEADER = (
-    "  step ranks responses    p50    p90    max  reward accept   idle_s harvested_s  share updates guarded\n"
-    "  (lengths in tokens; idle and harvested in rank-seconds; share = harvested / idle)"
-)
+_SHOWN_BYTES = 60
+ALWAYS = (
+    "critic/score/mean", "response_length/mean", "response_length/max", "drafter/spec_decode/mean_acceptance_length",
+    "rollout/seconds", "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds", "perf/total_num_tokens",
+    "timing_s/step",
+)  # fmt: skip
+"""Metrics that every line has."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the report; exit status 2 and one line if the folder holds no run."""
-    parser = argparse.ArgumentParser(description="Print what a run's HDF5 files hold.")
-    parser.add_argument("folder", type=Path, help="the run's folder, e.g. runs/tiny")
-    parser.add_argument("--last", type=int, default=10, help="number of last steps to show (default 10, 0 for all)")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the arguments and inspect; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
     parser.add_argument("--check", action="store_true", help="read every file whole, with its checksums")
-    parser.add_argument("--repair", action="store_true", help="take a torn last line off metrics.jsonl, nothing else")
-    parser.add_argument("--json", metavar="FILE", help="with --check: what it found, as JSON")
+    parser.add_argument("--repair", action="store_true", help="remove an incomplete last line of metrics.jsonl")
+    parser.add_argument("--json", metavar="FILE", help="write what was found as JSON, too; - for standard output")
     options = parser.parse_args(arguments)
-    return ending("inspect_run", lambda: look(options))
+    return ending("inspect_run", partial(inspect, options))
 
 
-def look(options: argparse.Namespace) -> int:
-    """Print what was requested; returns 1 if there is a fault.
+def inspect(options: argparse.Namespace) -> int:
+    """Repair if asked for, check, and print; returns 1 if there is a fault.
 
     Raises:
-        UserError, OSError: there is no run, or its folder cannot be read.
+        UserError: there is no run, or it is active while it should be repaired.
     """
-    folder = RunFolder(options.folder)
-    if not folder.rollouts.is_dir() and not folder.cache.is_dir():
-        raise UserError(no_run(options.folder))
-    if options.check or options.repair:
-        return check(options)
-    steps = folder.rollout_steps()
-    shown = steps[-options.last :] if options.last > 0 else steps
-    print(f"{folder.path}: {_span(steps)} in the rollout log (schema {KIND.schema}), showing {len(shown)}")
-    ranks = {step: read_ranks(folder, step) for step in shown}
-    print_steps(ranks)
-    print_tails([rank for step in shown for rank in ranks[step]], micro_step_seconds(folder))
-    print_caches(folder)
-    return 0
-
-
-def check(options: argparse.Namespace) -> int:
-    """Check every file, after a repair if requested; returns 1 if there is a fault."""
+    say = partial(print, file=sys.stderr if options.json == "-" else sys.stdout)
     if options.repair:
-        repair(open_run(options.folder), print)
-    found = analyse_integrity(open_run(options.folder), read_whole=options.check)
-    if options.json:
-        write_json(found.to_json(), options.json)
-    say = functools.partial(print, file=sys.stderr) if options.json == "-" else print
+        repair(RunLog(options.run), say)
+    found = analyse_integrity(RunLog(options.run), read_whole=options.check)
     say(found.verdict)
     for fault in found.faults:
         say(f"  {fault}")
     for path in found.parts:
         say(f"  half written: {path}")
+    if options.json:
+        write_json(found.to_json(), options.json)
     return 0 if found.is_sound else 1
 
 
-def micro_step_seconds(folder: RunFolder) -> float | None:
-    """The configured time budget of a micro-step; None if it cannot be read."""
-    try:
-        return float(read_toml(folder.config)["drafter"]["micro_step_seconds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+@dataclass(frozen=True)
+class Integrity(Analysis):
+    """What was checked, and what is wrong; ``faults``: one line each."""
+
+    num_files: int
+    num_bytes: int
+    """Size on disk of the logs that were read."""
+    read_whole: bool
+    """Whether every array was read; otherwise only the attributes."""
+    num_lines: int
+    faults: tuple[str, ...]
+    under_way: tuple[int, ...]
+    """Steps with logs but no line, which are not committed."""
+    parts: tuple[str, ...]
+    """Unfinished files: a run is writing them, or was killed while it did."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there is no fault."""
+        return not self.faults
+
+    @property
+    def verdict(self) -> str:
+        how = "read whole, with their checksums" if self.read_whole else "opened; their payload was not read"
+        parts = [
+            f"{count(self.num_files, 'log')} ({self.num_bytes / 2**20:,.1f} MiB) {how}, {count(self.num_lines, 'line')}"
+            " of metrics and the small files; checkpoints and feature caches are not checked.",
+            "All of these are sound." if self.is_sound else f"Not sound: {count(len(self.faults), 'fault')}.",
+        ]
+        if self.under_way:
+            parts.append(f"Not committed yet: step {', '.join(map(str, self.under_way[:4]))}.")
+        if self.parts:
+            parts.append(f"{count(len(self.parts), 'file')} half written: a run is active, or was killed.")
+        return " ".join(parts)
 
 
-def print_tails(ranks: list[StepSummary], budget: float | None) -> None:
-    """How quickly ranks left the loop after the release, and what else idle time was used for."""
-    late = np.array([rank.metrics["rollout/late_seconds"] for rank in ranks if "rollout/late_seconds" in rank.metrics])
-    if len(late) == 0:
-        return
-    middle, most = np.percentile(late, (50, 99))
-    within = f"; {(late < budget).mean():.1%} under the micro-step's {1e3 * budget:.0f} ms" if budget else ""
-    print(
-        f"stop latency, release known to loop left, {len(late)} releases of a rank: median {1e3 * middle:.1f} ms, "
-        f"99 % {1e3 * most:.1f} ms, longest {1e3 * late.max():.1f} ms{within}"
+def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
+    """Check every file; ``read_whole`` reads all of its content."""
+    tasks = [(step, run.files(step)) for step in run.logged_steps]
+    num_bytes, faults = 0, list[str]()
+    for (step, files), (size, num_ranks, bad) in zip(
+        tasks, map_tasks(partial(_check_step, read_whole=read_whole), tasks), strict=True
+    ):
+        num_bytes += size
+        faults += bad
+        absent = sorted(set(range(num_ranks)) - set(files))
+        if absent and (step in run.lines or step != run.logged_steps[-1]):
+            faults.append(f"step {step}: no log of rank {', '.join(map(str, absent))}")
+    without = [step for step in run.lines if step not in set(run.logged_steps)]
+    faults += [f"committed steps without logs: {', '.join(map(str, without))}"] if without else []
+    return Integrity(
+        run=run.name,
+        problems=run.problems,
+        num_files=sum(len(files) for _, files in tasks),
+        num_bytes=num_bytes,
+        read_whole=read_whole,
+        num_lines=len(run.lines),
+        faults=(*faults, *_faults_of_lines(run), *_faults_of_documents(run.folder)),
+        under_way=tuple(step for step in run.logged_steps if step not in run.lines),
+        parts=tuple(str(path) for path in sorted(run.folder.path.rglob(f"*{PART_SUFFIX}"))),
     )
-    names = {
-        "rollout/rewards_in_tail": "rewards in the tail",
-        "rollout/rewards_in_tail_seconds": "s for them",
-        "drafter/cut_rank_seconds": "s in micro-steps cut at the release",
-        "drafter/serial_rank_seconds": "s in serial micro-steps",
-    }
-    sums = {text: sum(rank.metrics.get(name, 0.0) for rank in ranks) for name, text in names.items()}
-    print("beside harvesting: " + ", ".join(f"{value:.3g} {text}" for text, value in sums.items()))
 
 
-def read_ranks(folder: RunFolder, step: int) -> list[StepSummary]:
-    """Summaries of a step by rank; a damaged file is reported and left out."""
-    summaries = []
-    for path in folder.rollout_logs(step):
+def _check_step(task: tuple[int, dict[int, Path]], read_whole: bool) -> tuple[int, int, list[str]]:
+    """Bytes of a step's logs, the number of ranks that they name, and faults."""
+    step, files = task
+    num_bytes, num_ranks, faults = 0, 0, list[str]()
+    for rank, path in files.items():
         try:
-            summaries.append(read_summary(path))
-        except DamagedFile as error:
-            print(f"  {error}")
-    return summaries
+            log = read_columns(path, ("rollouts/response_ends",))
+            num_ranks = max(num_ranks, log.num_ranks)
+            if (log.step, log.rank) != (step, rank):
+                faults.append(f"{path}: it is of step {log.step} and rank {log.rank}")
+            elif read_whole:
+                check_whole(path)
+            num_bytes += path.stat().st_size
+        except (DamagedFile, FileNotFoundError) as error:
+            faults.append(str(error))
+    return num_bytes, num_ranks, faults
 
 
-def print_steps(steps: dict[int, list[StepSummary]]) -> None:
-    """The table, one line per step, then the proof lines."""
-    if not steps:
+def _faults_of_lines(run: RunLog) -> Iterator[str]:
+    """Faults of metrics.jsonl: invalid lines, steps out of order or missing, missing metrics, an incomplete end."""
+    path, found = run.folder.metrics, run.step_lines
+    try:
+        read_bytes(path, LINES_BYTES)
+    except FileNotFoundError:  # a partial copy, or no step is committed yet
         return
-    print(HEADER)
-    for step, ranks in steps.items():
-        print(step_line(step, ranks))
-    print("drafter updates while another rank still decoded:")
-    for step, ranks in steps.items():
-        for line in proof_lines(step, ranks):
-            print(line)
+    except OSError as error:
+        yield told(error)
+    for number, why in found.faults:
+        yield f"{path}:{number} is no line that a run writes ({why})"
+    before: int | None = None
+    for number, step, line in found.numbered:
+        if before is not None and step != before + 1:
+            yield f"{path}:{number} is of step {step}, and the line before it of step {before}"
+        before = step
+        if missing := [name for name in ALWAYS if name not in line]:
+            yield f"{path}:{number} has no {listed(missing)}"
+    if found.torn:
+        yield f"{path}:{found.torn[0]} is cut off; --repair removes it"
 
 
-def step_line(step: int, ranks: list[StepSummary]) -> str:
-    """One row of the table; ``ranks`` shows found/expected where files are missing."""
-    lengths = np.concatenate([np.empty(0, np.int64), *[rank.response_lengths for rank in ranks]])
-    if len(lengths) == 0:
-        return f"{step:6d} {len(ranks):5d} no rollouts"
-    rewards = np.concatenate([rank.rewards for rank in ranks])
-    passes = sum(int(rank.num_target_passes.sum()) for rank in ranks)
-    idle = sum(timing.idle_seconds for rank in ranks for timing in (rank.timing, *rank.refills))
-    harvested = sum(rank.harvested_seconds for rank in ranks)
-    found = str(len(ranks)) if len(ranks) == ranks[0].num_ranks else f"{len(ranks)}/{ranks[0].num_ranks}"
-    p50, p90 = np.percentile(lengths, (50, 90))
-    return (
-        f"{step:6d} {found:>5} {len(lengths):9d} {p50:6.0f} {p90:6.0f} {lengths.max():6d} {rewards.mean():7.3f} "
-        f"{lengths.sum() / max(1, passes):6.2f} {idle:8.2f} {harvested:11.2f} {harvested / idle if idle else 0:6.0%} "
-        f"{sum(len(rank.micro_steps) for rank in ranks):7d} {sum(rank.guarded_near_ties for rank in ranks):7d}"
+def _read_object(path: Path) -> object:
+    return parse_object(read_bytes(path))
+
+
+def _faults_of_documents(folder: RunFolder) -> list[str]:
+    """Faults of the small files."""
+    readers: dict[Path, Callable[[Path], object]] = {
+        folder.config: read_toml,
+        folder.finished: read_finished,
+        **dict.fromkeys((folder.cost_profile, folder.data, folder.tracking), _read_object),
+    }
+    faults = list[str]()
+    for path, read in readers.items():
+        try:
+            read(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            faults.append(told(error))
+        except UserError as error:
+            faults.append(str(error))
+        except DamagedText as error:
+            faults.append(f"{path} is damaged ({error})")
+    return faults + read_environments(folder.environment)[1]
+
+
+def repair(run: RunLog, say: Callable[[str], None]) -> bool:
+    """Remove an incomplete last line of metrics.jsonl, and ``say`` what is removed; False if there is none.
+
+    The removed text is kept in ``metrics.torn``. A line that lacks only its line feed is complete and stays.
+
+    Raises:
+        UserError: the file has changed since it was read, because a run is active.
+        WriteError: no space or no permission; the file is unchanged.
+    """
+    path, kept = run.folder.metrics, run.folder.metrics.with_suffix(".torn")
+    torn = run.step_lines.torn[1] if run.step_lines.torn else b""
+    if not torn:
+        say("nothing to repair: metrics.jsonl has no incomplete last line")
+        return False
+    data = read_bytes(path, LINES_BYTES)
+    if not data.endswith(b"\n" + torn) and data != torn:
+        raise UserError(f"{path} has changed since it was read: a run is active; repair it when that has ended")
+    shown = torn[:_SHOWN_BYTES].decode(errors="replace") + ("..." if len(torn) > _SHOWN_BYTES else "")
+    say(
+        f"{path}: removing its last {count(len(torn), 'byte')}, a line that was cut off ({shown!r}); "
+        f"{count(len(run.lines), 'committed step')} before it stay; kept as {kept.name}"
     )
-
-
-def proof_lines(step: int, ranks: list[StepSummary]) -> list[str]:
-    """How many updates ended while another rank was decoding, and the last of them with both timestamps."""
-    pairs = [
-        (micro_step, trainer, decoder)
-        for trainer in ranks
-        for micro_step in trainer.micro_steps
-        if (decoder := _last_decoder(ranks, trainer, micro_step)) is not None
-    ]
-    total = sum(len(rank.micro_steps) for rank in ranks)
-    lines = [f"  step {step}: {len(pairs)} of {count(total, 'update')}"]
-    if pairs:
-        micro_step, trainer, decoder = max(pairs, key=lambda pair: pair[0].end_seconds)
-        lines.append(
-            f"    rank {trainer.rank} updated from {_clock(micro_step.start_seconds)} to "
-            f"{_clock(micro_step.end_seconds)} ({micro_step.num_tokens} tokens, loss {micro_step.loss:.3f}); "
-            f"rank {decoder[0]} decoded until {_clock(decoder[1].last_token_seconds)}"
-        )
-    return lines
-
-
-def print_caches(folder: RunFolder) -> None:
-    """One line for each step of the feature cache, and the unfinished files."""
-    for step in folder.cache_steps():
-        num_documents = num_tokens = num_bytes = num_files = 0
-        for path in folder.feature_caches(step):
-            try:
-                with FeatureCacheReader(path) as reader:
-                    num_documents, num_tokens = num_documents + len(reader), num_tokens + reader.num_tokens
-            except DamagedFile as error:
-                print(f"  {error}")
-                continue
-            num_bytes, num_files = num_bytes + path.stat().st_size, num_files + 1
-        print(
-            f"feature cache, step {step}: {count(num_files, 'file')}, {count(num_documents, 'document')}, "
-            f"{count(num_tokens, 'token')}, "
-            f"{num_bytes / 2**20:.1f} MiB"
-        )
-    if parts := folder.cache_parts():
-        print(f"feature cache: {count(len(parts), 'file')} open or half-written")
-
-
-def _last_decoder(
-    ranks: list[StepSummary], trainer: StepSummary, micro_step: MicroStepRecord
-) -> tuple[int, RolloutTiming] | None:
-    """The rank that decoded longest after a micro-step, and its times in that rollout."""
-    decoding = [
-        (rank.rank, timing)
-        for rank in ranks
-        for timing in (rank.timing, *rank.refills)
-        if rank.rank != trainer.rank
-        and timing.start_seconds <= micro_step.start_seconds
-        and micro_step.end_seconds <= timing.last_token_seconds
-    ]
-    return max(decoding, key=lambda pair: pair[1].last_token_seconds, default=None)
-
-
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%H:%M:%S.%f")[:-3]
-
-
-def _span(steps: list[int]) -> str:
-    return f"{count(len(steps), 'step')} ({steps[0]} to {steps[-1]})" if steps else "no steps"
+    with kept.open("ab") as file:
+        file.write(torn + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    with writing_beside(path) as part:
+        part.write_bytes(data[: len(data) - len(torn)])
+    return True
 
 
 if __name__ == "__main__":

@@ -1,68 +1,108 @@
-"""Shared by the tools that show runs: command line, output files and printed text."""
+"""Analyses of runs: prints one paragraph of what was found, and writes a figure as PNG and SVG.
+
+    python tools/look.py timeline runs/tiny --step 7     # which rank did what when in one step
+    python tools/look.py throughput runs/tiny            # where the seconds go, and tokens per second
+    python tools/look.py acceptance runs/tiny            # tokens per target pass, and which strategies were chosen
+    python tools/look.py lengths runs/tiny               # response lengths, and how many were cut
+    python tools/look.py learning runs/tiny              # score, KL, entropy, gradients, evaluations
+    python tools/look.py compare runs/plain runs/full    # runs side by side: the same tokens? seconds, energy
+
+Needs neither torch nor MPI: it runs on a login node, or on a laptop with a copy of the run's folder.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path[:1]:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tlt_hpc.common.errors import UserError  # noqa: E402
-from tlt_hpc.look.analysis.base import Analysis  # noqa: E402
-from tlt_hpc.look.run_log import RunLog  # noqa: E402
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.script import ending
+
+# isort: split
+from tlt_hpc.look.analysis.acceptance import ACCEPTANCE
+from tlt_hpc.look.analysis.comparison import analyse_comparison
+from tlt_hpc.look.analysis.learning import analyse_learning
+from tlt_hpc.look.analysis.lengths import LENGTHS
+from tlt_hpc.look.analysis.survey import Survey, take
+from tlt_hpc.look.analysis.throughput import THROUGHPUT
+from tlt_hpc.look.analysis.timeline import analyse_timeline
+from tlt_hpc.look.run_log import RunLog
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Found = TypeVar("Found", bound=Analysis)
+    from tlt_hpc.look.analysis.base import Analysis
+
+NAMES = ("timeline", "throughput", "acceptance", "lengths", "learning", "compare")
 
 
-def make_parser(describe: str, several: bool = False) -> argparse.ArgumentParser:
-    """A parser with the options that all these tools have."""
-    parser = argparse.ArgumentParser(description=describe)
-    what = "the runs' folders, two or more" if several else "the run's folder, e.g. runs/tiny, or a copy of it"
-    parser.add_argument("run", metavar="RUN", type=Path, nargs="+" if several else None, help=what)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Analyse, draw and print."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("what", choices=NAMES)
+    parser.add_argument("run", metavar="RUN", type=Path, nargs="+", help="a run's folder; to compare: two or more")
+    parser.add_argument("--step", metavar="N", type=int, help="of the timeline (default: the last whole one)")
+    parser.add_argument("--last", metavar="N", type=int, help="look at the last N steps alone (default: all)")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="where to write (default: RUN/figures)")
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, too; - for standard output")
-    parser.add_argument("--theme", choices=("light", "dark", "both"), default="both", help="default: both")
-    parser.add_argument("--last", metavar="N", type=int, help="look at the last N steps alone (default: all)")
-    return parser
-
-
-def open_run(path: Path, last: int | None = None) -> RunLog:
-    """Open a run, or its ``last`` steps.
-
-    Raises:
-        UserError: there is no run, or ``last`` is less than 1.
-    """
-    if last is not None and last < 1:
-        raise UserError(f"--last {last}: give 1 or more")
-    return RunLog(path, last)
-
-
-def show(options: argparse.Namespace, name: str, found: Found, draw: Callable[[Found], Figure]) -> None:
-    """Print the verdict, draw the figure, and print what was written."""
-    first: Path = options.run[0] if isinstance(options.run, list) else options.run
-    to_standard_output = options.json == "-"
-    say = print_to_errors if to_standard_output else print
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="default: light")
+    options = parser.parse_args(arguments)
+    if options.last is not None and options.last < 1:
+        raise UserError(f"--last {options.last}: give 1 or more")
+    if options.what != "compare" and len(options.run) > 1:
+        raise UserError(f"{options.what} takes one run; `compare` takes several")
+    found = analyse(options.what, [RunLog(path, options.last) for path in options.run], options.step)
+    say = partial(print, file=sys.stderr if options.json == "-" else sys.stdout)
     say(found.verdict)
     for problem in found.problems:
         say(f"left out: {problem}")
-    if not found.has_data:
-        say("no figure: there is nothing to draw yet")
-    else:
-        for path in _draw(name, found, draw, options.out or first / "figures", options.theme):
+    if found.has_data:
+        folder = options.out or options.run[0] / "figures"
+        for path in draw(options.what, found, folder, options.theme):
             say(f"wrote {path}")
+    else:
+        say("no figure: there is nothing to draw yet")
     if options.json:
         write_json(found.to_json(), options.json)
-    if options.json and not to_standard_output:
-        say(f"wrote {options.json}")
+
+
+def analyse(what: str, runs: list[RunLog], step: int | None) -> Analysis:
+    """The analysis of a name."""
+    if what == "compare":
+        return analyse_comparison(runs)
+    if what == "timeline":
+        return analyse_timeline(runs[0], step)
+    if what == "learning":
+        return analyse_learning(runs[0])
+    surveys: dict[str, Survey[Any]] = {"throughput": THROUGHPUT, "acceptance": ACCEPTANCE, "lengths": LENGTHS}
+    found: Analysis = take(runs[0], surveys[what])
+    return found
+
+
+def draw(what: str, found: Any, folder: Path, theme: str) -> list[Path]:
+    """Write the figure."""
+    from tlt_hpc.look.figures import steps, style, timeline  # take a second to import: not for --help
+
+    drawings: dict[str, Callable[[Any], Figure]] = {
+        "timeline": timeline.draw_timeline,
+        "throughput": steps.draw_throughput,
+        "acceptance": steps.draw_acceptance,
+        "lengths": steps.draw_lengths,
+        "learning": steps.draw_learning,
+        "compare": steps.draw_comparison,
+    }
+    with style.themed(theme):
+        figure = drawings[what](found)
+        figure.suptitle(f"{found.run}: {what}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+        return style.save(figure, folder, f"{what}-{theme}")
 
 
 def write_json(tree: dict[str, Any], place: str) -> None:
@@ -74,16 +114,5 @@ def write_json(tree: dict[str, Any], place: str) -> None:
         Path(place).write_text(text, encoding="utf-8")
 
 
-def print_to_errors(text: str) -> None:
-    """Print to standard error: standard output is for JSON."""
-    print(text, file=sys.stderr)
-
-
-def _draw(name: str, found: Found, draw: Callable[[Found], Figure], folder: Path, theme: str) -> list[Path]:
-    from tlt_hpc.look.figures.style import THEMES, save, themed  # takes a second to import: not for --help
-
-    paths = []
-    for each in THEMES if theme == "both" else (theme,):
-        with themed(each):
-            paths += save(draw(found), folder, name)
-    return paths
+if __name__ == "__main__":
+    sys.exit(ending("look", main))

@@ -25,7 +25,6 @@ from tlt_hpc.common.script import ending
 
 # isort: split
 import numpy as np
-from look import ROOT
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
@@ -43,6 +42,7 @@ from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("off", "ngram-4", "drafter-4", "drafter-8")
 CHANCE = (0.0, 0.3, 0.7, 0.7)
 """That the next token of a draft is accepted, by strategy."""

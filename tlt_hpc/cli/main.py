@@ -613,7 +613,7 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
 
 def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt train`` on this rank."""
-    from tlt_hpc.look.trackers import start_early
+    from tlt_hpc.look.tracking import start_early
 
     start_rewards(config)
     if not launched_rank(os.environ):

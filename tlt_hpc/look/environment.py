@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 import tlt_hpc
 from tlt_hpc.common.source import git_commit, source_digest
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.base import Analysis
-from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed
 from tlt_hpc.rollout.cost_profile import processor_name
 from tlt_hpc.storage.environment_lines import Environment, Host
@@ -131,54 +129,19 @@ def _version(name: str) -> str:
         return ""
 
 
-@dataclass(frozen=True)
-class Environments(Analysis):
-    """The environments of all starts, oldest first, as far as environment.jsonl has them."""
-
-    starts: tuple[Environment, ...]
-
-    @property
-    def verdict(self) -> str:
-        return _verdict(self.starts)
-
-    @property
-    def has_data(self) -> bool:
-        return len(self.starts) > 0
-
-
-def analyse_environment(run: RunLog) -> Environments:
-    """Analyse all starts of a run."""
-    starts = run.starts
-    return Environments(run.name, run.problems, starts)
-
-
 def environment_in_words(environment: Environment) -> str:
     """One paragraph on a start: code, libraries, nodes and launcher."""
     commit = f"commit {environment.commit[:12]}, " if environment.commit else ""
-    torch = environment.packages.get("torch", "unknown")
-    others = [f"{name} {version}" for name, version in environment.packages.items() if name != "torch"]
-    built = f" for CUDA {environment.cuda}" if environment.cuda else " for CPUs"
+    built = f"CUDA {environment.cuda}" if environment.cuda else "CPUs"
     mpi = " ".join(environment.mpi.partition("\n")[0].split())
     job = f" in Slurm job {environment.slurm['job']}" if "job" in environment.slurm else ""
-    threads = f"{environment.threads or 'unset'} {'thread' if environment.threads == '1' else 'threads'} a rank"
+    hosts = Counter(map(host_in_words, environment.hosts))
+    nodes = [f"{count(number, 'node')} with {kind}" for kind, number in hosts.items()]
     return (
         f"tlt_hpc {environment.version} ({commit}files {environment.source}) with Python {environment.python}, "
-        f"torch {torch}{built}, {listed([*others, mpi])}. {_hosts_in_words(environment.hosts)}; "
-        f"{threads}. Started at {environment.time} by {environment.launcher}{job}."
+        f"torch {environment.packages.get('torch', 'unknown')} for {built}, {mpi}, on {listed(nodes)}. "
+        f"Started at {environment.time} by {environment.launcher}{job}."
     )
-
-
-def _hosts_in_words(hosts: Sequence[Host]) -> str:
-    """Groups identical hosts."""
-    kinds: dict[str, list[Host]] = {}
-    for host in hosts:
-        kinds.setdefault(host_in_words(host), []).append(host)
-    ranks = count(sum(host.num_ranks for host in hosts), "rank")
-    return f"{ranks} on {listed([f'{_named(alike)} ({kind})' for kind, alike in kinds.items()])}"
-
-
-def _named(hosts: Sequence[Host]) -> str:
-    return hosts[0].name if len(hosts) == 1 else f"{len(hosts)} nodes, {hosts[0].name} to {hosts[-1].name}"
 
 
 def host_in_words(host: Host) -> str:
@@ -188,17 +151,14 @@ def host_in_words(host: Host) -> str:
     return f"{count(host.num_ranks, 'rank')}, {cores} of {host.processor}, {host.memory_bytes / 1e9:,.0f} GB{gpus}"
 
 
-def _verdict(starts: Sequence[Environment]) -> str:
+def environments_in_words(starts: Sequence[Environment]) -> str:
+    """One paragraph on the last start, and whether earlier ones differ."""
     if not starts:
         return "What the run ran on is unknown: its folder has no environment.jsonl."
-    last, parts = starts[-1], [environment_in_words(starts[-1])]
-    if len(starts) > 1:
-        odd = sum(_what_counts(start) != _what_counts(last) for start in starts[:-1])
-        others = (
-            f"{odd} of them on other code, versions or nodes" if odd else "all on the same code, versions and nodes"
-        )
-        parts.append(f"The last of {len(starts)} starts; {others}.")
-    return " ".join(parts)
+    odd = sum(_what_counts(start) != _what_counts(starts[-1]) for start in starts[:-1])
+    others = f"{odd} of them on other code, versions or nodes" if odd else "all on the same code, versions and nodes"
+    more = f" The last of {len(starts)} starts; {others}." if len(starts) > 1 else ""
+    return environment_in_words(starts[-1]) + more
 
 
 def _what_counts(start: Environment) -> Environment:

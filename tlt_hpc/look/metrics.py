@@ -10,7 +10,7 @@ import numpy as np
 from tlt_hpc.common.records import FinishReason, RolloutTiming
 from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.look.energy.meter import PREFIX as ENERGY
+from tlt_hpc.look.energy import PREFIX as ENERGY
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rl.policy import Update
 from tlt_hpc.storage.rollout_log import StepRecord

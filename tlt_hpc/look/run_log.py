@@ -97,10 +97,6 @@ class RunLog:
         parallel = self.setting("rollout", "tensor_parallel")
         return parallel if isinstance(parallel, int) and parallel > 0 else 1
 
-    def is_first_of_replica(self, rank: int) -> bool:
-        """Whether the rounds of this rank are counted: the other ranks of its replica ran the same ones."""
-        return rank % self.replica_size == 0
-
     def files(self, step: int) -> dict[int, Path]:
         """Paths of a step's finished logs, by rank."""
         try:
@@ -132,6 +128,11 @@ class RunLog:
         """The lines of metrics.jsonl by step, ascending; the last one of a step that was repeated."""
         ordered = sorted(self.step_lines.by_step.items())
         return dict(ordered[-self._last if self._last else 0 :])
+
+    @property
+    def num_lines_before(self) -> int:
+        """Committed steps before those in ``lines``."""
+        return len(self.step_lines.by_step) - len(self.lines)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -1,51 +1,153 @@
-"""Keeps TensorBoard and Weights & Biases in step with ``metrics.jsonl`` through kills and resumes.
+"""TensorBoard and Weights & Biases, kept in step with ``metrics.jsonl`` through kills and resumes.
 
-``tracking.json`` in the run's folder has the first step that each tracker has not been given. A tracker that failed, or
-was switched on late, catches up at the next start, and no step appears twice. Steps that the log no longer has were
-taken back. The line of the last step may get evaluation metrics after it was tracked: TensorBoard gets it again at each
-start, which W&B does not support.
+TensorBoard's event files are written anew at each start. Steps given to W&B cannot be taken back: ``tracking.json`` in
+the run's folder has the first step that it has not been given, and the id of its run; after steps were taken back, all
+are given to another run. The libraries are imported only if asked for.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 from tlt_hpc.common.files import DamagedText, read_json
-from tlt_hpc.config import Config, UserError
+from tlt_hpc.config import Config, TrackingSection, UserError
 from tlt_hpc.config.tracking import asked_for, check_installed
-from tlt_hpc.look.trackers import (
-    Figures,
-    TensorBoard,
-    Tracker,
-    WeightsAndBiases,
-    failures_of,
-)
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+FINISH_SECONDS = 120.0
+"""How long the end of a run waits for Weights & Biases to upload the rest."""
+FAILED_FINISH_SECONDS = 5.0
+"""The same if an exception ends the run, because all other ranks wait."""
 _RUN_ID = "wandb_id"
-_LOOK_SECONDS = 0.05
+_WANDB, _TENSORBOARD = "wandb", "tensorboard"
+_POLL_SECONDS = 0.05
+
+T = TypeVar("T")
+
+
+class Tracker(Protocol):
+    """Something that shows the metrics of steps."""
+
+    name: str
+    remedy: str
+    """What to do if ``close`` had no time to finish."""
+
+    def follow(self, lines: Mapping[int, Line], num_steps: int) -> bool:
+        """Show the steps below ``num_steps`` that it has not had; True."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """Release files and processes; ``failed``: an exception ends the run."""
+        ...
+
+
+class TensorBoard:
+    """Event files in a folder, through torch."""
+
+    name, remedy = _TENSORBOARD, ""
+
+    def __init__(self, folder: Path) -> None:
+        """Event files of earlier starts are removed."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        for path in folder.glob("events.out.tfevents.*"):
+            path.unlink()
+        self._writer: Any = SummaryWriter(str(folder), max_queue=1000)
+        self._next = 0
+
+    def follow(self, lines: Mapping[int, Line], num_steps: int) -> bool:
+        for step in range(self._next, num_steps):
+            for name, value in numbers_of(lines.get(step, {})).items():
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+        self._next = num_steps
+        return True
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, with an id that is kept in the run's folder."""
+
+    name = _WANDB
+
+    def __init__(self, config: Config, folder: RunFolder, lines: Mapping[int, Line], num_steps: int) -> None:
+        import wandb
+
+        self._path = folder.tracking
+        self._state = self._read_state()
+        # if its last step is still in the log, only that step's evaluation was interrupted, and will be completed later
+        was_taken_back = self._next > num_steps and self._next - 1 not in lines
+        if was_taken_back or _RUN_ID not in self._state:
+            self._note({_WANDB: 0, _RUN_ID: uuid4().hex[:12]})
+        mode: Any = config.tracking.wandb
+        folder.path.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "tlt",
+            name=os.environ.get("WANDB_NAME") or config.run.name,
+            id=str(self._state[_RUN_ID]),
+            resume="allow",
+            mode=mode,
+            dir=str(folder.path),
+            config=config.model_dump(),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                x_disable_stats=True,
+                finish_timeout=FINISH_SECONDS,  # also limits what wandb does at the exit of this process
+                finish_timeout_raises=True,
+            ),
+        )
+        self.remedy = f"; `wandb sync {Path(self._run.dir).parent}` sends the rest"
+
+    def follow(self, lines: Mapping[int, Line], num_steps: int) -> bool:
+        for step in range(self._next, num_steps):
+            self._note({_WANDB: step + 1})  # before it is sent: it cannot be replaced, so rather none than two
+            if step in lines:
+                self._run.log(dict(numbers_of(lines[step])), step=step, commit=True)
+        return True
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+    @property
+    def _next(self) -> int:
+        return int(self._state.get(_WANDB, 0))
+
+    def _read_state(self) -> dict[str, Any]:
+        try:
+            return read_json(self._path, dict[str, int | str])
+        except FileNotFoundError:
+            return {}
+        except DamagedText as error:
+            raise UserError(f"{self._path} is damaged ({error}); remove it, and W&B gets a new run") from None
+
+    def _note(self, change: dict[str, Any]) -> None:
+        self._state |= change
+        with writing_beside(self._path) as part:
+            part.write_text(json.dumps(self._state) + "\n", encoding="utf-8")
 
 
 class Tracking:
-    """The trackers of a run; used on rank 0 only."""
+    """The trackers of a run; used on rank 0 only. They are opened with the first step."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
-        """Trackers are opened with the first step.
-
-        Raises:
-            UserError: a required package is not installed.
+        """Raises:
+        UserError: a required package is not installed.
         """
         check_installed(config.tracking)
         self._config, self._folder = config, folder
@@ -68,97 +170,80 @@ class Tracking:
         if not self._waiting and not self._trackers:
             return
         lines = read_lines(self._folder.metrics)
-        waiting, self._waiting = self._waiting, []
-        for name in waiting:
-            opened = _attempt(name, failures_of(name), lambda name=name: self._open(name, num_steps, lines))  # type: ignore[misc]
-            self._trackers += [] if opened is None else [opened]
-        self._trackers = [tracker for tracker in self._trackers if self._tell(tracker, lines, num_steps)]
+        for name in self._waiting:
+            tracker = _attempt(name, partial(self._open, name, lines, num_steps))
+            self._trackers += [] if tracker is None else [tracker]
+        self._waiting = []
+        self._trackers = [
+            tracker for tracker in self._trackers if _attempt(tracker.name, partial(tracker.follow, lines, num_steps))
+        ]
 
     def close(self, failed: bool = False) -> None:
-        """Close all trackers; ``failed``: an exception ends the run."""
-        for tracker in self._trackers:
-            self._close(tracker, failed)
-        self._trackers = []
+        """Close all trackers in bounded time; ``failed``: an exception ends the run."""
+        until = time.monotonic() + (FAILED_FINISH_SECONDS if failed else FINISH_SECONDS)
+        self.close_within(lambda: until - time.monotonic(), failed)
 
-    def close_within(self, seconds_left: Callable[[], float]) -> bool:
+    def close_within(self, seconds_left: Callable[[], float], failed: bool = False) -> bool:
         """Close all trackers while there is time left, which may shrink meanwhile; False if one did not finish."""
         trackers, self._trackers = self._trackers, []
-        threads = [threading.Thread(target=self._close, args=(tracker, False), daemon=True) for tracker in trackers]
+        # daemons, not joined at exit: the other ranks may wait for this process to end
+        threads = [threading.Thread(target=_close, args=(each, failed), daemon=True) for each in trackers]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads) and seconds_left() > 0:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         late = [tracker for tracker, thread in zip(trackers, threads, strict=True) if thread.is_alive()]
         for tracker in late:
             logger.warning(
-                "no time is left for %s to end: metrics.jsonl has every step%s", tracker.name,
-                f"; {tracker.remedy}" if tracker.remedy else "",
-            )  # fmt: skip
+                "no time is left for %s to end: metrics.jsonl has every step%s", tracker.name, tracker.remedy
+            )
         return not late
 
-    def _close(self, tracker: Tracker, failed: bool) -> None:
-        _attempt(tracker.name, tracker.failures, lambda: tracker.close(failed))
-
-    def _tell(self, tracker: Tracker, lines: dict[int, Line], num_steps: int) -> bool:
-        """Give a tracker its missing steps; False if it failed."""
-
-        def tell() -> bool:
-            for step in range(self._next(tracker.name), num_steps):
-                if tracker.name == WeightsAndBiases.name:  # it cannot replace a step: better none than two
-                    self._note({tracker.name: step + 1})
-                if step in lines:
-                    tracker.log(step, figures_of(lines[step]))
-                if tracker.name != WeightsAndBiases.name:
-                    self._note({tracker.name: step + 1})
-            return True
-
-        return bool(_attempt(tracker.name, tracker.failures, tell))
-
-    def _open(self, name: str, num_steps: int, lines: dict[int, Line]) -> Tracker:
-        is_ahead = self._next(name) > num_steps
-        # if its last step is still in the log, only that step's evaluation was interrupted, and will be completed later
-        taken_back = is_ahead and self._next(name) - 1 not in lines
-        if name == TensorBoard.name:
-            if taken_back or not is_ahead:
-                # repeat the last step: its line may have got evaluation metrics since
-                self._note({name: max(0, min(self._next(name), num_steps) - 1)})
-            return TensorBoard(self._folder.path / name, self._next(name))
-        if taken_back or _RUN_ID not in self._state():
-            self._note({name: 0, _RUN_ID: uuid4().hex[:12]})
-        return WeightsAndBiases(self._config, self._folder.path, str(self._state()[_RUN_ID]))
-
-    @property
-    def _path(self) -> Path:
-        return self._folder.tracking
-
-    def _state(self) -> dict[str, Any]:
-        try:
-            return read_json(self._path, dict[str, int | str])
-        except FileNotFoundError:
-            return {}
-        except DamagedText as error:
-            raise UserError(f"{self._path} is damaged ({error}); remove it, and the trackers are told anew") from None
-
-    def _next(self, name: str) -> int:
-        return int(self._state().get(name, 0))
-
-    def _note(self, change: dict[str, Any]) -> None:
-        with writing_beside(self._path) as part:
-            part.write_text(json.dumps({**self._state(), **change}) + "\n", encoding="utf-8")
+    def _open(self, name: str, lines: Mapping[int, Line], num_steps: int) -> Tracker:
+        if name == _TENSORBOARD:
+            return TensorBoard(self._folder.path / name)
+        return WeightsAndBiases(self._config, self._folder, lines, num_steps)
 
 
-def figures_of(line: Line) -> Figures:
+def _close(tracker: Tracker, failed: bool) -> None:
+    _attempt(tracker.name, partial(tracker.close, failed))
+
+
+def numbers_of(line: Line) -> dict[str, float]:
     """The numbers of a step's line."""
     return {name: value for name, value in line.items() if isinstance(value, int | float)}
 
 
-def _attempt(name: str, failures: tuple[type[Exception], ...], action: Callable[[], T]) -> T | None:
+def start_early(section: TrackingSection) -> None:
+    """Start the process of Weights & Biases if it is configured: processes must be started before MPI."""
+    if section.wandb == "off":
+        return
+    import wandb
+
+    try:
+        wandb.setup(wandb.Settings(silent=True)).ensure_service()
+    except (OSError, wandb.Error) as error:
+        logger.warning("wandb's own process did not start: %s", error)
+
+
+def _failures_of(name: str) -> tuple[type[Exception], ...]:
+    """Exceptions of a tracker that do not end the run."""
+    if name == _WANDB:
+        import wandb
+
+        return (OSError, wandb.Error)
+    from tensorboard.compat.tensorflow_stub.errors import OpError
+
+    return (OSError, OpError)
+
+
+def _attempt(name: str, action: Callable[[], T]) -> T | None:
     """The result of ``action``; if it fails, a warning and None."""
     try:
         return action()
-    except failures as error:
+    except _failures_of(name) as error:
         logger.warning(
-            "%s failed (%s: %s): the run goes on without it; metrics.jsonl has every step, and the next start tells "
-            "it what it missed", name, type(error).__name__, error,
+            "%s failed (%s: %s): the run continues without it; metrics.jsonl has every step, and the next start sends "
+            "the rest", name, type(error).__name__, error,
         )  # fmt: skip
         return None

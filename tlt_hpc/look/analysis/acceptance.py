@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.kinds import OFF
-from tlt_hpc.look.analysis.survey import StepLogs, Survey, take
+from tlt_hpc.look.analysis.survey import StepLogs, Survey
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, share, span_of
-from tlt_hpc.storage.log_columns import Columns
 
 _SPANS = ("spans/strategy_index", "spans/num_live", "spans/num_tokens", "spans/seconds")
-COLUMNS = (*_SPANS, "strategy/names", "strategy/rounds", "strategy/tokens", "rollouts/response_ends",
-           "rollouts/num_target_passes")  # fmt: skip
-OWN, VERSION, JUDGED = "drafter/own_accept_length", "drafter/version", "drafter/own_sequences"
+_NAMES, _TOKENS, _ENDS = "strategy/names", "strategy/tokens", "rollouts/response_ends"
+_PASSES = "rollouts/num_target_passes"
 _NUM_BUCKETS = 24
 
 
 @dataclass(frozen=True)
 class AcceptLengths(Analysis):
-    """``steps`` [S], ``strategies`` [G], buckets of live sequences [B]: 1, 2, 3-4, 5-8, ... up to ``bucket_tops``.
+    """``steps`` [S], ``strategies`` [G], buckets of live sequences [B]: 1, 2, 3-4, 5-8, ...
 
     ``accept_length`` [S]: tokens per target pass and sequence, of all responses. ``own_accept_length`` and
     ``drafter_version`` [S]: the same for the learned drafter alone, and its updates so far, from metrics.jsonl; NaN
-    where they are missing or the drafter was not used. ``step_tokens`` and ``step_rounds`` [S, G]. ``rounds``,
+    where they are missing or the drafter was not used. ``step_tokens`` [S, G]: tokens by strategy. ``rounds``,
     ``tokens``, ``row_passes`` and ``seconds`` [G, B]: sums over all steps; zero if the logs have no rounds.
     """
 
@@ -38,18 +35,11 @@ class AcceptLengths(Analysis):
     own_accept_length: NDArray[np.float64]
     drafter_version: NDArray[np.float64]
     strategies: tuple[str, ...]
-    step_rounds: NDArray[np.int64]
     step_tokens: NDArray[np.int64]
-    step_row_passes: NDArray[np.int64]
-    bucket_tops: NDArray[np.int64]
     rounds: NDArray[np.int64]
     tokens: NDArray[np.int64]
     row_passes: NDArray[np.int64]
     seconds: NDArray[np.float64]
-
-    @property
-    def verdict(self) -> str:
-        return _verdict(self)
 
     @property
     def has_data(self) -> bool:
@@ -58,161 +48,106 @@ class AcceptLengths(Analysis):
     @property
     def by_bucket(self) -> NDArray[np.float64]:
         """Accept length, [G, B]; NaN where no such round ran."""
-        return _ratio(self.tokens, self.row_passes)
+        return np.where(self.row_passes > 0, self.tokens / np.maximum(self.row_passes, 1), np.nan)
 
     @property
-    def by_strategy(self) -> NDArray[np.float64]:
-        """Accept length by strategy, [G]."""
-        return _ratio(self.tokens.sum(1), self.row_passes.sum(1))
-
-    @property
-    def by_step(self) -> NDArray[np.float64]:
-        """Accept length by step and strategy, [S, G]."""
-        return _ratio(self.step_tokens, self.step_row_passes)
-
     def bucket_names(self) -> list[str]:
         """``1``, ``2``, ``3-4``, ``5-8``, ..."""
-        lows = np.concatenate([[1], self.bucket_tops[:-1] + 1])[: len(self.bucket_tops)]
-        return [str(b) if a == b else f"{a}\u2013{b}" for a, b in zip(lows, self.bucket_tops, strict=True)]
+        tops = [2**i for i in range(self.tokens.shape[1])]
+        return [str(top) if top < 3 else f"{top // 2 + 1}\u2013{top}" for top in tops]
+
+    @property
+    def verdict(self) -> str:
+        if not self.has_data:
+            return "No step is in the rollout log yet."
+        tokens = self.step_tokens.sum(0)
+        drafted, whole = tokens[[name != OFF for name in self.strategies]].sum(), tokens.sum()
+        mean = np.nanmean(self.accept_length) if np.isfinite(self.accept_length).any() else 1.0
+        if whole and not drafted:
+            return f"Speculation was off in {span_of(self.steps)}: every pass gave a sequence one token."
+        order = [i for i in np.argsort(-tokens, kind="stable")[:3] if tokens[i]]
+        used = [f"{self.strategies[i]} {share(tokens[i], whole)}" for i in order]
+        parts = [
+            f"In {span_of(self.steps)} {share(drafted, whole)} of the tokens came from speculative rounds (mean "
+            f"{mean:.2f} tokens per target pass and sequence).",
+            f"Most tokens: {listed(used)}." if used else "",
+            self._extremes(),
+            self._own(),
+        ]
+        return " ".join(filter(None, parts))
+
+    def _extremes(self) -> str:
+        """Compares the accept length with few and with many live sequences."""
+        drafts = [i for i, name in enumerate(self.strategies) if name != OFF]
+        tokens, passes = self.tokens[drafts].sum(0), self.row_passes[drafts].sum(0)
+        used = np.flatnonzero(passes)
+        if len(used) == 0:
+            return "The logs do not record single rounds, so nothing is known by live sequences."
+        told = [f"{tokens[i] / passes[i]:.2f} with {self.bucket_names[i]} live" for i in sorted({used[0], used[-1]})]
+        return f"Speculative rounds gave {listed(told)}."
+
+    def _own(self) -> str:
+        """How the accept length of the learned drafter's own drafts changed."""
+        known = np.flatnonzero(np.isfinite(self.own_accept_length))
+        if len(known) < 2:
+            return ""
+        first, last = self.own_accept_length[known[[0, -1]]]
+        updates = np.nan_to_num(self.drafter_version[known[-1]])
+        return (
+            f"The drafter's own drafts (chain of 4) went from {first:.2f} to {last:.2f} after {updates:,.0f} updates."
+        )
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One step."""
+    """One step: tokens by strategy; number, tokens, row passes and seconds of rounds by strategy, [4, buckets]."""
 
-    by_name: dict[str, NDArray[np.int64]]
-    """By strategy, in order of first use: rounds, tokens, row passes, [3]."""
-    cells: dict[str, NDArray[np.float64]]
-    """By strategy: rounds, tokens, row passes and seconds, [4, buckets]."""
+    tokens: dict[str, int]
+    rounds: dict[str, NDArray[np.float64]]
     accept_length: float
 
 
-def analyse_acceptance(run: RunLog) -> AcceptLengths:
-    """Analyse all steps with a readable log."""
-    return take(run, ACCEPTANCE)
-
-
 def _row(logs: StepLogs) -> _Row:
-    by_name, cells = dict[str, NDArray[np.int64]](), dict[str, NDArray[np.float64]]()
-    for rank, is_first in zip(logs.ranks, logs.is_first_of_replica, strict=True):
-        names = rank.texts("strategy/names")
-        sums = np.zeros((len(names), 3), np.int64)
-        sums[:, 0], sums[:, 1] = rank["strategy/rounds"], rank["strategy/tokens"]
-        if len(rank[_SPANS[0]]) and is_first:
-            tables = _tables(rank, len(names))
-            sums[:, 2] = tables[:, 2].sum(1)
-            _add(cells, names, tables)
-        _add(by_name, names, sums)
-    tokens = sum(int(rank["rollouts/response_ends"][-1]) for rank in logs.ranks if rank.num_rollouts)
-    passes = sum(int(rank["rollouts/num_target_passes"].sum()) for rank in logs.ranks)
-    return _Row(by_name, cells, tokens / passes if passes else float("nan"))
-
-
-def _add(sums: dict[str, NDArray[Any]], names: Iterable[str], values: Iterable[NDArray[Any]]) -> None:
-    for name, value in zip(names, values, strict=True):
-        sums[name] = sums[name] + value if name in sums else value
-
-
-def _tables(rank: Columns, num_strategies: int) -> NDArray[np.float64]:
-    """Number, tokens, row passes and seconds of a rank's rounds, [G, 4, buckets]."""
-    index, live, tokens, taken = (rank[name] for name in _SPANS)
-    rounds = index >= 0
-    buckets = np.ceil(np.log2(np.maximum(live[rounds], 1))).astype(np.int64)
-    cell = index[rounds].astype(np.int64) * _NUM_BUCKETS + np.minimum(buckets, _NUM_BUCKETS - 1)
-    weights = (None, tokens[rounds], live[rounds], taken[rounds])
-    size = num_strategies * _NUM_BUCKETS
-    return np.stack([np.bincount(cell, w, size).reshape(-1, _NUM_BUCKETS) for w in weights], 1)
+    tokens, rounds = defaultdict[str, int](int), dict[str, NDArray[np.float64]]()
+    for rank in logs.ranks:
+        for name, number in zip(rank.texts(_NAMES), rank[_TOKENS].tolist(), strict=True):
+            tokens[name] += number
+    for rank in logs.counted:
+        names = rank.texts(_NAMES)
+        index, live, given, taken = (rank[name][rank[_SPANS[0]] >= 0] for name in _SPANS)
+        buckets = np.ceil(np.log2(np.maximum(live, 1))).astype(np.int64)
+        cell = index.astype(np.int64) * _NUM_BUCKETS + np.minimum(buckets, _NUM_BUCKETS - 1)
+        sums = [np.bincount(cell, weights, len(names) * _NUM_BUCKETS) for weights in (None, given, live, taken)]
+        for name, table in zip(names, np.reshape(sums, (4, len(names), _NUM_BUCKETS)).swapaxes(0, 1), strict=True):
+            rounds[name] = rounds.get(name, np.zeros(1)) + table
+    total = sum(int(rank[_ENDS][-1]) for rank in logs.ranks if rank.num_rollouts)
+    passes = sum(int(rank[_PASSES].sum()) for rank in logs.ranks)
+    return _Row(dict(tokens), rounds, total / passes if passes else float("nan"))
 
 
 def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
-    names = tuple(dict.fromkeys(name for row in rows for name in row.by_name))
-    none = np.zeros(3, np.int64)
-    by_step = np.array([[row.by_name.get(name, none) for name in names] for row in rows], np.int64)
-    by_step = by_step.reshape(len(rows), len(names), 3)
-    cells = {name: np.zeros((4, _NUM_BUCKETS)) for name in names}
-    for row in rows:
-        _add(cells, row.cells, row.cells.values())
-    table = np.array([cells[name] for name in names]).reshape(-1, 4, _NUM_BUCKETS)
+    names = tuple(dict.fromkeys(name for row in rows for name in row.tokens))
+    none = np.zeros((4, _NUM_BUCKETS))
+    table = np.array([sum((row.rounds.get(name, none) for row in rows), none) for name in names])
+    table = table.reshape(-1, 4, _NUM_BUCKETS)
     used = np.flatnonzero(table[:, 0].sum(0))
-    table = table[:, :, : used[-1] + 1 if len(used) else 0]
+    rounds, tokens, passes, taken = table[:, :, : used[-1] + 1 if len(used) else 0].swapaxes(0, 1)
+    step_tokens = np.array([[row.tokens.get(name, 0) for name in names] for row in rows], np.int64)
+    judged = run.metric("drafter/own_sequences", steps) != 0
     return AcceptLengths(
         run=run.name,
         problems=run.problems,
         steps=np.array(steps, np.int64),
         accept_length=np.array([row.accept_length for row in rows], np.float64),
-        own_accept_length=np.where(run.metric(JUDGED, steps) == 0, np.nan, run.metric(OWN, steps)),
-        drafter_version=run.metric(VERSION, steps),
+        own_accept_length=np.where(judged, run.metric("drafter/own_accept_length", steps), np.nan),
+        drafter_version=run.metric("drafter/version", steps),
         strategies=names,
-        step_rounds=by_step[:, :, 0],
-        step_tokens=by_step[:, :, 1],
-        step_row_passes=by_step[:, :, 2],
-        bucket_tops=2 ** np.arange(table.shape[2], dtype=np.int64),
-        rounds=table[:, 0].astype(np.int64),
-        tokens=table[:, 1].astype(np.int64),
-        row_passes=table[:, 2].astype(np.int64),
-        seconds=table[:, 3],
+        step_tokens=step_tokens.reshape(len(rows), len(names)),
+        rounds=rounds.astype(np.int64),
+        tokens=tokens.astype(np.int64),
+        row_passes=passes.astype(np.int64),
+        seconds=taken,
     )
 
 
-ACCEPTANCE = Survey(COLUMNS, (), _row, _found)
-
-
-def _ratio(above: NDArray[np.int64], below: NDArray[np.int64]) -> NDArray[np.float64]:
-    return np.where(below > 0, above / np.maximum(below, 1), np.nan)
-
-
-def _verdict(found: AcceptLengths) -> str:
-    if len(found.steps) == 0:
-        return "No step is in the rollout log yet."
-    tokens = found.step_tokens.sum(0)
-    drafted = sum(int(n) for name, n in zip(found.strategies, tokens, strict=True) if name != OFF)
-    whole = int(tokens.sum())
-    means = found.accept_length[np.isfinite(found.accept_length)]
-    middle = f" (mean {means.mean():.2f} tokens per target pass and sequence)" if len(means) else ""
-    if whole and drafted == 0:
-        return f"Speculation was off in {span_of(found.steps)}: every pass gave a sequence one token{middle}."
-    parts = [
-        f"In {span_of(found.steps)} {share(drafted, whole)} of the tokens came from speculative rounds{middle}.",
-        _extremes(found),
-        _own(found),
-        _most_used(found),
-    ]
-    return " ".join(filter(None, parts))
-
-
-def _extremes(found: AcceptLengths) -> str:
-    """Compares the accept length with few and with many live sequences."""
-    with_draft = [i for i, name in enumerate(found.strategies) if name != OFF]
-    passes = found.row_passes[with_draft].sum(0)
-    used = np.flatnonzero(passes)
-    if len(used) == 0:
-        return "The logs do not tell of single rounds, so not by live sequences."
-    ratio = _ratio(found.tokens[with_draft].sum(0), passes)
-    names = found.bucket_names()
-    if len(used) == 1:
-        return ""
-    few, many = used[0], used[-1]
-    return f"Speculative rounds gave {ratio[few]:.2f} with {names[few]} live and {ratio[many]:.2f} with {names[many]}."
-
-
-def _own(found: AcceptLengths) -> str:
-    """How the accept length of the learned drafter's own drafts changed."""
-    told = np.flatnonzero(np.isfinite(found.own_accept_length))
-    if len(told) < 2:
-        return ""
-    first, last = found.own_accept_length[told[0]], found.own_accept_length[told[-1]]
-    updates = found.drafter_version[told[-1]]
-    after = f" after {updates:,.0f} updates" if np.isfinite(updates) and updates else ""
-    if not after and np.nanmax(found.drafter_version) == 0:
-        after = " without an update"
-    return f"The drafter's own drafts (chain of 4) went from {first:.2f} to {last:.2f}{after}."
-
-
-def _most_used(found: AcceptLengths) -> str:
-    tokens = found.step_tokens.sum(0)
-    if tokens.sum() == 0:
-        return ""
-    order = np.argsort(-tokens, kind="stable")[:3]
-    return "Most tokens: " + listed(
-        [f"{found.strategies[i]} {share(tokens[i], tokens.sum())}" for i in order if tokens[i]]
-    ) + "."  # fmt: skip
+ACCEPTANCE = Survey((*_SPANS, _NAMES, _TOKENS, _ENDS, _PASSES), (), _row, _found)

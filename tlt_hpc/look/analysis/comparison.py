@@ -15,54 +15,51 @@ from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, share, times_as_fast
 
 IDLE, HARVESTED = "idle_rank_seconds", "harvested_rank_seconds"
+ROLLOUT, STEP = "rollout_seconds", "step_seconds"
 
 
 @dataclass(frozen=True)
 class ComparedMetric:
-    """A metric of which runs are compared; without a heading it is not drawn, without words not in the verdict."""
+    """A metric of which runs are compared; ``words`` and ``form`` are for the verdict."""
 
     name: str
-    heading: str = ""
-    unit: str = ""
-    starts_at_zero: bool = True
-    words: str = ""
+    heading: str
+    unit: str
+    words: str
     form: str = ".2f"
 
 
 METRICS = {
-    "score": ComparedMetric("critic/score/mean", "Score", "mean score", False, "score", ".3f"),
-    "length": ComparedMetric("response_length/mean", "Mean response", "tokens", True, "mean response", ".1f"),
+    "score": ComparedMetric("critic/score/mean", "Score", "mean score", "score", ".3f"),
+    "length": ComparedMetric("response_length/mean", "Mean response", "tokens", "mean response", ".1f"),
     "accept_length": ComparedMetric(
-        "drafter/spec_decode/mean_acceptance_length", "Accept length", "tokens per pass", False, "accept length"
+        "drafter/spec_decode/mean_acceptance_length", "Accept length", "tokens per pass", "accept length"
     ),
-    "rollout_seconds": ComparedMetric("rollout/seconds", "Rollout", "seconds", True, "rollout seconds"),
-    "step_seconds": ComparedMetric("timing_s/step", "Step", "seconds", True, "step seconds"),
-    IDLE: ComparedMetric(f"rollout/{IDLE}", "Waiting; filled: harvested", "rank-seconds"),
-    HARVESTED: ComparedMetric(f"rollout/{HARVESTED}"),
-    "kept_tokens": ComparedMetric("rollout/kept_tokens"),
-    "gpu_joules": ComparedMetric("energy/gpu_joules", "Energy of GPUs", "joules"),
-    "cpu_joules": ComparedMetric("energy/cpu_joules", "Energy of processors", "joules"),
+    ROLLOUT: ComparedMetric("rollout/seconds", "Rollout", "seconds", "rollout seconds"),
+    STEP: ComparedMetric("timing_s/step", "Step", "seconds", "step seconds"),
+    IDLE: ComparedMetric(f"rollout/{IDLE}", "Idle", "rank-seconds", "idle rank-seconds"),
+    HARVESTED: ComparedMetric(f"rollout/{HARVESTED}", "Harvested", "rank-seconds", "harvested rank-seconds"),
+    "gpu_joules": ComparedMetric("energy/gpu_joules", "Energy of GPUs", "joules", "joules a step of GPUs", ",.0f"),
+    "cpu_joules": ComparedMetric(
+        "energy/cpu_joules", "Energy of processors", "joules", "joules a step of processors", ",.0f"
+    ),
 }
+_TIMED = (ROLLOUT, STEP, "gpu_joules", "cpu_joules")
+"""Not known of a step of which an earlier start generated a part."""
 MAX_TOKENS = 8_000_000
 """Response tokens of a run that are compared, from the first common step on."""
-_KEY = ("draw", "sample", "stream")
-_TOKENS = ("rollouts/response_ends", "rollouts/response_tokens", *(f"rollouts/{name}" for name in _KEY))
+_KEY = tuple(f"rollouts/{name}" for name in ("draw", "sample", "stream"))
+_ENDS, _TOKENS = "rollouts/response_ends", "rollouts/response_tokens"
 
 
 @dataclass(frozen=True)
 class RunSeries:
-    """One run's metrics by step, [S] each; NaN where a line lacks one. ``num_logs``: ranks whose logs are there."""
+    """One run's metrics by step, [S] each; NaN where unknown. ``num_logs``: ranks whose logs are there."""
 
     name: str
     steps: NDArray[np.int64]
     series: dict[str, NDArray[np.float64]]
     num_logs: NDArray[np.int64]
-
-    def on(self, steps: NDArray[np.int64]) -> RunSeries:
-        """The same run on these steps only."""
-        told = np.isin(self.steps, steps)
-        series = {name: values[told] for name, values in self.series.items()}
-        return RunSeries(self.name, self.steps[told], series, self.num_logs[told])
 
     def values(self, name: str, steps: ArrayLike) -> NDArray[np.float64]:
         """A series on the given steps."""
@@ -84,11 +81,6 @@ class RunComparison(Analysis):
     """Steps whose tokens were compared."""
     first_difference: dict[str, int | None]
     """Name of each run but the first -> first compared step whose tokens differ, or None."""
-    tokens_in_words: str
-
-    @property
-    def verdict(self) -> str:
-        return _verdict(self)
 
     @property
     def has_data(self) -> bool:
@@ -96,10 +88,44 @@ class RunComparison(Analysis):
 
     def on_common_steps(self) -> RunComparison:
         """The same comparison on the steps that all runs have."""
-        return replace(self, runs=tuple(run.on(self.common_steps) for run in self.runs))
+        return replace(self, runs=tuple(_on(run, self.common_steps) for run in self.runs))
+
+    @property
+    def tokens_in_words(self) -> str:
+        """Whether the tokens are the same."""
+        if not len(self.compared_steps):
+            return "No common step has the logs of all ranks: tokens not compared."
+        span = f"{count(len(self.compared_steps), 'step')} compared, up to step {self.compared_steps[-1]}"
+        if all(step is None for step in self.first_difference.values()):
+            return f"The same tokens in all runs ({span})."
+        parts = [
+            f"{name} differs from step {step} on" if step is not None else f"{name} has the same tokens"
+            for name, step in self.first_difference.items()
+        ]
+        return f"Against {self.runs[0].name}: {listed(parts)} ({span})."
+
+    @property
+    def verdict(self) -> str:
+        if not len(self.common_steps):
+            return f"{self.tokens_in_words} No step has a line in all runs: nothing else can be compared."
+        first, parts = self.runs[0], [self.tokens_in_words]
+        over = f"over their {count(len(self.common_steps), 'common step')}"
+        for other in self.runs[1:]:
+            told = []
+            for name, metric in METRICS.items():
+                theirs, own = other.mean(name, self.common_steps), first.mean(name, self.common_steps)
+                if np.isfinite(theirs + own):
+                    told.append(f"{metric.words} {theirs:{metric.form}} and {own:{metric.form}}")
+            faster = _faster(first, other)
+            if faster and self.first_difference[other.name] is not None:
+                faster += ", though of other tokens"
+            parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{faster}.")
+        used = [(run.mean(HARVESTED, self.common_steps), run.mean(IDLE, self.common_steps), run) for run in self.runs]
+        shares = [f"{share(part, idle)} in {run.name}" for part, idle, run in used if np.isfinite(part + idle)]
+        return " ".join([*parts, f"Harvested of the idle time: {listed(shares)}." if shares else ""]).strip()
 
 
-def analyse_comparison(runs: Sequence[RunLog], max_tokens: int = MAX_TOKENS) -> RunComparison:
+def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:
     """Compare two runs or more.
 
     Raises:
@@ -108,18 +134,14 @@ def analyse_comparison(runs: Sequence[RunLog], max_tokens: int = MAX_TOKENS) -> 
     if len(runs) < 2:
         raise UserError("one run has nothing to be compared with; give two folders or more")
     names = _names(runs)
-    series = tuple(_series(run, name) for run, name in zip(runs, names, strict=True))
-    common = sorted(set.intersection(*(set(run.lines) for run in runs)))
-    compared, differences = _compare_tokens(runs, names, max_tokens)
-    problems = tuple(f"{name}: {each}" for run, name in zip(runs, names, strict=True) for each in run.problems)
+    compared, differences = _compare_tokens(runs, names)
     return RunComparison(
         run=", ".join(names),
-        problems=problems,
-        runs=series,
-        common_steps=np.array(common, np.int64),
+        runs=tuple(_series(run, name) for run, name in zip(runs, names, strict=True)),
+        common_steps=np.array(sorted(set.intersection(*(set(run.lines) for run in runs))), np.int64),
         compared_steps=np.array(compared, np.int64),
         first_difference=differences,
-        tokens_in_words=_tokens_in_words(names, compared, differences),
+        problems=tuple(f"{name}: {each}" for run, name in zip(runs, names, strict=True) for each in run.problems),
     )
 
 
@@ -133,32 +155,33 @@ def _names(runs: Sequence[RunLog]) -> list[str]:
 
 def _series(run: RunLog, name: str) -> RunSeries:
     series = {key: run.metric(metric.name) for key, metric in METRICS.items()}
-    return RunSeries(name, np.array(list(run.lines), np.int64), series, _num_logs(run))
-
-
-def _num_logs(run: RunLog) -> NDArray[np.int64]:
+    for key in _TIMED:
+        series[key][run.metric("rollout/kept_tokens") > 0] = np.nan
     logged = set(run.logged_steps)
-    return np.array([len(run.files(step)) if step in logged else 0 for step in run.lines], np.int64)
+    num_logs = [len(run.files(step)) if step in logged else 0 for step in run.lines]
+    return RunSeries(name, np.array(list(run.lines), np.int64), series, np.array(num_logs, np.int64))
 
 
-def _compare_tokens(
-    runs: Sequence[RunLog], names: Sequence[str], max_tokens: int
-) -> tuple[list[int], dict[str, int | None]]:
-    """Compare step by step until ``max_tokens`` were read, or all runs differ from the first."""
-    common = sorted(set.intersection(*(set(run.steps) for run in runs)))
+def _on(run: RunSeries, steps: NDArray[np.int64]) -> RunSeries:
+    chosen = np.isin(run.steps, steps)
+    series = {name: values[chosen] for name, values in run.series.items()}
+    return RunSeries(run.name, run.steps[chosen], series, run.num_logs[chosen])
+
+
+def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[int], dict[str, int | None]]:
+    """Compare step by step until ``MAX_TOKENS`` were read, or all runs differ from the first."""
     compared, num_tokens = list[int](), 0
     differences: dict[str, int | None] = dict.fromkeys(names[1:])
-    for step in common:
-        own = [_responses(run, step) if i == 0 or differences[names[i]] is None else None for i, run in enumerate(runs)]
-        first = own[0]
-        if not first or any(other == {} for other in own[1:]):  # some rank's log is missing or damaged
+    for step in sorted(set.intersection(*(set(run.steps) for run in runs))):
+        first = _responses(runs[0], step)
+        same = [name for name in differences if differences[name] is None]
+        others = {name: _responses(run, step) for name, run in zip(names, runs, strict=True) if name in same}
+        if not first or not all(others.values()):  # some rank's log is missing or damaged
             continue
         compared.append(step)
-        for name, other in zip(names[1:], own[1:], strict=True):
-            if other is not None and other != first:
-                differences[name] = step
+        differences |= {name: step for name, other in others.items() if other != first}
         num_tokens += sum(len(tokens) // 4 for tokens in first.values())
-        if num_tokens >= max_tokens or None not in differences.values():
+        if num_tokens >= MAX_TOKENS or None not in differences.values():
             break
     return compared, differences
 
@@ -166,114 +189,36 @@ def _compare_tokens(
 def _responses(run: RunLog, step: int) -> dict[tuple[int, ...], bytes]:
     """A step's response tokens by draw, sample and stream, whichever rank generated them; empty if a log is missing."""
     found = dict[tuple[int, ...], bytes]()
-    for _, ranks in run.columns(_TOKENS, steps=[step]):
+    for _, ranks in run.columns((_ENDS, _TOKENS, *_KEY), steps=[step]):
         if len(ranks) < max(rank.num_ranks for rank in ranks):
             return {}
         for rank in ranks:
-            keys = np.stack([rank[f"rollouts/{name}"] for name in _KEY], 1).tolist()
-            ends = rank["rollouts/response_ends"]
-            tokens = rank["rollouts/response_tokens"]
-            starts = np.concatenate([[0], ends])[: len(ends)]
-            for key, start, end in zip(keys, starts.tolist(), ends.tolist(), strict=True):
-                found[tuple(key)] = tokens[start:end].tobytes()
+            keys = zip(*(rank[name].tolist() for name in _KEY), strict=True)
+            for key, tokens in zip(keys, np.split(rank[_TOKENS], rank[_ENDS]), strict=False):
+                found[key] = tokens.tobytes()
     return found
 
 
-def _tokens_in_words(names: Sequence[str], compared: list[int], differences: dict[str, int | None]) -> str:
-    if not compared:
-        return "No common step has the logs of all ranks: tokens not compared."
-    span = f"{count(len(compared), 'step')} compared, up to step {compared[-1]}"
-    if all(step is None for step in differences.values()):
-        return f"The same tokens in all runs ({span})."
-    parts = [
-        f"{name} differs from step {step} on" if step is not None else f"{name} has the same tokens"
-        for name, step in differences.items()
-    ]
-    return f"Against {names[0]}: {listed(parts)} ({span})."
-
-
-@dataclass(frozen=True)
-class TimedSteps:
-    """Steps whose seconds of two runs can be compared; ``ranks``: both runs' numbers of ranks, if they differ."""
-
-    steps: NDArray[np.int64]
-    ranks: tuple[int, int] | None
-
-
-def timed_steps(first: RunSeries, other: RunSeries) -> TimedSteps:
-    """The steps that both runs have timed completely: no part was generated by an earlier start.
+def timed_steps(first: RunSeries, other: RunSeries) -> tuple[NDArray[np.int64], tuple[int, int] | None]:
+    """The steps that both runs have timed completely.
 
     Only steps with the same number of ranks in both runs; if there are none, all, and both numbers of ranks.
     """
     runs = (first, other)
-    common = np.array(sorted(_whole(first) & _whole(other)), np.int64)
-    if not len(common):
-        return TimedSteps(common, None)
+    times = [np.where(run.series[ROLLOUT] > 0, run.series[ROLLOUT] * run.series[STEP], np.nan) for run in runs]
+    timed = [run.steps[np.isfinite(each) & (each > 0)] for run, each in zip(runs, times, strict=True)]
+    common = np.intersect1d(timed[0], timed[1])
     numbers = [run.num_logs[np.isin(run.steps, common)] for run in runs]
     alike = (numbers[0] == numbers[1]) | (np.minimum(*numbers) == 0)  # 0: the logs are not here
-    if alike.any():
-        return TimedSteps(common[alike], None)
-    return TimedSteps(common, (int(numbers[0][0]), int(numbers[1][0])))
-
-
-def _whole(run: RunSeries) -> set[int]:
-    """Steps that have all their seconds."""
-    rollout, step = run.series["rollout_seconds"], run.series["step_seconds"]
-    is_timed = (rollout > 0) & (step > 0) & np.isfinite(rollout + step)
-    return set(run.steps[is_timed & ~(run.series["kept_tokens"] > 0)].tolist())
-
-
-def _verdict(found: RunComparison) -> str:
-    series, common, words = found.runs, found.common_steps.tolist(), found.tokens_in_words
-    if not common:
-        return f"{words} No step has a line in all runs: nothing else can be held side by side."
-    first, parts = series[0], [words]
-    over = f"over their {count(len(common), 'common step')}"
-    for other in series[1:]:
-        told = [
-            f"{metric.words} {_against(first, other, name, common, metric.form)}"
-            for name, metric in METRICS.items()
-            if metric.words
-        ]
-        faster = _faster(first, other)
-        if faster and found.first_difference[other.name] is not None:
-            faster += ", though of other tokens"
-        told += _energy(first, other, common)
-        parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{faster}.")
-    parts.append(_harvests(series, common))
-    return " ".join(filter(None, parts))
-
-
-def _against(first: RunSeries, other: RunSeries, name: str, steps: list[int], form: str) -> str:
-    return f"{other.mean(name, steps):{form}} and {first.mean(name, steps):{form}}"
-
-
-def _energy(first: RunSeries, other: RunSeries, steps: list[int]) -> list[str]:
-    """Joules of a step by kind of counter, over the steps for which both runs have them."""
-    told = []
-    cut = {int(step) for run in (first, other) for step in run.steps[run.series["kept_tokens"] > 0]}
-    steps = [step for step in steps if step not in cut]
-    for name, what in (("gpu_joules", "of GPUs"), ("cpu_joules", "of processors")):
-        finite = [run.steps[np.isfinite(run.series[name])] for run in (first, other)]
-        both = [step for step in steps if all(step in own for own in finite)]
-        if both:
-            told.append(f"joules a step {what} {_against(first, other, name, both, ',.0f')}")
-    return told
+    if alike.any() or not len(common):
+        return common[alike], None
+    return common, (int(numbers[0][0]), int(numbers[1][0]))
 
 
 def _faster(first: RunSeries, other: RunSeries) -> str:
-    timed = timed_steps(first, other)
-    if not len(timed.steps):
+    steps, ranks = timed_steps(first, other)
+    if not len(steps):
         return ""
-    ratio = first.mean("rollout_seconds", timed.steps) / other.mean("rollout_seconds", timed.steps)
-    ranks = f" on {count(timed.ranks[1], 'rank')} instead of {timed.ranks[0]}" if timed.ranks else ""
-    return f"; its rollouts are {times_as_fast(ratio)}{ranks}"
-
-
-def _harvests(series: tuple[RunSeries, ...], steps: list[int]) -> str:
-    told = []
-    for run in series:
-        idle, harvested = (run.mean(name, steps) for name in (IDLE, HARVESTED))
-        if np.isfinite(idle) and np.isfinite(harvested):
-            told.append(f"{share(harvested, idle)} in {run.name}")
-    return f"Harvested of the waiting: {listed(told)}." if told else ""
+    ratio = first.mean(ROLLOUT, steps) / other.mean(ROLLOUT, steps)
+    on = f" on {count(ranks[1], 'rank')} instead of {ranks[0]}" if ranks else ""
+    return f"; its rollouts are {times_as_fast(ratio)}{on}"

@@ -8,7 +8,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.records import PREFILL, EngineSpans, MicroStepRecord, PhaseSpan, RolloutTiming
+from tlt_hpc.common.records import PREFILL, EngineSpans, RolloutTiming
+from tlt_hpc.storage.rollout_log import StepSummary
 
 OFF = "off"
 """The strategy without drafting."""
@@ -41,6 +42,8 @@ OF_PHASE = {
     "drafter": Kind.SERIAL,
 }
 """Name of a phase in the log -> its kind. ``gen`` is missing: rounds and micro-steps show it in more detail."""
+Rows = list[tuple[Kind, float, float]]
+"""Kind, start and end."""
 
 
 @dataclass(frozen=True)
@@ -60,108 +63,63 @@ class Pieces:
         return {kind: float(value) for kind, value in zip(KINDS, sums, strict=True) if value > 0}
 
 
-def pieces_of(
-    timings: tuple[RolloutTiming, ...],
-    spans: EngineSpans,
-    strategies: tuple[str, ...],
-    micro_steps: tuple[MicroStepRecord, ...],
-    phases: tuple[PhaseSpan, ...],
-) -> Pieces:
-    """Cut a rank's step into pieces. If two overlap, the later one starts where the earlier one ends."""
-    rows = [_engine_pieces(timings, spans, strategies)]
-    in_tail = [_waits(timings, m.start_seconds) for m in micro_steps]
-    kinds = [KINDS.index(Kind.TRAIN if is_in else Kind.SERIAL) for is_in in in_tail]
-    trained = [(kind, m.start_seconds, m.end_seconds) for kind, m in zip(kinds, micro_steps, strict=True)]
-    rows.append(_rows(trained))
-    rows.append(_rows(_idle(timings, trained)))
-    rows.append(_rows([(KINDS.index(OF_PHASE[p.name]), *_times(p)) for p in phases if p.name in OF_PHASE]))
-    table = np.concatenate(rows)
-    table = table[np.argsort(table[:, 1], kind="stable")]
-    ends = np.maximum.accumulate(table[:, 2]) if len(table) else table[:, 2]
-    starts = np.maximum(table[:, 1], np.concatenate([[-np.inf], ends])[: len(table)])
-    keep = table[:, 2] > starts
-    return Pieces(table[keep, 0].astype(np.int8), starts[keep], table[keep, 2])
+def pieces_of(summary: StepSummary, spans: EngineSpans, zero: float) -> Pieces:
+    """Cut a rank's step into pieces, in seconds since ``zero``. If two overlap, the later one is shortened."""
+    rollouts = (summary.timing, *summary.refills)
+    rows: Rows = [(Kind.GENERATE, t.start_seconds, t.last_token_seconds) for t in rollouts]
+    if len(spans):
+        kinds = [KINDS[i] for i in engine_kinds(spans.strategy_index, summary.strategy_names)]
+        starts, taken = spans.start_seconds, spans.seconds
+        rows = list(zip(kinds, starts.tolist(), (starts + taken).tolist(), strict=True))
+    trained = sorted((step.start_seconds, step.end_seconds) for step in summary.micro_steps)
+    harvested = [any(_waits(timing, start) for timing in rollouts) for start, _ in trained]
+    rows += [(Kind.TRAIN if h else Kind.SERIAL, *times) for h, times in zip(harvested, trained, strict=True)]
+    for timing in rollouts:
+        inside = [second for times in trained if _waits(timing, times[0]) for second in times]
+        edges = [timing.last_token_seconds, *inside, timing.release_seconds]
+        rows += [(Kind.IDLE, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
+    rows += [(OF_PHASE[p.name], p.start_seconds, p.end_seconds) for p in summary.phases if p.name in OF_PHASE]
+    rows.sort(key=lambda row: row[1])
+    times = np.array([row[1:] for row in rows], np.float64).reshape(-1, 2)
+    ends = np.maximum.accumulate(times[:, 1])
+    starts = np.maximum(times[:, 0], np.concatenate([[-np.inf], ends])[: len(ends)])
+    keep = times[:, 1] > starts
+    indices = np.array([KINDS.index(row[0]) for row in rows], np.int8)
+    return Pieces(indices[keep], starts[keep] - zero, times[keep, 1] - zero)
 
 
-def merged(pieces: Pieces, tolerance: float, most: int = 3000) -> Pieces:
-    """Join neighbours of one kind with less than ``tolerance`` seconds between them.
+def coarse(pieces: Pieces, resolution: float, most: int = 3000) -> Pieces:
+    """Join neighbours of one kind with less than ``resolution`` seconds between them.
 
-    If more than ``most`` pieces are left, time is cut into that many bins, each with the kind that fills most of it.
+    If more than ``most`` pieces are left, time is sampled at that many points.
     """
     if len(pieces) < 2:
         return pieces
-    pieces = _joined(pieces, tolerance)
-    return pieces if len(pieces) <= most else _joined(_binned(pieces, most), tolerance)
+    joined = _joined(pieces, resolution)
+    if len(joined) <= most:
+        return joined
+    edges = np.linspace(pieces.starts[0], pieces.ends[-1], most + 1)
+    middles = (edges[1:] + edges[:-1]) / 2
+    place = np.searchsorted(pieces.starts, middles, "right") - 1
+    inside = middles < pieces.ends[place]
+    return _joined(Pieces(pieces.kinds[place][inside], edges[:-1][inside], edges[1:][inside]), resolution)
 
 
-def _joined(pieces: Pieces, tolerance: float) -> Pieces:
+def _joined(pieces: Pieces, resolution: float) -> Pieces:
     gaps = pieces.starts[1:] - pieces.ends[:-1]
-    first = np.concatenate([[True], (np.diff(pieces.kinds) != 0) | (gaps > tolerance)])
-    places = np.flatnonzero(first)
-    last = np.concatenate([places[1:] - 1, [len(pieces) - 1]])
-    return Pieces(pieces.kinds[places], pieces.starts[places], pieces.ends[last])
-
-
-def _binned(pieces: Pieces, num_bins: int) -> Pieces:
-    """One piece for each bin, of the kind with the most seconds in it; none if most of the bin is empty."""
-    edges = np.linspace(pieces.starts[0], pieces.ends[-1], num_bins + 1)
-    filled = np.zeros((len(KINDS), num_bins))
-    for kind in np.unique(pieces.kinds):
-        own = pieces.kinds == kind
-        starts, ends = pieces.starts[own], pieces.ends[own]
-        until = np.concatenate([[0.0], np.cumsum(ends - starts)])  # seconds of this kind before each of its pieces
-        times = np.stack([starts, ends], 1).ravel()
-        values = np.stack([until[:-1], until[1:]], 1).ravel()
-        filled[kind] = np.diff(np.interp(edges, times, values))
-    kinds, best = filled.argmax(0), filled.max(0)
-    keep = filled.sum(0) > 0.5 * np.diff(edges)
-    keep &= best > 0
-    return Pieces(kinds[keep].astype(np.int8), edges[:-1][keep], edges[1:][keep])
-
-
-def _engine_pieces(
-    timings: tuple[RolloutTiming, ...], spans: EngineSpans, strategies: tuple[str, ...]
-) -> NDArray[np.float64]:
-    if len(spans) == 0:
-        kind = KINDS.index(Kind.GENERATE)
-        return _rows([(kind, t.start_seconds, t.last_token_seconds) for t in timings])
-    kinds = engine_kinds(spans.strategy_index, strategies)
-    return np.stack([kinds.astype(np.float64), spans.start_seconds, spans.start_seconds + spans.seconds], 1)
+    first = np.flatnonzero(np.concatenate([[True], (np.diff(pieces.kinds) != 0) | (gaps > resolution)]))
+    last = np.append(first[1:], len(pieces)) - 1
+    return Pieces(pieces.kinds[first], pieces.starts[first], pieces.ends[last])
 
 
 def engine_kinds(strategy_index: NDArray[np.int16], strategies: tuple[str, ...]) -> NDArray[np.int8]:
     """The kind of each round and prefill pass, [K] int8."""
     by_index = [Kind.DECODE if name == OFF else Kind.SPECULATE for name in strategies]
-    table = np.array([KINDS.index(kind) for kind in by_index] + [KINDS.index(Kind.PREFILL)], np.int8)
+    table = np.array([KINDS.index(kind) for kind in [*by_index, Kind.PREFILL]], np.int8)
     assert PREFILL == -1, "a prefill pass finds its kind at the table's end"
     return table[strategy_index.astype(np.int64)]
 
 
-def _idle(
-    timings: tuple[RolloutTiming, ...], trained: list[tuple[int, float, float]]
-) -> list[tuple[int, float, float]]:
-    """The time between a rank's last token and the release, without its micro-steps."""
-    kind, left = KINDS.index(Kind.IDLE), []
-    for timing in timings:
-        at = timing.last_token_seconds
-        for _, start, end in sorted(trained, key=lambda row: row[1]):
-            if at < start < timing.release_seconds:
-                left.append((kind, at, start))
-            if timing.last_token_seconds <= start < timing.release_seconds:
-                at = max(at, end)
-        if at < timing.release_seconds:
-            left.append((kind, at, timing.release_seconds))
-    return left
-
-
-def _waits(timings: tuple[RolloutTiming, ...], second: float) -> bool:
+def _waits(timing: RolloutTiming, second: float) -> bool:
     """Whether the rank waits for others at that time."""
-    return any(timing.last_token_seconds <= second < timing.release_seconds for timing in timings)
-
-
-def _times(phase: PhaseSpan) -> tuple[float, float]:
-    return phase.start_seconds, phase.end_seconds
-
-
-def _rows(rows: list[tuple[int, float, float]]) -> NDArray[np.float64]:
-    return np.array(rows, np.float64).reshape(-1, 3)
+    return timing.last_token_seconds <= second < timing.release_seconds

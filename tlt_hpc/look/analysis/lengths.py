@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import FinishReason
 from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.base import Analysis
-from tlt_hpc.look.analysis.survey import StepLogs, Survey, take
+from tlt_hpc.look.analysis.survey import StepLogs, Survey
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import share, span_of
 
-COLUMNS = ("rollouts/response_ends", "rollouts/finish_reason")
-_QUANTILES = (50, 90, 99)
+_ENDS, _REASON = "rollouts/response_ends", "rollouts/finish_reason"
 _NUM_BINS = 40
 _NO_TAIL = 2.0
 """Ratio of the longest to the median response below which a step has no long tail."""
@@ -43,103 +42,63 @@ class ResponseLengths(Analysis):
     histogram: NDArray[np.int64]
 
     @property
-    def verdict(self) -> str:
-        return _verdict(self)
-
-    @property
     def has_data(self) -> bool:
         return len(self.steps) > 0
 
-
-@dataclass(frozen=True)
-class _Row:
-    """One step: each response's length, and how many were cut."""
-
-    lengths: NDArray[np.int32]
-    num_cut: int
-
-
-def analyse_lengths(run: RunLog) -> ResponseLengths:
-    """Analyse all steps with a readable log that has a response."""
-    return take(run, LENGTHS)
-
-
-def _row(logs: StepLogs) -> _Row:
-    lengths = np.concatenate([np.diff(rank[COLUMNS[0]], prepend=0) for rank in logs.ranks])
-    num_cut = sum(int((rank[COLUMNS[1]] == FinishReason.LENGTH).sum()) for rank in logs.ranks)
-    return _Row(lengths.astype(np.int32), num_cut)
+    @property
+    def verdict(self) -> str:
+        if not self.has_data:
+            return "No response is in the rollout log yet."
+        total, cut = int(self.num_responses.sum()), int(self.num_cut.sum())
+        ratio = float(np.median(self.longest / np.maximum(self.p50, 1)))
+        tail = "There is no long tail" if ratio < _NO_TAIL else "The tail is long"
+        at_cap = f" of {self.cap:,} tokens" if self.cap else ""
+        return (
+            f"{count(total, 'response')} in {span_of(self.steps)}: "
+            f"mean {np.average(self.mean, weights=self.num_responses):,.0f} tokens, longest {self.longest.max():,}. "
+            f"{tail}: a step's longest response has {ratio:.1f} times the tokens of its median. "
+            + (f"{count(cut, 'response')} ({share(cut, total)}) ended at the cap{at_cap}." if cut else "None was cut.")
+        )
 
 
-def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengths:
-    steps = [step for step, row in zip(all_steps, rows, strict=True) if len(row.lengths)]
-    rows = [row for row in rows if len(row.lengths)]
-    all_lengths = [row.lengths.astype(np.int64) for row in rows]
-    quantiles = np.array([np.percentile(lengths, _QUANTILES) for lengths in all_lengths]).reshape(-1, len(_QUANTILES))
+def _row(logs: StepLogs) -> tuple[NDArray[np.int32], int]:
+    """Each response's length, and how many were cut."""
+    lengths = np.concatenate([np.diff(rank[_ENDS], prepend=0) for rank in logs.ranks])
+    return lengths.astype(np.int32), sum(int((rank[_REASON] == FinishReason.LENGTH).sum()) for rank in logs.ranks)
+
+
+def _found(run: RunLog, all_steps: list[int], rows: list[tuple[NDArray[np.int32], int]]) -> ResponseLengths:
+    pairs = [(step, *row) for step, row in zip(all_steps, rows, strict=True) if len(row[0])]
+    lengths = [each.astype(np.int64) for _, each, _ in pairs]
+    quantiles = np.array([np.percentile(each, (50, 90, 99, 100)) for each in lengths]).reshape(-1, 4)
     cap = run.setting("rollout", "max_new_tokens")
-    edges, histogram = _histogram(np.concatenate([np.empty(0, np.int64), *all_lengths]))
+    edges, histogram = _histogram(np.concatenate([np.empty(0, np.int64), *lengths]))
     return ResponseLengths(
         run=run.name,
         problems=run.problems,
-        steps=np.array(steps, np.int64),
+        steps=np.array([step for step, _, _ in pairs], np.int64),
         p50=quantiles[:, 0],
         p90=quantiles[:, 1],
         p99=quantiles[:, 2],
-        longest=np.array([lengths.max() for lengths in all_lengths], np.int64),
-        mean=np.array([lengths.mean() for lengths in all_lengths], np.float64),
-        num_responses=np.array([len(lengths) for lengths in all_lengths], np.int64),
-        num_cut=np.array([row.num_cut for row in rows], np.int64),
+        longest=quantiles[:, 3].astype(np.int64),
+        mean=np.array([each.mean() for each in lengths], np.float64),
+        num_responses=np.array([len(each) for each in lengths], np.int64),
+        num_cut=np.array([num_cut for _, _, num_cut in pairs], np.int64),
         cap=cap if isinstance(cap, int) else None,
         edges=edges,
         histogram=histogram,
     )
 
 
-LENGTHS = Survey(COLUMNS, (), _row, _found)
+LENGTHS = Survey((_ENDS, _REASON), (), _row, _found)
 
 
 def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Bins of equal width on a logarithmic axis; each contains at least one whole number."""
     if len(lengths) == 0:
         return np.empty(0), np.empty(0, np.int64)
-    low, high = max(1, int(lengths.min())), int(lengths.max())
-    edges = np.unique(np.round(np.geomspace(low, high + 1, _NUM_BINS + 1)))
+    edges: NDArray[np.float64] = np.unique(
+        np.round(np.geomspace(max(1, lengths.min()), lengths.max() + 1, _NUM_BINS + 1))
+    )
     edges[0] = min(float(lengths.min()), edges[0])
     return edges, np.histogram(lengths, edges)[0].astype(np.int64)
-
-
-def _verdict(found: ResponseLengths) -> str:
-    if len(found.steps) == 0:
-        return "No response is in the rollout log yet."
-    ratio = found.longest / np.maximum(found.p50, 1)
-    parts = [
-        f"{count(int(found.num_responses.sum()), 'response')} in {span_of(found.steps)}: "
-        f"mean {np.average(found.mean, weights=found.num_responses):,.0f} tokens, longest {found.longest.max():,}."
-    ]
-    middle = float(np.median(ratio))
-    if middle < _NO_TAIL:
-        parts.append(
-            f"There is no long tail: a step's longest response has {middle:.1f} times the tokens of its median."
-        )
-    else:
-        parts.append(
-            f"The tail is long: a step's longest response has {middle:.1f} times the tokens of its median "
-            f"(the 99th of a hundred {np.median(found.p99 / np.maximum(found.p50, 1)):.1f} times)."
-        )
-    cut, total = int(found.num_cut.sum()), int(found.num_responses.sum())
-    at_cap = f" of {found.cap:,} tokens" if found.cap else ""
-    parts.append(
-        f"{count(cut, 'response')} ({share(cut, total)}) ended at the cap{at_cap}." if cut else "None was cut."
-    )
-    return " ".join([*parts, _trend(found)]).strip()
-
-
-def _trend(found: ResponseLengths) -> str:
-    """Compares the mean length of the first and the last quarter of the steps."""
-    quarter = len(found.steps) // 4
-    if quarter == 0:
-        return ""
-    first, last = float(found.mean[:quarter].mean()), float(found.mean[-quarter:].mean())
-    if abs(last - first) < 0.1 * first:
-        return f"The mean stayed about the same, {first:,.0f} tokens at first and {last:,.0f} at last."
-    word = "grew" if last > first else "shrank"
-    return f"The mean {word} from {first:,.0f} to {last:,.0f} tokens (first and last quarter of the steps)."

@@ -1,19 +1,30 @@
-"""One pass over the logs of all steps for several analyses at once, so that each file is opened once."""
+"""One pass over the logs of all steps for several analyses at once, in several processes if there are many files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tlt_hpc.look.analysis.processes import map_tasks
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.run_log import RunLog, read_ranks
 from tlt_hpc.storage.log_columns import Columns
 
-Row = TypeVar("Row")
+FEW_FILES = 200
+"""With fewer files, starting processes takes longer than reading."""
+MAX_PROCESSES = 8
+_CHUNKS = 16
+"""Portions for each process: many, so that all end at about the same time."""
+
 Found = TypeVar("Found")
+Task = tuple[int, Any]
+"""A step, and the paths of its logs."""
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -22,12 +33,16 @@ class StepLogs:
 
     step: int
     ranks: tuple[Columns, ...]
-    is_first_of_replica: tuple[bool, ...]
-    """By rank; the other ranks of a replica ran the same rounds, which count once."""
+    replica_size: int
+
+    @property
+    def counted(self) -> list[Columns]:
+        """The first rank of each replica: the other ranks ran the same rounds, which count once."""
+        return [rank for rank in self.ranks if rank.rank % self.replica_size == 0]
 
 
 @dataclass(frozen=True)
-class Survey(Generic[Row, Found]):
+class Survey(Generic[Found]):
     """The part of an analysis that reads logs.
 
     Args:
@@ -38,21 +53,21 @@ class Survey(Generic[Row, Found]):
 
     arrays: tuple[str, ...]
     attributes: tuple[str, ...]
-    row: Callable[[StepLogs], Row]
-    found: Callable[[RunLog, list[int], list[Row]], Found]
+    row: Callable[[StepLogs], Any]
+    found: Callable[[RunLog, list[int], list[Any]], Found]
 
 
-def take(run: RunLog, survey: Survey[Row, Found]) -> Found:
+def take(run: RunLog, survey: Survey[Found]) -> Found:
     """Run one survey.
 
     Raises:
-        UserError: as ``take_all``.
+        UserError: a reading process was killed.
     """
     found: Found = take_all(run, (survey,))[0]
     return found
 
 
-def take_all(run: RunLog, surveys: Sequence[Survey[Any, Any]]) -> list[Any]:
+def take_all(run: RunLog, surveys: Sequence[Survey[Any]]) -> list[Any]:
     """Run several surveys in one pass. A file with any damaged column is noted and left out of all of them.
 
     Raises:
@@ -66,28 +81,47 @@ def take_all(run: RunLog, surveys: Sequence[Survey[Any, Any]]) -> list[Any]:
         rows=tuple(survey.row for survey in surveys),
         replica_size=run.replica_size,
     )
-    num_files = sum(len(paths) for _, paths in tasks)
-    steps, rows = list[int](), list[tuple[Any, ...]]()
-    for (step, _), (row, problems) in zip(tasks, map_tasks(read, tasks, num_files), strict=True):
+    steps, rows = list[int](), list[list[Any]]()
+    for (step, _), (row, problems) in zip(tasks, map_tasks(read, tasks), strict=True):
         for problem in problems:
             run.note(problem)
-        if row is not None:
+        if row:
             steps.append(step)
             rows.append(row)
     return [survey.found(run, steps, [row[i] for row in rows]) for i, survey in enumerate(surveys)]
 
 
 def _read_step(
-    task: tuple[int, tuple[Path, ...]],
+    task: Task,
     arrays: Sequence[str],
     attributes: Sequence[str],
     rows: Sequence[Callable[[StepLogs], Any]],
     replica_size: int,
-) -> tuple[tuple[Any, ...] | None, list[str]]:
-    """A step's row for each survey, or None if nothing of the step can be read; and a line for each problem."""
+) -> tuple[list[Any], list[str]]:
+    """A step's row for each survey, or none if nothing of the step can be read; and a line for each problem."""
     step, paths = task
     ranks, problems = read_ranks(step, paths, arrays, attributes)
-    if not ranks:
-        return None, problems
-    logs = StepLogs(step, tuple(ranks), tuple(rank.rank % replica_size == 0 for rank in ranks))
-    return tuple(row(logs) for row in rows), problems
+    logs = StepLogs(step, tuple(ranks), replica_size)
+    return [row(logs) for row in rows] if ranks else [], problems
+
+
+def map_tasks(work: Callable[[Task], Answer], tasks: Sequence[Task]) -> Iterator[Answer]:
+    """Yield ``work(task)`` for each task, in order.
+
+    Raises:
+        UserError: a process was killed.
+    """
+    num_files = sum(len(files) for _, files in tasks)
+    processes = min(MAX_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
+    if num_files < FEW_FILES or processes < 2:
+        yield from map(work, tasks)
+        return
+    # Spawned, not forked, because this process may have threads.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield from pool.map(work, tasks, chunksize=max(1, len(tasks) // (_CHUNKS * processes)))
+        except BrokenProcessPool:
+            raise UserError(
+                f"one of {processes} processes that read {num_files:,} logs was killed, probably because memory ran "
+                "out; give it more, or read fewer steps with --last"
+            ) from None

@@ -5,44 +5,43 @@ Times of different ranks are compared as their nodes' clocks show them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.records import PREFILL, EngineSpans, MicroStepRecord, PhaseSpan, RolloutTiming
+from tlt_hpc.common.records import PREFILL, EngineSpans
 from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.base import Analysis
-from tlt_hpc.look.analysis.kinds import Kind, Pieces, merged, pieces_of
+from tlt_hpc.look.analysis.kinds import Kind, Pieces, pieces_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, seconds, share
 from tlt_hpc.storage.rollout_log import StepSummary
 
-Timed = TypeVar("Timed", MicroStepRecord, PhaseSpan)
-
-_FINEST = 1 / 2000
-"""Share of the shown time: shorter gaps between two pieces of a kind are closed."""
 _GRID = 1200
 _NO_TAIL = 0.02
 """Idle share of the ranks' rollout time below which a step has no tail."""
+_OUTSIDE = (Kind.SERIAL, Kind.REWARD, Kind.UPDATE, Kind.REFRESH, Kind.SAVE, Kind.EVALUATE)
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One rank: its pieces, merged for drawing, and exact sums; times in seconds since the rollout began."""
+    """One rank; times in seconds since the first rank's rollout began."""
 
     rank: int
     pieces: Pieces
-    rollouts: tuple[RolloutTiming, ...]
-    seconds: dict[Kind, float]
+    rollouts: NDArray[np.float64]
+    """[R, 3]: start, last token and release of each rollout."""
     idle_seconds: float
     """From the rank's last token to the release, including harvested time."""
     harvested_seconds: float
     num_micro_steps: int
-    is_told: bool
-    """Whether the log has rounds; logs of early versions do not."""
+
+    @property
+    def finished(self) -> float:
+        """When the rank had its last token."""
+        return float(self.rollouts[-1, 1])
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,29 @@ class Timeline(Analysis):
     """Time 0, in seconds since the epoch."""
 
     @property
+    def idle_seconds(self) -> float:
+        """Idle rank-seconds of all lanes, including harvested time."""
+        return sum(lane.idle_seconds for lane in self.lanes)
+
+    @property
+    def harvested_seconds(self) -> float:
+        """Harvested rank-seconds of all lanes."""
+        return sum(lane.harvested_seconds for lane in self.lanes)
+
+    def kind_seconds(self, kind: Kind) -> float:
+        """Seconds of a kind, mean over the ranks."""
+        return sum(lane.pieces.seconds().get(kind, 0.0) for lane in self.lanes) / len(self.lanes)
+
+    @property
     def verdict(self) -> str:
-        return _verdict(self)
+        num_lanes, refills = len(self.lanes), len(self.lanes[0].rollouts) - 1
+        of = f"{num_lanes} of {self.num_ranks} ranks" if num_lanes < self.num_ranks else count(num_lanes, "rank")
+        again = f" with {count(refills, 'refill')}" if refills else ""
+        head = f"Step {self.step}, {of}: its rollout{again} took {seconds(self.rollout_seconds)}."
+        means = {kind: self.kind_seconds(kind) for kind in _OUTSIDE}
+        outside = [f"{seconds(value)} {kind}" for kind, value in means.items() if value >= 0.001]
+        rest = f"Outside of the rollout: {listed(outside)} (mean of the ranks)." if outside else ""
+        return " ".join(filter(None, [head, _speculation(self), _tail(self), rest]))
 
 
 def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
@@ -72,173 +92,89 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
         UserError: there is no such step, or none of its logs can be read.
     """
     chosen = run.last_whole_step() if step is None else step
-    if chosen is None or chosen not in run.logged_steps:
-        raise UserError(_no_step(run, step))
+    steps = run.logged_steps
+    if not steps:
+        raise UserError(f"{run.folder.path} has no step in its rollout log yet")
+    if chosen is None or chosen not in steps:
+        raise UserError(f"{run.folder.path} has no step {chosen} in its rollout log; it has {steps[0]} to {steps[-1]}")
     summaries = run.ranks(chosen)
     if not summaries:
         raise UserError(f"no log of step {chosen} can be read; {run.problems[-1]}")
     zero = min(summary.timing.start_seconds for summary in summaries)
-    spans = {summary.rank: _shifted(run.spans(chosen, summary.rank), zero) for summary in summaries}
-    lanes = tuple(_lane(summary, spans[summary.rank], zero) for summary in summaries)
-    told = [lane for lane in lanes if run.is_first_of_replica(lane.rank)]
-    times, live = _live(tuple(told), [spans[lane.rank] for lane in told])
+    spans = [run.spans(chosen, summary.rank) for summary in summaries]
+    lanes = [_lane(*each, zero) for each in zip(summaries, spans, strict=True)]
+    counted = [(lane, s) for lane, s in zip(lanes, spans, strict=True) if lane.rank % run.replica_size == 0]
+    times, live = _live(counted, zero)
+    num_rollouts = min(len(lane.rollouts) for lane in lanes)
+    rollouts = np.stack([lane.rollouts[:num_rollouts] for lane in lanes])
+    released = rollouts[:, :, 2].max(0)
     return Timeline(
         run=run.name,
         problems=run.problems,
         step=chosen,
         num_ranks=summaries[0].num_ranks,
-        lanes=lanes,
+        lanes=tuple(lanes),
         live_seconds=times,
         live=live,
-        tails=_tails(lanes),
-        rollout_seconds=_rollout_seconds(lanes),
+        tails=tuple(zip(rollouts[:, :, 1].min(0).tolist(), released.tolist(), strict=True)) if len(lanes) > 1 else (),
+        rollout_seconds=float((released - rollouts[:, :, 0].min(0)).sum()),
         start_seconds=zero,
     )
 
 
-def _no_step(run: RunLog, step: int | None) -> str:
-    if not run.logged_steps:
-        return f"{run.folder.path} has no step in its rollout log yet"
-    first, last = run.logged_steps[0], run.logged_steps[-1]
-    return f"{run.folder.path} has no step {step} in its rollout log; it has {first} to {last}"
-
-
-def _shifted(spans: EngineSpans, zero: float) -> EngineSpans:
-    times = spans.start_seconds - zero
-    return EngineSpans(spans.strategy_index, spans.num_live, spans.num_tokens, times, spans.seconds)
-
-
 def _lane(summary: StepSummary, spans: EngineSpans, zero: float) -> Lane:
-    timings = tuple(_timing_since(timing, zero) for timing in (summary.timing, *summary.refills))
-    micro_steps = tuple(_since(each, zero) for each in summary.micro_steps)
-    phases = tuple(_since(each, zero) for each in summary.phases)
-    pieces = pieces_of(timings, spans, summary.strategy_names, micro_steps, phases)
-    extent = float(pieces.ends[-1] - pieces.starts[0]) if len(pieces) else 0.0
+    timings = (summary.timing, *summary.refills)
     return Lane(
         rank=summary.rank,
-        pieces=merged(pieces, extent * _FINEST),
-        rollouts=timings,
-        seconds=pieces.seconds(),
+        pieces=pieces_of(summary, spans, zero),
+        rollouts=np.array([[t.start_seconds, t.last_token_seconds, t.release_seconds] for t in timings]) - zero,
         idle_seconds=sum(timing.idle_seconds for timing in timings),
         harvested_seconds=summary.harvested_seconds,
         num_micro_steps=len(summary.micro_steps),
-        is_told=len(spans) > 0,
     )
 
 
-def _timing_since(timing: RolloutTiming, zero: float) -> RolloutTiming:
-    return RolloutTiming(*(value - zero for value in vars(timing).values()))
-
-
-def _since(record: Timed, zero: float) -> Timed:
-    """The record with its times relative to ``zero``."""
-    return replace(record, start_seconds=record.start_seconds - zero, end_seconds=record.end_seconds - zero)
-
-
-def _live(lanes: tuple[Lane, ...], spans: list[EngineSpans]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _live(lanes: list[tuple[Lane, EngineSpans]], zero: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Live sequences of all ranks over the time of the rollouts; empty if no log has rounds."""
-    if not any(lane.is_told for lane in lanes):
+    if not any(len(spans) for _, spans in lanes):
         return np.empty(0), np.empty(0, np.int64)
-    last = max(timing.release_seconds for lane in lanes for timing in lane.rollouts)
-    times = np.linspace(0.0, last, _GRID)
+    times = np.linspace(0.0, max(lane.rollouts[:, 2].max() for lane, _ in lanes), _GRID)
     live = np.zeros(_GRID, np.int64)
-    for lane, each in zip(lanes, spans, strict=True):
-        rounds = each.strategy_index != PREFILL
-        starts, counts = each.start_seconds[rounds], each.num_live[rounds]
-        if len(starts) == 0:
-            continue
-        own = counts[np.maximum(0, np.searchsorted(starts, times, "right") - 1)].astype(np.int64)
-        inside = [(times >= t.start_seconds) & (times < t.last_token_seconds) for t in lane.rollouts]
-        live += np.where(np.any(inside, axis=0), own, 0)
+    for lane, spans in lanes:
+        rounds = spans.strategy_index != PREFILL
+        starts, counts = spans.start_seconds[rounds] - zero, spans.num_live[rounds]
+        if len(starts):
+            own = counts[np.maximum(0, np.searchsorted(starts, times, "right") - 1)].astype(np.int64)
+            inside = [(times >= start) & (times < last) for start, last, _ in lane.rollouts]
+            live += np.where(np.any(inside, axis=0), own, 0)
     return times, live
 
 
-def _tails(lanes: tuple[Lane, ...]) -> tuple[tuple[float, float], ...]:
-    if len(lanes) < 2:
-        return ()
-    rollouts = zip(*(lane.rollouts for lane in lanes), strict=False)
-    return tuple((min(t.last_token_seconds for t in ts), max(t.release_seconds for t in ts)) for ts in rollouts)
-
-
-def _rollout_seconds(lanes: tuple[Lane, ...]) -> float:
-    rollouts = zip(*(lane.rollouts for lane in lanes), strict=False)
-    return sum((max(t.release_seconds for t in ts) - min(t.start_seconds for t in ts) for ts in rollouts), 0.0)
-
-
-# -- in words -------------------------------------------------------------------------------------------------------
-
-
-def _verdict(found: Timeline) -> str:
-    lanes, num_ranks = found.lanes, found.num_ranks
-    of = f"{len(lanes)} of {num_ranks} ranks" if len(lanes) < num_ranks else count(num_ranks, "rank")
-    refills = len(lanes[0].rollouts) - 1
-    again = f" with {count(refills, 'refill')}" if refills else ""
-    head = f"Step {found.step}, {of}: its rollout{again} took {seconds(found.rollout_seconds)}."
-    return " ".join(filter(None, [head, _speculation(lanes), _tail(found), _rest(lanes)]))
-
-
-def _speculation(lanes: tuple[Lane, ...]) -> str:
-    if not any(lane.is_told for lane in lanes):
-        return "The logs are of a version that does not tell of single rounds."
-    plain, drafted = (sum(lane.seconds.get(kind, 0.0) for lane in lanes) for kind in (Kind.DECODE, Kind.SPECULATE))
+def _speculation(found: Timeline) -> str:
+    if found.kind_seconds(Kind.GENERATE):
+        return "The logs are of a version that does not record single rounds."
+    plain, drafted = found.kind_seconds(Kind.DECODE), found.kind_seconds(Kind.SPECULATE)
     if drafted == 0:
         return "Speculation was off throughout."
-    if plain == 0:
-        return "All decoding was speculative."
-    return f"Of the decoding time {share(drafted, plain + drafted)} were speculative."
+    return f"{share(drafted, plain + drafted)} of the decoding time was speculative."
 
 
 def _tail(found: Timeline) -> str:
-    lanes, num_ranks = found.lanes, found.num_ranks
-    idle = sum(lane.idle_seconds for lane in lanes)
-    harvested = sum(lane.harvested_seconds for lane in lanes)
-    if num_ranks == 1:
-        return f"With one rank nobody waits; it was idle for {seconds(idle)}."
-    if len(lanes) < num_ranks:
-        return f"Of the others there is no log, so the tail is not told; these were idle for {seconds(idle)} together."
+    lanes, idle, harvested = found.lanes, found.idle_seconds, found.harvested_seconds
+    if found.num_ranks == 1:
+        return "With one rank nobody waits for another."
+    if len(lanes) < found.num_ranks:
+        return f"The other ranks have no log, so the tail is unknown; these were idle for {seconds(idle)} together."
     total = len(lanes) * found.rollout_seconds
-    length = sum(end - start for start, end in found.tails)
-    last = max(lanes, key=lambda lane: lane.rollouts[-1].last_token_seconds)
-    first = min(lanes, key=lambda lane: lane.rollouts[-1].last_token_seconds)
     if idle < _NO_TAIL * total:
         return f"There is no tail to speak of: the ranks waited for {share(idle, total)} of it ({seconds(idle)})."
-    told = (
-        f"The tail lasted {seconds(length)}: rank {first.rank} was the first to finish"
-        f"{' (of the last refill)' if len(first.rollouts) > 1 else ''} and rank {last.rank} the last. "
+    length = sum(end - start for start, end in found.tails)
+    first, last = (choose(lanes, key=lambda lane: lane.finished).rank for choose in (min, max))
+    text = (
+        f"The tail lasted {seconds(length)}: rank {first} was the first to finish and rank {last} the last. "
         f"Ranks were idle for {seconds(idle)} together, {share(idle, total)} of their rollout time; "
     )
-    updates = sum(lane.num_micro_steps for lane in lanes)
     if harvested == 0:
-        return told + "none of it was harvested for the drafter."
-    took = f"{seconds(harvested)} of that ({share(harvested, idle)})"
-    return f"{told}{took} were harvested in {count(updates, 'update')} of the drafter."
-
-
-def _rest(lanes: tuple[Lane, ...]) -> str:
-    """Time of the step outside its rollout, mean over the ranks."""
-    names = {
-        Kind.SERIAL: "serial drafter training",
-        Kind.REWARD: "rewards",
-        Kind.UPDATE: "the policy update",
-        Kind.REFRESH: "merge and new weights",
-        Kind.SAVE: "saving",
-        Kind.EVALUATE: "evaluation",
-    }
-    means = {kind: sum(lane.seconds.get(kind, 0.0) for lane in lanes) / len(lanes) for kind in names}
-    told = [f"{seconds(value)} {names[kind]}" for kind, value in means.items() if value >= 0.001]
-    return f"Beside it: {listed(told)} (mean of the ranks)." if told else ""
-
-
-def thinned(found: Timeline, most_lanes: int = 32, most_pieces: int = 4000) -> Timeline:
-    """The same step with fewer lanes, chosen evenly by finishing order, and coarser pieces."""
-    lanes = found.lanes
-    if len(lanes) > most_lanes:
-        order = sorted(range(len(lanes)), key=lambda i: lanes[i].rollouts[-1].last_token_seconds)
-        places = np.round(np.linspace(0, len(order) - 1, most_lanes)).astype(int)
-        lanes = tuple(lanes[order[place]] for place in places)
-    each = max(40, most_pieces // max(1, len(lanes)))
-    extent = max((float(lane.pieces.ends[-1] - lane.pieces.starts[0]) for lane in lanes if len(lane.pieces)), default=0)
-    coarse = tuple(replace(lane, pieces=merged(lane.pieces, extent * _FINEST, each)) for lane in lanes)
-    changes = np.flatnonzero(np.diff(found.live, prepend=-1) != 0)
-    keep = np.unique(np.concatenate([changes, [len(found.live) - 1]])) if len(found.live) else changes
-    return replace(found, lanes=coarse, live_seconds=found.live_seconds[keep], live=found.live[keep])
+        return text + "none of it was harvested for the drafter."
+    updates = count(sum(lane.num_micro_steps for lane in lanes), "update")
+    return f"{text}{seconds(harvested)} of that ({share(harvested, idle)}) were harvested in {updates} of the drafter."

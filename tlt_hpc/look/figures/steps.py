@@ -1,143 +1,34 @@
-"""Figures with the steps of a run on the axis: lengths, accept lengths, learning, throughput, several runs.
-
-Bars of a run with very many steps are means of neighbouring steps, so that a figure stays small.
-"""
+"""Figures with the steps of a run on the axis: lengths, accept lengths, learning, throughput, several runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
-from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.acceptance import AcceptLengths
-from tlt_hpc.look.analysis.comparison import HARVESTED, IDLE, METRICS, RunComparison
+from tlt_hpc.look.analysis.comparison import METRICS, RunComparison
 from tlt_hpc.look.analysis.kinds import Kind
 from tlt_hpc.look.analysis.learning import Learning, moving_mean, window_of
 from tlt_hpc.look.analysis.lengths import ResponseLengths
 from tlt_hpc.look.analysis.throughput import Throughput
 from tlt_hpc.look.figures.style import (
-    HATCHES,
-    below_each_other,
     colour,
     kind_patch,
-    layout,
-    legend_above,
-    legend_below,
+    kind_style,
     line,
     new_figure,
     panel,
     panel_grid,
-    rectangles,
-    theme,
-    title,
     whole_steps,
 )
-from tlt_hpc.look.words import span_of
-
-_MOST_BARS = 120
-
-
-def draw_lengths(found: ResponseLengths) -> Figure:
-    """Lengths and cut responses by step, and the distribution over all steps."""
-    if layout().is_narrow:
-        figure, (over, cut, whole) = below_each_other((2.0, 0.8, 1.7))
-    else:
-        figure = new_figure(4.9)
-        grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2.6, 1))
-        over, cut = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[1, 0])
-        whole = figure.add_subplot(grid[:, 1])
-    series = {"longest": found.longest, "p99": found.p99, "p90": found.p90, "median": found.p50}
-    for index, (name, values) in enumerate(series.items()):
-        line(over, found.steps, values, index, name)
-    line(over, found.steps, found.mean, 4, "mean")
-    top = float(found.longest.max()) if len(found.steps) else 1.0
-    if found.cap and top > 0.6 * found.cap:
-        over.axhline(found.cap, color=theme().faint, linewidth=1, linestyle=(0, (4, 3)), label="cap")
-        top = max(top, found.cap)
-    over.set_ylim(0, top * 1.05)
-    panel(over, "By step", y="tokens")
-    legend_above(over, 6, narrow=3)
-    _bars(cut, found.steps, [(100 * found.num_cut / np.maximum(found.num_responses, 1), colour(1), None)])
-    panel(cut, "Ended at the cap", x="step", y="% of responses")
-    cut.set_ylim(0, max(1.0, cut.get_ylim()[1]))
-    if len(found.edges):
-        shares = 100 * found.histogram / found.histogram.sum()
-        whole.stairs(shares, found.edges, fill=True, color=colour(0), alpha=0.75)
-        whole.set_xscale("log")
-        whole.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        whole.xaxis.set_minor_formatter("")
-        whole.set_ylim(0, shares.max() * 1.05)
-    panel(whole, "All responses, by length", x="tokens (logarithmic)", y="% of responses")
-    below = f"{found.run}, {_steps(found.steps)}, {count(int(found.num_responses.sum()), 'response')}"
-    title(figure, "How long responses are", below)
-    return figure
-
-
-def draw_acceptance(found: AcceptLengths) -> Figure:
-    """Accept length by step and by live sequences, and the strategies that produced the tokens."""
-    if layout().is_narrow:
-        figure, (by_step, by_live, step_shares, live_shares) = below_each_other((1.7, 1.7, 1.5, 1.5))
-    else:
-        figure = new_figure(6.4)
-        (by_step, by_live), (step_shares, live_shares) = figure.subplots(2, 2)
-    # in this figure the colours of series stand for strategies
-    line(by_step, found.steps, found.accept_length, 0, "all responses", color=theme().ink)
-    if np.isfinite(found.own_accept_length).any():
-        line(by_step, found.steps, found.own_accept_length, 1, "drafter's own drafts, chain of 4", color=theme().faint)
-    _from_one(by_step, found.accept_length, found.own_accept_length)
-    panel(by_step, "Accept length by step", y="tokens per pass")
-    legend_above(by_step, 2, narrow=2)
-    _updates(by_step, found)
-    names = found.bucket_names()
-    table = found.by_bucket
-    for index in range(len(found.strategies)):
-        told = np.flatnonzero(np.isfinite(table[index]))
-        if len(told):
-            line(by_live, told, table[index][told], index, found.strategies[index])
-    _from_one(by_live, table)
-    panel(by_live, "Accept length by live sequences", y="tokens per pass")
-    legend_above(by_live, 4, narrow=3)
-    by_live.set_xticks(range(len(names)), names)
-    by_live.set_xlim(-0.5, max(1, len(names)) - 0.5)
-    _stacked_shares(step_shares, found.steps, found.step_tokens.T.astype(float))
-    panel(step_shares, "Tokens by strategy and step", x="step", y="% of tokens")
-    _stacked_shares(live_shares, np.arange(len(names)), found.tokens.astype(float))
-    live_shares.set_xticks(range(len(names)), names)
-    panel(live_shares, "Tokens by strategy and live sequences", x="live sequences", y="% of tokens")
-    legend_below(figure, [Patch(color=colour(i), label=name) for i, name in enumerate(found.strategies)], 8, 3)
-    title(figure, "What speculation gives", f"{found.run}, {_steps(found.steps)}")
-    return figure
-
-
-def draw_learning(found: Learning) -> Figure:
-    """A panel for each metric that has data."""
-    panels = [(name, *_LEARNING[name]) for name in _LEARNING if found.has(name)]
-    if np.allclose(found.series["reward"], found.series["score"], equal_nan=True):
-        panels = [each for each in panels if each[0] != "reward"]
-    evaluated = {name: v for name, v in found.evaluations.items() if np.isfinite(v).any() and "/acc/" in name}
-    figure, places = panel_grid(len(panels) + bool(evaluated), 2.25, 0.9 + 0.3 * bool(evaluated))
-    window = window_of(len(found.steps))
-    for axes, (name, heading, unit) in zip(places, panels, strict=False):
-        _smoothed(axes, found.steps, found.series[name], window)
-        panel(axes, heading, x="step", y=unit)
-    if evaluated:
-        axes = places[len(panels)]
-        for index, (name, values) in enumerate(evaluated.items()):
-            told = np.isfinite(values)
-            line(axes, found.steps[told], values[told], index, name.replace("/acc/", " "), marker="o")
-        panel(axes, "Evaluations", x="step", y="share right")
-        legend_above(axes, 1)
-        whole_steps(axes)
-    below = f"{found.run}, {_steps(found.steps)}"
-    if window > 1:
-        below += f"; bold: mean of {window} neighbouring steps, faint: single steps"
-    title(figure, "How the policy learns", below)
-    return figure
-
 
 _LEARNING = {
     "score": ("Score of the step's responses", "mean score"),
@@ -151,136 +42,145 @@ _LEARNING = {
 }
 
 
+def draw_lengths(found: ResponseLengths) -> Figure:
+    """Lengths and cut responses by step, and the distribution over all steps."""
+    figure = new_figure(4.6)
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(2.6, 1))
+    over, cut, whole = (figure.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (slice(None), 1)))
+    series = {"longest": found.longest, "p99": found.p99, "p90": found.p90, "median": found.p50, "mean": found.mean}
+    for index, (name, values) in enumerate(series.items()):
+        line(over, found.steps, values, index, name)
+    if found.cap and found.longest.max(initial=0) > 0.6 * found.cap:
+        over.axhline(found.cap, color=mpl.rcParams["xtick.color"], linewidth=1, linestyle="--", label="cap")
+    over.set_ylim(bottom=0)
+    whole_steps(over)
+    panel(over, "By step", y="tokens")
+    over.legend(ncols=2)
+    share = 100 * found.num_cut / np.maximum(found.num_responses, 1)
+    _stack(cut, found.steps, [share], [{"facecolor": colour(1)}])
+    panel(cut, "Ended at the cap", x="step", y="% of responses")
+    if len(found.edges):
+        whole.stairs(100 * found.histogram / found.histogram.sum(), found.edges, fill=True, color=colour(0), alpha=0.75)
+        whole.set_xscale("log")
+        whole.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        whole.xaxis.set_minor_formatter("")
+    panel(whole, "All responses, by length", x="tokens (logarithmic)", y="% of responses")
+    return figure
+
+
+def draw_acceptance(found: AcceptLengths) -> Figure:
+    """Accept length by step and by live sequences, and the strategies that produced the tokens."""
+    figure, (by_step, by_live, step_shares, live_shares) = panel_grid(4, 2.9)
+    line(by_step, found.steps, found.accept_length, 0, "all responses", color=mpl.rcParams["text.color"])
+    if np.isfinite(found.own_accept_length).any():
+        line(by_step, found.steps, found.own_accept_length, 4, "drafter's own drafts, chain of 4")
+    whole_steps(by_step)
+    by_step.legend()
+    updates = found.drafter_version[np.isfinite(found.drafter_version)]
+    by = f" ({updates[-1]:,.0f} drafter updates by the last)" if len(updates) else ""
+    panel(by_step, "Accept length by step", x=f"step{by}", y="tokens per pass")
+    for index, row in enumerate(found.by_bucket):
+        known = np.flatnonzero(np.isfinite(row))
+        line(by_live, known, row[known], index)  # the legend below the figure names the strategies
+    panel(by_live, "Accept length by live sequences", x="live sequences", y="tokens per pass")
+    faces = [{"facecolor": colour(index)} for index in range(len(found.strategies))]
+    buckets = np.arange(found.tokens.shape[1])
+    for axes, places, counts in (
+        (step_shares, found.steps, found.step_tokens.T),
+        (live_shares, buckets, found.tokens),
+    ):
+        _stack(axes, places, 100 * counts / np.maximum(counts.sum(0), 1) if len(counts) else [], faces)
+        axes.set_ylim(0, 100)
+    panel(step_shares, "Tokens by strategy and step", x="step", y="% of tokens")
+    panel(live_shares, "Tokens by strategy and live sequences", x="live sequences", y="% of tokens")
+    for axes in (by_live, live_shares):
+        axes.set_xticks(buckets, found.bucket_names)
+        axes.set_xlim(-0.5, max(1, len(buckets)) - 0.5)
+    _legend(figure, [Patch(color=colour(i), label=name) for i, name in enumerate(found.strategies)], 6)
+    return figure
+
+
+def draw_learning(found: Learning) -> Figure:
+    """A panel for each metric that has data; bold: mean of neighbouring steps, faint: single steps."""
+    shown = [name for name in _LEARNING if found.has(name)]
+    if np.allclose(found.series["reward"], found.series["score"], equal_nan=True) and "reward" in shown:
+        shown.remove("reward")
+    evaluated = {name: v for name, v in found.evaluations.items() if np.isfinite(v).any() and "/acc/" in name}
+    figure, places = panel_grid(len(shown) + bool(evaluated), 2.25)
+    window = window_of(len(found.steps))
+    for axes, name in zip(places, shown, strict=False):
+        _smoothed(axes, found.steps, found.series[name], window, 0)
+        panel(axes, _LEARNING[name][0], x="step", y=_LEARNING[name][1])
+    for index, (name, values) in enumerate(evaluated.items()):
+        known = np.isfinite(values)
+        line(places[-1], found.steps[known], values[known], index, name.replace("/acc/", " "), marker="o")
+        panel(places[-1], "Evaluations", x="step", y="share right")
+        whole_steps(places[-1])
+        places[-1].legend()
+    return figure
+
+
 def draw_throughput(found: Throughput) -> Figure:
     """Seconds of a step by kind, idle and harvested time, and tokens per second."""
-    if layout().is_narrow:
-        figure, (shares, waiting, rates) = below_each_other((2.6, 1.7, 1.5))
-    else:
-        figure = new_figure(6.2)
-        grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1), width_ratios=(1.25, 1))
-        shares, waiting = figure.add_subplot(grid[0, :]), figure.add_subplot(grid[1, 0])
-        rates = figure.add_subplot(grid[1, 1])
-    colours = theme().kinds
-    _bars(shares, found.steps, [(found.seconds[:, i], colours[k], HATCHES.get(k)) for i, k in enumerate(found.kinds)])
-    panel(shares, "Seconds of a step, mean of the ranks", x="step", y="seconds")
-    rest = np.maximum(found.idle_rank_seconds - found.harvested_rank_seconds, 0)
+    figure = new_figure(6.2)
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.35, 1), width_ratios=(1.25, 1))
+    seconds, waiting, rates = (figure.add_subplot(grid[place]) for place in ((0, slice(None)), (1, 0), (1, 1)))
+    _stack(seconds, found.steps, found.seconds.T, [kind_style(kind) for kind in found.kinds])
+    panel(seconds, "Seconds of a step, mean of the ranks", x="step", y="seconds")
     kept = found.harvested_rank_seconds
-    _bars(waiting, found.steps, [(kept, colours[Kind.TRAIN], None), (rest, colours[Kind.IDLE], HATCHES[Kind.IDLE])])
-    panel(waiting, "Waiting: harvested, and not", x="step", y="rank-seconds")
-    _rates(rates, found.rates)
-    legend_below(figure, [kind_patch(kind) for kind in found.kinds], 4)
-    title(figure, "Where the seconds go", f"{found.run}, {_steps(found.steps)}, {found.ranks_in_words}")
+    rest = np.maximum(found.idle_rank_seconds - kept, 0)
+    _stack(waiting, found.steps, [kept, rest], [kind_style(Kind.TRAIN), kind_style(Kind.IDLE)])
+    panel(waiting, "Idle: harvested, and not", x="step", y="rank-seconds")
+    values = found.rates
+    bars = rates.barh(range(len(values)), list(values.values()), 0.65, color=colour(4))
+    rates.bar_label(bars, fmt="{:,.0f}", padding=4, fontsize=8)
+    rates.set_yticks(range(len(values)), [f"{name}, a rank" if "all" not in name else name for name in values])
+    rates.invert_yaxis()
+    rates.margins(x=0.25)
+    rates.grid(visible=False)
+    rates.locator_params(axis="x", nbins=4)
+    panel(rates, "Tokens a second, all steps")
+    _legend(figure, [kind_patch(kind) for kind in found.kinds], 4)
     return figure
 
 
 def draw_comparison(found: RunComparison) -> Figure:
     """A panel for each metric, with a line for each run."""
-    drawn = {name: metric for name, metric in METRICS.items() if metric.heading}
-    shown = [name for name in drawn if any(np.isfinite(run.series[name]).any() for run in found.runs)]
-    figure, places = panel_grid(len(shown), 2.3, 1.2)
+    shown = [name for name in METRICS if any(np.isfinite(run.series[name]).any() for run in found.runs)]
+    figure, places = panel_grid(len(shown), 2.3)
     window = min((window_of(len(run.steps)) for run in found.runs), default=1)  # the same for all runs
-    for axes, name in zip(places, shown, strict=False):
+    for axes, name in zip(places, shown, strict=True):
         for index, run in enumerate(found.runs):
-            if window > 1:
-                axes.plot(run.steps, run.series[name], color=colour(index), linewidth=0.8, alpha=0.35)
-            bare = {"marker": ""} if window > 1 else {}
-            line(axes, run.steps, moving_mean(run.series[name], window), index, run.name, **bare)
-            if name == IDLE:
-                harvested = moving_mean(run.series[HARVESTED], window)
-                axes.fill_between(run.steps, harvested, color=colour(index), alpha=0.25, linewidth=0)
-        panel(axes, drawn[name].heading, x="step", y=drawn[name].unit)
-        whole_steps(axes)
-        if drawn[name].starts_at_zero:
-            axes.set_ylim(bottom=0)
-    if shown:
-        legend_below(figure, [h for h in places[0].get_lines() if not str(h.get_label()).startswith("_")], 4)
-    title(figure, "Runs side by side", found.tokens_in_words)
+            _smoothed(axes, run.steps, run.series[name], window, index)
+        panel(axes, METRICS[name].heading, x="step", y=METRICS[name].unit)
+    handles = [Patch(color=colour(index), label=run.name) for index, run in enumerate(found.runs)]
+    _legend(figure, handles, 2)
     return figure
 
 
-# -- what they share ------------------------------------------------------------------------------------------------
+def _legend(figure: Figure, handles: list[Patch], num_columns: int) -> None:
+    """One legend below the whole figure."""
+    figure.legend(handles=handles, loc="outside lower left", ncols=num_columns)
 
 
-def _bars(axes: Axes, steps: NDArray[np.int64], rows: list[tuple[NDArray[np.float64], str, str | None]]) -> None:
-    """Stacked bars, one for each step; with very many steps, means of neighbours."""
+def _stack(
+    axes: Axes, steps: NDArray[np.int64], rows: Sequence[Any] | NDArray[np.float64], styles: Sequence[dict[str, Any]]
+) -> None:
+    """Stacked bars, one for each step; each row is one path, so that thousands of steps stay a small file."""
     if len(steps) == 0:
         return
-    size = -(-len(steps) // _MOST_BARS)
-    edges = np.arange(0, len(steps), size)
-    counts = np.diff(np.append(edges, len(steps)))
-    places = np.add.reduceat(steps, edges) / counts
-    width = (0.8 if len(places) <= 40 else 1.0) * (float(np.median(np.diff(places))) if len(places) > 1 else 1.0)
-    bottom = np.zeros(len(places))
-    for values, face, hatch in rows:
-        heights = np.add.reduceat(np.nan_to_num(values), edges) / counts
-        thin = 0.4 if len(places) <= 40 else 0.0  # separates neighbours whose colours are similar in grey
-        edge = theme().faint if hatch else theme().background
-        rectangles(axes, places - width / 2, bottom, width, heights, face, hatch, edge, thin)
-        bottom += heights
+    edges, bottom = np.append(steps - 0.5, steps[-1] + 0.5), np.zeros(len(steps))
+    for row, style in zip(rows, styles, strict=True):
+        top = bottom + np.nan_to_num(row)
+        axes.stairs(top, edges, baseline=bottom, fill=True, **style)
+        bottom = top
     axes.set_ylim(0, max(float(bottom.max()) * 1.05, 1e-9))
-    axes.set_xlim(places[0] - 0.6 * width - 0.1, places[-1] + 0.6 * width + 0.1)
+    axes.set_xlim(edges[0], edges[-1])
     whole_steps(axes)
 
 
-def _stacked_shares(axes: Axes, places: NDArray[np.int64], rows: NDArray[np.float64]) -> None:
-    whole = rows.sum(0) if len(rows) else np.empty(0)
-    _bars(axes, places, [(100 * row / np.maximum(whole, 1), colour(i), None) for i, row in enumerate(rows)])
-    axes.set_ylim(0, 100)
-    axes.yaxis.set_major_formatter(PercentFormatter(decimals=0, symbol=""))
-
-
-def _smoothed(axes: Axes, steps: NDArray[np.int64], values: NDArray[np.float64], window: int) -> None:
+def _smoothed(axes: Axes, steps: NDArray[np.int64], values: NDArray[np.float64], window: int, index: int) -> None:
     if window > 1:
-        axes.plot(steps, values, color=colour(0), linewidth=0.8, alpha=0.35)
-    line(axes, steps, moving_mean(values, window), 0, **({"marker": ""} if window > 1 else {}))
+        axes.plot(steps, values, color=colour(index), linewidth=0.8, alpha=0.35)
+    line(axes, steps, moving_mean(values, window), index, **({"marker": ""} if window > 1 else {}))
     whole_steps(axes)
-
-
-def _rates(axes: Axes, rates: dict[str, float]) -> None:
-    names = list(rates)
-    faces = [theme().kinds[kind] if (kind := _kind(name)) else colour(4) for name in names]
-    axes.barh(range(len(names)), list(rates.values()), 0.65, color=faces)
-    for place, value in enumerate(rates.values()):
-        axes.annotate(f"{value:,.0f}", (value, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(range(len(names)), [_short(name) for name in names])
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, max(rates.values(), default=1.0) * 1.22)
-    axes.grid(axis="x")
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.locator_params(axis="x", nbins=4)
-    panel(axes, "Tokens a second, all steps", x="tokens a second")
-
-
-_SHORT = {
-    str(Kind.PREFILL): "prefill, a rank",
-    str(Kind.DECODE): "plain, a rank",
-    str(Kind.SPECULATE): "speculative, a rank",
-}
-
-
-def _short(name: str) -> str:
-    text = _SHORT.get(name, name)
-    return text.partition(",")[0] if layout().is_narrow else text
-
-
-def _kind(name: str) -> Kind | None:
-    return next((kind for kind in Kind if str(kind) == name), None)
-
-
-def _from_one(axes: Axes, *values: NDArray[np.float64]) -> None:
-    """Start the axis at 1: an accept length is at least one token per pass."""
-    told = np.concatenate([each[np.isfinite(each)] for each in values]) if values else np.empty(0)
-    axes.set_ylim(min(1.0, float(told.min(initial=1.0))) - 0.05, max(1.5, float(told.max(initial=1.0)) * 1.06))
-    whole_steps(axes)
-
-
-def _updates(axes: Axes, found: AcceptLengths) -> None:
-    """Add the number of drafter updates to the axis label."""
-    told = found.drafter_version[np.isfinite(found.drafter_version)]
-    axes.set_xlabel(f"step ({told[-1]:,.0f} drafter updates by the last)" if len(told) else "step")
-
-
-def _steps(steps: NDArray[np.int64]) -> str:
-    return span_of(steps) if len(steps) else "no step yet"

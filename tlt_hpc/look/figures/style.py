@@ -1,293 +1,82 @@
-"""The style of all figures: one palette in two themes, layouts for screens and phones, and how figures are saved.
+"""The style of all figures: colours, matplotlib's settings in two themes, and how figures are saved.
 
-The colours are Okabe and Ito's, with the lightness changed so that neighbouring areas differ in grey, too; some kinds
-of a timeline have hatches. SVG keeps text as text, and the same figure gives the same bytes each time.
+The colours are Okabe and Ito's, changed so that neighbouring areas differ in grey, too, and all are visible on light
+and dark backgrounds. SVG keeps text as text, and the same figure gives the same bytes each time.
 """
 
 from __future__ import annotations
 
+import html
 import io
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from pathlib import Path as FilePath
+import re
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, PathPatch
-from matplotlib.path import Path
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from tlt_hpc.common.printable import printable
 from tlt_hpc.look.analysis.kinds import Kind
 
-
-@dataclass(frozen=True)
-class FigureLayout:
-    """Width of figures in inches, and what they leave out."""
-
-    name: str
-    width: float
-    is_narrow: bool
-    """Panels below each other, for a phone."""
-    has_title: bool
-    """False for a page with headings of its own."""
-
-
-WIDE = FigureLayout("wide", 9.0, is_narrow=False, has_title=True)
-PAGE = FigureLayout("page", 9.0, is_narrow=False, has_title=False)
-PHONE = FigureLayout("phone", 3.9, is_narrow=True, has_title=False)
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of one theme. ``series`` also differ by ``MARKERS`` and ``DASHES``."""
-
-    name: str
-    background: str
-    ink: str
-    faint: str
-    grid: str
-    tail: str
-    kinds: dict[Kind, str]
-    series: tuple[str, ...]
-
-
-_KINDS = {
-    Kind.PREFILL: ("#f0e442", "#f5ec6b"),
-    Kind.DECODE: ("#9ad1f0", "#a9daf5"),
-    Kind.SPECULATE: ("#00527f", "#1f7ab8"),
-    Kind.GENERATE: ("#9ad1f0", "#a9daf5"),
-    Kind.TRAIN: ("#e8800c", "#f5931e"),
-    Kind.SERIAL: ("#b35c00", "#c06a0a"),
-    Kind.IDLE: ("#ffffff", "#0d1117"),
-    Kind.REWARD: ("#cc79a7", "#dc93bb"),
-    Kind.UPDATE: ("#00805d", "#12a37a"),
-    Kind.REFRESH: ("#7d4a94", "#9c6bb5"),
-    Kind.SAVE: ("#8c959f", "#768390"),
-    Kind.EVALUATE: ("#3d444d", "#cdd9e5"),
+THEMES = {
+    "light": {"ink": "#1f2328", "faint": "#59636e", "grid": "#d1d9e0", "background": "#ffffff"},
+    "dark": {"ink": "#e6edf3", "faint": "#9da7b3", "grid": "#30363d", "background": "#0d1117"},
 }
-"""Kind -> its colour in the light and in the dark theme."""
-LIGHT = Theme(
-    name="light",
-    background="#ffffff",
-    ink="#1f2328",
-    faint="#59636e",
-    grid="#d1d9e0",
-    tail="#fff1d6",
-    kinds={kind: light for kind, (light, _) in _KINDS.items()},
-    series=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#3d444d", "#56b4e9", "#e69f00", "#8c6d00"),
-)
-DARK = Theme(
-    name="dark",
-    background="#0d1117",
-    ink="#e6edf3",
-    faint="#9da7b3",
-    grid="#30363d",
-    tail="#3a2c12",
-    kinds={kind: dark for kind, (_, dark) in _KINDS.items()},
-    series=("#3d9fe0", "#f27c2a", "#1fbf8f", "#dc93bb", "#cdd9e5", "#8fd0f5", "#f5b83d", "#bfa24a"),
-)
-THEMES = {theme.name: theme for theme in (LIGHT, DARK)}
+"""Theme -> its colours. All other colours are the same in both."""
+SERIES = ("#1f7fc4", "#d9661f", "#0f9d70", "#cc79a7", "#768390", "#56b4e9", "#e69f00", "#96751a")
+MARKERS = "os^DvPX<"
+DASHES = ("-", "--", "-.", ":")
+KIND_COLOURS = {
+    Kind.PREFILL: "#f0e442",
+    Kind.DECODE: "#9ad1f0",
+    Kind.SPECULATE: "#1f6fa8",
+    Kind.GENERATE: "#9ad1f0",
+    Kind.TRAIN: "#e8800c",
+    Kind.SERIAL: "#b35c00",
+    Kind.REWARD: "#cc79a7",
+    Kind.UPDATE: "#0b8f68",
+    Kind.REFRESH: "#8a5aa5",
+    Kind.SAVE: "#8c959f",
+    Kind.EVALUATE: "#5b6b80",
+}
+"""Kind -> its colour; idle time has the background's."""
 HATCHES = {Kind.IDLE: "////", Kind.SERIAL: "....", Kind.GENERATE: "xxx"}
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)), (0, (3, 1)))
-
-_MAX_LETTERS = 125
-"""Length of a line below a headline in a wide figure."""
-
-_THEME: ContextVar[Theme] = ContextVar("theme", default=LIGHT)
-_LAYOUT: ContextVar[FigureLayout] = ContextVar("layout", default=WIDE)
+TAIL = "#e69f00"
+WIDTH = 9.0
+"""Inches."""
+_FONT = "'DejaVu Sans', Verdana, sans-serif"
+"""Fonts as wide as the one that the figure was laid out with, or narrower."""
 
 
-def theme() -> Theme:
-    """The theme in use."""
-    return _THEME.get()
-
-
-def layout() -> FigureLayout:
-    """The layout in use."""
-    return _LAYOUT.get()
-
-
-@contextmanager
-def themed(name: str | Theme, arranged: FigureLayout = WIDE) -> Iterator[Theme]:
-    """Draw and save in a theme (``light``, ``dark``, or any ``Theme``) and a layout."""
-    chosen = THEMES[name] if isinstance(name, str) else name
-    tokens = _THEME.set(chosen), _LAYOUT.set(arranged)
-    try:
-        with mpl.rc_context(_settings(chosen)):  # type: ignore[arg-type]
-            yield chosen
-    finally:
-        _THEME.reset(tokens[0])
-        _LAYOUT.reset(tokens[1])
-
-
-def new_figure(height: float) -> Figure:
-    """An empty figure of the layout's width; needs no display."""
-    figure = Figure(figsize=(layout().width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def below_each_other(heights: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """A narrow figure with one panel of each height, in inches, below each other."""
-    figure = new_figure(sum(heights) + 0.75 * len(heights))
-    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
-    return figure, [figure.add_subplot(grid[row]) for row in range(len(heights))]
-
-
-def panel_grid(num_panels: int, panel_height: float, extra_height: float) -> tuple[Figure, list[Axes]]:
-    """A figure with up to three panels in a row, one in a narrow layout; panels beyond ``num_panels`` are hidden."""
-    num_columns = 1 if layout().is_narrow else min(3, max(1, num_panels))
-    num_rows = -(-max(1, num_panels) // num_columns)
-    figure = new_figure(extra_height + panel_height * num_rows)
-    panels = list(figure.subplots(num_rows, num_columns, squeeze=False).ravel())
-    for axes in panels[num_panels:]:
-        axes.set_visible(False)
-    return figure, panels
-
-
-def save(figure: Figure, folder: FilePath, name: str) -> list[FilePath]:
-    """Write ``NAME-THEME.png`` and ``.svg`` into a folder, which is created; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}-{theme().name}.{ending}" for ending in ("png", "svg")]
-    figure.savefig(paths[0], dpi=160, metadata={"Software": None})
-    written = io.StringIO()
-    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None})
-    paths[1].write_text(printable(written.getvalue()), encoding="utf-8")
-    return paths
-
-
-def title(figure: Figure, text: str, below: str = "") -> None:
-    """Add a headline, and a fainter line below it; the panels get the remaining space."""
-    if not layout().has_title:
-        return
-    height = figure.get_figheight()
-    top = 1 - 0.08 / height
-    lines = textwrap.wrap(below, _MAX_LETTERS)
-    words = [figure.text(0.008, top, text, ha="left", va="top", fontsize=12, fontweight="bold")]
-    for number, each in enumerate(lines):
-        place = top - (0.27 + 0.17 * number) / height
-        words.append(figure.text(0.008, place, each, ha="left", va="top", fontsize=8.5, color=theme().faint))
-    for word in words:
-        word.set_in_layout(False)
-    engine = figure.get_layout_engine()
-    assert engine is not None
-    taken = 0.3 + 0.17 * len(lines)
-    engine.set(rect=(0, 0, 1, top - taken / height))  # type: ignore[call-arg]
-
-
-def panel(axes: Axes, heading: str, x: str = "", y: str = "") -> None:
-    """Set a panel's heading and axis labels."""
-    axes.set_title(heading, loc="left", fontsize=9.5)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-
-
-def whole_steps(axes: Axes) -> None:
-    """Put ticks on whole numbers only."""
-    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
-
-
-def line(axes: Axes, x: Any, y: Any, index: int, label: str = "", **more: Any) -> None:
-    """Plot a series in its colour and dashes, with markers if there are few points."""
-    marker = MARKERS[index % len(MARKERS)] if len(x) <= 30 else ""
-    settings: dict[str, Any] = {"color": colour(index), "linestyle": DASHES[index % len(DASHES)], "marker": marker}
-    axes.plot(x, y, label=label or None, **(settings | more))
-
-
-def kind_patch(kind: Kind) -> Patch:
-    """The legend entry of a kind."""
-    edge = theme().faint if kind in HATCHES else theme().kinds[kind]
-    label = "idle, not harvested" if kind is Kind.IDLE else str(kind)
-    return Patch(facecolor=theme().kinds[kind], hatch=HATCHES.get(kind), edgecolor=edge, linewidth=0.5, label=label)
-
-
-def colour(index: int) -> str:
-    """The colour of the ``index``-th series."""
-    series = theme().series
-    return series[index % len(series)]
-
-
-def rectangles(
-    axes: Axes,
-    left: Any,
-    bottom: Any,
-    width: Any,
-    height: Any,
-    face: str,
-    hatch: str | None,
-    edge: str,
-    linewidth: float,
-) -> None:
-    """Draw rectangles of one style, [K] each or scalars, as a single path: thousands stay a small file."""
-    corners = np.broadcast_arrays(*(np.asarray(each, np.float64) for each in (left, bottom, width, height)))
-    x, y, w, h = (each.ravel() for each in corners)
-    points = np.stack([x, y, x, y + h, x + w, y + h, x + w, y, x, y], 1).reshape(-1, 2)
-    codes = np.tile([Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY], len(x)).astype(np.uint8)
-    patch = PathPatch(
-        Path(points, codes), facecolor=face, hatch=hatch, edgecolor=edge, linewidth=linewidth, zorder=2, snap=False
-    )
-    axes.add_patch(patch)
-
-
-def legend_above(axes: Axes, num_columns: int, narrow: int = 1) -> None:
-    """A legend between a panel's heading and its data; ``narrow``: columns in a narrow layout."""
-    num_columns = narrow if layout().is_narrow else num_columns
-    handles, labels = axes.get_legend_handles_labels()
-    if not handles:
-        return
-    rows = -(-len(handles) // num_columns)
-    axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=9.5, pad=8 + 13 * rows)
-    axes.legend(
-        handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=num_columns, borderaxespad=0.25, **_TIGHT
-    )
-
-
-def legend_below(figure: Figure, handles: Iterable[Artist], num_columns: int, narrow: int = 1) -> None:
-    """One legend below the whole figure; ``narrow``: columns in a narrow layout."""
-    num_columns = narrow if layout().is_narrow else num_columns
-    chosen = list(handles)
-    figure.legend(
-        chosen, [str(h.get_label()) for h in chosen], loc="outside lower left", ncols=num_columns, **(_TIGHT | _WIDE)
-    )
-
-
-_TIGHT = {"frameon": False, "fontsize": 8, "handlelength": 1.8, "columnspacing": 1.4, "handletextpad": 0.5}
-_WIDE = {"handlelength": 1.6, "handleheight": 1.0}
-
-
-def _settings(chosen: Theme) -> dict[str, Any]:
-    return {
-        "figure.facecolor": chosen.background,
-        "savefig.facecolor": chosen.background,
-        "axes.facecolor": chosen.background,
-        "axes.edgecolor": chosen.faint,
-        "axes.labelcolor": chosen.ink,
-        "axes.titlecolor": chosen.ink,
-        "text.color": chosen.ink,
-        "xtick.color": chosen.faint,
-        "ytick.color": chosen.faint,
-        "xtick.labelcolor": chosen.ink,
-        "ytick.labelcolor": chosen.ink,
-        "grid.color": chosen.grid,
+def themed(theme: str) -> AbstractContextManager[None]:
+    """matplotlib's settings of a theme, in force in a block: while drawing and while saving."""
+    colours = THEMES[theme]
+    ink, faint, background = colours["ink"], colours["faint"], colours["background"]
+    given: dict[Any, Any] = {
+        **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), background),
+        **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color"), ink),
+        **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), ink),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), faint),
+        "grid.color": colours["grid"],
         "grid.linewidth": 0.6,
         "axes.grid": True,
         "axes.grid.axis": "y",
         "axes.axisbelow": True,
         "axes.spines.top": False,
         "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 9.5,
         "axes.labelsize": 8.5,
         "xtick.labelsize": 8,
         "ytick.labelsize": 8,
+        "legend.fontsize": 8,
+        "legend.framealpha": 0.6,
+        "legend.edgecolor": background,
         "lines.linewidth": 1.6,
         "lines.markersize": 4,
         "hatch.linewidth": 0.6,
@@ -296,6 +85,99 @@ def _settings(chosen: Theme) -> dict[str, Any]:
         "text.parse_math": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "tlt_hpc",
-        "figure.constrained_layout.h_pad": 0.06,
-        "figure.constrained_layout.w_pad": 0.06,
     }
+    return mpl.rc_context(given)
+
+
+def new_figure(height: float) -> Figure:
+    """An empty figure of ``height`` inches, whose panels do not overlap."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panel_grid(count: int, row_height: float) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` panels, two in a row."""
+    rows = max(1, -(-count // 2))
+    figure = new_figure(row_height * rows)
+    panels = list(figure.subplots(rows, 2, squeeze=False).flat)
+    for spare in panels[count:]:
+        spare.set_visible(False)
+    return figure, panels[:count]
+
+
+def panel(axes: Axes, heading: str, x: str = "", y: str = "") -> None:
+    """Set a panel's heading and axis labels."""
+    axes.set(title=heading, xlabel=x, ylabel=y)
+
+
+def whole_steps(axes: Axes) -> None:
+    """Put ticks on whole numbers only."""
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1))
+
+
+def line(axes: Axes, x: Any, y: Any, index: int, label: str = "", **more: Any) -> None:
+    """Plot the ``index``-th series in its colour and dashes, with markers if there are few points."""
+    marker = MARKERS[index % len(MARKERS)] if len(x) <= 30 else ""
+    given: dict[str, Any] = {"color": colour(index), "linestyle": DASHES[index % len(DASHES)], "marker": marker}
+    axes.plot(x, y, label=label or None, **(given | more))
+
+
+def colour(index: int) -> str:
+    """The colour of the ``index``-th series."""
+    return SERIES[index % len(SERIES)]
+
+
+def kind_style(kind: Kind) -> dict[str, Any]:
+    """How areas of a kind are filled."""
+    face = KIND_COLOURS.get(kind, mpl.rcParams["axes.facecolor"])
+    return {"facecolor": face, "hatch": HATCHES.get(kind), "edgecolor": mpl.rcParams["xtick.color"], "linewidth": 0.0}
+
+
+def kind_patch(kind: Kind) -> Patch:
+    """The legend entry of a kind."""
+    label = "idle, not harvested" if kind is Kind.IDLE else str(kind)
+    return Patch(**(kind_style(kind) | {"linewidth": 0.5, "label": label}))
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write ``NAME.png`` and ``NAME.svg`` into a folder, which is created; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
+    figure.savefig(paths[0], dpi=160, metadata={"Software": None})
+    paths[1].write_text(_svg(figure), encoding="utf-8")
+    return paths
+
+
+def inline_svg(figure: Figure, name: str, words: str) -> str:
+    """The figure as an element of an HTML page, whose CSS variables give it the colours of either theme.
+
+    Args:
+        name: makes the ids unique in the page.
+        words: the text for screen readers.
+    """
+    with mpl.rc_context({"svg.hashsalt": name}):
+        text = _svg(figure)
+    box = re.search(r'viewBox="[^"]+"', text)
+    assert box is not None
+    body = text[text.index(">", text.index("<svg")) + 1 :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r'<g id="[^"]*"', "<g", body)
+    body = re.sub(r'(fill|stroke)="(#[0-9a-f]{6})"', r'style="\1: \2"', body)
+    body = re.sub(r'style="[^"]*"', lambda style: _with_variables(style[0]), body)
+    body = body.replace("'DejaVu Sans'", _FONT)
+    return (
+        f'<svg {box[0]} role="img" aria-label="{html.escape(words)}" xmlns:xlink="http://www.w3.org/1999/xlink">{body}'
+    )
+
+
+def _with_variables(style: str) -> str:
+    for variable, code in THEMES["light"].items():
+        style = style.replace(code, f"var(--{variable})")
+    return style
+
+
+def _svg(figure: Figure) -> str:
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None})
+    return printable(written.getvalue())

@@ -10,14 +10,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from annotated_types import Ge
-from pydantic import TypeAdapter, ValidationError
 
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import Count, DamagedText, read_toml, told
+from tlt_hpc.common.files import DamagedText, read_toml, told
 from tlt_hpc.look.run_log import read_last_lines
 from tlt_hpc.mpi.owner import read_owner
 from tlt_hpc.storage.folder import RunFolder
@@ -32,41 +28,16 @@ _MAX_STEP_SECONDS = 1e9
 
 
 @dataclass(frozen=True)
-class _Run:
-    name: str
-    num_steps: Count
-
-
-@dataclass(frozen=True)
-class _Rollout:
-    prompts_per_step: Count
-    group_size: Count
-    tensor_parallel: Annotated[int, Ge(1)] = 1
-
-
-@dataclass(frozen=True)
-class _Speculation:
-    mode: str
-
-
-@dataclass(frozen=True)
-class _Model:
-    path: str = ""
-
-
-@dataclass(frozen=True)
 class WatchedConfig:
     """The part of a run's configuration that a view needs. Other keys are ignored, so that any version can be read."""
 
-    run: _Run
-    rollout: _Rollout
-    speculation: _Speculation
-    model: _Model = _Model()
-
-    @property
-    def num_responses(self) -> int:
-        """Responses of a step, without refills."""
-        return self.rollout.prompts_per_step * self.rollout.group_size
+    name: str
+    num_steps: int
+    num_responses: int
+    """Responses of a step, without refills."""
+    tensor_parallel: int
+    mode: str
+    model: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +83,7 @@ class RunState:
     @property
     def left_by_replica(self) -> tuple[int, ...]:
         """Unfinished responses of each replica, from its first rank; -1 outside of a rollout."""
-        firsts = [record for record in self.records if record.rank % self.config.rollout.tensor_parallel == 0]
+        firsts = [record for record in self.records if record.rank % self.config.tensor_parallel == 0]
         return tuple(record.sequences_left if record.phase == "rollout" else -1 for record in firsts)
 
     @property
@@ -120,7 +91,7 @@ class RunState:
         """Estimated time of the remaining steps, at the speed of the last ones; None before the first."""
         last = list(self.lines.values())[-SPEED_STEPS:]
         seconds = [line[STEP_SECONDS] for line in last if 0 <= line.get(STEP_SECONDS, -1) < _MAX_STEP_SECONDS]
-        return (self.config.run.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
+        return (self.config.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
 
     def moved_since(self, before: RunState) -> bool:
         """Whether any rank's heartbeat has changed since ``before``."""
@@ -160,16 +131,24 @@ def read_state(path: Path) -> RunState:
 
 def _read_config(folder: RunFolder) -> WatchedConfig:
     try:
-        return TypeAdapter(WatchedConfig).validate_python(read_toml(folder.config))
+        table = read_toml(folder.config)
+        rollout = table["rollout"]
+        return WatchedConfig(
+            name=str(table["run"]["name"]),
+            num_steps=int(table["run"]["num_steps"]),
+            num_responses=int(rollout["prompts_per_step"]) * int(rollout["group_size"]),
+            tensor_parallel=max(1, int(rollout.get("tensor_parallel", 1))),
+            mode=str(table["speculation"]["mode"]),
+            model=str(table.get("model", {}).get("path", "")),
+        )
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(no_run(folder.path, "config.toml")) from None
     except OSError as error:
         raise UserError(told(error)) from None
-    except DamagedText as error:
+    except KeyError as error:
+        why = f"it has no {error.args[0]}"
+    except (DamagedText, AttributeError, TypeError, ValueError, OverflowError) as error:
         why = str(error)
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
     raise UserError(f"{folder.config} is no run's configuration ({why}); give a run's folder")
 
 

@@ -45,7 +45,7 @@ def head(state: RunState) -> Text:
     """Name, mode, ranks and owner of the run."""
     hosts = len({record.host for record in state.records})
     where = f"{count(len(state.records), 'rank')} on {count(hosts, 'node')}" if state.records else "no rank yet"
-    text = Text.assemble((printable(state.config.run.name), "bold"), f"  {state.config.speculation.mode}, {where}")
+    text = Text.assemble((printable(state.config.name), "bold"), f"  {state.config.mode}, {where}")
     text.append(f"  ({state.owner})" if state.owner else "", "dim")
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
@@ -53,7 +53,7 @@ def head(state: RunState) -> Text:
 
 def whole_bar(state: RunState) -> Table:
     """Steps done and the remaining time."""
-    total, done = state.config.run.num_steps, state.num_done
+    total, done = state.config.num_steps, state.num_done
     words = f"{done} of {count(total, 'step')}"
     if (left := state.seconds_to_go) is not None and done < total:
         words += f", about {duration(left)} to go"
@@ -73,7 +73,7 @@ def limit_line(state: RunState) -> Text:
         return Text()
     left, to_go = state.ends_at - time.time(), state.seconds_to_go
     goes_on = to_go is not None and to_go > left
-    words = f"time limit in {duration(left)}" + ", then the next job goes on" * goes_on
+    words = f"time limit in {duration(left)}" + ", then the next job resumes" * goes_on
     return Text(words, "yellow" if goes_on else "")
 
 
@@ -87,7 +87,7 @@ def step_line(state: RunState) -> Table | Text:
         return Text(", ".join(f"{name}: {count(num, 'rank')}" for name, num in phases.most_common()))
     total = max(state.config.num_responses, state.num_left)
     left = state.left_by_replica
-    of = "rank" if state.config.rollout.tensor_parallel == 1 else "replica"
+    of = "rank" if state.config.tensor_parallel == 1 else "replica"
     words = f"step {(first.step or 0) + 1}: {state.num_left} of {count(total, 'response')} to go, "
     words += f"{sum(one > 0 for one in left)} of {count(len(left), of)} decoding"
     return bar(total, total - state.num_left, words)
@@ -175,12 +175,12 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
     if state.ending == "finished" or (state.is_finished and not is_alive):
         return Text("finished; tlt report on this folder says what it learned and gained", "bold green")
     if state.ending:
-        return Text(f"ended: {state.ending}; the same command goes on from here", "yellow")
+        return Text(f"ended: {state.ending}; the same command resumes it", "yellow")
     if any(record.stalled for record in state.records):
         return Text(state.verdict or "a rank hangs; the job ends itself soon, with a line that names it", "red")
     if is_alive is False and state.records:
         verdict = f": {state.verdict}" if state.verdict else ""
-        return Text(f"no rank gives a sign of life{verdict}; the same command goes on from here", "red")
+        return Text(f"no rank gives a sign of life{verdict}; the same command resumes it", "red")
     if not state.records:
         words = "nobody is at work here, unless a start has just begun; start it with the command that made this folder"
         return Text(words, "yellow")

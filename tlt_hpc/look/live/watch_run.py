@@ -40,7 +40,7 @@ def sample(console: Console, options: argparse.Namespace) -> int:
     """Print some responses of the newest step (``--sample``)."""
     if options.sample < 1:
         raise UserError(f"--sample {options.sample}: give 1 or more")
-    model = read_state(options.run).config.model.path
+    model = read_state(options.run).config.model
     for text in show_samples(options.run, model, options.sample, options.seed):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()

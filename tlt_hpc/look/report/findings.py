@@ -11,21 +11,20 @@ import numpy as np
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.analysis.acceptance import ACCEPTANCE, AcceptLengths
 from tlt_hpc.look.analysis.comparison import RunComparison, analyse_comparison
+from tlt_hpc.look.analysis.energy_use import EnergyUse, analyse_energy
 from tlt_hpc.look.analysis.learning import Learning, analyse_learning
 from tlt_hpc.look.analysis.lengths import LENGTHS, ResponseLengths
 from tlt_hpc.look.analysis.survey import take_all
 from tlt_hpc.look.analysis.throughput import THROUGHPUT, Throughput
 from tlt_hpc.look.analysis.timeline import Timeline, analyse_timeline
-from tlt_hpc.look.energy.usage import Energy, analyse_energy
-from tlt_hpc.look.environment import Environments, analyse_environment
 from tlt_hpc.look.run_log import RunLog
 
-_MOST_TRIED = 5
+_MAX_TRIED = 5
 """Number of steps that are tried for the timeline."""
 
 
 @dataclass(frozen=True)
-class Findings:
+class RunFindings:
     """A run and the results of all analyses. ``comparison``: with ``other``, a run of the same seed."""
 
     log: RunLog
@@ -33,14 +32,11 @@ class Findings:
     lengths: ResponseLengths
     acceptance: AcceptLengths
     throughput: Throughput
-    energy: Energy
-    environments: Environments
+    energy: EnergyUse
     timeline: Timeline | None
     """None if no step is logged."""
     other: RunLog | None
     comparison: RunComparison | None
-    num_lines_before: int
-    """Committed steps before those that are shown."""
 
     @property
     def is_begun(self) -> bool:
@@ -51,20 +47,6 @@ class Findings:
     def num_ranks(self) -> int:
         """The largest number of ranks of a step."""
         return int(self.throughput.num_ranks.max(initial=0))
-
-    @property
-    def clock_seconds(self) -> float | None:
-        """From the first step's start to the last one's end; None if either is not logged, or ``is_set_back``."""
-        steps, logged = self.learning.steps, self.throughput.steps
-        if len(steps) == 0 or len(logged) == 0 or (steps[0], steps[-1]) != (logged[0], logged[-1]):
-            return None
-        return None if self.is_set_back else float(self.throughput.ended[-1] - self.throughput.began[0])
-
-    @property
-    def is_set_back(self) -> bool:
-        """Whether the clock was set back between two steps, so that wall-clock times are unknown."""
-        began, ended = self.throughput.began, self.throughput.ended
-        return not bool(np.all(ended >= began) and np.all(began[1:] >= began[:-1]))
 
     @property
     def mode(self) -> str:
@@ -79,20 +61,11 @@ class Findings:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON of each analysis, by name."""
-        parts = {
-            "learning": self.learning,
-            "lengths": self.lengths,
-            "acceptance": self.acceptance,
-            "throughput": self.throughput,
-            "energy": self.energy,
-            "environments": self.environments,
-            "timeline": self.timeline,
-            "comparison": self.comparison,
-        }
-        return {name: part.to_json() for name, part in parts.items() if part is not None}
+        names = ("learning", "lengths", "acceptance", "throughput", "energy", "timeline", "comparison")
+        return {name: getattr(self, name).to_json() for name in names if getattr(self, name) is not None}
 
 
-def find(path: Path, against: Path | None = None, step: int | None = None, last: int | None = None) -> Findings:
+def find(path: Path, against: Path | None = None, step: int | None = None, last: int | None = None) -> RunFindings:
     """Read a run and the one to compare it with.
 
     Raises:
@@ -103,16 +76,14 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
     if other is not None and other.folder.path.resolve() == log.folder.path.resolve():
         raise UserError(f"--against {against}: that is the run itself; give another, such as one without speculation")
     lengths, acceptance, throughput = take_all(log, (LENGTHS, ACCEPTANCE, THROUGHPUT))
-    return Findings(
+    return RunFindings(
         log=log,
         learning=analyse_learning(log),
         lengths=lengths,
         acceptance=acceptance,
         throughput=throughput,
         energy=analyse_energy(log),
-        environments=analyse_environment(log),
         timeline=_timeline(log, throughput, step),
-        num_lines_before=0 if last is None else len(RunLog(path).lines) - len(log.lines),
         other=other,
         comparison=None if other is None else analyse_comparison([other, log]),
     )
@@ -121,7 +92,7 @@ def find(path: Path, against: Path | None = None, step: int | None = None, last:
 def _timeline(log: RunLog, throughput: Throughput, step: int | None) -> Timeline | None:
     if step is not None:
         return analyse_timeline(log, step)
-    for each in typical_steps(throughput)[:_MOST_TRIED]:
+    for each in typical_steps(throughput)[:_MAX_TRIED]:
         try:
             return analyse_timeline(log, each)
         except UserError as error:  # damaged logs: try another step
@@ -134,11 +105,8 @@ def typical_steps(found: Throughput) -> list[int]:
 
     Steps without the logs of all ranks come last.
     """
-    if not len(found.steps):
-        return []
     whole = np.maximum(found.rollout_seconds * found.num_ranks, 1e-9)
-    shares = found.idle_rank_seconds / whole
-    told = found.is_whole if found.is_whole.any() else np.ones(len(shares), bool)
-    mean = found.idle_rank_seconds[told].sum() / whole[told].sum()
-    distance = np.where(told, np.abs(shares - mean), np.inf)
+    chosen = found.is_whole if found.is_whole.any() else np.ones(len(whole), bool)
+    mean = found.idle_rank_seconds[chosen].sum() / max(whole[chosen].sum(), 1e-9)
+    distance = np.where(chosen, np.abs(found.idle_rank_seconds / whole - mean), np.inf)
     return [int(found.steps[i]) for i in np.lexsort((-found.steps, distance.round(9)))]

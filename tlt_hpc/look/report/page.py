@@ -5,89 +5,74 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import jinja2
 import markupsafe
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from tlt_hpc import __version__
 from tlt_hpc.common.files import read_text, told
 from tlt_hpc.common.printable import printable
 from tlt_hpc.look.analysis.base import Analysis
-from tlt_hpc.look.analysis.learning import window_of
-from tlt_hpc.look.analysis.throughput import KEPT_TOKENS
-from tlt_hpc.look.analysis.timeline import Timeline, thinned
-from tlt_hpc.look.environment import host_in_words
-from tlt_hpc.look.figures.inline_svg import Draw, PageFigure, draw_for_page, variables
+from tlt_hpc.look.environment import environments_in_words, host_in_words
 from tlt_hpc.look.figures.steps import draw_acceptance, draw_comparison, draw_learning, draw_lengths, draw_throughput
-from tlt_hpc.look.figures.timeline import draw_timeline
+from tlt_hpc.look.figures.style import THEMES, inline_svg, themed
+from tlt_hpc.look.figures.timeline import MAX_LANES, draw_timeline
 from tlt_hpc.look.report.advice import advise
-from tlt_hpc.look.report.findings import Findings
+from tlt_hpc.look.report.findings import RunFindings
 from tlt_hpc.look.report.gain import RunGain
 from tlt_hpc.look.report.verdict import answers, cards
-from tlt_hpc.look.words import share, span_of
-
-Found = TypeVar("Found", bound=Analysis)
+from tlt_hpc.look.words import span_of
+from tlt_hpc.storage.environment_lines import Environment
 
 _MAX_ROWS = 60
 """Rows of the table of steps; with more steps, a row is the mean of neighbours."""
 _MAX_HOSTS, _MAX_STARTS = 64, 20
 _OPTION = re.compile(r"(--[a-z][a-z-]*)")
-_HOW = (
-    "In a step every rank generates its share of the responses. A few are very long, so ranks that are done wait for "
-    "the last one: they are idle. Meanwhile they train a small draft model on the responses just generated: that is "
-    "harvested time. The draft model proposes tokens, and the policy verifies several at once: that is the gain."
-)
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of formatted cells."""
-
-    heading: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+_MODES = {"plain": "no speculation", "ngram": "n-gram speculation", "full": "full speculation"}
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A heading, text, and a figure with its tables."""
+    """A heading, a figure with text above and below it, and the rows of a table, headings first."""
 
     heading: str
     words: str
-    figure: PageFigure | None = None
-    caption: str = ""
-    tables: tuple[Table, ...] = ()
+    svg: str
+    caption: str
+    table: list[list[str]]
 
 
-def render(found: Findings, gain: RunGain | None, why_no_gain: str, made_at: float, is_typical: bool = True) -> str:
+def render(found: RunFindings, gain: RunGain | None, why_no_gain: str, made_at: float, is_typical: bool = True) -> str:
     """The page; ``made_at`` in seconds since the epoch; ``is_typical``: the drawn step was not chosen by the user."""
-    loader = jinja2.PackageLoader("tlt_hpc.look.report", ".")
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False, lstrip_blocks=True
+        loader=jinja2.PackageLoader("tlt_hpc.look.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        lstrip_blocks=True,
     )
     environment.filters["options"] = _with_options
+    starts = found.log.starts
     page = environment.get_template("page.html.jinja").render(
-        name=found.log.name,
+        found=found,
         subtitle=_subtitle(found),
-        light=variables("light"),
-        dark=variables("dark"),
+        themes=THEMES,
         cards=cards(found, gain),
-        how=_HOW if found.throughput.whole_harvested > 0 else "",
-        problems=found.log.problems,
         answers=answers(found, gain, why_no_gain),
         advice=advise(found, gain),
-        nothing_to_change="Nothing stands out." if found.is_begun else "Nothing can be said before the first step.",
-        sections=list(filter(None, _sections(found, is_typical))),
-        environment_words=found.environments.verdict,
-        environment=_starts(found),
+        sections=_sections(found, is_typical),
+        environment_words=environments_in_words(starts),
+        starts=[(number, _rows_of(start)) for number, start in enumerate(starts, 1)][: -_MAX_STARTS - 1 : -1],
         config=_config(found),
-        commands=_commands(found),
+        run=shlex.quote(str(found.log.folder.path)),
         against="" if found.other is None else str(found.other.folder.path.resolve()),
-        footer=_footer(found, made_at),
+        made_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_at)),
+        version=__version__,
     )
     return printable(page)
 
@@ -97,67 +82,37 @@ def _with_options(words: str) -> markupsafe.Markup:
     return markupsafe.Markup(_OPTION.sub(r'<span class="option">\1</span>', str(markupsafe.escape(words))))
 
 
-def _sections(found: Findings, is_typical: bool) -> list[PageSection | None]:
-    smoothing = _smoothing(found.learning.steps)
-    return [
-        _step(found, is_typical),
-        _drawn("seconds", "Where the seconds go", found.throughput, draw_throughput, (_steps_table(found),), words=""),
-        _comparison(found),
-        _drawn("lengths", "How long the responses are", found.lengths, draw_lengths),
-        _drawn("speculation", "What speculation gives", found.acceptance, draw_acceptance, _strategies(found)),
-        _drawn("learning", "How the policy learns", found.learning, draw_learning, caption=smoothing, words=""),
-        PageSection("What energy it took", found.energy.verdict) if found.is_begun else None,
-    ]
+def _sections(found: RunFindings, is_typical: bool) -> list[PageSection]:
+    sections: list[PageSection] = []
+
+    def draw(
+        heading: str, part: Analysis | None, draw_figure: Callable[[Any], Figure], words: str = "", caption: str = "",
+        table: list[list[str]] | None = None,
+    ) -> None:  # fmt: skip
+        if part is not None and part.has_data:
+            with themed("light"):
+                svg = inline_svg(draw_figure(part), f"figure-{len(sections)}", part.verdict)
+            sections.append(PageSection(heading, words, svg, caption, table or []))
+
+    step, both = found.timeline, found.comparison.on_common_steps() if found.comparison else None
+    if step is not None:
+        caption = "Shaded: the tail, from the first rank's last token to the release of all."
+        caption += " This step is a typical one: its share of waiting is the nearest to the run's." * is_typical
+        if len(step.lanes) > MAX_LANES:
+            caption += f" {MAX_LANES} of {len(step.lanes)} ranks are drawn, evenly by the order in which they finished."
+        heading = f"One step, as each rank spent it: step {step.step}"
+        draw(heading, step, draw_timeline, step.verdict, caption)
+    draw("Where the seconds go", found.throughput, draw_throughput, table=_steps_table(found))
+    if both is not None:
+        draw(f"Against {both.runs[0].name}", both, draw_comparison, both.verdict)
+    draw("How long the responses are", found.lengths, draw_lengths, found.lengths.verdict)
+    draw("What speculation gives", found.acceptance, draw_acceptance, found.acceptance.verdict)
+    smoothed = "Bold: mean of neighbouring steps; faint: single steps." if len(found.learning.steps) >= 20 else ""
+    draw("How the policy learns", found.learning, draw_learning, caption=smoothed)
+    return sections
 
 
-def _drawn(
-    name: str,
-    heading: str,
-    part: Found,
-    draw: Draw[Found],
-    tables: tuple[Table, ...] = (),
-    caption: str = "",
-    words: str | None = None,
-) -> PageSection | None:
-    """A section with the verdict above the figure, or ``words``; none if there is nothing to draw."""
-    if not part.has_data:
-        return None
-    above = part.verdict if words is None else words
-    return PageSection(heading, above, draw_for_page(name, part.verdict, draw, part), caption, tables)
-
-
-def _smoothing(steps: NDArray[np.int64]) -> str:
-    window = window_of(len(steps))
-    return f"Bold: mean of {window} neighbouring steps; faint: single steps." if window > 1 else ""
-
-
-def _step(found: Findings, is_typical: bool) -> PageSection | None:
-    if found.timeline is None:
-        return None
-    shown = thinned(found.timeline)
-    figure = draw_for_page("timeline", found.timeline.verdict, draw_timeline, shown)
-    caption = "Shaded: the tail, from the first rank's last token to the release of all."
-    if is_typical:
-        caption += " This step is a typical one: its share of waiting is the nearest to the run's."
-    if len(shown.lanes) < len(found.timeline.lanes):
-        order = "evenly through the order in which they finished"
-        caption += f" {len(shown.lanes)} of {len(found.timeline.lanes)} ranks are drawn, {order}."
-    heading = f"One step, as each rank spent it: step {found.timeline.step}"
-    return PageSection(heading, found.timeline.verdict, figure, caption, (_ranks_table(found.timeline),))
-
-
-def _comparison(found: Findings) -> PageSection | None:
-    if found.comparison is None or found.other is None:
-        return None
-    heading = f"Against {found.comparison.runs[0].name}"
-    both = found.comparison.on_common_steps()
-    return _drawn("comparison", heading, both, draw_comparison, caption=_smoothing(both.common_steps))
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------
-
-
-def _steps_table(found: Findings) -> Table:
+def _steps_table(found: RunFindings) -> list[list[str]]:
     steps, series, throughput = found.learning.steps, found.learning.series, found.throughput
     _, here, there = np.intersect1d(steps, throughput.steps, return_indices=True)
 
@@ -167,6 +122,9 @@ def _steps_table(found: Findings) -> Table:
         aligned[here] = values[there]
         return aligned
 
+    def of_all_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return logged(np.where(throughput.is_whole, values, np.nan))
+
     columns = (
         ("score", series["score"], ".3f"),
         ("tokens, mean", series["length"], ",.0f"),
@@ -174,125 +132,56 @@ def _steps_table(found: Findings) -> Table:
         ("accept length", logged(found.acceptance.accept_length), ".2f"),
         ("rollout s", logged(throughput.rollout_seconds), ".2f"),
         ("step s", logged(throughput.step_seconds), ".2f"),
-        ("idle rank-s", logged(np.where(throughput.is_whole, throughput.idle_rank_seconds, np.nan)), ".2f"),
-        ("harvested rank-s", logged(np.where(throughput.is_whole, throughput.harvested_rank_seconds, np.nan)), ".2f"),
+        ("idle rank-s", of_all_ranks(throughput.idle_rank_seconds), ".2f"),
+        ("harvested rank-s", of_all_ranks(throughput.harvested_rank_seconds), ".2f"),
         ("drafter updates", logged(found.acceptance.drafter_version), ",.0f"),
     )
     size = max(1, -(-len(steps) // _MAX_ROWS))
-    cut = found.log.metric(KEPT_TOKENS) > 0
-    rows = []
+    rows = [["step" if size == 1 else f"means of {size} steps", *(head for head, _, _ in columns)]]
     for start in range(0, len(steps), size):
         some = slice(start, start + size)
-        own = steps[some]
-        name = str(own[0]) if len(own) == 1 else f"{own[0]}\u2013{own[-1]}"
-        cells = (_cell(_mean(values[some]), form) for _, values, form in columns)
-        rows.append((name + "*" * bool(cut[some].any()), *cells))
-    heading = "By step" if size == 1 else f"By step, means of {size} neighbours"
-    heading += " (*: an earlier start had generated a part of it)" if cut.any() else ""
-    return Table(heading, ("step", *(head for head, _, _ in columns)), tuple(rows))
+        first, last = steps[some][[0, -1]]
+        cells = [_cell(values[some], form) for _, values, form in columns]
+        rows.append([str(first) if first == last else f"{first}\u2013{last}", *cells])
+    return rows
 
 
-def _ranks_table(found: Timeline) -> Table:
-    heads = ("rank", "last token at s", "idle s", "harvested s", "of it", "drafter updates")
-    lanes = sorted(found.lanes, key=lambda lane: lane.rollouts[-1].last_token_seconds)
-    rows: list[tuple[str, ...]] = []
-    for lane in lanes:
-        last = lane.rollouts[-1].last_token_seconds
-        used = share(lane.harvested_seconds, lane.idle_seconds) if lane.idle_seconds > 0 else "\u2013"
-        cells = (f"{last:.2f}", f"{lane.idle_seconds:.2f}", f"{lane.harvested_seconds:.2f}", used)
-        rows.append((str(lane.rank), *cells, f"{lane.num_micro_steps:,}"))
-    if len(rows) > _MAX_ROWS:
-        half = _MAX_ROWS // 2
-        rows = [*rows[:half], ("...", *[""] * (len(heads) - 1)), *rows[-half:]]
-    return Table("Ranks of this step, as they finished", heads, tuple(rows))
+def _cell(values: NDArray[np.float64], form: str) -> str:
+    """The mean of the values that are known."""
+    known = values[np.isfinite(values)]
+    return f"{known.mean():{form}}" if len(known) else "\u2013"
 
 
-def _starts(found: Findings) -> list[Table]:
-    """A table for each start of the run, newest first."""
-    tables = []
-    for number, start in reversed(list(enumerate(found.environments.starts, 1))):
-        rows = [
-            ("started", start.time),
-            ("command", shlex.join(start.command)),
-            ("tlt_hpc", " ".join(filter(None, [start.version, start.commit and f"commit {start.commit}"]))),
-            ("Python", start.python),
-            *((name, version) for name, version in start.packages.items()),
-            ("CUDA", start.cuda or "none: torch is a build for CPUs"),
-            ("MPI", " ".join(start.mpi.split())),
-            *((host.name, host_in_words(host)) for host in start.hosts[:_MAX_HOSTS]),
-            ("threads a rank", start.threads or "not set"),
-            ("started by", start.launcher),
-            *((f"Slurm {name}", value) for name, value in start.slurm.items()),
-        ]
-        if len(start.hosts) > _MAX_HOSTS:
-            rows.append(("", f"and {len(start.hosts) - _MAX_HOSTS} more nodes"))
-        heading = f"Start {number} of {len(found.environments.starts)}"
-        tables.append(Table(heading, (), tuple(rows)))
-    return tables[:_MAX_STARTS]
+def _rows_of(start: Environment) -> list[tuple[str, str]]:
+    rows = [
+        ("started", start.time),
+        ("command", shlex.join(start.command)),
+        ("tlt_hpc", f"{start.version} {start.commit}"),
+        ("Python", start.python),
+        *start.packages.items(),
+        ("CUDA", start.cuda or "none: torch is a build for CPUs"),
+        ("MPI", " ".join(start.mpi.split())),
+        *((host.name, host_in_words(host)) for host in start.hosts[:_MAX_HOSTS]),
+        ("threads a rank", start.threads or "not set"),
+        ("started by", start.launcher),
+        *((f"Slurm {name}", value) for name, value in start.slurm.items()),
+    ]
+    more = len(start.hosts) - _MAX_HOSTS
+    return [*rows, ("", f"and {more} more nodes")] if more > 0 else rows
 
 
-def _strategies(found: Findings) -> tuple[Table, ...]:
-    part = found.acceptance
-    if not len(part.strategies):
-        return ()
-    tokens, rounds, taken = part.step_tokens.sum(0), part.step_rounds.sum(0), part.seconds.sum(1)
-    heads = ("strategy", "rounds", "tokens", "of all", "tokens per pass", "seconds, all ranks")
-    rows = []
-    for i in np.argsort(-tokens, kind="stable"):
-        by_pass = _cell(float(part.by_strategy[i]), ".2f")
-        told = (f"{rounds[i]:,}", f"{tokens[i]:,}", share(float(tokens[i]), float(tokens.sum())), by_pass)
-        rows.append((part.strategies[i], *told, f"{taken[i]:.1f}"))
-    return (Table("Strategies", heads, tuple(rows)),)
-
-
-def _mean(values: np.ndarray) -> float:
-    told = values[np.isfinite(values)]
-    return float(told.mean()) if len(told) else float("nan")
-
-
-def _cell(value: float, form: str) -> str:
-    return f"{value:{form}}" if np.isfinite(value) else "\u2013"
-
-
-# -- words around them ----------------------------------------------------------------------------------------------
-
-
-def _subtitle(found: Findings) -> str:
+def _subtitle(found: RunFindings) -> str:
     if not found.is_begun:
         return "no step is committed yet"
-    parts = [f"{span_of(found.learning.steps)} (counted from 0)"]
-    if found.num_ranks:
-        parts.append(found.throughput.ranks_in_words)
-    if found.mode:
-        named = {"plain": "no speculation", "ngram": "n-gram speculation", "full": "full speculation"}
-        parts.append(named.get(found.mode, found.mode))
+    parts = [f"{span_of(found.learning.steps)} (counted from 0)", found.throughput.ranks_in_words]
+    parts.append(_MODES.get(found.mode, found.mode))
     if found.timeline is not None:
         parts.append(time.strftime("%Y-%m-%d", time.gmtime(found.timeline.start_seconds)))
-    return ", ".join(parts)
+    return ", ".join(filter(None, parts))
 
 
-def _config(found: Findings) -> str:
+def _config(found: RunFindings) -> str:
     try:
         return read_text(found.log.folder.config)
     except OSError as error:
         return f"not here: {told(error)}"
-
-
-def _commands(found: Findings) -> list[str]:
-    run = shlex.quote(str(found.log.folder.path))
-    told = [
-        f".venv/bin/python tools/{name}.py {run}"
-        for name in ("timeline", "throughput", "acceptance", "lengths", "learning")
-    ]
-    told.append(f".venv/bin/python tools/export_run.py {run}    # tables, and a trace for ui.perfetto.dev")
-    told.append(f".venv/bin/tlt watch {run} --sample 3    # responses, with the tokens that came as accepted drafts")
-    if found.mode != "plain":
-        told.append(
-            f".venv/bin/tlt simulate --from {run} --nodes 1,2,4,8    # what more ranks or other settings would bring"
-        )
-    return told
-
-
-def _footer(found: Findings, made_at: float) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(made_at))
-    return f"Made {when} by tlt_hpc {__version__} from the run's own files. The page loads nothing."

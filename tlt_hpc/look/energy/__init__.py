@@ -1,1 +1,0 @@
-"""Energy of GPUs and processors: counters, the meter of a run's steps, and what a run used."""
