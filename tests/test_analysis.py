@@ -323,7 +323,7 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
         assert found.verdict and not found.has_data
     with pytest.raises(UserError, match="no step in its rollout log yet"):
         analyse_timeline(RunLog(folder.path))
-    with pytest.raises(UserError, match="give a run's folder"):
+    with pytest.raises(UserError, match="does not exist"):
         RunLog(tmp_path / "none")
 
 
