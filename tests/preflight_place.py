@@ -19,17 +19,13 @@ from tlt_hpc.plan.preflight.program import ProgramOutput
 ROOT = Path(__file__).resolve().parent.parent
 PARTITION = {
     "PartitionName": "main",
-    "AllowAccounts": "ALL",
-    "AllowQos": "ALL",
     "Default": "YES",
-    "GraceTime": "10",
     "MaxNodes": "UNLIMITED",
     "MaxTime": "1-00:00:00",
     "PreemptMode": "REQUEUE",
     "State": "UP",
 }
-SETTINGS = {"JobRequeue": "1", "KillWait": "30 sec", "PreemptType": "preempt/partition_prio"}
-NODES = "4|idle|32|256000|gpu:a100:4(S:0-1)|a100,rack1"
+NODES = "4|idle|32|256000|gpu:a100:4(S:0-1)"
 SCRIPT = """#!/usr/bin/env bash
 #SBATCH --account=science
 #SBATCH --partition=main  # a comment
@@ -86,27 +82,23 @@ class Place:
         nodes: str = NODES,
         kinds: str = "MPI plugin types are...\n\tpmi2\n\tpmix\n",
         script: str = SCRIPT,
-        settings: dict[str, str] | None = None,
+        requeue: int = 1,
         others: dict[str, dict[str, str]] | None = None,
-        **partition: str | None,
+        **partition: str,
     ) -> None:
         """A Slurm that says what it is told to, and a script that asks it for two nodes.
 
-        A field of the partition that is None is not printed; ``others``: further partitions, by what is their own.
+        ``others``: further partitions, by what is their own.
         """
         beside = ({**PARTITION, "PartitionName": name, **own} for name, own in (others or {}).items())
         lines = [
-            " ".join(f"{key}={value}" for key, value in one.items() if value is not None)
-            for one in ({**PARTITION, **partition}, *beside)
+            " ".join(f"{key}={value}" for key, value in one.items()) for one in ({**PARTITION, **partition}, *beside)
         ]
         one = self.write("partition.txt", "\n".join([*lines, "PartitionName=other State=UP\n"]))
-        whole = {**SETTINGS, **(settings or {})}
-        all_ = self.write("config.txt", "\n".join(f"{key:<20} = {value}" for key, value in whole.items()))
-        self.command("scontrol", f"case $2 in partition) cat '{one}';; config) cat '{all_}';; esac")
+        self.command("scontrol", f"case $2 in partition) cat '{one}';; config) echo 'JobRequeue = {requeue}';; esac")
         self.prints("sinfo", nodes + "\n")
         self.prints("srun", kinds)
         self.prints("sbatch", "sbatch: Job 1 to start at 2026-01-01T00:00:00\n")
-        self.prints("sacctmgr", "science|normal,long\nother|normal\n")
         self.arguments += ["--script", str(self.write("job.sh", script))]
 
     def torch_for(self, cuda: str) -> None:

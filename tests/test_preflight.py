@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -22,20 +22,16 @@ from preflight_place import FIND_PYTHON, ROOT, SCRIPT, Place, make_place
 from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.watch.process import process_state
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.plan.preflight import assets, fix, job_python, machine, mpi, request, resources, results
+from tlt_hpc.plan.preflight import fix, job_checks, job_python, machine, mpi, request, results, system_checks
 from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS
-from tlt_hpc.plan.preflight.cluster import gpus_of
-from tlt_hpc.plan.preflight.file_system import local_disk
 from tlt_hpc.plan.preflight.program import NoAnswer, ask
 
 Plant = Callable[[Place], None]
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    machine.forget()
-    yield make_place(tmp_path, monkeypatch)
-    machine.forget()
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return make_place(tmp_path, monkeypatch)
 
 
 def test_where_all_is_well_nothing_fails(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +88,7 @@ def broken_function(place: Place) -> None:
 
 
 def hanging_function(place: Place) -> None:
-    place.monkeypatch.setattr(assets, "JUDGE_SECONDS", 1.5)
+    place.monkeypatch.setattr(job_checks, "JUDGE_SECONDS", 1.5)
     file = place.write("mine.py", "import time\ntime.sleep(30)\ndef score(**given): return 1.0\n")
     place.set("reward.default=function", f"reward.function={file}:score")
 
@@ -127,7 +123,7 @@ def small_disk(place: Place) -> None:
     found = os.statvfs(place.path)
     values = [*found]
     values[3] = values[4] = 10
-    place.monkeypatch.setattr(resources.os, "statvfs", lambda path: os.statvfs_result(values))
+    place.monkeypatch.setattr(system_checks.os, "statvfs", lambda path: os.statvfs_result(values))
 
 
 def small_quota(place: Place) -> None:
@@ -204,7 +200,7 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (no_model, "model", r"no config.json.*--model-id"),
     (no_shard, "model", r"lacks model-00002-of-00002.safetensors.*download"),
     (short_shard, "model", r"model-00002-of-00002.safetensors is no whole safetensors file.*download it again"),
-    (no_tokenizer, "tokenizer", r"no tokenizer.json.*save the fast tokenizer"),
+    (no_tokenizer, "data", r"no tokenizer.json.*save the fast tokenizer"),
     (no_data, "data", r"data.jsonl' does not exist.*give a .jsonl"),
     (broken_row, "data", r"data.jsonl:41.*prompt"),
     (chats_without_template, "data", r"has no chat template.*data.chat_template"),
@@ -214,14 +210,14 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (no_tracker, "trackers", r"'tensorboard', which is not installed.*pip install tensorboard"),
     (changed_run, "run", r"holds a run with rollout.temperature = 0.5, now 1.0.*another run.name"),
     (odd_ranks, "ranks", r"not divisible by 3 ranks.*use 15"),
-    (small_gpus, "memory", r"Does not fit.*3.71 GB more than the 0.10 GB of each GPU.*rollout.max_live"),
+    (small_gpus, "memory", r"Does not fit.*3.71 GB more than the 100 MB of each GPU.*rollout.max_live"),
     (small_disk, "disk", r"0.0 MB free of .*, the run writes .*make room"),
-    (small_quota, "quota", r"0.0 MB free of your user's quota on .*make room"),
-    (few_files, "quota", r"1 more files fit on your user's quota.*the run makes about"),
-    (small_group_quota, "quota", r"0.0 MB free of group \w+'s quota on .*make room"),
-    (read_only_folder, "run folder", r"/sys .*not permitted.*set run.folder to another place"),
-    (no_mpi, "mpi library", r"mpi4py does not load: .*libmpi.so.*load your site's MPI module"),
-    (foreign_mpiexec, "mpi launcher", r"is Open MPI's and mpi4py loads MPICH.*first on PATH"),
+    (small_quota, "disk", r"0.0 MB free of your user's quota on .*make room"),
+    (few_files, "disk", r"1 more files fit on your user's quota.*the run makes about"),
+    (small_group_quota, "disk", r"0.0 MB free of group \w+'s quota on .*make room"),
+    (read_only_folder, "run folder", r"/sys .*not permitted.*set run.folder"),
+    (no_mpi, "mpi", r"mpi4py does not load: .*libmpi.so.*load your site's MPI module"),
+    (foreign_mpiexec, "mpi", r"is Open MPI's and mpi4py loads MPICH.*first on PATH"),
     (foreign_mpiexec, "ranks talk", r"2 ranks do not talk: MPI sees 1 rank where TLT_RANKS=2.*try by hand: .*mpiexec"),
     (hanging_ranks, "ranks talk", r"gave no answer in 2 s.*try by hand"),
     (old_package, "packages", r"transformers 4.9.0 is not >=5.23.*pip install"),
@@ -232,11 +228,10 @@ PLANTED: list[tuple[Plant, str, str]] = [
 ]
 ALSO = {
     no_mpi: {"ranks talk"},
-    foreign_mpiexec: {"mpi launcher", "ranks talk"},
-    no_compiler: set(),
-    read_only_folder: {"disk", "hdf5"},
+    foreign_mpiexec: {"mpi", "ranks talk"},
+    no_tokenizer: {"data"},
+    read_only_folder: {"disk"},
 }
-"""What else may fail with a plant: the same cause."""
 
 
 @pytest.mark.parametrize(("plant", "name", "said"), PLANTED, ids=lambda value: getattr(value, "__name__", None))
@@ -252,7 +247,7 @@ def test_a_run_that_is_there_goes_on_unless_a_start_of_it_is_at_work(place: Plac
     run.mkdir(parents=True)
     (run / "config.toml").write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", place.base())))
     assert place.check()[1]["run"]["found"] == f"{run} is there, and will be resumed"
-    place.monkeypatch.setattr(assets, "find_at_work", lambda status: f"job 17, {status.name}")
+    place.monkeypatch.setattr(job_checks, "find_at_work", lambda status: f"job 17, {status.name}")
     status, verdicts = place.check()
     assert_found(status, verdicts, "run", r"a start of this run is at work there \(job 17, status\)", set(), "warning")
 
@@ -264,14 +259,14 @@ def test_a_system_that_refuses_the_sandbox_is_found(place: Place) -> None:
     place.set("reward.default=code")
     status, verdicts = check_apart(place, "unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
     said = r"this machine allows none: unshare\(.*No space left.*have user namespaces allowed.*use another kind"
-    assert_found(status, verdicts, "rewards", said, {"mpi library", "mpi launcher", "ranks talk"})
+    assert_found(status, verdicts, "rewards", said, {"mpi", "ranks talk"})
     assert "the sandbox works on this machine" in place.check()[1]["rewards"]["found"]
 
 
 def test_where_no_module_was_loaded_only_mpi_fails(place: Place) -> None:
     """In a process that has never loaded an MPI library, as a login node's."""
     status, verdicts = check_apart(place)
-    assert_found(status, verdicts, "mpi library", r"does not load: /nowhere/libmpi.so.*MPI module", {"ranks talk"})
+    assert_found(status, verdicts, "mpi", r"does not load: /nowhere/libmpi.so.*MPI module", {"ranks talk"})
     assert list(verdicts) == ["config", *CHECKS, "slurm"]
 
 
@@ -332,7 +327,7 @@ def test_the_jobs_python_is_named_and_its_torch_has_to_fit(place: Place) -> None
     verdicts = place.check()[1]
     assert verdicts["python"]["level"] == "failure"
     assert "the job would find no Python: sbatch/env.sh: TLT_ENVIRONMENT=/none is" in verdicts["python"]["found"]
-    assert verdicts["torch"]["found"] == "the job's Python is not known"
+    assert verdicts["torch"]["level"] == "failure"
 
 
 def test_the_jobs_python_may_be_this_one(place: Place) -> None:
@@ -368,9 +363,7 @@ def test_what_could_not_be_checked_says_why(place: Place) -> None:
     no_model(place)
     verdicts = place.check()[1]
     skipped = {name: one["found"] for name, one in verdicts.items() if one["level"] == "skipped"}
-    for name in ("tokenizer", "chat template"):
-        assert skipped[name] == f"there is no model in {place.model}"
-    assert skipped["data"].startswith(f"{place.data} has 40 rows, not checked against the model: there is no")
+    assert skipped["data"] == f"there is no model in {place.model}"
     for name in ("memory", "disk"):
         assert skipped[name] == f"the sizes of {place.model} are not known"
 
@@ -388,20 +381,13 @@ def gpu_job(asked: str, nodes: str = "") -> Plant:
     return plant
 
 
-PLACES = ",".join(f"u{place}" for place in range(10, 20))
-BARE = "32|256000|(null)|(null)"
-MIXED = "4|idle|32|256000|gpu:a100:4(S:0-1)|a100,rack1\n3|idle|32|256000|gpu:h100:4|h100,rack1"
+BARE = "32|256000|(null)"
+MIXED = "4|idle|32|256000|gpu:a100:4(S:0-1)\n3|idle|32|256000|gpu:h100:4"
 SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("no such partition", lambda p: p.slurm(PartitionName="gpu"), "partition", "failure", r"'main' does.*gpu, other"),
     ("partition down", lambda p: p.slurm(State="DRAIN"), "partition", "failure", r"'main' is DRAIN.*wait"),
     ("no Slurm", lambda p: (p.slurm(), p.command("scontrol", "echo refused >&2; exit 1")), "partition", "failure",
      r"refused.*scontrol ping"),
-    ("an account that the partition denies", lambda p: p.slurm(AllowAccounts=None, DenyAccounts="theirs,science"),
-     "account", "failure", r"'science' may not use partition 'main', which takes none of theirs,science.*another"),
-    ("an account that the partition does not name", lambda p: p.slurm(AllowAccounts="theirs,other"), "account",
-     "failure", r"'science' may not use partition 'main', which takes only theirs,other"),
-    ("a QOS that the partition denies", lambda p: p.slurm(AllowQos=None, DenyQos="long", script=SCRIPT.replace(
-        "#SBATCH -N2", "#SBATCH -N2 --qos=long")), "account", "failure", r"QOS 'long' may not use.*none of long"),
     ("one partition of a list is not there", lambda p: p.slurm(script=SCRIPT.replace("=main", "=main,nowhere")),
      "partition", "failure", r"'nowhere' does not exist.*one of main, other"),
     ("no partition of a list is well", lambda p: p.slurm(MaxTime="04:00:00", others={"short": {"MaxTime": "01:00:00"}},
@@ -418,20 +404,16 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
     ("more nodes than MaxNodes", lambda p: p.slurm(MaxNodes="1"), "nodes", "failure", r"has 4, 1 to a job.*--nodes=1"),
     ("nodes down", lambda p: p.slurm(nodes=f"1|idle|{BARE}\n3|down*|{BARE}"), "nodes", "warning",
      r"1 of 4 are up \(3 down\*\)"),
-    ("GPUs where there are none", lambda p: (p.slurm(nodes=f"4|idle|{BARE}"), p.set("--gpus-per-node", "1")),
-     "gpus", "failure", r"'main' has none \(Gres\).*partition with GPUs"),
     ("more GPUs than a node has", lambda p: (p.slurm(), p.set("--gpus-per-node", "8")), "gpus", "failure",
      r"at most 4.*--gpus-per-node=4"),
-    ("no GPUs asked for", lambda p: (p.slurm(), p.set("model.device=cuda")), "gpus", "failure", r"--gpus-per-node=4"),
+    ("no GPUs asked for", lambda p: (p.slurm(), p.set("model.device=cuda")), "gpus", "failure", r"--gpus-per-node"),
     ("too many cores", lambda p: (p.slurm(), p.set("--cpus-per-rank", "64")), "cores", "failure",
      r"64 cores \(1 x 64\).*0 of .*largest have 32 cores"),
-    ("another's account", lambda p: p.slurm(script=SCRIPT.replace("science", "theirs")), "account", "failure",
-     r"'theirs' is none of .*other, science"),
-    ("a placeholder", lambda p: p.slurm(script=SCRIPT.replace("science", "YOUR_ACCOUNT")), "account", "failure",
+    ("a placeholder", lambda p: p.slurm(script=SCRIPT.replace("science", "YOUR_ACCOUNT")), "sbatch", "failure",
      r"still says YOUR_ACCOUNT.*edit"),
-    ("srun without pmi2", lambda p: p.slurm(kinds="MPI plugin types are...\n\tpmix\n\tnone\n"), "mpi launcher",
-     "failure", r"srun knows no --mpi=pmi2, only none, pmix"),
-    ("srun for another MPI", lambda p: p.slurm(script=SCRIPT.replace(":-pmi2", ":-pmix")), "mpi launcher", "failure",
+    ("srun without pmi2", lambda p: p.slurm(kinds="MPI plugin types are...\n\tpmix\n\tnone\n"), "mpi", "failure",
+     r"srun knows no --mpi=pmi2, only none, pmix"),
+    ("srun for another MPI", lambda p: p.slurm(script=SCRIPT.replace(":-pmi2", ":-pmix")), "mpi", "failure",
      r"--mpi=pmix does not start MPICH.*TLT_SRUN_MPI=pmi2"),
     ("sbatch refuses", lambda p: (p.slurm(), p.prints("sbatch", "sbatch: error: Batch job submission failed", 1)),
      "sbatch", "failure", r"would refuse the job: sbatch: error: Batch job"),
@@ -441,21 +423,13 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      "failure", r"nodes with GPUs without a name or a100,"),
     ("a kind that too few nodes have", gpu_job("-N4 --gpus-per-node=h100:4"), "gpus", "failure",
      r"4 GPUs of the kind h100 are asked for, .* has 3.*--nodes=3"),
-    ("a feature that no node has", gpu_job("-N2 --gpus-per-node=4 -C nvme&ib"), "gpus", "failure",
-     r"the features nvme&ib are.* has 0.*sinfo -o"),
-    ("features that may be GPUs", gpu_job("-N2 --gres=gpu:a100:4", MIXED.replace("h100:4|h100", "a100:4|hbm80")),
-     "gpus", "warning", r"may differ in a100, hbm80.*--constraint=FEATURE"),
-    ("a feature for each place", gpu_job("-N2 --gres=gpu:a100:4", MIXED.replace("h100:4|h100", f"a100:4|{PLACES}")),
-     "gpus", "warning", r"may differ in a100, u10, u11, u12, u13, u14 and 5 more, "),
-    ("requeue off", lambda p: p.slurm(script=SCRIPT.replace("#SBATCH --requeue\n", ""), settings={"JobRequeue": "0"}),
-     "requeue", "warning", r"requeue is off \(JobRequeue = 0.*add #SBATCH --requeue"),
+    ("requeue off", lambda p: p.slurm(script=SCRIPT.replace("#SBATCH --requeue\n", ""), requeue=0), "requeue",
+     "warning", r"requeue is off \(JobRequeue = 0.*add #SBATCH --requeue"),
     ("no requeue", lambda p: p.slurm(script=SCRIPT.replace("--requeue", "--no-requeue")), "requeue", "warning",
      r"says --no-requeue"),
     ("no signal", lambda p: p.slurm(script=SCRIPT.replace("USR2@120", "USR1@120")), "requeue", "warning",
      r"no USR2.*--signal=USR2@120"),
-    ("preemption cancels", lambda p: p.slurm(PreemptMode="CANCEL"), "preemption", "warning", r"not queued again"),
-    ("preempted at once", lambda p: p.slurm(GraceTime="0", settings={"KillWait": "5 sec"}), "preemption", "warning",
-     r"KILL comes 5 s after TERM.*GraceTime of 10 s"),
+    ("preemption cancels", lambda p: p.slurm(PreemptMode="CANCEL"), "requeue", "warning", r"not queued again"),
 ]  # fmt: skip
 
 
@@ -470,21 +444,13 @@ def test_what_slurm_does_not_allow_is_found(place: Place, plant: Plant, name: st
 
 
 SOUND: list[tuple[str, Plant, str, str]] = [
-    ("a partition that denies others", lambda p: p.slurm(AllowAccounts=None, DenyAccounts="theirs", AllowQos=None,
-     DenyQos="short"), "account", "science"),
-    ("an account in capital letters", lambda p: p.slurm(AllowAccounts="science", script=SCRIPT.replace(
-        "science", "Science")), "account", "Science"),
     ("the second partition of a list", lambda p: p.slurm(MaxTime="04:00:00", others={"long": {}}, script=SCRIPT.replace(
-        "=main", "=main,long")), "partition", "long, which suits best of main,long, is up"),
+        "=main", "=main,long")), "partition", "long is up"),
     ("the first partition of a list", lambda p: p.slurm(others={"long": {"MaxTime": "1:00"}}, script=SCRIPT.replace(
         "=main", "=main,long")), "time", "10 h of at most 24 h"),
     ("one kind of two", gpu_job("-N2 --gres=gpu:h100:4"), "gpus", "4 a node, which 3 nodes have (gpu:h100:4)"),
-    ("one feature of two", gpu_job("-N2 -C h100&rack1 -G 8"), "gpus", "4 a node, which 3 nodes have (gpu:h100:4)"),
-    ("alternatives that Slurm does not mix", gpu_job("-N2 --constraint=[a100|h100] --gpus-per-node=4"), "gpus",
-     "4 a node, which 7 nodes have"),
+    ("a feature says which", gpu_job("-N2 -C h100 -G 8"), "gpus", "4 a node, which 7 nodes have"),
     ("two kinds for one node", gpu_job("-N1 --gpus-per-node=4"), "gpus", "4 a node, which 7 nodes have"),
-    ("a QOS of one of two associations", lambda p: (p.slurm(script=SCRIPT.replace("-N2", "-N2 -q Long")), p.prints(
-        "sacctmgr", "science|long\nscience|normal\n")), "account", "science"),
 ]  # fmt: skip
 
 
@@ -546,12 +512,12 @@ def test_fix_fetches_the_model_and_makes_the_folder(place: Place) -> None:
         asked.append(model_id)
         shutil.copytree(kept, folder)
 
-    place.monkeypatch.setattr(fix.repairs, "__defaults__", (fetch,))
+    place.monkeypatch.setattr(fix, "fetch", fetch)
     place.set("--fix", "--model-id", "Someone/Tiny")
     status, verdicts = place.check()
     assert status == 0 and asked == ["Someone/Tiny"]
     assert verdicts["fix model"]["found"] == f"fetched Someone/Tiny to {place.model}"
-    assert verdicts["fix run folder"]["found"].startswith("made ") and (place.path / "runs").is_dir()
+    assert verdicts["fix run folder"]["level"] == "ok" and (place.path / "runs").is_dir()
     assert place.check()[1]["fix model"]["found"].endswith("is there") and len(asked) == 1
     place.set("model.path=embedded:tiny")
     assert place.check()[1]["fix model"]["found"] == "embedded:tiny is there" and len(asked) == 1
@@ -567,7 +533,7 @@ def test_what_fix_could_not_do_is_said_and_the_checks_go_on(place: Place, error:
     def fetch(model_id: str, folder: Path) -> None:
         raise error
 
-    place.monkeypatch.setattr(fix.repairs, "__defaults__", (fetch,))
+    place.monkeypatch.setattr(fix, "fetch", fetch)
     place.set("--fix", "--model-id", "Someone/Tiny")
     status, verdicts = place.check()
     assert_found(status, verdicts, "fix model", f"could not fetch 'Someone/Tiny': .*{said}", {"model"})
@@ -588,9 +554,9 @@ def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
     assert (found.seconds, found.memory_mb, found.signal, found.requeue) == (36000, 16384, "USR2@120", True)
     assert found.srun_mpi == "pmi2"
     assert request.make_request(options, {"TLT_SRUN_MPI": "pmix"}).srun_mpi == "pmix"
-    said = {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine", "SBATCH_QOS": "long", "SBATCH_TIMELIMIT": "5"}
+    said = {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine", "SBATCH_TIMELIMIT": "5"}
     found = request.make_request(options, said)
-    assert (found.partition, found.account, found.qos, found.seconds) == ("other", "mine", "long", 300)
+    assert (found.partition, found.account, found.seconds) == ("other", "mine", 300)
     options.script.write_text(SCRIPT.replace("${TLT_SRUN_MPI:-pmi2}", "$TLT_SRUN_MPI"))
     assert request.make_request(options, {}).srun_mpi == ""
     options.nodes, options.gpus_per_node = 3, 2
@@ -664,29 +630,6 @@ def test_the_recipe_of_the_first_run_asks_for_what_its_script_leaves_open() -> N
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"TMPDIR": "/tmp/login"},
-        {"SLURM_JOB_ID": "77", "TMPDIR": "/tmp/login"},
-        {"SLURM_JOB_ID": "77", "TMPDIR": "/local/job-77"},
-        {"SLURM_JOB_ID": "77", "TMPDIR": "/local/job-77", "SLURM_TMPDIR": "/scratch/77"},
-        {"SLURM_TMPDIR": "/scratch/77"},
-        {"SLURM_JOB_ID": "77", "TMPDIR": "/local/job-77", "TLT_LOCAL_DISK": "/nvme"},
-    ],
-)
-def test_the_nodes_own_disk_is_the_one_that_the_batch_scripts_take(given: dict[str, str]) -> None:
-    env = (ROOT / "sbatch" / "env.sh").read_text()
-    rule = re.search(r"^if \[\[ -z \$TLT_LOCAL_DISK \]\]; then\n.*?^fi$", env, re.MULTILINE | re.DOTALL)
-    assert rule is not None
-    script = f'set -eu; TLT_LOCAL_DISK="${{TLT_LOCAL_DISK:-}}"\n{rule[0]}\necho "$TLT_LOCAL_DISK"'
-    done = subprocess.run(
-        ["bash", "-c", script], check=False, env={"PATH": "/usr/bin:/bin", **given}, capture_output=True, text=True
-    )
-    assert local_disk(given) == done.stdout.strip() != ""
-
-
-@pytest.mark.parametrize(
     ("text", "seconds"),
     [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-0", 172800), ("1-12:30", 131400), ("1-0:0:5", 86405)],
 )
@@ -701,7 +644,7 @@ def test_times_are_read_as_slurm_writes_them(text: str, seconds: float) -> None:
      ("gpu_memory:80", 0), ("gpu:1g.10gb:7(S:0,1)", 7)],
 )  # fmt: skip
 def test_gpus_are_counted_in_generic_resources(gres: str, gpus: int) -> None:
-    assert gpus_of(gres) == gpus
+    assert sum(count for _, count in request.gpu_resources(gres)) == gpus
 
 
 @pytest.mark.parametrize(
@@ -715,19 +658,10 @@ def test_the_kind_of_file_system_is_judged(place: Place, kind: str, level: str, 
     assert one["level"] == level and said in one["found"]
 
 
-def test_the_nearest_mount_counts_and_of_two_at_one_point_the_last(place: Place) -> None:
-    (place.path / "a b" / "c").mkdir(parents=True)
-    point = str(place.path).replace(" ", "\\040")
-    lines = [
-        "1 0 0:1 / / rw - ext4 /dev/sda rw",
-        f"2 1 0:2 / {point} rw shared:1 - lustre mds:/scratch rw",
-        f"3 2 0:3 / {point}/a\\040b rw - tmpfs none rw",
-        f"4 2 0:4 / {point}/a\\040b rw - nfs4 server:/x\\040y rw",
-        f"5 2 0:5 / {point}/a rw - xfs /dev/sdb rw",
-    ]
-    place.monkeypatch.setattr(machine, "_MOUNTS", place.write("mountinfo", "\n".join(lines)))
-    assert machine.mount_of(place.path / "a b" / "c").source == "server:/x y"
-    assert machine.mount_of(place.path).kind == "lustre" and machine.mount_of(Path("/")).kind == "ext4"
+def test_the_mount_of_a_folder_is_found(tmp_path: Path) -> None:
+    shared = machine.mount_of(Path("/dev/shm"))
+    assert (shared.point, shared.kind, shared.is_memory) == ("/dev/shm", "tmpfs", True)
+    assert machine.Mount("/x", "nfs4", "server:/x").is_shared and not machine.mount_of(tmp_path).is_shared
 
 
 def test_a_shared_home_is_warned_of(place: Place) -> None:
@@ -735,7 +669,6 @@ def test_a_shared_home_is_warned_of(place: Place) -> None:
     place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/", "nfs4", "server:/home"))
     verdicts = place.check()[1]
     assert verdicts["run folder"]["level"] == "warning" and "home folder" in verdicts["run folder"]["found"]
-    assert verdicts["local folder"]["level"] == "warning" and "shared by the nodes" in verdicts["local folder"]["found"]
 
 
 def test_the_gpus_of_this_machine_bound_a_job_that_runs_here(place: Place) -> None:
@@ -744,39 +677,26 @@ def test_the_gpus_of_this_machine_bound_a_job_that_runs_here(place: Place) -> No
     place.torch_for("12.8")
     place.set("model.device=cuda")
     assert "22.0 GB (85%) of each GPU left" in place.check()[1]["memory"]["found"]
-    assert [gpu.num_bytes for gpu in machine.read_gpus()] == [81920 * 2**20, 24576 * 2**20, None]
+    assert machine.read_driver().memory_bytes == (81920 * 2**20, 24576 * 2**20)
 
 
-def test_lustre_is_asked_by_its_own_command(place: Place) -> None:
+def test_the_quotas_on_lustre_are_asked_for_and_the_smallest_counts(place: Place) -> None:
     place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/scratch", "lustre", "mds:/scratch"))
     place.prints("lfs", "/scratch 100 0 2000000 - 17 0 1000000 -\n")
-    one = place.check()[1]["quota"]
+    one = place.check()[1]["disk"]
     assert one["level"] == "warning" and one["found"].startswith("2.0 GB free of your user's quota on /scratch")
-
-
-def test_the_project_of_a_folder_on_lustre_counts_too(place: Place) -> None:
-    place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/scratch", "lustre", "mds:/scratch"))
     none, some = "/scratch 100 0 0 - 17 0 0 -", "/scratch 100 0 101 - 17 0 0 -"
     place.command("lfs", f"case $* in 'project -d '*) echo '1234 P /x';; *'-p 1234 /scratch') echo '{some}';; "
                          f"*) echo '{none}';; esac")  # fmt: skip
-    one = place.check()[1]["quota"]
+    one = place.check()[1]["disk"]
     assert one["level"] == "failure" and one["found"].startswith("0.0 MB free of project 1234's quota on /scratch")
 
 
-def test_that_there_is_no_quota_is_said_in_words(place: Place) -> None:
+def test_quotas_without_limits_are_named(place: Place) -> None:
+    assert place.check()[1]["disk"]["found"].endswith("; no quota is reported")
     place.prints("quota", f"{machine.mount_of(place.path).source} 1000 0 0 0 17 0 0 0\n")
-    one = place.check()[1]["quota"]
-    assert one["level"] == "ok" and re.fullmatch(r"none on \S+ for your user and group \w+", one["found"])
-    place.prints("quota", f"{machine.mount_of(place.path).source} 1000 0 0 0 17 0 9999999 0\n")
-    assert place.check()[1]["quota"]["found"].startswith("no limit of bytes of your user's quota")
-
-
-def test_a_node_folder_of_a_variable_that_only_jobs_have(place: Place) -> None:
-    place.set("drafter.cache_folder=$NO_SUCH_FOLDER")
-    assert place.check()[1]["local folder"]["level"] == "failure"
-    place.slurm()
-    one = place.check()[1]["local folder"]
-    assert one["level"] == "warning" and "inside a job" in one["remedy"]
+    one = place.check()[1]["disk"]
+    assert one["level"] == "ok" and "quotas of your user's quota on" in one["found"]
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -798,11 +718,4 @@ def test_a_programmers_mistake_is_no_verdict() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        results.judge("x", check)
-
-
-def test_the_command_answers_within_seconds_of_its_subprocesses(place: Place) -> None:
-    place.check()  # torch is imported
-    started = time.process_time()
-    place.check()
-    assert time.process_time() - started < 1.5 and "torch" in sys.modules
+        results.judge(check)

@@ -30,7 +30,7 @@ from tlt_hpc.cli.display import SilentReporter
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.phases import plan_memory
-from tlt_hpc.plan.memory.plan import MemoryPlan, Situation, total
+from tlt_hpc.plan.memory.plan import MemoryPlan, Situation
 from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.rl.gather import gather
@@ -110,7 +110,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
 
 def assumed(plan: MemoryPlan) -> int:
     """What the plan assumes of CUDA itself, which is no tensor."""
-    return total(part for part in plan.phases[0].parts if "assumed" in part.name)
+    return sum(count for name, count in plan.phases[0].parts.items() if "assumed" in name)
 
 
 def main() -> int:

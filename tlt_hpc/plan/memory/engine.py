@@ -7,7 +7,7 @@ features are whole on each rank. ``max_live`` counts a replica's sequences: ever
 from __future__ import annotations
 
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.plan.memory.plan import MemoryPart, Situation, parts_of
+from tlt_hpc.plan.memory.plan import NamedBytes, Situation, present
 from tlt_hpc.plan.memory.training import drafter_layer_parameters, num_drafter_parameters
 from tlt_hpc.rollout.strategy import Strategy, strategies_of
 
@@ -22,9 +22,9 @@ _NUCLEUS_BYTES, _GUARDED_NUCLEUS_BYTES = 38, 46
 """Additional bytes of a logit if ``top_p`` truncates: sorted, summed up, searched twice."""
 
 
-def engine_parts(situation: Situation) -> tuple[MemoryPart, ...]:
+def engine_parts(situation: Situation) -> NamedBytes:
     """What the engine holds from the start to the end of a run."""
-    return parts_of(
+    return present(
         {
             "rollout weights": situation.item * situation.part.num_parameters,
             "packed weights": _packed(situation),
@@ -82,7 +82,7 @@ def pool_bytes(situation: Situation) -> int:
     return (pages + 1) * size
 
 
-def rollout_workspace(situation: Situation) -> tuple[MemoryPart, ...]:
+def rollout_workspace(situation: Situation) -> NamedBytes:
     """What the widest pass and the choice of its tokens take temporarily."""
     rollout, shape = situation.config.rollout, situation.part
     widest = max(strategy.widest_pass for strategy in strategies(situation))
@@ -91,7 +91,7 @@ def rollout_workspace(situation: Situation) -> tuple[MemoryPart, ...]:
     h, q = shape.hidden_size, shape.num_heads * shape.head_dim
     qkv = q + 2 * shape.num_kv_heads * shape.head_dim
     layer = situation.item * tokens * (4 * h + 2 * qkv + 2 * q + 4 * shape.intermediate_size)
-    return parts_of(
+    return present(
         {
             "pass of the decoder": layer,
             "logits and scores": rows * shape.vocab_size * (12 + situation.item),

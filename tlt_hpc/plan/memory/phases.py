@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tlt_hpc.plan.memory.engine import engine_parts, rollout_workspace
-from tlt_hpc.plan.memory.plan import MemoryPart, MemoryPlan, PhaseMemory, Situation, parts_of, total
+from tlt_hpc.plan.memory.plan import MemoryPlan, NamedBytes, PhaseMemory, Situation, present, total
 from tlt_hpc.plan.memory.training import (
     MOMENTS,
     TrainingState,
@@ -29,22 +29,22 @@ _LOG_BYTES = 8
 def plan_memory(situation: Situation) -> MemoryPlan:
     """What the run takes on each rank's device by phase, on each rank in host memory, and on disk."""
     state, is_cuda = training_state(situation), situation.device == "cuda"
-    runtime = parts_of({"CUDA, NCCL (assumed)": RUNTIME_BYTES if is_cuda else 0})
-    resident = (*runtime, *engine_parts(situation), *_drafter(situation), *state.resident, *reference_parts(situation))
-    start = tuple(part for part in resident if part.name != MOMENTS)  # the first step makes them
+    runtime = present({"CUDA, NCCL (assumed)": RUNTIME_BYTES if is_cuda else 0})
+    resident = runtime | engine_parts(situation) | _drafter(situation) | state.resident | reference_parts(situation)
+    start = {name: count for name, count in resident.items() if name != MOMENTS}  # the first step makes them
     if not is_cuda:  # the host's memory is the device's
-        resident += parts_of(_checkpoint_copy(situation))
+        resident |= _checkpoint_copy(situation)
     phases = [
-        PhaseMemory("start", start, _start(situation, state)),
-        PhaseMemory("rollout", resident, rollout_workspace(situation)),
-        *([PhaseMemory("tail", resident, _tail(situation))] if situation.trains_drafter else []),
-        PhaseMemory("update", resident, _update(situation, state)),
-        PhaseMemory("save", resident, ()),
+        PhaseMemory("start", start | _start(situation, state)),
+        PhaseMemory("rollout", resident | rollout_workspace(situation)),
+        *([PhaseMemory("tail", resident | _tail(situation))] if situation.trains_drafter else []),
+        PhaseMemory("update", resident | _update(situation, state)),
+        PhaseMemory("save", resident),
     ]
     loaded = {"weights while loading": situation.item * situation.shape.num_parameters if is_cuda else 0}
     is_sharded = situation.config.optimizer.zero_stage == 3  # rank 0 reads the policy and the reference for all
     host = _host(situation, state, {} if is_sharded else loaded)
-    return MemoryPlan(situation, tuple(phases), host, parts_of(loaded if is_sharded else {}), _disk(situation))
+    return MemoryPlan(situation, tuple(phases), host, present(loaded if is_sharded else {}), _disk(situation))
 
 
 def micro_batch_tokens(situation: Situation) -> int:
@@ -58,13 +58,13 @@ def micro_batch_tokens(situation: Situation) -> int:
     return -(-tokens // sharing)
 
 
-def _drafter(situation: Situation) -> tuple[MemoryPart, ...]:
+def _drafter(situation: Situation) -> NamedBytes:
     settings, weights = situation.config.drafter, 4 * num_drafter_parameters(situation)
     average = weights if settings.train and settings.average_merges > 1 else 0
-    return parts_of({"drafter in training": weights, "drafter's moments": 2 * weights, "drafter's average": average})
+    return present({"drafter in training": weights, "drafter's moments": 2 * weights, "drafter's average": average})
 
 
-def _start(situation: Situation, state: TrainingState) -> tuple[MemoryPart, ...]:
+def _start(situation: Situation, state: TrainingState) -> NamedBytes:
     """The policy as it is loaded, whole, before ZeRO shards it.
 
     At stage 3 this ends before the rest is made: rank 0 has it whole in host memory, and a GPU holds one matrix at a
@@ -75,40 +75,36 @@ def _start(situation: Situation, state: TrainingState) -> tuple[MemoryPart, ...]
     if stage == 3:
         if situation.device == "cuda":
             whole = situation.item * shape.vocab_size * shape.hidden_size
-        begun = total(part for part in state.resident if part.name not in ("policy", MOMENTS))
+        begun = total(state.resident) - sum(state.resident.get(name, 0) for name in ("policy", MOMENTS))
         whole -= min(begun, total(reference_parts(situation))) if situation.has_reference else begun
     elif stage:
         whole = max(whole, 4 * situation.own_parameters)  # later the gradients, which begin as zeros
-    return parts_of({"policy, not yet shared out": max(0, whole) if stage else 0})
+    return present({"policy, not yet shared out": max(0, whole) if stage else 0})
 
 
-def _tail(situation: Situation) -> tuple[MemoryPart, ...]:
+def _tail(situation: Situation) -> NamedBytes:
     activations = drafter_activations(situation, situation.config.drafter.micro_step_tokens)
-    return parts_of(
-        {"drafter's gradients": 4 * num_drafter_parameters(situation), "drafter's activations": activations}
-    )
+    return present({"drafter's gradients": 4 * num_drafter_parameters(situation), "drafter's activations": activations})
 
 
-def _update(situation: Situation, state: TrainingState) -> tuple[MemoryPart, ...]:
+def _update(situation: Situation, state: TrainingState) -> NamedBytes:
     """The update at its largest: in a backward pass, at the end of one, or in the optimiser's step."""
     activations = update_activations(situation, micro_batch_tokens(situation))
     # on a CPU the sum in progress is held as tensors; from a GPU it goes through host memory
     merges = situation.device == "cpu" and situation.trains_drafter
     merge = {"merge of the drafters": 12 * num_drafter_parameters(situation) if merges else 0}
-    gathered = (*state.held, *gathered_reference(situation))
+    gathered = state.held | gathered_reference(situation)
     if state.stepping > total(gathered) + max(activations, state.reduced):
-        return parts_of({**merge, "optimiser's step": state.stepping})
-    last = {"activations": activations}
-    if state.reduced > activations:
-        last = {"gradients being reduced": state.reduced}
-    return (*parts_of(merge), *gathered, *parts_of(last))
+        return present({**merge, "optimiser's step": state.stepping})
+    largest = "gradients being reduced" if state.reduced > activations else "activations"
+    return present({**merge, **gathered, largest: max(state.reduced, activations)})
 
 
-def _host(situation: Situation, state: TrainingState, loaded: dict[str, int]) -> tuple[MemoryPart, ...]:
+def _host(situation: Situation, state: TrainingState, loaded: dict[str, int]) -> NamedBytes:
     """Host memory of one rank."""
     is_cuda = situation.device == "cuda"
     copies = 2 if situation.trains_drafter and is_cuda else 0
-    return parts_of(
+    return present(
         {
             "process (assumed)": PROCESS_BYTES[situation.device],
             **loaded,
@@ -139,11 +135,11 @@ def _saved(situation: Situation) -> int:
     return 12 * situation.shape.num_parameters + 16 * num_drafter_parameters(situation) + reference
 
 
-def _disk(situation: Situation) -> tuple[MemoryPart, ...]:
+def _disk(situation: Situation) -> NamedBytes:
     """Upper bound of what the whole run writes."""
     config = situation.config
     step = config.samples_per_step * (4 * situation.longest + (_LOG_BYTES - 4) * config.rollout.max_new_tokens)
-    return parts_of(
+    return present(
         {
             # the next is written before the oldest is removed
             "checkpoints": (config.checkpoint.keep + 1) * _saved(situation),

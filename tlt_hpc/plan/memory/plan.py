@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +9,8 @@ from tlt_hpc.config import Config
 from tlt_hpc.models.shape import ModelShape, part_of
 
 DeviceType = Literal["cpu", "cuda"]
+NamedBytes = dict[str, int]
+"""Bytes by the name of what takes them."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -67,24 +68,11 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class MemoryPart:
-    """Bytes of one thing."""
-
-    name: str
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class PhaseMemory:
     """What a rank's device holds at the peak of a phase: what is resident, and what only the phase itself takes."""
 
     name: str
-    resident: tuple[MemoryPart, ...]
-    own: tuple[MemoryPart, ...]
-
-    @property
-    def parts(self) -> tuple[MemoryPart, ...]:
-        return (*self.resident, *self.own)
+    parts: NamedBytes
 
     @property
     def num_bytes(self) -> int:
@@ -97,29 +85,21 @@ class MemoryPlan:
 
     situation: Situation
     phases: tuple[PhaseMemory, ...]
-    host: tuple[MemoryPart, ...]
-    first_host: tuple[MemoryPart, ...]
+    host: NamedBytes
+    first_host: NamedBytes
     """What rank 0 alone takes in addition to ``host``."""
-    disk: tuple[MemoryPart, ...]
+    disk: NamedBytes
 
     @property
     def peak(self) -> PhaseMemory:
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
     @property
-    def host_bytes_per_node(self) -> int:
-        """Host memory of rank 0's node, which takes most, without what CPU ranks hold as their device."""
-        return total(self.host) * self._ranks_on_a_node + total(self.first_host)
-
-    @property
     def node_bytes(self) -> int:
-        """Host memory of rank 0's node; on CPUs the ranks' tensors are part of it."""
+        """Host memory of rank 0's node, which takes most; on CPUs the ranks' tensors are part of it."""
         device = self.peak.num_bytes if self.situation.device == "cpu" else 0
-        return self.host_bytes_per_node + device * self._ranks_on_a_node
-
-    @property
-    def _ranks_on_a_node(self) -> int:
-        return min(self.situation.ranks_per_node, self.situation.num_ranks)
+        ranks = min(self.situation.ranks_per_node, self.situation.num_ranks)
+        return (total(self.host) + device) * ranks + total(self.first_host)
 
 
 @dataclass(frozen=True)
@@ -135,24 +115,20 @@ class MemoryLimits:
 
     def filled(self, plan: MemoryPlan) -> float:
         """The share that is used of the fuller of both memories; 0 if neither was given."""
-        return max(self._shares(plan))
+        return max(self.shares(plan))
 
-    def better(self, plan: MemoryPlan, other: MemoryPlan) -> bool:
-        """Whether ``other`` fills the fuller memory less, and exceeds neither that ``plan`` does not."""
-        shares = zip(self._shares(plan), self._shares(other), strict=True)
-        return self.filled(other) < self.filled(plan) and all(new <= max(1.0, old) for old, new in shares)
-
-    def _shares(self, plan: MemoryPlan) -> tuple[float, float]:
+    def shares(self, plan: MemoryPlan) -> tuple[float, float]:
+        """The share that is used of a GPU's memory and of a node's."""
         used = (plan.peak.num_bytes, self.device), (plan.node_bytes, self.host)
         device, host = (0.0 if limit is None else num_bytes / limit for num_bytes, limit in used)
         return device, host
 
 
-def total(parts: Iterable[MemoryPart]) -> int:
+def total(parts: NamedBytes) -> int:
     """Bytes of all parts together."""
-    return sum(part.num_bytes for part in parts)
+    return sum(parts.values())
 
 
-def parts_of(num_bytes: Mapping[str, int]) -> tuple[MemoryPart, ...]:
-    """Parts from bytes by name; parts of no bytes are left out."""
-    return tuple(MemoryPart(name, count) for name, count in num_bytes.items() if count)
+def present(parts: NamedBytes) -> NamedBytes:
+    """The parts that take any bytes."""
+    return {name: count for name, count in parts.items() if count}

@@ -8,10 +8,10 @@ ranks, and activations by counting the bytes of live tensors over shapes, length
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.plan.memory.plan import MemoryPart, Situation, parts_of
+from tlt_hpc.plan.memory.plan import NamedBytes, Situation, present
 
 MOMENTS = "Adam moments"
 BUCKET_ELEMENTS = 50_000_000
@@ -39,8 +39,8 @@ _MAX_SCORES = 1 << 24
 class TrainingState:
     """Bytes of a rank's training state."""
 
-    resident: tuple[MemoryPart, ...]
-    held: tuple[MemoryPart, ...] = ()
+    resident: NamedBytes
+    held: NamedBytes = field(default_factory=dict)
     """Held in addition to activations, through all micro-batches of an update."""
     reduced: int = 0
     """Gradients on their way to the ranks that keep them, at the end of a backward pass, when activations are gone."""
@@ -63,8 +63,8 @@ def training_state(situation: Situation) -> TrainingState:
 
 def _stage_0(count: int) -> TrainingState:
     return TrainingState(
-        resident=parts_of({"policy": 4 * count, MOMENTS: 8 * count}),
-        held=parts_of({"gradients": 4 * count}),
+        resident=present({"policy": 4 * count, MOMENTS: 8 * count}),
+        held=present({"gradients": 4 * count}),
         reduced=4 * min(count, _STAGE_0_REDUCED),
         stepping=4 * count,
     )
@@ -74,7 +74,7 @@ def _stage_1_in_bf16(situation: Situation) -> TrainingState:
     """DeepSpeed's BF16_Optimizer: every rank keeps all gradients, in fp32."""
     count, own = situation.shape.num_parameters, situation.own_parameters
     state = {"policy": 2 * count, "gradients": 4 * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}
-    return TrainingState(parts_of(state), parts_of({"gradients in bf16": 2 * count}), stepping=2 * count + 8 * own)
+    return TrainingState(present(state), present({"gradients in bf16": 2 * count}), stepping=2 * count + 8 * own)
 
 
 def _stage_1_or_2(situation: Situation) -> TrainingState:
@@ -87,8 +87,8 @@ def _stage_1_or_2(situation: Situation) -> TrainingState:
     # stage 1 adds up whole gradients over the micro-batches, stage 2 each rank's shard
     held = {"gradients": situation.item * count if is_stage_1 else 4 * own, "bucket of gradients": bucket}
     return TrainingState(
-        resident=parts_of({"policy": situation.item * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}),
-        held=parts_of({**held, **_head_reduction(situation)}),
+        resident=present({"policy": situation.item * count, "fp32 masters": 4 * own, MOMENTS: 8 * own}),
+        held=present({**held, **_head_reduction(situation)}),
         reduced=4 * own if is_stage_1 else bucket,
         stepping=12 * own,
     )
@@ -100,8 +100,8 @@ def _stage_3(situation: Situation) -> TrainingState:
     gathered = min(count, small_parameters(situation) + _MAX_GATHERED) if situation.num_ranks > 1 else 0
     state = {"policy": item * own, "gradients": 4 * own, "fp32 masters": 4 * own, MOMENTS: 8 * own}
     return TrainingState(
-        resident=parts_of({**state, "bucket of gradients": bucket}),
-        held=parts_of({"gathered weights": item * gathered, **_head_reduction(situation)}),
+        resident=present({**state, "bucket of gradients": bucket}),
+        held=present({"gathered weights": item * gathered, **_head_reduction(situation)}),
         reduced=2 * bucket,
         stepping=12 * own,
     )
@@ -113,8 +113,8 @@ def _offloaded(state: TrainingState, situation: Situation) -> TrainingState:
     own, moves_parameters = situation.own_parameters, situation.offloads_parameters
     away = {"fp32 masters", MOMENTS, "gradients"} | ({"policy"} if moves_parameters else set())
     return TrainingState(
-        resident=tuple(part for part in state.resident if part.name not in away),
-        held=tuple(part for part in state.held if part.name not in away),
+        resident={name: count for name, count in state.resident.items() if name not in away},
+        held={name: count for name, count in state.held.items() if name not in away},
         reduced=state.reduced,
         host=16 * own + (situation.item * own if moves_parameters else 0),
     )
@@ -145,26 +145,26 @@ def small_parameters(situation: Situation) -> int:
 # --- the reference model: whole below stage 3, sharded at stage 3 ---
 
 
-def reference_parts(situation: Situation) -> tuple[MemoryPart, ...]:
+def reference_parts(situation: Situation) -> NamedBytes:
     """What stays on the device; at stage 3 the rank's shard, and small tensors whole once they have been read."""
     if not situation.has_reference:
-        return ()
+        return {}
     count = situation.shape.num_parameters
     if situation.config.optimizer.zero_stage == 3:
         count = 0 if situation.offloads_parameters else situation.own_parameters
         count += small_parameters(situation) if situation.num_ranks > 1 else 0
-    return parts_of({"reference": situation.item * count})
+    return present({"reference": situation.item * count})
 
 
-def gathered_reference(situation: Situation) -> tuple[MemoryPart, ...]:
+def gathered_reference(situation: Situation) -> NamedBytes:
     """What a forward pass of a sharded reference gathers at once: a table, and what is prefetched."""
     is_sharded = situation.config.optimizer.zero_stage == 3 and situation.num_ranks > 1
     if not situation.has_reference or not is_sharded:
-        return ()
+        return {}
     s = situation.shape
     most = s.vocab_size * s.hidden_size + _PREFETCHED + s.intermediate_size * s.hidden_size
     count = min(s.num_parameters - small_parameters(situation), most)
-    return parts_of({"gathered reference": situation.item * count})
+    return present({"gathered reference": situation.item * count})
 
 
 def reference_in_host_memory(situation: Situation) -> int:

@@ -13,64 +13,50 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, ConfigError, find_problems
-from tlt_hpc.plan.preflight import assets, file_system, fix, limits, mpi, resources, versions
+from tlt_hpc.config import ConfigError, find_problems
+from tlt_hpc.plan.preflight import fix, job_checks, mpi, slurm, system_checks
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.request import make_request
-from tlt_hpc.plan.preflight.results import CheckResult, Finding, Level, Skip, failure_of, judge
+from tlt_hpc.plan.preflight.results import Finding, Level, failure_of, judge, ok
 
 FOUND_FAILURES = 1
 """Exit status if a check failed."""
 _GB = 1_000_000_000
 
-Check = Callable[[PlannedJob], Finding]
-CHECKS: dict[str, Check] = {
-    "run": assets.check_run,
-    "ranks": assets.check_ranks_fit,
-    "model": assets.check_model,
-    "tokenizer": assets.check_tokenizer,
-    "chat template": assets.check_template,
-    "data": assets.check_data,
-    "evaluation": assets.check_evaluation,
-    "rewards": assets.check_rewards,
-    "drafter": assets.check_drafter,
-    "trackers": assets.check_trackers,
-    "memory": resources.check_memory,
-    "disk": resources.check_disk,
-    "quota": resources.check_quota,
-    "run folder": file_system.check_run_folder,
-    "hdf5": file_system.check_hdf5,
-    "local folder": file_system.check_local_folder,
-    "python": versions.check_python,
-    "packages": versions.check_packages,
-    "torch": versions.check_torch,
-    "flash-attn": versions.check_flash_attention,
-    "offload": versions.check_offload,
-    "mpi library": mpi.check_library,
-    "mpi launcher": mpi.check_launcher,
+CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
+    "run": job_checks.check_run,
+    "ranks": job_checks.check_ranks_fit,
+    "model": job_checks.check_model,
+    "data": job_checks.check_data,
+    "evaluation": job_checks.check_evaluation,
+    "rewards": job_checks.check_rewards,
+    "drafter": job_checks.check_drafter,
+    "trackers": job_checks.check_trackers,
+    "memory": system_checks.check_memory,
+    "disk": system_checks.check_disk,
+    "run folder": system_checks.check_run_folder,
+    "python": system_checks.check_python,
+    "packages": system_checks.check_packages,
+    "torch": system_checks.check_torch,
+    "offload": system_checks.check_offload,
+    "mpi": mpi.check_launcher,
     "ranks talk": mpi.check_talk,
 }
 """Checks by name, in the order of their lines."""
-SLURM_CHECKS: dict[str, Check] = {
-    "partition": limits.check_partition,
-    "time": limits.check_time,
-    "nodes": limits.check_node_count,
-    "cores": limits.check_cpus,
-    "gpus": limits.check_gpus,
-    "account": limits.check_account,
-    "requeue": limits.check_requeue,
-    "preemption": limits.check_preemption,
-    "sbatch": limits.check_acceptance,
+SLURM_CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
+    **{name: partial(slurm.check_partition, name) for name in slurm.PARTITION_CHECKS},
+    "requeue": slurm.check_requeue,
+    "sbatch": slurm.check_acceptance,
 }
+
+Result = tuple[str, Finding]
+"""A check's name and what it found."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,21 +65,19 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ValueError: a mistake in the command.
     """
-    started = time.monotonic()
-    job, first = read_subject(options)
-    verdicts = []
-    for verdict in chain(first, _repairs(options, job), check_all(job)):
-        show(verdict)
-        verdicts.append(verdict)
-    print(summary(verdicts, time.monotonic() - started))
-    status = FOUND_FAILURES if any(verdict.level == Level.FAILURE for verdict in verdicts) else 0
+    started, results = time.monotonic(), list[Result]()
+    for name, finding in all_results(options):
+        show(name, finding)
+        results.append((name, finding))
+    print(summary([finding for _, finding in results], time.monotonic() - started))
+    status = FOUND_FAILURES if any(finding.level == Level.FAILURE for _, finding in results) else 0
     if options.json is not None:
-        write_json(options.json, verdicts, status)
+        write_json(options.json, results, status)
     return status
 
 
-def read_subject(options: argparse.Namespace) -> tuple[PlannedJob, list[CheckResult]]:
-    """The job, and a result for each mistake in its configuration, or one that says that there is none.
+def all_results(options: argparse.Namespace) -> Iterator[Result]:
+    """Every check's result, in order, each as soon as it is known.
 
     Raises:
         ConfigError: no such file, or an invalid option.
@@ -107,55 +91,34 @@ def read_subject(options: argparse.Namespace) -> tuple[PlannedJob, list[CheckRes
     config, problems = find_problems(options.config, options.overrides)
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * _GB)
     job = PlannedJob(config, make_request(options), options.slurm or options.script is not None, gpu_bytes)
-    return job, _of_the_configuration(options, config, problems)
-
-
-def check_all(job: PlannedJob) -> Iterator[CheckResult]:
-    """Every check's result, in order, each as soon as it is there."""
-    for name, check in (CHECKS | (SLURM_CHECKS if job.asks_slurm else {})).items():
-        yield judge(name, partial(check, job))
-    if not job.asks_slurm:
-        yield judge("slurm", _not_asked)
-
-
-def _repairs(options: argparse.Namespace, job: PlannedJob) -> Iterator[CheckResult]:
-    if options.fix and job.loaded is not None:
-        yield from (judge(name, repair) for name, repair in fix.repairs(job.loaded, options.model_id or ""))
-
-
-def _of_the_configuration(
-    options: argparse.Namespace, config: Config | None, problems: list[ConfigError]
-) -> list[CheckResult]:
-    findings = [failure_of(problem) for problem in problems]
+    yield from (("config", failure_of(problem)) for problem in problems)
     if config is not None:
-        findings = [Finding(Level.OK, f"{options.config}: {count(config.run.num_steps, 'step')} to {config.folder}")]
-    return [CheckResult("config", one.level, one.found, one.remedy) for one in findings]
-
-
-def _not_asked() -> Finding:
-    raise Skip("not asked: --slurm or --script X.sh checks the job against Slurm's limits")
+        yield "config", ok(f"{options.config}: {count(config.run.num_steps, 'step')} to {config.folder}")
+        if options.fix:
+            yield "fix run folder", fix.make_run_folder(config)
+            yield "fix model", judge(partial(fix.get_model, config, options.model_id or ""))
+    for name, check in (CHECKS | (SLURM_CHECKS if job.asks_slurm else {})).items():
+        yield name, judge(partial(check, job))
+    if not job.asks_slurm:
+        yield "slurm", Finding(Level.SKIPPED, "--slurm or --script X.sh checks the job against Slurm's limits")
 
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "bold red", Level.SKIPPED: "dim"}
 
 
-def show(verdict: CheckResult) -> None:
-    """Print a result before the next check begins."""
+def show(name: str, finding: Finding) -> None:
+    """Print a result as one line before the next check begins; with colours on a terminal."""
+    remedy = f"; {finding.remedy}" if finding.remedy else ""
+    level, rest = f"{finding.level:<8}", f" {name:<16} {finding.found}{remedy}"
     if sys.stdout.isatty():
-        TextConsole().print(_row(verdict))
+        TextConsole().print(Text.assemble((level, _STYLES[finding.level]), rest))
     else:
-        print(line_of(verdict), flush=True)
+        print(f"{level}{rest}", flush=True)
 
 
-def line_of(verdict: CheckResult) -> str:
-    """A result as one plain line."""
-    remedy = f"; {verdict.remedy}" if verdict.remedy else ""
-    return f"{verdict.level:<8} {verdict.name:<16} {verdict.found}{remedy}"
-
-
-def summary(verdicts: Sequence[CheckResult], seconds: float) -> str:
+def summary(findings: Sequence[Finding], seconds: float) -> str:
     """The last line: how many results of each level, and whether the job would fail."""
-    counts = Counter(verdict.level for verdict in verdicts)
+    counts = Counter(finding.level for finding in findings)
     numbers = ", ".join(f"{counts[level]} {_word(level, counts[level])}" for level in Level if counts[level])
     end = "the job would fail" if counts[Level.FAILURE] else "nothing stands in the job's way"
     return f"preflight: {numbers} in {seconds:.1f} s: {end}"
@@ -165,25 +128,14 @@ def _word(level: Level, count: int) -> str:
     return f"{level}s" if count > 1 and level in (Level.WARNING, Level.FAILURE) else str(level)
 
 
-def write_json(path: Path, verdicts: Sequence[CheckResult], status: int) -> None:
+def write_json(path: Path, results: Sequence[Result], status: int) -> None:
     """Write all results as JSON.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    tree: dict[str, Any] = {"status": status, "verdicts": [vars(verdict) for verdict in verdicts]}
+    tree = {"status": status, "verdicts": [{"name": name, **vars(finding)} for name, finding in results]}
     try:
         path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {path}: {error.strerror}; give a file in a folder that exists") from None
-
-
-def _row(verdict: CheckResult) -> Table:
-    """A result in columns of fixed width."""
-    row = Table.grid(padding=(0, 1))
-    row.add_column(width=8)
-    row.add_column(width=13)
-    row.add_column(overflow="fold")
-    remedy = f"\n{verdict.remedy}" if verdict.remedy else ""
-    row.add_row(Text(verdict.level, _STYLES[verdict.level]), verdict.name, f"{verdict.found}{remedy}")
-    return row

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlt_hpc.cluster.local import find_mpiexec, launch_environment
-from tlt_hpc.plan.preflight import cluster
+from tlt_hpc.config import UserError
+from tlt_hpc.plan.preflight import slurm
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ProgramOutput, ask
 from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
@@ -71,38 +72,34 @@ def read_library() -> Library:
     """Load the library as a rank does, without initialising it.
 
     Raises:
-        UserError: mpi4py does not load in time.
-        Skip: it does not load at all.
+        UserError: mpi4py does not load, or not in time.
     """
     answer = ask([sys.executable, "-m", _PROBE], LOAD_SECONDS)
     if answer.status:
-        raise Skip(f"mpi4py does not load: {answer.last_line}")
+        raise UserError(f"mpi4py does not load: {answer.last_line}; {_LOAD_REMEDY}")
     raw = json.loads(_last(answer))
     return Library(raw["version"], tuple(raw["files"]))
 
 
-def check_library(job: PlannedJob) -> Finding:
-    """mpi4py finds a library."""
-    try:
-        return ok(read_library().in_words)
-    except Skip as reason:
-        return failure(str(reason), _LOAD_REMEDY)
-
-
 def check_launcher(job: PlannedJob) -> Finding:
-    """The launcher belongs to that library: another one starts N jobs of one rank each."""
-    return _check_srun(job, read_library()) if job.asks_slurm else _check_mpiexec(read_library())
+    """mpi4py finds a library, and the launcher belongs to it: another one starts N jobs of one rank each."""
+    library = read_library()
+    return _check_srun(job, library) if job.asks_slurm else _check_mpiexec(library)
 
 
 def check_talk(job: PlannedJob) -> Finding:
     """Two ranks, or in an allocation one on each node, find each other, with the thread level that a run needs."""
     if job.asks_slurm and "SLURM_JOB_ID" in os.environ:
-        return _talk(_srun_command(_srun_mpi(job, read_library())), int(os.environ.get("SLURM_JOB_NUM_NODES", "1")))
+        srun = ["srun", f"--mpi={_srun_mpi(job, read_library())}", "--overlap", "--overcommit"]
+        nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        return _talk([*srun, "--kill-on-bad-exit=1", "--ntasks-per-node=1"], nodes)
     try:
         mpiexec = find_mpiexec()
     except ValueError as error:
         if job.asks_slurm:
-            raise Skip(_only_inside("there is no mpiexec here")) from None
+            raise Skip(
+                "there is no mpiexec here; inside an allocation (salloc --nodes=2) preflight tries srun"
+            ) from None
         return failure_of(error)
     found = _talk([mpiexec], 1)
     if job.asks_slurm and found.level == "failure":  # login nodes often forbid it, and the job uses srun
@@ -120,11 +117,11 @@ def _check_mpiexec(library: Library) -> Finding:
             f"{mpiexec} is {family}'s and mpi4py loads {library.family}: it would start single ranks",
             f"put {library.family}'s mpiexec first on PATH, or have mpi4py load {family} (MPI4PY_LIBMPI)",
         )
-    return ok(f"{mpiexec}, {family}'s as the library")
+    return ok(f"{mpiexec} for {library.in_words}")
 
 
 def _check_srun(job: PlannedJob, library: Library) -> Finding:
-    asked, known = _srun_mpi(job, library), cluster.launch_types()
+    asked, known = _srun_mpi(job, library), slurm.launch_types()
     if asked not in known:
         fitting = [kind for kind in known if kind.startswith(library.fitting)] if library.fitting else known
         return failure(
@@ -136,7 +133,7 @@ def _check_srun(job: PlannedJob, library: Library) -> Finding:
             f"srun --mpi={asked} does not start {library.family}, which mpi4py loads: N jobs of one rank",
             f"export TLT_SRUN_MPI={library.fitting[0]}",
         )
-    return ok(f"srun --mpi={asked} for {library.family or library.in_words}")
+    return ok(f"srun --mpi={asked} for {library.in_words}")
 
 
 def _srun_mpi(job: PlannedJob, library: Library) -> str:
@@ -155,14 +152,6 @@ def _talk(launcher: list[str], num_nodes: int) -> Finding:
     hosts: list[str] = json.loads(_last(answer))["hosts"]
     where = f"{num_nodes} nodes ({', '.join(hosts)})" if num_nodes > 1 else "this machine"
     return ok(f"{num_ranks} ranks on {where}, by {shutil.which(launcher[0]) or launcher[0]}")
-
-
-def _srun_command(srun_mpi: str) -> list[str]:
-    return ["srun", f"--mpi={srun_mpi}", "--overlap", "--overcommit", "--kill-on-bad-exit=1", "--ntasks-per-node=1"]
-
-
-def _only_inside(why: str) -> str:
-    return f"{why}; inside an allocation (salloc --nodes=2) preflight tries srun"
 
 
 def _last(answer: ProgramOutput) -> str:

@@ -11,7 +11,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ _REMEDIES = {
     "source": "install the same version on all nodes, or start from a folder that they share",
     "mpi": "load the same modules on all nodes",
     "gpus": "leave that node out (sbatch --exclude=NODE), or ask for nodes of one kind (--constraint)",
-    "run_folder": "set run.folder to a file system that all nodes share",
+    "run folder": "set run.folder to a file system that all nodes share",
     "model": "copy the same model to all nodes, or set model.path to a folder that they share",
 }
 _REMEDY = "start all ranks from one environment that all nodes share"
@@ -41,19 +41,8 @@ _HARMLESS = ("driver",)
 """Facts in which nodes may differ: a difference is a warning."""
 
 
-@dataclass(frozen=True)
-class NodeFacts:
-    """What a node has; one text for each fact, so that two can be shown side by side."""
-
-    python: str
-    packages: str
-    source: str
-    """Version and digest of the package itself."""
-    mpi: str
-    gpus: str
-    driver: str
-    run_folder: str
-    model: str
+NodeFacts = dict[str, str]
+"""What a node has; one text for each fact, so that two can be shown side by side."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +85,11 @@ def report_error(world: World, error: ValueError) -> None:
 def _judge(world: World, own: NodeReport) -> None:
     records = world.allgather(own)
     refuse_errors(records)
-    difference = find_difference({one.hostname: one.facts for one in records if one.facts is not None})
-    if difference.refused:
-        raise UserError(difference.refused)
-    if difference.warned and world.rank == 0:
-        logger.warning("%s", difference.warned)
+    refused, warned = find_difference({one.hostname: one.facts for one in records if one.facts is not None})
+    if refused:
+        raise UserError(refused)
+    if warned and world.rank == 0:
+        logger.warning("%s", warned)
 
 
 def refuse_errors(records: Sequence[NodeReport]) -> None:
@@ -116,23 +105,19 @@ def refuse_errors(records: Sequence[NodeReport]) -> None:
             raise UserError(record.error if is_everywhere else f"rank {rank} on {record.hostname}: {record.error}")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first difference that ends the job, and the first that is a warning; empty: none."""
+def find_difference(nodes: Mapping[str, NodeFacts]) -> tuple[str, str]:
+    """The first difference that ends the job, and the first that is a warning; empty: none.
 
-    refused: str = ""
-    warned: str = ""
-
-
-def find_difference(nodes: Mapping[str, NodeFacts]) -> Difference:
-    """Differences between nodes, in order of their ranks: the majority is right, or the first of equal groups."""
-    found = {True: "", False: ""}
-    for field in fields(NodeFacts):
-        values = {hostname: str(vars(facts)[field.name]) for hostname, facts in nodes.items()}
-        is_harmless = field.name in _HARMLESS
-        if len(set(values.values())) > 1 and not found[is_harmless]:
-            found[is_harmless] = _in_words(field.name, values)
-    return Difference(found[False], found[True])
+    Nodes in order of their ranks: the majority is right, or the first of equal groups.
+    """
+    refused = warned = ""
+    for name in next(iter(nodes.values()), {}):
+        values = {hostname: facts[name] for hostname, facts in nodes.items()}
+        if len(set(values.values())) > 1 and name in _HARMLESS:
+            warned = warned or _in_words(name, values)
+        elif len(set(values.values())) > 1:
+            refused = refused or _in_words(name, values)
+    return refused, warned
 
 
 def _in_words(name: str, values: Mapping[str, str]) -> str:
@@ -145,7 +130,7 @@ def _in_words(name: str, values: Mapping[str, str]) -> str:
     theirs, ours = _where_they_differ(odd, usual)
     more = len(values) - len(hosts) - others
     return (
-        f"{where}: {name.replace('_', ' ')} {theirs}, where {others} other node{'s' * (others != 1)} "
+        f"{where}: {name} {theirs}, where {others} other node{'s' * (others != 1)} "
         f"ha{'ve' if others != 1 else 's'} {ours}{f' ({more} more differ)' if more else ''}; "
         f"{_REMEDIES.get(name, _REMEDY)}"
     )
@@ -160,16 +145,16 @@ def _where_they_differ(one: str, other: str) -> tuple[str, str]:
 
 def gather_facts(config: Config, world: World) -> NodeFacts:
     """This node's facts."""
-    return NodeFacts(
-        python=platform.python_version(),
-        packages=", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
-        source=f"tlt_hpc {tlt_hpc.__version__} ({source_digest()})",
-        mpi=" ".join(world.library.split("\n")[0].split()),
-        gpus=gpus_in_words(os.environ),
-        driver=_driver(),
-        run_folder=_of(lambda: "is there" if Path(config.run.folder).is_dir() else "is not there"),
-        model=_of(lambda: model_digest(find_model(config.model.path))),
-    )
+    return {
+        "python": platform.python_version(),
+        "packages": ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        "source": f"tlt_hpc {tlt_hpc.__version__} ({source_digest()})",
+        "mpi": " ".join(world.library.split("\n")[0].split()),
+        "gpus": gpus_in_words(os.environ),
+        "driver": _driver(),
+        "run folder": _text_or_error(lambda: "is there" if Path(config.run.folder).is_dir() else "is not there"),
+        "model": _text_or_error(lambda: model_digest(find_model(config.model.path))),
+    }
 
 
 def model_digest(folder: Path) -> str:
@@ -210,7 +195,7 @@ def _version(name: str) -> str:
         return ABSENT
 
 
-def _of(read: Callable[[], str]) -> str:
+def _text_or_error(read: Callable[[], str]) -> str:
     """What a node reads, or its error as text: the others must not wait for it."""
     try:
         return read()

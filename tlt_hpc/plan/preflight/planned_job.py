@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.plan.preflight import cluster, job_python, machine
+from tlt_hpc.plan.preflight import job_python, machine, slurm
 from tlt_hpc.plan.preflight.request import SlurmRequest
 from tlt_hpc.plan.preflight.results import Skip
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from tlt_hpc.models.shape import ModelShape
     from tlt_hpc.plan.memory.plan import DeviceType, MemoryPlan
 
@@ -53,8 +51,12 @@ class PlannedJob:
     @property
     def uses_gpu(self) -> bool:
         """Whether the job runs on GPUs: it says so, or uses what it finds and some are requested or are here."""
-        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and bool(machine.read_gpus()))
+        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and bool(self.driver.gpus))
         return self.needs_gpu or (self.config.model.device == "auto" and found)
+
+    @cached_property
+    def driver(self) -> machine.NvidiaDriver:
+        return machine.read_driver()
 
     @cached_property
     def python(self) -> job_python.JobPython:
@@ -85,15 +87,6 @@ class PlannedJob:
             raise Skip(f"the sizes of {self.config.model.path} are not known") from None
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
-        from tlt_hpc.models.tokenizer import load_tokenizer
-
-        try:
-            return load_tokenizer(self.model_folder)
-        except ValueError:
-            raise Skip(f"there is no tokenizer in {self.model_folder}") from None
-
-    @cached_property
     def plan(self) -> MemoryPlan:
         """The memory that the job takes."""
         from tlt_hpc.plan.memory.phases import plan_memory
@@ -103,16 +96,9 @@ class PlannedJob:
         return plan_memory(Situation(self.config, self.shape, self.num_ranks, self.ranks_per_node, device))
 
     @cached_property
-    def partitions(self) -> tuple[cluster.Partition, ...]:
+    def partitions(self) -> tuple[slurm.Partition, ...]:
         """The requested partitions; the job will run in one of them."""
         try:
-            return cluster.read_partitions(self.request.partition)
+            return slurm.read_partitions(self.request.partition)
         except UserError:  # the check of the partition says so
             raise Skip(f"nothing is known of partition {self.request.partition or '(the default)'}") from None
-
-    @cached_property
-    def slurm_settings(self) -> cluster.SlurmSettings:
-        try:
-            return cluster.read_settings()
-        except UserError:
-            raise Skip("nothing is known of this Slurm's settings") from None

@@ -29,7 +29,6 @@ class SlurmRequest:
     memory_mb: int = 0
     partition: str = ""
     account: str = ""
-    qos: str = ""
     seconds: float = 0.0
     srun_mpi: str = ""
     """Empty: what fits the MPI library."""
@@ -57,7 +56,6 @@ _OPTIONS = {
 _VARIABLES = {
     "SBATCH_PARTITION": "--partition",
     "SBATCH_ACCOUNT": "--account",
-    "SBATCH_QOS": "--qos",
     "SBATCH_TIMELIMIT": "--time",
     "SBATCH_CONSTRAINT": "--constraint",
     "SBATCH_GRES": "--gres",
@@ -108,7 +106,6 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
         memory_mb=_memory_per_node(asked, max(ranks, 1) * cpus, gpus),
         partition=asked["partition"],
         account=asked["account"],
-        qos=asked["qos"],
         seconds=seconds_of(asked["time"]),
         constraint=asked["constraint"],
         gpu_kind=_gpu_kind(asked),
@@ -154,7 +151,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
         *(("--mem",), ("--mem-per-cpu",), ("--mem-per-gpu",)),
         *(("--gpus-per-node",), ("--gres",), ("-G", "--gpus"), ("--gpus-per-task",)),
         *(("-C", "--constraint"),),
-        *(("-p", "--partition"), ("-t", "--time"), ("-A", "--account"), ("-q", "--qos"), ("--signal",)),
+        *(("-p", "--partition"), ("-t", "--time"), ("-A", "--account"), ("--signal",)),
     ):
         parser.add_argument(*names, default="")
     parser.add_argument("--requeue", dest="requeue", action="store_const", const=True)

@@ -28,16 +28,6 @@ class Finding:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """A finding with the name of its check."""
-
-    name: str
-    level: Level
-    found: str
-    remedy: str = ""
-
-
 class Skip(Exception):  # noqa: N818
     """A check cannot be made; the text says why."""
 
@@ -59,22 +49,21 @@ def worst(findings: Iterable[Finding]) -> Finding:
     return max(findings, key=lambda finding: [Level.OK, Level.WARNING, Level.FAILURE].index(finding.level))
 
 
-def judge(name: str, check: Callable[[], Finding]) -> CheckResult:
-    """Run a check; a user's mistake, a refusal by the system and a missing package become its result.
+def judge(check: Callable[[], Finding]) -> Finding:
+    """Run a check; a user's mistake, a refusal by the system and a missing package become its finding.
 
     A programmer's mistake still ends the command.
     """
     try:
-        finding = check()
+        return check()
     except Skip as reason:
-        finding = Finding(Level.SKIPPED, str(reason))
+        return Finding(Level.SKIPPED, str(reason))
     except ImportError as error:
-        finding = failure(f"cannot import what it needs: {_line(error)}", _NO_PACKAGE)
+        return failure(f"cannot import what it needs: {_line(error)}", _NO_PACKAGE)
     except ValueError as error:
-        finding = failure_of(error)
+        return failure_of(error)
     except OSError as error:
-        finding = failure(_line(error), _REMEDY_OF_ANY)
-    return CheckResult(name, finding.level, finding.found, finding.remedy)
+        return failure(_line(error), _REMEDY_OF_ANY)
 
 
 def failure_of(error: ValueError) -> Finding:

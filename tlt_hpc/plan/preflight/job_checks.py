@@ -1,18 +1,12 @@
-"""Whether what a job reads is here and complete: model, tokenizer, templates, data, rewards, drafter, trackers."""
+"""Checks of what a job reads, by the functions that a start of the run calls: model, data, rewards, drafter."""
 
 from __future__ import annotations
 
-from tlt_hpc.config import (
-    EMBEDDED_TASK,
-    ConfigError,
-    check_learns,
-    check_ranks,
-    check_resumable,
-)
+from tlt_hpc.config import EMBEDDED_TASK, ConfigError, check_learns, check_ranks, check_resumable
 from tlt_hpc.mpi.owner import find_at_work
 from tlt_hpc.plan.preflight.machine import size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
-from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
+from tlt_hpc.plan.preflight.results import Finding, failure, failure_of, ok, warning
 from tlt_hpc.storage.folder import RunFolder
 
 JUDGE_SECONDS = 60.0
@@ -35,7 +29,7 @@ def check_run(job: PlannedJob) -> Finding:
 
 
 def check_ranks_fit(job: PlannedJob) -> Finding:
-    """The samples and the replicas can be divided over the ranks."""
+    """The samples and the replicas can be divided over the ranks, one rank a GPU."""
     config, num_ranks = job.config, job.num_ranks
     check_learns(config)
     check_ranks(config, num_ranks)
@@ -51,9 +45,7 @@ def check_ranks_fit(job: PlannedJob) -> Finding:
             f"use --ranks-per-node={gpus}",
         )
     nodes = job.request.nodes
-    return ok(
-        f"{num_ranks} on one node" if nodes == 1 else f"{num_ranks}, {job.ranks_per_node} on each of {nodes} nodes"
-    )
+    return ok(f"{num_ranks}, {job.ranks_per_node} on each of {nodes} nodes" if nodes > 1 else f"{num_ranks} on a node")
 
 
 def check_model(job: PlannedJob) -> Finding:
@@ -74,65 +66,38 @@ def check_model(job: PlannedJob) -> Finding:
     check_shape(config, shape, job.num_ranks)
     files = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
     num_bytes = sum(path.stat().st_size for path in files)
-    return ok(f"{config.model.path}: {shape.family}, {shape.num_parameters / 1e6:,.1f} M parameters, {len(files)} "
-              f"file{'s' * (len(files) != 1)} of weights, {size(num_bytes)}")  # fmt: skip
+    return ok(f"{config.model.path}: {shape.family}, {shape.num_parameters / 1e6:,.1f} M parameters, "
+              f"{len(files)} file{'s' * (len(files) != 1)} of weights, {size(num_bytes)}")  # fmt: skip
 
 
-def check_tokenizer(job: PlannedJob) -> Finding:
-    """It exists, and has no token that the model does not have."""
-    from tlt_hpc.models.tokenizer import load_tokenizer
+def check_data(job: PlannedJob) -> Finding:
+    """Tokenizer and chat template can be read, and the first 10,000 rows drawn can be used."""
+    from tlt_hpc.data.prompts import open_prompts
+    from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
 
     tokenizer = load_tokenizer(job.model_folder)
+    prompts = open_prompts(job.config, tokenizer, read_chat_format(job.model_folder))
+    if prompts.warning:
+        return warning(prompts.warning, "see tlt data inspect")
     most = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     if most > job.shape.vocab_size:
         return warning(
             f"the tokenizer has {most} tokens and the model {job.shape.vocab_size}: it may be another model's",
             "take the model's own tokenizer.json",
         )
-    return ok(f"{most} tokens")
-
-
-def check_template(job: PlannedJob) -> Finding:
-    """The chat template compiles; prompts that need one and have none fail the check of the data."""
-    from tlt_hpc.data.chat import read_template
-    from tlt_hpc.models.tokenizer import read_chat_format
-
     if job.config.data.source == EMBEDDED_TASK:
-        return ok("none needed: the embedded task has no chats")
-    given = job.config.data.chat_template
-    if read_template(job.config.data, read_chat_format(job.model_folder)) is None:
-        return ok("none in the model folder; prompts that are lists of messages would need one")
-    return ok("the model folder's" if given == "auto" else given)
-
-
-def check_data(job: PlannedJob) -> Finding:
-    """The files exist and have the columns, and the first 10,000 rows drawn can be used."""
-    from tlt_hpc.data.prompts import open_prompts
-    from tlt_hpc.data.reader import PromptReader
-    from tlt_hpc.models.tokenizer import read_chat_format
-
-    data = job.config.data
-    if data.source == EMBEDDED_TASK:
-        open_prompts(job.config, job.tokenizer, read_chat_format(job.model_folder))
         return ok(f"{EMBEDDED_TASK}, generated during the run")
-    try:
-        tokenizer, chat = job.tokenizer, read_chat_format(job.model_folder)
-    except Skip as reason:  # what can be checked without one
-        rows = len(PromptReader(data.model_copy(update={"chat_template": "auto"}), job.config.run.seed, None))
-        raise Skip(f"{data.source_name} has {rows:,} rows, not checked against the model: {reason}") from None
-    prompts = open_prompts(job.config, tokenizer, chat)
-    rows = len(PromptReader(data, job.config.run.seed, tokenizer, chat))
-    found = f"{data.source_name}: {rows:,} rows, the first drawn can be used"
-    return warning(prompts.warning, "see tlt data inspect") if prompts.warning else ok(found)
+    return ok(f"{job.config.data.source_name}: the first rows drawn can be used")
 
 
 def check_evaluation(job: PlannedJob) -> Finding:
     """The data sets that are evaluated between steps, if there are any."""
     if not job.config.evaluation.every_steps:
         return ok("none between the steps")
+    from tlt_hpc.models.tokenizer import load_tokenizer
     from tlt_hpc.plan.inputs import open_checked_sets
 
-    open_checked_sets(job.config, job.model_folder, job.shape, job.tokenizer)
+    open_checked_sets(job.config, job.model_folder, job.shape, load_tokenizer(job.model_folder))
     return ok(f"every {job.config.evaluation.every_steps} steps; its data can be used")
 
 
@@ -142,15 +107,15 @@ def check_rewards(job: PlannedJob) -> Finding:
     from tlt_hpc.rewards.judge import needs_worker
 
     reward = job.config.reward
+    kinds = ", ".join(reward.kinds)
     if not any(needs_worker(kind, reward) for kind in reward.kinds):
-        return ok(f"{', '.join(reward.kinds)}; judged in the ranks")
+        return ok(f"{kinds}; judged in the ranks")
     client = RewardClient(reward)
     try:
         client.wait_until_ready(JUDGE_SECONDS)
     finally:
         client.close()
-    here = "; the sandbox works on this machine" if "code" in reward.kinds else ""
-    return ok(f"{', '.join(reward.kinds)}{f' {reward.function}' if reward.function else ''}: its server starts{here}")
+    return ok(f"{kinds}: the server starts{'; the sandbox works on this machine' if 'code' in reward.kinds else ''}")
 
 
 def check_drafter(job: PlannedJob) -> Finding:
