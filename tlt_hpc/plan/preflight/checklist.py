@@ -20,7 +20,7 @@ from rich.text import Text
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.common.words import count
 from tlt_hpc.config import ConfigError, find_problems
-from tlt_hpc.plan.preflight import fix, job_checks, mpi, slurm, system_checks
+from tlt_hpc.plan.preflight import fix, job_checks, mpi, slurm_checks, system_checks
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.request import make_request
 from tlt_hpc.plan.preflight.results import Finding, Level, failure_of, judge, ok
@@ -50,9 +50,9 @@ CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
 }
 """Checks by name, in the order of their lines."""
 SLURM_CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
-    **{name: partial(slurm.check_partition, name) for name in slurm.PARTITION_CHECKS},
-    "requeue": slurm.check_requeue,
-    "sbatch": slurm.check_acceptance,
+    **{name: partial(slurm_checks.check_partition, name) for name in slurm_checks.PARTITION_CHECKS},
+    "requeue": slurm_checks.check_requeue,
+    "sbatch": slurm_checks.check_acceptance,
 }
 
 Result = tuple[str, Finding]

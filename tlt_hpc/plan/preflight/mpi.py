@@ -15,7 +15,7 @@ from typing import Any
 
 from tlt_hpc.cluster.local import find_mpiexec, launch_environment
 from tlt_hpc.config import UserError
-from tlt_hpc.plan.preflight import slurm
+from tlt_hpc.plan.preflight import cluster
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ProgramOutput, ask
 from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
@@ -121,7 +121,7 @@ def _check_mpiexec(library: Library) -> Finding:
 
 
 def _check_srun(job: PlannedJob, library: Library) -> Finding:
-    asked, known = _srun_mpi(job, library), slurm.launch_types()
+    asked, known = _srun_mpi(job, library), cluster.launch_types()
     if asked not in known:
         fitting = [kind for kind in known if kind.startswith(library.fitting)] if library.fitting else known
         return failure(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.plan.preflight import job_python, machine, slurm
+from tlt_hpc.plan.preflight import cluster, job_python, machine
 from tlt_hpc.plan.preflight.request import SlurmRequest
 from tlt_hpc.plan.preflight.results import Skip
 
@@ -96,9 +96,9 @@ class PlannedJob:
         return plan_memory(Situation(self.config, self.shape, self.num_ranks, self.ranks_per_node, device))
 
     @cached_property
-    def partitions(self) -> tuple[slurm.Partition, ...]:
+    def partitions(self) -> tuple[cluster.Partition, ...]:
         """The requested partitions; the job will run in one of them."""
         try:
-            return slurm.read_partitions(self.request.partition)
+            return cluster.read_partitions(self.request.partition)
         except UserError:  # the check of the partition says so
             raise Skip(f"nothing is known of partition {self.request.partition or '(the default)'}") from None
