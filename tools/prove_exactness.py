@@ -5,11 +5,6 @@ preemption, chunked prefill, a draft vocabulary. None may differ.
 
     python tools/prove_exactness.py --tokens 1000000 --json exactness.json
     python tools/prove_exactness.py --tokens 200000 --device cuda   # a GPU's ways against the CPU's plain decoding
-
-With --errors it measures instead what the tie guard's SAFETY rests on: by how much an engine's logits, and the gaps
-between its two best scores, are off from float64, in units of what the guard's probe of four texts finds.
-
-    python tools/prove_exactness.py --errors jobs/tiny.toml --responses 1500
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +25,10 @@ from tlt_hpc.common.script import ending
 # isort: split
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from bench_shape import choose_device
 
 from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
-from tlt_hpc.config import EMBEDDED_MODEL, load_config
+from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.models.decoder import Decoder
@@ -42,22 +36,15 @@ from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.mpi.world import World
-from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.rollout.chooser import ChooserKind
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
-from tlt_hpc.rollout.guard import SAFETY, TieGuard
 from tlt_hpc.rollout.kv_cache import page_bytes
-from tlt_hpc.rollout.sampling import SamplingRule, choose
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, strategy_named
-from tlt_hpc.session import Session, calibration_requests, initial_serving_drafter, load_folder, open_session
-from tlt_hpc.studies.bench import requests_of
 
 NUM_TOKENS, MOST_TOKENS, MOST_PROMPT = 20, 512, 16
 CPU = torch.device("cpu")
-Floats = NDArray[np.float64]
 SHAPE = read_shape(embedded("tiny"))
 
 
@@ -177,92 +164,6 @@ def compare(wanted: list[Request], device: torch.device) -> dict[str, Any]:
     return report
 
 
-class Recorder(TieGuard):
-    """Calls every token doubtful, keeps what it was chosen from, and chooses as the engine without a guard does."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder, active=True)
-        self.logit_tolerance = float("inf")
-        self.seen: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        """By prefix: noise [V] and the engine's logits [V], one pair for every response that has it."""
-
-    def decide(
-        self, prefix: Tensor, noise: Tensor, fast_logits: Tensor, rule: SamplingRule, banned: Tensor | None
-    ) -> int:
-        self.seen.setdefault(tuple(prefix.tolist()), []).append((noise.clone(), fast_logits.clone()))
-        allowed = fast_logits if banned is None else fast_logits.index_fill(0, banned, -torch.inf)
-        return int(choose(allowed, noise, rule, 0.0).token)
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Of one response's tokens [T]: largest error of a logit, error of the gap of the two best, that gap itself."""
-
-    logit: Floats
-    gap: Floats
-    gaps: Floats
-
-
-def errors_of(rollout: Rollout, guard: Recorder, session: Session) -> Errors:
-    """What the engine's logits along a response were off by, at temperature 1."""
-    start = len(rollout.prompt_tokens)
-    text = np.concatenate([rollout.prompt_tokens, rollout.response_tokens]).tolist()
-    hidden, num_tokens = session.decoder.reference_hidden(torch.tensor(text)), session.settings().num_tokens
-    found = []
-    for place in range(start, len(text)):
-        noise, fast = guard.seen[tuple(text[:place])].pop()
-        exact = session.decoder.reference_head(hidden[place - 1 : place])[0]
-        off = fast.double() - exact
-        best = (exact[:num_tokens] + noise[:num_tokens].double()).topk(2)
-        first, second = best.indices.tolist()
-        gap = float(best.values[0] - best.values[1])
-        found.append((float(off.abs().max()), abs(float(off[first] - off[second])), gap))
-    return Errors(*np.array(found).T)
-
-
-def measure_errors(job: str, num_responses: int) -> None:
-    """Print how far the errors of later texts exceed probes of four, and what SAFETY makes of that."""
-    config, world = load_config(job, ["model.device=cpu", "model.dtype=float32"]), World.connect()
-    assets = read_assets_once(config, world.size, world.node_group)
-    session = open_session(config, world, assets)
-    load_folder(session)
-    drafter = initial_serving_drafter(session)
-    names = ("off", "ngram-4") if drafter is None else ("drafter-6", "drafter-4x2v8", "off")
-    strategies = tuple(OFF if name == "off" else strategy_named(name) for name in names)
-    engine = session.make_engine(replace(session.settings(), strategies=strategies), drafter)
-    engine.drafter_ready = drafter is not None
-    requests = requests_of(session, assets.prompts, 2_000_000, num_responses)
-    engine.calibrate(calibration_requests(requests))
-    engine._rounds.guard = guard = Recorder(session.decoder)
-    session.generate(engine, requests)
-    rollouts = engine.collect()
-    errors = [errors_of(rollout, guard, session) for rollout in rollouts]
-    probes = probes_of_four(rollouts, session.decoder)
-    gap = np.concatenate([each.gap for each in errors])
-    gaps = np.concatenate([each.gaps for each in errors])
-    density = float((gaps < 0.05).mean()) / 0.05
-    print(f"{len(gap)} tokens of {config.model.path}, of which {density:.3f} to a logit have a gap near 0")
-    for name, probe in (("middling", np.median(probes)), ("lowest", probes.min())):
-        largest = max(each.logit.max() for each in errors) / probe
-        wrong = density * np.maximum(gap - SAFETY * probe, 0).mean()
-        print(
-            f"after the {name} of {len(probes)} probes, {probe:.1e}: logits off by up to {largest:.1f} of it, gaps by "
-            f"{gap.max() / probe:.1f}; wrong tokens expected at SAFETY {SAFETY:g}: {wrong:.1e} a token"
-        )
-
-
-def probes_of_four(rollouts: list[Rollout], decoder: Decoder) -> Floats:
-    """Errors that the guard's probe finds on the four longest of 32 random texts, in each of 400 draws."""
-    found = []
-    for rollout in rollouts:
-        guard = TieGuard(decoder, active=True)
-        guard.probe([np.concatenate([rollout.prompt_tokens, rollout.response_tokens]).tolist()])
-        found.append((len(rollout.response_tokens), guard.logit_tolerance / SAFETY))
-    source = random.Random(0)
-    draws = (sorted(source.sample(found, min(32, len(found))))[-4:] for _ in range(400))
-    return np.array([max(error for _, error in draw) for draw in draws])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare")
@@ -270,22 +171,15 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the ways run; plain is the CPU's"
     )
-    parser.add_argument("--errors", metavar="JOB.toml", help="measure errors of a job's engine instead")
-    parser.add_argument("--responses", type=int, default=96, help="responses to measure errors on")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if min(arguments.tokens, arguments.responses) < 1:
-        parser.error("--tokens and --responses are 1 or more")
+    if arguments.tokens < 1:
+        parser.error("--tokens is 1 or more")
     try:
-        if arguments.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or fix the allocation")
-        device = torch.device(arguments.device)
-        GraphPool.checks_inputs = True
-        if arguments.errors is not None:
-            measure_errors(arguments.errors, arguments.responses)
-            return 0
+        device = choose_device(arguments.device)
     except ValueError as error:
         parser.error(str(error))
+    GraphPool.checks_inputs = True
     # a response has about 42 tokens
     wanted = requests(max(8, arguments.tokens // len(WAYS) // 42))
     report = compare(wanted, device)
