@@ -26,10 +26,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tlt_hpc.checkpoint import host_copy, host_room
+from tlt_hpc.checkpoint import host_buffer, host_room
 from tlt_hpc.checkpoint import manifest as manifest_module
 from tlt_hpc.checkpoint import save as save_module
-from tlt_hpc.checkpoint.host_copy import HostCopy
+from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import Checkpoint, CheckpointError
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.models.piece import Cut, Piece, deal
@@ -126,14 +126,13 @@ def test_what_was_saved_comes_back(store: Stores, folder: Path, size: int) -> No
             assert torch.equal(read, tensor) and read.dtype == tensor.dtype
     assert checkpoint.read("drafter", "fc").dtype == torch.bfloat16
     assert checkpoint.names("reference") == []
-
-
-def test_one_file_per_rank_and_part_in_safetensors(store: Stores, folder: Path) -> None:
-    save(store, 10)
-    expected = ["drafter-00000-of-00002", "policy-00000-of-00002", "policy-00001-of-00002"]
-    assert names_in(folder / "step-000010") == [f"{name}.safetensors" for name in expected] + ["state.json"]
-    with safe_open(folder / "step-000010" / "policy-00001-of-00002.safetensors", framework="pt") as file:
-        assert sorted(file.keys()) == ["layer1.bias", "layer1.weight"]
+    with pytest.raises(CheckpointError, match=r"no tensor 'other' in its part 'policy'.*choose another run.name"):
+        checkpoint.read("policy", "other")
+    with safe_open(folder / "step-000010" / f"policy-{size - 1:05d}-of-{size:05d}.safetensors", "pt") as file:
+        assert sorted(file.keys()) == [f"layer{size - 1}.bias", f"layer{size - 1}.weight"]
+    before = (folder / "step-000010" / "state.json").stat().st_mtime_ns
+    save(store, 10, size)
+    assert (folder / "step-000010" / "state.json").stat().st_mtime_ns == before, "in good order, so left as it is"
 
 
 def test_the_newest_are_kept(store: Stores, folder: Path) -> None:
@@ -141,26 +140,6 @@ def test_the_newest_are_kept(store: Stores, folder: Path) -> None:
         save(store, step)
     assert names_in(folder) == ["step-000010", "step-1000000"]
     assert newest(store).step == 1_000_000
-
-
-def test_no_folder_and_no_checkpoint_is_none(store: Stores, folder: Path) -> None:
-    assert store.newest() is None
-    folder.mkdir()
-    (folder / "notes.txt").write_text("not a checkpoint")
-    assert store.newest() is None
-
-
-def test_a_tensor_that_is_not_there_is_named(store: Stores) -> None:
-    save(store, 10)
-    with pytest.raises(CheckpointError, match=r"no tensor 'other' in its part 'policy'.*choose another run.name"):
-        newest(store).read("policy", "other")
-
-
-def test_a_step_in_good_order_is_left_as_it_is(store: Stores, folder: Path) -> None:
-    save(store, 10)
-    before = (folder / "step-000010" / "state.json").stat().st_mtime_ns
-    assert save(store, 10) == [folder / "step-000010"] * 2
-    assert (folder / "step-000010" / "state.json").stat().st_mtime_ns == before
 
 
 # --- killed runs and damage ---
@@ -208,17 +187,14 @@ def test_a_damaged_checkpoint_is_skipped_with_one_warning(
         assert newest(store).step == 4
     (warning,) = caplog.messages
     assert "step-000006" in warning and reason in warning and "\n" not in warning
-
-
-def test_a_checkpoint_of_another_program_is_skipped(
-    store: Stores, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(store, 4)
-    foreign = folder / "step-000005"
-    foreign.mkdir()
-    (foreign / "state.json").write_text('{"format": "theirs", "step": 5}')
-    assert newest(store).step == 4
-    assert len(caplog.messages) == 1 and "step-000005" in caplog.messages[0]
+    save(store, 5)
+    assert names_in(folder) == ["step-000004", "step-000005", "step-000006"], "it takes no place of a good one"
+    save(store, 6)
+    assert newest(store).step == 6, "it is replaced"
+    for step in (5, 6):
+        truncate(folder / f"step-{step:06d}" / "state.json")
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* remove them all to start afresh"):
+        store.newest()
 
 
 def test_a_renamed_checkpoint_is_skipped(store: Stores, folder: Path) -> None:
@@ -226,13 +202,6 @@ def test_a_renamed_checkpoint_is_skipped(store: Stores, folder: Path) -> None:
     save(store, 6)
     (folder / "step-000006").rename(folder / "step-000009")
     assert newest(store).step == 4
-
-
-def test_nothing_but_damaged_ones_is_an_error(store: Stores, folder: Path) -> None:
-    save(store, 4)
-    truncate(folder / "step-000004" / "state.json")
-    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* remove them all to start afresh"):
-        store.newest()
 
 
 def test_what_a_killed_run_left_is_removed_at_the_next_save(store: Stores, folder: Path) -> None:
@@ -244,23 +213,6 @@ def test_what_a_killed_run_left_is_removed_at_the_next_save(store: Stores, folde
     save(store, 6)
     assert names_in(folder) == ["step-000004", "step-000006"]
     assert newest(store).step == 6
-
-
-def test_a_damaged_checkpoint_of_the_same_step_is_replaced(store: Stores, folder: Path) -> None:
-    save(store, 4)
-    flip_last_byte(folder / "step-000004" / "policy-00000-of-00002.safetensors")
-    save(store, 4)
-    assert newest(store).step == 4
-    save(store, 5)
-    assert names_in(folder) == ["step-000004", "step-000005"]
-
-
-def test_a_later_damaged_checkpoint_takes_no_place_of_a_good_one(store: Stores, folder: Path) -> None:
-    for step in (4, 9):
-        save(store, step)
-    truncate(folder / "step-000009" / "state.json")
-    save(store, 5)
-    assert names_in(folder) == ["step-000004", "step-000005", "step-000009"]
 
 
 class Killed(BaseException):
@@ -308,21 +260,6 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(
     assert newest(store).step == 4
     save(store, 6)
     assert newest(store).step == 6 and names_in(folder) == ["step-000004", "step-000006"]
-
-
-def test_a_folder_that_cannot_be_made_fails_on_all(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    errors = save(Stores(tmp_path / "file" / "checkpoints", keep=1), 4)
-    assert all(isinstance(error, CheckpointError) and "rank 0" in str(error) for error in errors), errors
-
-
-def test_the_manifest_fails_on_all(store: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(save_module, "write_manifest", full_disk)
-    assert all("No space left" in str(error) for error in save(store, 4))
-    assert store.newest() is None
 
 
 # --- the digest of large files ---
@@ -438,19 +375,6 @@ def test_no_step_waits_for_the_drafters_own_saves(
     assert names_in(tmp_path) == ["step-000008"]
 
 
-def test_it_is_whole_before_the_main_threads_meet_again(store: Stores, folder: Path) -> None:
-    def begin(world: ThreadWorld) -> None:
-        store.of_rank[world.rank].begin(5, world, make_shards(world.rank, 5), STATE)
-        end = time.monotonic() + 60
-        while not (folder / "step-000005").exists():
-            assert time.monotonic() < end
-            time.sleep(0.005)
-        store.of_rank[world.rank].finish(world)
-
-    assert on_threads(3, begin) == [None] * 3
-    assert newest(store).step == 5
-
-
 def test_what_a_killed_run_has_listed_is_not_taken_for_ours(
     store: Stores, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,8 +426,8 @@ def test_a_save_needs_no_more_than_to_be_asked_once_a_step(store: Stores, monkey
 
 
 def test_memory_is_taken_once_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "CHUNK_BYTES", 64)
-    copy = HostCopy()
+    monkeypatch.setattr(host_buffer, "CHUNK_BYTES", 64)
+    copy = HostBuffer()
     copy.reserve(100, pinned=False)
     assert copy.num_bytes == 128
     for _ in range(3):
@@ -524,7 +448,7 @@ def test_no_room_for_the_copy_fails_on_all(store: Stores, monkeypatch: pytest.Mo
         taken["rank0"] += 1
         raise RuntimeError("not enough memory: you tried to allocate 16777216 bytes.\nStack")
 
-    monkeypatch.setattr(host_copy.torch, "empty", no_memory)
+    monkeypatch.setattr(host_buffer.torch, "empty", no_memory)
     store.of_rank[1] = CheckpointStore(store.folder, keep=2)  # one that has no memory yet
     errors = save(store, 6)
     assert all(isinstance(error, CheckpointError) for error in errors) and taken["rank0"] == 1
@@ -648,7 +572,7 @@ def test_a_node_that_is_too_small_for_its_ranks_is_named(store: Stores, monkeypa
     errors = on_threads(2, lambda world: reserve(world, 1))
     text = "node0 has 3.0 GB of host memory left, and to save a checkpoint its ranks copy 4.0 GB"
     assert all(isinstance(error, CheckpointError) and text in str(error) for error in errors), errors
-    monkeypatch.setattr(HostCopy, "reserve", lambda self, num_bytes, pinned: None)
+    monkeypatch.setattr(HostBuffer, "reserve", lambda self, num_bytes, pinned: None)
     assert on_threads(2, lambda world: reserve(world, 2)) == [None, None]
 
 
@@ -730,8 +654,7 @@ test_checkpoint.save_for_ever(world, folder)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("killed_rank", [0, 1])
-def test_kill_9_of_one_of_two_ranks_leaves_the_old_or_the_new_one(tmp_path: Path, killed_rank: int) -> None:
+def test_kill_9_of_one_of_two_ranks_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
     command = [launch_ranks.mpiexec(), "-n", "2", sys.executable, "-m", "mpi4py", str(script)]
@@ -739,8 +662,8 @@ def test_kill_9_of_one_of_two_ranks_leaves_the_old_or_the_new_one(tmp_path: Path
     process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
     try:
         wait_until_saving(tmp_path, process)
-        time.sleep(random.Random(killed_rank).uniform(0.05, 0.4))
-        os.kill(int((tmp_path / f"pid-{killed_rank}").read_text()), signal.SIGKILL)
+        time.sleep(random.Random(1).uniform(0.05, 0.4))
+        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
         assert process.wait(60) != 0
     finally:
         if process.poll() is None:

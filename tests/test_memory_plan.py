@@ -132,7 +132,7 @@ def test_a_replicas_rank_has_its_part_of_every_layer(form: str, dtype: str) -> N
 
 
 def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
-    from tlt_hpc.checkpoint.host_copy import CHUNK_BYTES
+    from tlt_hpc.checkpoint.host_buffer import CHUNK_BYTES
     from tlt_hpc.drafting import loss
     from tlt_hpc.models import documents, policy_model
     from tlt_hpc.plan.memory import phases, training

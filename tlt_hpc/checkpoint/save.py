@@ -15,21 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from tlt_hpc.checkpoint.manifest import (
     JSON,
     STATE_FILE,
     CheckpointError,
     File,
     FileList,
-    Stored,
     digest_of,
     open_checkpoint,
     write_manifest,
 )
-from tlt_hpc.checkpoint.shard_file import Copied, write_file
+from tlt_hpc.checkpoint.shard_file import Held, write_file
 from tlt_hpc.storage.folder import sync
 
 logger = logging.getLogger(__name__)
@@ -38,29 +34,6 @@ NAME = re.compile(r"step-(\d{6,})")
 PART = ".part"
 FIRST_PAUSE_SECONDS = 1e-3
 LONGEST_PAUSE_SECONDS = 0.25
-
-
-@dataclass(frozen=True)
-class Held:
-    """A copied piece. What is to be written of it is worked out on the thread: the step waits for the copy alone."""
-
-    part: str
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    dtype: torch.dtype
-    views: Sequence[Tensor]
-
-    @property
-    def stored(self) -> Stored:
-        return Stored(name=self.name, shape=list(self.shape), start=self.start, stop=self.stop)
-
-    @property
-    def copied(self) -> Copied:
-        stored = self.stored
-        shape = self.shape if stored.is_whole else (self.stop - self.start,)
-        return Copied(stored.key, self.dtype, shape, self.views)
 
 
 @dataclass(frozen=True)
@@ -100,7 +73,7 @@ class Save:
     def _write_part(self, part: str, held: Sequence[Held]) -> File:
         path = self.part / f"{part}-{self._suffix(self.rank)}.safetensors"
         try:
-            write_file(path, [each.copied for each in held])
+            write_file(path, held)
             tensors = sorted((each.stored for each in held), key=lambda stored: stored.name)
             return File(part=part, name=path.name, size=path.stat().st_size, digest=digest_of(path), tensors=tensors)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Writes a rank's copies of tensors as one safetensors file. Knows no checkpoint.
+"""Writes a rank's copies of tensors as one safetensors file.
 
 The format's own library wants whole tensors; these are in chunks, and each write lets other threads run meanwhile.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tlt_hpc.checkpoint.manifest import Stored
 from tlt_hpc.cluster.watch.beat import BEAT
 
 DTYPE_NAMES = {
@@ -30,46 +31,46 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Copied:
-    """A tensor of the file, its bytes in views of host memory."""
+class Held:
+    """A copied piece of a tensor of ``shape``: its elements ``start`` to ``stop``, in views of host memory."""
 
-    key: str
-    dtype: torch.dtype
+    part: str
+    name: str
     shape: tuple[int, ...]
+    start: int
+    stop: int
+    dtype: torch.dtype
     views: Sequence[Tensor]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(view.numel() for view in self.views)
+    def stored(self) -> Stored:
+        return Stored(name=self.name, shape=list(self.shape), start=self.start, stop=self.stop)
 
 
-def write_file(path: Path, tensors: Sequence[Copied]) -> None:
+def write_file(path: Path, pieces: Sequence[Held]) -> None:
     """Write a safetensors file and have it reach the disk.
 
     Raises:
         OSError: as the disk says.
     """
     # wider types first, as the library does: then all of them are aligned
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.key))
+    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.stored.key))
     with path.open("wb") as file:
         file.write(_header(ordered))
-        for tensor in ordered:
-            for view in tensor.views:
+        for piece in ordered:
+            for view in piece.views:
                 file.write(view.numpy().data)
                 BEAT.written += 1
         file.flush()
         os.fsync(file.fileno())
 
 
-def _header(tensors: Sequence[Copied]) -> bytes:
+def _header(pieces: Sequence[Held]) -> bytes:
     entries, offset = {}, 0
-    for tensor in tensors:
-        end = offset + tensor.num_bytes
-        entries[tensor.key] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": [offset, end],
-        }
+    for piece in pieces:
+        stored, end = piece.stored, offset + sum(view.numel() for view in piece.views)
+        shape = piece.shape if stored.is_whole else (piece.stop - piece.start,)
+        entries[stored.key] = {"dtype": DTYPE_NAMES[piece.dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +23,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tlt_hpc.checkpoint.background import Background
-from tlt_hpc.checkpoint.host_copy import HostCopy
+from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.host_room import check_room
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_checkpoint
-from tlt_hpc.checkpoint.save import Held, Save, clear_leftovers, found_in, part_of
+from tlt_hpc.checkpoint.save import Save, clear_leftovers, found_in, part_of
+from tlt_hpc.checkpoint.shard_file import Held
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.models.piece import Piece
 
@@ -50,6 +51,31 @@ class Report:
     failure: str = ""
 
 
+class _Task(threading.Thread):
+    """A call that begins when this is made. A daemon: a rank that raises must not wait for its disk at exit."""
+
+    def __init__(self, action: Callable[[], Report]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._action = action
+        self._report: Report | None = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._report = self._action()
+        except BaseException as error:  # noqa: BLE001 (whatever it is, ``result`` raises it)
+            self._error = error
+
+    def result(self) -> Report:
+        """Wait for the call; return what it returned, or raise what it raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+
 class CheckpointStore:
     """The checkpoints in ``folder``, of which the newest ``keep`` are kept."""
 
@@ -57,11 +83,11 @@ class CheckpointStore:
         assert keep >= 1, f"keep = {keep}"
         self._folder = folder
         self._keep = keep
-        self._copy = HostCopy()
+        self._copy = HostBuffer()
         self._is_clear = False
         self._is_abandoned = False
         self._save: Save | None = None
-        self._task: Background[Report] | None = None
+        self._task: _Task | None = None
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -98,13 +124,13 @@ class CheckpointStore:
         plain = json.loads(json.dumps(state, allow_nan=False))
         self._save = Save(self._folder, step, world.rank, world.size, self._keep, plain)
         action = self._take(shards, self._save)
-        self._task = Background(partial(_reported, f"rank {world.rank} on {world.hostname}", action))
+        self._task = _Task(partial(_reported, f"rank {world.rank} on {world.hostname}", action))
 
     def report(self) -> Report | None:
         """How far this rank is; None where nothing is being saved, on all ranks alike."""
         if self._task is None:
             return None
-        return self._task.result() if self._task.is_done else Report(is_done=False)
+        return Report(is_done=False) if self._task.is_alive() else self._task.result()
 
     def advance(self, reports: Sequence[Report | None]) -> None:
         """Take note of all ranks' ``report``: whether the save under way is over, or has failed.
@@ -128,7 +154,7 @@ class CheckpointStore:
         """
         with BEAT.asking():
             while self._task is not None:
-                self._task.wait(ASK_EVERY_SECONDS)
+                self._task.join(ASK_EVERY_SECONDS)
                 self.advance(world.allgather(self.report()))
 
     def abandon(self) -> None:
@@ -253,11 +279,11 @@ def _as_piece(tensor: Tensor | Piece) -> Piece:
     return tensor if isinstance(tensor, Piece) else Piece.whole(tensor)
 
 
-def _hold(part: str, name: str, piece: Piece, copy: HostCopy) -> Held:
+def _hold(part: str, name: str, piece: Piece, copy: HostBuffer) -> Held:
     return Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, copy.take(piece.values))
 
 
-def _write(copy: HostCopy, save: Save, held: Sequence[Held]) -> None:
+def _write(copy: HostBuffer, save: Save, held: Sequence[Held]) -> None:
     copy.wait()
     save.write(held)
 

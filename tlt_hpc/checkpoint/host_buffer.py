@@ -1,6 +1,6 @@
 """Host memory into which a rank copies its share of a checkpoint; kept, and written to again, from save to save.
 
-Knows neither names nor files. Memory is in chunks of 16 MiB, so that one budget fits any mixture of tensors, and
+Memory is in chunks of 16 MiB, so that one budget fits any mixture of tensors, and
 none is lost where torch rounds pinned memory up to powers of two.
 """
 
@@ -14,7 +14,7 @@ from tlt_hpc.checkpoint.manifest import CheckpointError
 CHUNK_BYTES = 2**24
 
 
-class HostCopy:
+class HostBuffer:
     """Copies of tensors, bytes in chunks; the memory grows to the most that was ever asked for, and stays."""
 
     def __init__(self) -> None:
