@@ -323,17 +323,6 @@ def writer_of_rows(path: Path, num_rows: int) -> FeatureCacheWriter:
     return open_writer(path, max_bytes=max_bytes)
 
 
-def test_this_step_and_the_last_have_half_of_the_bytes_each(tmp_path: Path) -> None:
-    cache, folder = FeatureCache(RunFolder(tmp_path), 0, 1, 2048, 4_000_000), RunFolder(tmp_path)
-    for step in range(4):
-        writer = cache.begin_step(step, 9)
-        assert folder.cache_steps() == [step - 1, step][-min(2, step + 1) :]
-        for length in range(50, 90):
-            writer.append(np.arange(length, dtype=np.int32), 1, np.ones((length - 1, 1, 2048), np.uint16))
-        cache.end_step()
-        assert 1_800_000 < folder.feature_cache(step, 0).stat().st_size <= 2_000_000
-
-
 def test_inherited_files_over_the_bytes_go(tmp_path: Path) -> None:
     for rank in range(4):
         run_step(open_cache(tmp_path, rank), 0)

@@ -93,27 +93,10 @@ def judged(rollout: Rollout) -> float:
     [
         ("return 1 / 0", (), "reward.function failed; fix it; for one, ZeroDivisionError: division by zero"),
         (
-            "return 1e308",
-            (),
-            "reward.function failed; fix it; for one, the function returned 1e+308, which is not within 1e+06 of 0",
-        ),
-        (
-            "import os; os._exit(3)",
-            (),
-            "the process that judged them ended; see whether reward.function crashes or calls os._exit; for one, its "
-            "process ended with status 3",
-        ),
-        (
             "import time; time.sleep(60)",
             ("reward.cpu_seconds=0.1", "reward.workers=16"),
             "judging them took 60 times reward.cpu_seconds; see what reward.function waits for or raise it; for one, "
             "no verdict in 6.0 s of the clock",
-        ),
-        (
-            "return len('x' * 2**40)",
-            (),
-            "judging them took more memory than reward.memory_mb; have reward.function use less or raise it; for one, "
-            "MemoryError",
         ),
         (
             "import os, signal; os.kill(os.getppid(), signal.SIGKILL); signal.pause()",
@@ -121,7 +104,7 @@ def judged(rollout: Rollout) -> float:
             "the server of rewards ended on them; see what it printed; for one, the server ended with status -9",
         ),
     ],
-    ids=["error", "absurd", "crash", "wall", "memory", "server"],
+    ids=["error", "wall", "server"],
 )
 def test_a_function_that_judges_no_response_ends_the_run(
     body: str, settings: tuple[str, ...], reason: str, tmp_path: Path

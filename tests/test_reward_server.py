@@ -31,12 +31,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         case "dict": return {"score": 0.25, "acc": True}
         case "arguments": return float([data_source, ground_truth, extra_info] == ["own", "truth", {"a": 1}])
         case "raise": raise KeyError("planted")
-        case "text": return "1.0"
         case "nan": return float("nan")
-        case "none": return None
-        case "list": return [1.0]
         case "key": return {"reward": 1.0}
         case "exit": sys.exit(3)
+        case "huge": return 1e308
         case "end": os._exit(3)
         case "segv": os.kill(os.getpid(), signal.SIGSEGV)
         case "spin":
@@ -111,12 +109,10 @@ def test_a_function_is_called_as_verl_calls_its(client: RewardClient) -> None:
     ("text", "failure", "detail"),
     [
         ("raise", Failure.ERROR, "KeyError: 'planted'"),
-        ("text", Failure.ERROR, "the function returned '1.0', which is no number"),
         ("nan", Failure.ERROR, "the function returned 'nan', which is no number"),
-        ("none", Failure.ERROR, "the function returned 'None', which is no number"),
-        ("list", Failure.ERROR, "the function returned '[1.0]', which is no number"),
         ("key", Failure.ERROR, "the function returned \"{'reward': 1.0}\", which is no number"),
         ("exit", Failure.ERROR, "SystemExit: 3"),
+        ("huge", Failure.ERROR, "the function returned 1e+308, which is not within 1e+06 of 0"),
         ("end", Failure.CRASH, "its process ended with status 3"),
         ("segv", Failure.CRASH, "its process was killed by SIGSEGV"),
         ("spin", Failure.CPU, "more than 1.0 s of CPU time"),
@@ -154,17 +150,6 @@ def group_members(server: int) -> list[int]:
         except ProcessLookupError:
             continue
     return found
-
-
-def test_a_worker_that_is_killed_is_a_crash(own: str) -> None:
-    client = client_of(own, workers=1)
-    numbers = [client.submit(Answer("function", "own", text, "")) for text in ("sleep", "ab")]
-    wait_until(lambda: bool(group_members(client.server_pid)))
-    os.kill(group_members(client.server_pid)[0], signal.SIGKILL)
-    verdicts = client.wait(numbers)
-    assert verdicts[numbers[0]] == Verdict.failed(Failure.CRASH, "its process was killed by SIGKILL")
-    assert verdicts[numbers[1]] == Verdict(2.0)
-    client.close()
 
 
 # --- the server ---
@@ -503,8 +488,6 @@ def template() -> Iterator[Template]:
         ("def f(a): return {a: 1.0}", {"inputs": [[5]], "outputs": [{"5": 1}], "fn_name": "f"}, 1.0),
         ("print('in')\ndef f(a):\n    print(a)\n    return a", {"inputs": [[5]], "outputs": [5], "fn_name": "f"}, 1.0),
         ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert math.isclose(len(f([])), 0)"], 1.0),
-        ("def f(a): return set(a)", ["assert f([1, 2, 2]) == {1, 2}", "assert f([1]) == {2}"], 0.0),
-        ("def f(*a, k=1): return a, k", ["x = f(1, k=2)\nassert x == ((1,), 2) and not f() is None"], 1.0),
         ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 2\n\ncheck(f)", 1.0),
         ("def f(a): return a + 1", "def check(candidate):\n    assert candidate(1) == 3\n\ncheck(f)", 0.0),
         ("print(1)", [{"input": "", "output": "1"}], 1.0),
@@ -515,11 +498,7 @@ def template() -> Iterator[Template]:
         ("import numpy", {"inputs": [""], "outputs": [""]}, 0.0),
         ("import io, sys\nsys.stdout = io.StringIO()\nprint('x')\nsys.__stdout__.write(sys.stdout.getvalue())",
          {"inputs": [""], "outputs": ["x"]}, 1.0),
-        ("if __name__ == '__main__':\n    print('main')\n    exit()", {"inputs": [""], "outputs": ["main"]}, 1.0),
-        ("import atexit\natexit.register(print, 'late')", {"inputs": [""], "outputs": ["late"]}, 1.0),
         ("print(1)\nraise ValueError", {"inputs": [""], "outputs": ["1"]}, 0.0),
-        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\nprint(P(1))",
-         {"inputs": [""], "outputs": ["P(x=1)"]}, 1.0),
         ("open('a.txt', 'w').write('1')\nprint(open('a.txt').read())", {"inputs": [""], "outputs": ["1"]}, 1.0),
         ("print({'a', 'b', 'c', 'd'} == set(list('abcd')), hash('a'))", {"inputs": ["", ""], "outputs": ["", ""]}, 0.0),
     ],
@@ -542,13 +521,9 @@ def test_cpu_time_is_counted_over_all_tests_of_an_answer(template: Template) -> 
     ("truth", "trouble"),
     [
         ('{"inputs": ["1"]}', UNEQUAL),
-        ('{"inputs": ["1"], "outputs": []}', UNEQUAL),
-        ('{"inputs": [], "outputs": []}', UNEQUAL),
         ('{"inputs": [1], "outputs": ["1"]}', "'1' is no text of standard input or output"),
         ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "'1' is no list of arguments"),
         ("[1]", "neither inputs and outputs nor a list of assertions"),
-        ("[]", "neither inputs and outputs nor a list of assertions"),
-        ("3", "neither inputs and outputs nor a list of assertions"),
         ("assert f(", "'assert f(' is no assertion: '(' was never closed"),
     ],
 )  # fmt: skip

@@ -1,9 +1,6 @@
 """The rollout log gives back exactly what was written, or says what is wrong with the file."""
 
-import os
 import random
-import signal
-import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from tlt_hpc.common.records import (
     RolloutTiming,
     SampleKey,
 )
-from tlt_hpc.storage.folder import RunFolder, part_of
+from tlt_hpc.storage.folder import part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import StepRecord, is_committed, read_spans, read_step, read_summary, write_step
 
@@ -185,35 +182,3 @@ def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(tmp_path: Path) -> Non
         except DamagedFile:
             num_noticed += 1
     assert num_noticed > 300
-
-
-def test_killed_at_random_moments_keeps_what_was_committed(tmp_path: Path) -> None:
-    folder, rng = RunFolder(tmp_path), random.Random(1)
-    first = 0
-    for _ in range(25):
-        first = kill_a_writer(folder, first, rng.uniform(0.0, 0.08))
-    for step in folder.rollout_steps():
-        for path in folder.rollout_logs(step):
-            assert same(read_step(path), make_record(5, step=step))
-    assert first > 25, "the children got nothing done before they were killed"
-
-
-def kill_a_writer(folder: RunFolder, first: int, after_seconds: float) -> int:
-    """Fork a child that writes steps from ``first``, kill it, and return the step after the last that it reported."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        for step in range(first, first + 1000):
-            write_step(folder.rollout_log(step, 1), make_record(5, step=step))
-            os.write(writer, b".")
-        os._exit(0)
-    os.close(writer)
-    os.read(reader, 1)  # the first step is on disk
-    time.sleep(after_seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(reader, "rb") as pipe:
-        num_reported = 1 + len(pipe.read())
-    for step in range(first, first + num_reported):
-        assert is_committed(folder.rollout_log(step, 1)), f"step {step} was reported and is lost"
-    return first + num_reported
