@@ -23,7 +23,7 @@ from tlt_hpc.models.rotary import HalvesRows
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import device_cache, noise
 from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width, chain_blocks, make_cache
-from tlt_hpc.rollout.kv_cache import HostPagedCache, page_bytes
+from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes, page_bytes
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.tree import tree
 
@@ -210,7 +210,7 @@ def test_no_pass_waits_for_the_device(monkeypatch):
         "paged_tree_attention",
         lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
     )
-    cache = make_cache(SHAPE, 12, 16, 3, 64, torch.float32, meta, attention="paged-kernel", num_features=1)
+    cache = make_cache(SHAPE, PoolSizes(12, 16, 3, 64, 1), torch.float32, meta, "paged-kernel")
     assert isinstance(cache, DevicePagedCache)
     layout = cache.layout([[0], [1], [2, 3]], 4)
 
@@ -292,7 +292,7 @@ def all_passes(models, through=lambda attend: attend, length=40):
     """
     target, drafter = models
     device = target.device
-    cache = DevicePagedCache(target.shape, 13, 16, 3, 64, target.dtype, device, num_features=1)
+    cache = DevicePagedCache(target.shape, PoolSizes(13, 16, 3, 64, 1), target.dtype, device)
     for row, table in enumerate(PAGES_OF_16):
         cache.set_table(row, table)
     layout, own = cache.layout(PAGES_OF_16, 13), cache.drafter_layer
@@ -383,7 +383,7 @@ def test_fused_layers_by_the_triton_programs(monkeypatch, fused_calls):
 def test_a_drafter_that_learns_is_not_fused(monkeypatch, fused_calls):
     lay_out_in_halves(monkeypatch)
     _, drafter = random_models("qwen2", torch.float32)
-    cache = DevicePagedCache(drafter.shape, 13, 16, 3, 64, torch.float32, CPU, num_features=1)
+    cache = DevicePagedCache(drafter.shape, PoolSizes(13, 16, 3, 64, 1), torch.float32, CPU)
     positions = torch.arange(4)
     attend = cache.attend(cache.layout([[0]], 1), torch.tensor([[0]]), positions.unsqueeze(0))
     inputs = draw(2, 4, drafter.shape.hidden_size)
@@ -417,7 +417,6 @@ ENGINES = {
     "chains": ([Strategy("drafter", 4), Strategy("ngram", 3)], {"max_live": 6}),
     "trees": ([Strategy("drafter", 4, 2, 9), Strategy("drafter", 3, 4, 7, 1.5)], {"max_live": 6}),
     "trees of more nodes than a mask has bits": ([Strategy("drafter", 9, 9, 70)], {"max_live": 8}),
-    "hybrids": ([Strategy("hybrid", 4, 2, 6), Strategy("hybrid", 3), OFF], {"max_live": 9}),
     "shared prompts": ([Strategy("drafter", 3, 2, 5), OFF], {"max_live": 12, "page_size": 4}),
     "preempted": ([Strategy("drafter", 3, 2, 5), OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 25}),
     "prefilled three at a time": ([Strategy("drafter", 3), OFF], {"max_live": 5, "prefill_tokens": 3}),
@@ -440,7 +439,7 @@ def test_an_engine_on_the_kernel_says_the_same(name, plain):
         wanted = torch.from_numpy(plain[rollout.key].log_probs)
         torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
     assert (engine.take_counts().num_preempted > 0) == (name == "preempted")
-    assert engine._residents.pool.num_used == 0
+    assert engine._scheduler.pool.num_used == 0
 
 
 def test_an_engine_of_fused_layers_says_the_same(plain, monkeypatch, fused_calls):
@@ -448,7 +447,7 @@ def test_an_engine_of_fused_layers_says_the_same(plain, monkeypatch, fused_calls
     decoder = Decoder(embedded_decoder().shape, torch.float32, CPU)
     decoder.load(folder_weights(embedded_folder()), 0)
     monkeypatch.setattr(tiny, "embedded_decoder", lambda: decoder)
-    strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 2, 5), Strategy("hybrid", 3), OFF]
+    strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 2, 5), OFF]
     options = {"max_live": 9, "page_size": 8, "prefill_tokens": 5}
     engine = full_engine(strategies, max_new_tokens=60, chooser="random", attention="paged-kernel", **options)
     assert texts(generate(engine, list(reversed(REQUESTS)))) == texts(plain.values())
@@ -469,7 +468,7 @@ def test_the_device_chooses_the_cache(monkeypatch):
     monkeypatch.setattr(device_cache, "DevicePagedCache", lambda *_, **__: made.append("kernel"))
     monkeypatch.setattr(device_cache, "HostPagedCache", lambda *_, **__: made.append("pages"))
     for device, kind in (("cpu", "auto"), ("cuda", "auto"), ("cuda", "pages"), ("cpu", "paged-kernel")):
-        make_cache(SHAPE, 2, 16, 1, 16, torch.float32, torch.device(device), attention=kind)
+        make_cache(SHAPE, PoolSizes(2, 16, 1, 16), torch.float32, torch.device(device), kind)
     assert made == ["pages", "kernel", "pages", "kernel"]
 
 

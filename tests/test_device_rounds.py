@@ -31,7 +31,6 @@ from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import embedded, folder_weights
 from tlt_hpc.models.sharding import Sharding
 from tlt_hpc.rollout import device_cache, graph_round
-from tlt_hpc.rollout.decisions import Recorder, ReplayChooser
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
@@ -46,7 +45,7 @@ from tlt_hpc.rollout.target_pass import TargetPass
 REQUESTS = gcd_requests(4, 4)
 PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, 1)
 CHAIN, TREE = Strategy("drafter", 4), Strategy("drafter", 4, 2, 9)
-NGRAM, HYBRID = Strategy("ngram", 3), Strategy("hybrid", 3, 2, 5)
+NGRAM = Strategy("ngram", 3)
 
 
 def device_engine(strategies, **options):
@@ -75,12 +74,11 @@ ENGINES = {
     "plain": ([OFF], {}),
     "chains": ([CHAIN], {"max_live": 6}),
     "trees": ([TREE, Strategy("drafter", 3, 4, 7, 1.5)], {"max_live": 6}),
-    "one of all kinds": ([CHAIN, TREE, NGRAM, HYBRID, OFF], {"max_live": 5}),
+    "one of all kinds": ([CHAIN, TREE, NGRAM, OFF], {"max_live": 5}),
     "a drafter that rests for long": ([CHAIN, OFF, OFF], {"max_live": 3, "seed": 5}),
     "shared prompts": ([TREE, OFF], {"max_live": 12, "page_size": 4}),
     "pages of four": ([CHAIN, Strategy("drafter", 8)], {"max_live": 6, "page_size": 4}),
     "preempted": ([TREE, OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 25}),
-    "a draft vocabulary": ([CHAIN, TREE], {"draft_token_ids": tuple(range(3, 15))}),
 }
 
 
@@ -103,49 +101,7 @@ def test_a_round_read_late_changes_nothing(name, is_trained, plain):
     assert counts.num_tokens == sum(len(rollout.response_tokens) for rollout in rollouts)
     assert counts.num_row_passes == sum(rollout.num_target_passes for rollout in rollouts)
     assert (counts.num_preempted > 0) == (name == "preempted")
-    assert engine._residents.pool.num_used == 0
-
-
-def test_speculation_saves_passes_there_too():
-    engine = device_engine([CHAIN])
-    engine.load_drafter(tiny_drafter_state())
-    rollouts = generate(engine, REQUESTS)
-    counts = engine.take_counts()
-    assert counts.num_tokens / counts.num_row_passes > 2.5
-    on_host = full_engine([CHAIN], max_new_tokens=60, chooser="random")
-    on_host.load_drafter(tiny_drafter_state())
-    assert [r.num_target_passes for r in rollouts] == [r.num_target_passes for r in generate(on_host, REQUESTS)]
-
-
-class Late(Recorder):
-    """Plain rounds first, then always the other strategy."""
-
-    def _pick(self, num_live, usable, backlog):
-        return OFF if self.num_rounds < 25 else self.strategies[0]
-
-
-@pytest.mark.parametrize("strategy", [CHAIN, TREE])
-def test_a_drafter_that_rested_reads_all_it_has_missed(strategy):
-    """What it has not read costs accept length, so passes tell. Alone in its row a response has the same rounds."""
-    request = max(REQUESTS, key=lambda r: len(texts(generate(make_engine(max_new_tokens=60), [r]))[r.key]))
-    passes = []
-    for attention in ("paged-kernel", "pages"):
-        engine = (
-            device_engine([strategy, OFF])
-            if attention == "paged-kernel"
-            else full_engine([strategy, OFF], max_new_tokens=60)
-        )
-        engine.load_drafter(tiny_drafter_state())
-        engine.chooser = Late([strategy, OFF])
-        engine.submit([request])
-        while engine.has_work:
-            engine.step()
-            for row, sequence in enumerate(engine._rows.responses):
-                assert sequence.num_read <= int(engine._learned.known[row])
-        (rollout,) = engine.collect()
-        passes.append((len(rollout.response_tokens), rollout.num_target_passes))
-    assert passes[0] == passes[1]
-    assert passes[0][0] > 45
+    assert engine._scheduler.pool.num_used == 0
 
 
 def tiny_drafter_state():
@@ -164,7 +120,6 @@ def test_requests_of_all_kinds_in_one_batch():
         {"temperature": 0.7, "top_k": 3},
         {"stop_strings": (shown,)},
         {"min_tokens": 20},
-        {"stop_token_ids": (5, 6, 7)},
         {"max_tokens": 1},
         {"max_tokens": 0},
     ]
@@ -174,7 +129,7 @@ def test_requests_of_all_kinds_in_one_batch():
     ]
     wanted = generate(base, mixed)
     assert {rollout.finish_reason for rollout in wanted} == set(FinishReason)
-    for strategies in ([OFF], [CHAIN, TREE, NGRAM, HYBRID, OFF]):
+    for strategies in ([OFF], [CHAIN, TREE, NGRAM, OFF]):
         engine = device_engine(strategies, max_live=4, detokenize=decode)
         overlaps = spy_on_overlaps(engine)
         got = generate(engine, mixed)
@@ -187,20 +142,12 @@ def test_requests_of_all_kinds_in_one_batch():
 def test_aborts_and_swaps_between_a_launch_and_its_reading(plain):
     engine = device_engine([CHAIN, TREE, OFF], max_live=6)
     engine.submit(REQUESTS)
-    gone = set()
     for turn in range(1, 4):
         for _ in range(4):
             engine.step()
         assert engine._rounds.num_under_way, "nothing to be disturbed"
-        response = engine._rows.responses[turn % engine._rows.num_live]
-        gone.add(response.request.key)
-        assert engine.abort([response.request.key]) == 1
         engine.load_drafter(untrained_drafter(turn).state_dict())
-    assert texts(generate(engine, [])) == {key: text for key, text in texts(plain.values()).items() if key not in gone}
-
-
-def test_an_abort_of_all_leaves_a_usable_engine(plain):
-    engine = device_engine([CHAIN])
+    assert texts(generate(engine, [])) == texts(plain.values())
     engine.submit(REQUESTS)
     engine.step()
     engine.step()
@@ -210,7 +157,7 @@ def test_an_abort_of_all_leaves_a_usable_engine(plain):
 
 
 def test_a_drafter_of_nan_is_rested_counted_and_harmless(plain):
-    for strategy in (CHAIN, TREE, HYBRID):
+    for strategy in (CHAIN, TREE):
         engine = device_engine([strategy, OFF])
         good = {name: tensor.clone() for name, tensor in engine.drafter.state_dict().items()}
         engine.load_drafter({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()})
@@ -222,7 +169,7 @@ def test_a_drafter_of_nan_is_rested_counted_and_harmless(plain):
         assert (counts.num_drafter_faults, counts.strategies[strategy.name][0] > 0) == (0, True)
 
 
-@pytest.mark.parametrize("strategies", [[OFF], [CHAIN], [TREE, HYBRID], [NGRAM]])
+@pytest.mark.parametrize("strategies", [[OFF], [CHAIN], [TREE], [NGRAM]])
 def test_the_guard_undoes_a_round_with_a_near_tie(strategies, plain):
     """A zone of doubt so wide that many tokens are in it: each must be what the canonical pass says."""
     engine = device_engine(strategies, tie_guard=True, max_live=6)
@@ -252,19 +199,8 @@ def test_the_guard_corrects_a_wrong_choice(plain, monkeypatch):
     assert texts(generate(guarded, REQUESTS)) == texts(plain.values())
 
 
-def test_a_recorded_rollout_can_be_played_again():
-    strategies = [CHAIN, TREE, NGRAM, OFF]
-    engine = device_engine(strategies, max_live=5)
-    generate(engine, REQUESTS)
-    recorded = engine.take_counts()
-    again = device_engine(strategies, max_live=5)
-    again.chooser = ReplayChooser(recorded.decisions, strategies)
-    generate(again, REQUESTS)
-    assert again.take_counts().strategies == recorded.strategies
-
-
 def test_graphs_are_few_and_shared(plain, caplog):
-    engine = device_engine([CHAIN, replace(CHAIN, sharpness=2.0), TREE, HYBRID, OFF], max_live=20)
+    engine = device_engine([CHAIN, replace(CHAIN, sharpness=2.0), TREE, OFF], max_live=20)
     rounds = engine._rounds
     assert isinstance(rounds, DeviceRounds)
     assert batch_buckets(20) == [1, 2, 4, 8, 16, 20]
@@ -274,25 +210,10 @@ def test_graphs_are_few_and_shared(plain, caplog):
         rounds.capture()
     assert "graphs captured in" in caplog.text
     num_graphs = len(rounds._graphs)
-    # drafts of four strategies; targets of widths 1 and 5 as chains, of 10 and 9 as trees
-    assert num_graphs == 6 * (4 + 4)
+    # drafts of three strategies; targets of widths 1 and 5 as chains, of 10 as a tree
+    assert num_graphs == 6 * (3 + 3)
     assert texts(generate(engine, REQUESTS)) == texts(plain.values())
     assert len(rounds._graphs) == num_graphs, "a graph was missing"
-    more = replace(REQUESTS[0], params=replace(engine.settings.params, stop_token_ids=(9, 10, 11, 12, EOS)))
-    generate(engine, [more])
-    assert len(rounds._graphs) < num_graphs, "the old graphs read the end tokens of before"
-
-
-def test_graphs_captured_ahead_serve_models_of_two_end_tokens(plain):
-    ends = {"eos_token_ids": (EOS, 18)}
-    engine = device_engine([CHAIN, OFF], **ends)
-    engine._rounds.capture()
-    graphs, num_captured = engine._rounds._graphs._graphs, engine._rounds._graphs.num_captured
-    got = texts(generate(engine, REQUESTS))
-    assert got == texts(generate(make_engine(max_new_tokens=60, **ends), REQUESTS))
-    assert got != texts(plain.values()), "the second end token never came"
-    assert engine._rounds._graphs._graphs is graphs
-    assert engine._rounds._graphs.num_captured == num_captured
 
 
 def addresses(holder, seen):
@@ -336,7 +257,6 @@ def engine_of_a_replica(size, form):
         chooser="random",
         page_size=8,
         attention="paged-kernel",
-        draft_token_ids=tuple(range(3, 15)) if form == "eagle" else None,
     )
     engine = RolloutEngine(decoder, settings, drafter)
     engine.load_policy(folder_weights(embedded_folder()), 0)
@@ -377,7 +297,7 @@ def test_features_are_those_of_the_host():
         engine.load_drafter(tiny_drafter_state())
         engine.feature_sink = kept = KeptFeatures()
         generate(engine, REQUESTS)
-        assert not engine._leaving
+        assert not engine._outbox
         whole = {text: torch.from_numpy(features.view(np.int16)) for text, (_, features) in kept.whole.items()}
         taken.append({text: features.view(torch.bfloat16) for text, features in whole.items()})
     assert taken[0].keys() == taken[1].keys()
@@ -396,17 +316,16 @@ def test_trees_learn_their_chances_and_broken_drafters_teach_nothing():
     assert float(visits.sum()) > 50
 
 
-def test_a_cost_profile_times_the_graphs_and_leaves_no_trace(plain, tmp_path, monkeypatch):
-    monkeypatch.setenv("TLT_CACHE", str(tmp_path))
+def test_a_cost_profile_times_the_graphs_and_leaves_no_trace(plain):
     engine = device_engine([OFF, CHAIN, TREE, NGRAM], max_live=6, chooser="goodput")
-    captured = engine._rounds._graphs.num_captured
+    captured = len(engine._rounds._graphs)
     engine.profile(REQUESTS[:2], 0.5)
-    assert engine._rounds._graphs.num_captured > captured
-    assert engine._residents.pool.num_used == 0
+    assert len(engine._rounds._graphs) > captured
+    assert engine._scheduler.pool.num_used == 0
     assert texts(generate(engine, REQUESTS)) == texts(plain.values())
     truncated = device_engine([OFF, CHAIN], rule=SamplingRule(1.0, NUM_TOKENS, top_p=0.9), max_live=6)
     truncated.profile(REQUESTS[:2], 0.3)
-    assert truncated._rounds._graphs.num_captured == 0, "graphs that such an engine never replays"
+    assert len(truncated._rounds._graphs) == 0, "graphs that such an engine never replays"
 
 
 def test_choosers_are_told_of_the_rows_that_took_part(monkeypatch):
@@ -416,10 +335,10 @@ def test_choosers_are_told_of_the_rows_that_took_part(monkeypatch):
     launched, launch = [], engine._rounds.launch
 
     def spied(strategy, prepared, follows):
-        before = engine._rounds._graphs.num_captured
+        before = len(engine._rounds._graphs)
         launched.append((strategy, engine._rows.num_live))
         launch(strategy, prepared, follows)
-        launched[-1] += (engine._rounds._graphs.num_captured > before,)
+        launched[-1] += (len(engine._rounds._graphs) > before,)
 
     monkeypatch.setattr(engine._rounds, "launch", spied)
     generate(engine, REQUESTS)
@@ -506,14 +425,14 @@ def test_sequences_come_and_go_without_a_wait(plain, monkeypatch):
     counts = {"_give_row": 0, "remove": 0, "reserve": 0}
 
     def watch(name):
-        act = getattr(engine._residents, name)
+        act = getattr(engine._scheduler, name)
 
         def watched(*arguments):
             counts[name] += 1
             with NoWait():
                 return act(*arguments)
 
-        monkeypatch.setattr(engine._residents, name, watched)
+        monkeypatch.setattr(engine._scheduler, name, watched)
 
     for name in counts:
         watch(name)

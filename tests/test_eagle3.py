@@ -60,11 +60,11 @@ def plain():
     return texts(generate(make_engine(max_new_tokens=60), REQUESTS))
 
 
-CHAIN, TREE, HYBRID = Strategy("drafter", 4), Strategy("drafter", 3, 3, 7), Strategy("hybrid", 3, 2, 6)
+CHAIN, TREE = Strategy("drafter", 4), Strategy("drafter", 3, 3, 7)
 
 
 @pytest.mark.parametrize("attention", ["pages", "paged-kernel"])
-@pytest.mark.parametrize("strategies", [[CHAIN], [TREE, OFF], [CHAIN, HYBRID, OFF]], ids=["chain", "tree", "mixed"])
+@pytest.mark.parametrize("strategies", [[CHAIN], [TREE, OFF], [CHAIN, TREE, OFF]], ids=["chain", "tree", "mixed"])
 def test_the_text_is_that_of_plain_decoding(strategies, attention, plain):
     engine = engine_of(strategies, attention=attention, chooser="random", max_live=6, page_size=8)
     assert texts(generate(engine, REQUESTS)) == plain
@@ -111,7 +111,6 @@ def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
 @pytest.mark.parametrize(
     ("ids", "options", "words"),
     [
-        (IDS, {"draft_token_ids": (1, 2)}, "has a vocabulary of its own"),
         (torch.tensor([1, 2]), {}, "fewer ids than a strategy's branching of 3"),
         (torch.tensor([1, 2, 3, NUM_TOKENS]), {}, f"drafts token {NUM_TOKENS}, and the vocabulary has ids 0 to 19"),
     ],

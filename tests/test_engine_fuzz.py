@@ -23,7 +23,6 @@ STRATEGIES = (
     Strategy("drafter", 4),
     Strategy("drafter", 3, 2, 5),
     Strategy("drafter", 2, 6, 9, 1.7),
-    Strategy("hybrid", 3, 2, 4),
 )
 LONGEST = 40
 
@@ -37,11 +36,9 @@ def random_params(source):
         top_p=source.choice([1.0, 1.0, 0.9, 0.3, 1e-6]),
         min_p=source.choice([0.0, 0.0, 0.05, 0.9]),
         min_tokens=source.choice([0, 0, source.randint(0, most)]),
-        stop_token_ids=tuple(source.sample(range(NUM_TOKENS), source.choice([0, 0, 1, 3]))),
         stop_strings=tuple(source.sample(["1", "12", ",", "8;", "think", "}", "zz", "</think>\\boxed"], k=1))
         if source.random() < 0.2
         else (),
-        priority=source.choice([0, 0, 0, -1, 5]),
     )
 
 
@@ -70,6 +67,7 @@ def random_engine(source):
         kv_bytes=(pages + 1) * page_bytes(embedded_decoder().shape, size, torch.float32, 1),
         prefill_tokens=source.choice([2, 16, 4096]),
         detokenize=embedded_tokenizer().decode,
+        eos_token_ids=(EOS, *source.sample(range(2, NUM_TOKENS), source.choice([0, 0, 1, 3]))),
     )
     engine.drafter_ready = True
     return engine, pages
@@ -80,9 +78,9 @@ def num_pages_held(engine):
     return (cache._keys if isinstance(cache, DevicePagedCache) else cache._pool).shape[1]
 
 
-def check(rollout, request, text):
+def check(engine, rollout, request, text):
     params, tokens = request.params, rollout.response_tokens.tolist()
-    ends = {EOS, *params.stop_token_ids}
+    ends = set(engine.settings.eos_token_ids)
     assert len(tokens) <= params.max_tokens
     assert len(rollout.log_probs) == len(tokens)
     assert np.all(rollout.log_probs <= 1e-5)
@@ -105,7 +103,7 @@ def throw(num_requests, seed):
     source = random.Random(seed)
     prompts = [request.prompt_tokens for request in gcd_requests(12, 1, seed=seed)]
     engine, pages = random_engine(source)
-    pool, text = engine._residents.pool, embedded_tokenizer().decode
+    pool, text = engine._scheduler.pool, embedded_tokenizer().decode
     waiting, done, number = {}, 0, 0
     while number < num_requests or engine.has_work:
         if number < num_requests and (source.random() < 0.3 or not engine.has_work):
@@ -117,12 +115,11 @@ def throw(num_requests, seed):
         assert pool.num_used <= pages
         assert num_pages_held(engine) == pages + 1, "the pool never grows"
         if waiting and source.random() < 0.02:
-            key = source.choice(list(waiting))
-            if engine.abort([key]):
-                del waiting[key]
-                done += 1
+            done += engine.abort()
+            finished = {rollout.key for rollout in engine.finished}
+            waiting = {key: request for key, request in waiting.items() if key in finished}
         for rollout in engine.collect():
-            check(rollout, waiting.pop(rollout.key), text)
+            check(engine, rollout, waiting.pop(rollout.key), text)
             done += 1
     assert (pool.num_used, waiting, done) == (0, {}, number)
 

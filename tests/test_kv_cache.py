@@ -8,7 +8,7 @@ from tiny import CPU
 
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout.device_cache import DevicePagedCache
-from tlt_hpc.rollout.kv_cache import HostPagedCache, page_bytes
+from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes, page_bytes
 from tlt_hpc.rollout.tree import tree
 
 SHAPE = shape_from(
@@ -51,7 +51,7 @@ def pools(cache):
 
 def filled(kind, tables, dense, size, num_pages):
     """A cache that holds the dense rows in pages ``tables``, written in a pass of its own for each row."""
-    cache = kind(SHAPE, num_pages, size, len(tables), num_pages * size, torch.float32, CPU)
+    cache = kind(SHAPE, PoolSizes(num_pages, size, len(tables), num_pages * size), torch.float32, CPU)
     for row, table in enumerate(tables):
         cache.set_table(row, table)
         length = len(dense.kv[row])
@@ -176,7 +176,7 @@ def test_copied_pages_and_moved_slots_hold_what_they_held(kind):
 
 @both
 def test_bytes_of_a_page(kind):
-    cache = kind(SHAPE, 7, 16, 2, 64, torch.float32, CPU, num_features=1)
+    cache = kind(SHAPE, PoolSizes(7, 16, 2, 64, 1), torch.float32, CPU)
     held = sum(pool.nbytes for pool in pools(cache)) + cache.features.nbytes
     assert held == 8 * page_bytes(SHAPE, 16, torch.float32, 1)
     assert page_bytes(SHAPE, 16, torch.bfloat16, 0) == 16 * 2 * 2 * 2 * G * D

@@ -69,7 +69,7 @@ def drafters():
 
 
 CASES = [
-    *((name, strategy) for name in dict(drafters()) for strategy in ("drafter-2", "drafter-2x3v6", "hybrid-2x2v4")),
+    *((name, strategy) for name in dict(drafters()) for strategy in ("drafter-2", "drafter-2x3v6", "drafter-2x2v4")),
     ("random", "ngram-2"),
     ("random", "off"),
     ("random", "drafter-2x8v20a3"),

@@ -19,7 +19,7 @@ from tlt_hpc.storage.feature_cache import FeatureCache, FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
 
 REQUESTS = gcd_requests(5, 4, step=3)
-STRATEGIES = parse("ngram-3", "drafter-3", "drafter-4x2v6", "hybrid-3x2v5")
+STRATEGIES = parse("ngram-3", "drafter-3", "drafter-4x2v6", "drafter-3x2v5")
 WAYS = {
     "whole groups": (full_engine, {}, slice(0, 12)),
     "single samples": (full_engine, {}, slice(0, None, 2)),

@@ -21,7 +21,7 @@ from launch_ranks import OWN, forked, mpiexec, tlt
 from whole_run import SMALL
 
 from tlt_hpc.checkpoint.store import CheckpointStore
-from tlt_hpc.rollout.cost_profile import read_profile
+from tlt_hpc.rollout.costs import read_profile
 from tlt_hpc.rollout.strategy import OFF, strategy_named
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step

@@ -10,7 +10,7 @@ import pytest
 from tlt_hpc.config import ConfigError, DrafterSection, load_config
 from tlt_hpc.drafting.schedule import BLIND_STEPS, JUDGED_DEPTH, PATIENCE, DraftCounts, decide, judge
 from tlt_hpc.plan.shape_checks import check_strategies
-from tlt_hpc.rollout.tally import DraftTally
+from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout_loop import past_drafts
 from tlt_hpc.storage.folder import RunFolder
 

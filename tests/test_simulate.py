@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cost_profile import KEY
+from test_costs import KEY, write_profile
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
@@ -27,7 +27,7 @@ from tlt_hpc.plan.simulate.profile import read_costs
 from tlt_hpc.plan.simulate.recorded import costs_by_strategy, fit_line, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, simulate, walk
 from tlt_hpc.plan.simulate.validate import validate
-from tlt_hpc.rollout.cost_profile import CostGrid, CostProfile, write_profile
+from tlt_hpc.rollout.costs import CostGrid, CostProfile
 from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
@@ -519,8 +519,8 @@ def test_chances_of_a_run_with_another_machine_s_profile(capsys: pytest.CaptureF
     """Two tokens a round of depth 4: 1 + p + p^2 + p^3 + p^4 = 2."""
     folder = write_run(tmp_path / "run", lambda number, live: number % 9 == 0)
     tree = simulated(capsys, "--from", str(folder), "--profile", str(write_cost_profile(tmp_path / "profile.json")),
-                     "--nodes", "1", "--steps", "2", 'speculation.strategies=["ngram-4","hybrid-4x2v8"]')  # fmt: skip
-    assert "chance: ngram 0.50 (assumed), hybrid 0.52 (measured)" in " ".join(tree["origin"])
+                     "--nodes", "1", "--steps", "2", 'speculation.strategies=["ngram-4","drafter-4x2v8"]')  # fmt: skip
+    assert "chance: ngram 0.50 (assumed), drafter 0.52 (measured)" in " ".join(tree["origin"])
     assert "the run's own" in " ".join(tree["origin"])
     assert tree["rows"][0]["step_seconds"] == tree["rows"][0]["rollout_seconds"]
 

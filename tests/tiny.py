@@ -20,9 +20,10 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.rollout.decisions import Agree
+from tlt_hpc.rollout.costs import Agree
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.rollout.kv_cache import PoolSizes
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
@@ -67,7 +68,6 @@ def make_engine(
     max_new_tokens: int = 160,
     drafter: Drafter | None = None,
     tie_guard: bool = True,
-    epsilon: float = 0.3,
     seed: int = 0,
     page_size: int = 128,
     kv_bytes: int = 0,
@@ -84,7 +84,6 @@ def make_engine(
         max_prompt_tokens=16,
         tie_guard=tie_guard,
         strategies=tuple(strategies),
-        epsilon=epsilon,
         seed=seed,
         page_size=page_size,
         kv_bytes=kv_bytes,
@@ -112,7 +111,8 @@ def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Call
     size = 64
     each = -(-num_positions // size)
     tables = [list(range(row * each, (row + 1) * each)) for row in range(num_rows)]
-    cache = make_cache(decoder.part, num_rows * each, size, num_rows, num_positions, decoder.dtype, CPU)
+    sizes = PoolSizes(num_rows * each, size, num_rows, num_positions)
+    cache = make_cache(decoder.part, sizes, decoder.dtype, CPU)
     for row, table in enumerate(tables):
         cache.set_table(row, table)
     layout = cache.layout(tables, num_rows * each)

@@ -483,12 +483,9 @@ def calibrate(
     engine: RolloutEngine,
     requests: list[Request],
     profile_seconds: float,
-    node: NodeGroup,
     say: Callable[[str], None] = lambda words: None,
 ) -> None:
     """Measure near-ties, and the cost of rounds where there is a choice, on responses that are discarded.
-
-    Collective over the node.
 
     Args:
         profile_seconds: what measuring the costs may take at most; 0: they are not measured.
@@ -498,7 +495,7 @@ def calibrate(
     engine.calibrate(requests)
     if len(engine.settings.strategies) > 1 and profile_seconds:
         say("measuring what rounds cost")
-        engine.profile(requests, profile_seconds, node)
+        engine.profile(requests, profile_seconds)
 
 
 def engine_settings(config: Config, assets: ModelAssets, world: World) -> EngineSettings:

@@ -337,7 +337,7 @@ def make_record(
     """What this rank's log keeps of a step."""
     counts = job.engine.take_counts()
     if job.replica.index > 0:
-        counts = counts.told_by_another()
+        counts = counts.without_shared_counts()
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
     names = tuple(counts.strategies)
     kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]

@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -36,7 +36,6 @@ from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import embedded, end_token_ids, folder_weights, load_tokenizer
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.rollout.chooser import ChooserKind
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import page_bytes
@@ -59,26 +58,19 @@ class Way:
     page_size: int = 128
     num_pages: int = 0
     prefill_tokens: int = 4096
-    chooser: ChooserKind = "goodput"
-    draft_token_ids: tuple[int, ...] | None = None
+    chooser: Literal["goodput", "random"] = "goodput"
     attention: AttentionKind = "auto"
 
 
-MIXED = ("off", "ngram-3", "drafter-2", "drafter-6", "drafter-4x2v8", "drafter-3x5v12a1.5", "hybrid-4x2v6")
+MIXED = ("off", "ngram-3", "drafter-2", "drafter-6", "drafter-4x2v8", "drafter-3x5v12a1.5")
 WAYS = (
     Way("one row at a time", max_live=1),
     Way("plain, 128 rows, reversed", max_live=128, order="reversed"),
     Way("chains of 6", ("drafter-6",), 64),
     Way("trees", ("drafter-5x3v12",), 16, "shuffled"),
-    Way("hybrid trees, small pages", ("hybrid-4x2v8", "ngram-4"), 48, "shuffled", 8, chooser="random"),
+    Way("trees and n-grams, small pages", ("drafter-4x2v8", "ngram-4"), 48, "shuffled", 8, chooser="random"),
     Way("all strategies, switched at random", MIXED, 24, "shuffled", 32, chooser="random"),
     Way("preempted, chunked prefill", MIXED, 64, "shuffled", 16, 60, 24, chooser="random"),
-    Way(
-        "a draft vocabulary of seven",
-        ("drafter-4", "drafter-4x2v8"),
-        chooser="random",
-        draft_token_ids=(1, 2, 3, 5, 8, 13, 19),
-    ),
     Way("a GPU's rounds, run on the CPU", MIXED, 64, "shuffled", 32, chooser="random", attention="paged-kernel"),
 )
 
@@ -109,7 +101,6 @@ def make_engine(way: Way, device: torch.device) -> RolloutEngine:
         prefill_tokens=way.prefill_tokens,
         strategies=tuple(OFF if name == "off" else strategy_named(name) for name in way.strategies),
         chooser=way.chooser,
-        draft_token_ids=way.draft_token_ids,
         attention=way.attention,
     )
     engine = RolloutEngine(decoder, settings, drafter)

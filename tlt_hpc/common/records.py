@@ -67,9 +67,8 @@ class ChatFormat:
 class SamplingParams:
     """How one response is sampled and where it ends.
 
-    Temperature 0 is argmax; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. End tokens are the engine's, and
-    ``stop_token_ids`` beside them; none of either is sampled before ``min_tokens`` are out. Requests of higher
-    ``priority`` are admitted first and preempted last.
+    Temperature 0 is argmax; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. End tokens are the engine's;
+    none is sampled before the response has ``min_tokens``.
     """
 
     max_tokens: int
@@ -78,9 +77,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    priority: int = 0
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
             engine = make_engine(session, sets, checkpoint)
             some = wanted[:: max(1, len(wanted) // CALIBRATION_RESPONSES)]
             requests = calibration_requests([each.requests[-1] for each in some])
-            calibrate(engine, requests, config.speculation.profile_seconds, world.node_group)
+            calibrate(engine, requests, config.speculation.profile_seconds)
             start = time.perf_counter()
             if not answer(session, engine, bench, wanted, folder, done, reporter.answering):
                 left = world.once(lambda: len(missing_of(wanted, folder.read())))

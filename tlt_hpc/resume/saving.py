@@ -19,7 +19,7 @@ from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.resume.replay import Replayed, replay
 from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.rollout.cost_profile import to_json
+from tlt_hpc.rollout.costs import to_json
 from tlt_hpc.session import DRAFTER_FILE, Drafting, Job, calibrate, calibration_requests
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.step_lines import drop_lines
@@ -201,7 +201,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     own = job.shard(StepDraws(job.config, job.prompts, step).requests())
     some = calibration_requests(own[:: job.config.rollout.group_size])
     profile_seconds = job.config.speculation.profile_seconds
-    calibrate(job.engine, some, profile_seconds, job.world.node_group, job.world.say)
+    calibrate(job.engine, some, profile_seconds, job.world.say)
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step

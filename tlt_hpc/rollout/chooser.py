@@ -1,284 +1,342 @@
-"""Chooses how each round is decoded, from what earlier rounds gave. Knows neither model nor drafter.
+"""Chooses how each round is decoded: the strategy with the most expected tokens per expected second.
 
-Two choosers behind one protocol. ``GoodputChooser`` divides expected tokens (counts of accepted drafts, learned
-whatever the batch) by expected seconds (a cost profile, corrected by what rounds of this batch size took).
-``BanditChooser`` is BEG-MAB (arXiv 2511.16665): medians of tokens per second by bucket of batch sizes. Both bound what
-trials may cost: but for one cheap first round each, the seconds lost to them stay under a share of the seconds spent.
-A choice is a pure function of the seed and of what was observed, so ranks that are fed the same observations agree.
+Expected tokens come from counts of accepted drafts, learned over all batch sizes; expected seconds from ``costs``.
+Other strategies are tried now and then, and what such trials may cost is bounded: apart from one cheap first round per
+strategy, the seconds lost to them stay below a share of the seconds spent. A choice is a pure function of the seed and
+of what was observed, so ranks that observe the same make the same choice.
 """
 
 from __future__ import annotations
 
 import random
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from tlt_hpc.rollout.decisions import Chooser, RandomChooser, Recorder
-from tlt_hpc.rollout.estimates import Acceptance, CostPrior, Costs, TrialBudget
-from tlt_hpc.rollout.strategy import OFF, Strategy
+import numpy as np
+from numpy.typing import NDArray
 
+from tlt_hpc.rollout.costs import Agree, CostPrior, RoundCosts, own
+from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
+
+EPSILON = 0.05
+"""Share of the rounds that may be trials."""
+TRIAL_SHARE = 0.02
+"""Largest share of the seconds spent that may be lost to trials."""
+WINDOW = 128
+"""Rounds over which counts of accepted drafts fade."""
 _FREE_CATCH_UP = 4.0
 """Rounds of a strategy that its drafter may need to read what it missed, for a first trial without budget."""
 
-ChooserKind = Literal["goodput", "bandit", "random"]
+
+# -- accepted drafts --------------------------------------------------------------------------------------------------
 
 
-def make_chooser(
-    kind: ChooserKind,
-    strategies: Sequence[Strategy],
-    *,
-    epsilon: float,
-    window: int,
-    seed: int,
-    costs: CostPrior | None = None,
-    trial_share: float = 0.02,
-) -> Chooser:
-    """The chooser that a setting names; "random" tries everything alike, for tests of exactness.
+@dataclass
+class DraftTally:
+    """How often drafts were reached and accepted, by position.
 
-    ``epsilon``: share of the rounds that may be trials; ``window``: rounds that acceptance is remembered for;
-    ``trial_share``: most of the seconds spent that may be lost to trials; ``costs``: None where nothing was measured.
-
-    Raises:
-        ValueError: strategies among which there is nothing to choose.
+    ``reached[j]`` counts drafts at position j whose predecessors were all accepted, ``accepted[j]`` those that were
+    accepted too. A chain that was accepted whole says nothing about the positions beyond it.
     """
-    if kind == "random":
-        return RandomChooser(strategies, seed)
-    if kind == "bandit":
-        return BanditChooser(strategies, epsilon, window, seed, costs=costs, trial_share=trial_share)
-    return GoodputChooser(strategies, epsilon, window, seed, costs=costs, trial_share=trial_share)
+
+    reached: list[float] = field(default_factory=lambda: [0] * MAX_DEPTH)
+    accepted: list[float] = field(default_factory=lambda: [0] * MAX_DEPTH)
+
+    def add(self, reach: int, accepted: Sequence[int], weight: float = 1) -> None:
+        """A round of drafts up to position ``reach``, of which each sequence accepted so many."""
+        stopped = Counter(min(num, reach) for num in accepted)
+        left = len(accepted)
+        for j in range(reach):
+            self.reached[j] += weight * left
+            left -= stopped[j]
+            self.accepted[j] += weight * left
+
+    def scale(self, factor: float) -> None:
+        """Multiply all counts."""
+        self.reached = [factor * count for count in self.reached]
+        self.accepted = [factor * count for count in self.accepted]
 
 
-class _Learner(Recorder):
-    """The best known way, or a trial where one may pay and its expected loss fits the budget."""
+class FamilyAcceptance:
+    """Accept lengths of one family of strategies. Each round counts one, whatever its batch, and fades over WINDOW."""
+
+    _FIRST_CHANCE = 0.6
+    _PRIOR_ROUNDS = 1.0
+    _ENOUGH_SEQUENCES = 16.0
+
+    def __init__(self, reach: int) -> None:
+        """``reach``: the longest chain of the family."""
+        self._tally = DraftTally([0] * reach, [0] * reach)
+        self._num_sequences = 0.0
+        self._lengths: list[float] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough sequences were observed."""
+        return self._num_sequences >= self._ENOUGH_SEQUENCES
+
+    def expected(self, reach: int) -> float:
+        """Expected accept length (bonus token included) of a chain of ``reach`` drafts: a product-limit estimate."""
+        if not self._lengths:
+            chance = self._FIRST_CHANCE
+            survive = length = 1.0
+            self._lengths = [length]
+            for reached, accepted in zip(self._tally.reached, self._tally.accepted, strict=True):
+                # a position starts from the chance of the one before it
+                chance = (accepted + self._PRIOR_ROUNDS * chance) / (reached + self._PRIOR_ROUNDS)
+                survive *= chance
+                length += survive
+                self._lengths.append(length)
+        return self._lengths[reach]
+
+    def add(self, reach: int, accepted: Sequence[int]) -> None:
+        """A round's accepted drafts by sequence."""
+        self.discount(1 - 1 / WINDOW)
+        self._tally.add(reach, accepted, 1 / len(accepted))
+        self._num_sequences += len(accepted)
+
+    def discount(self, factor: float) -> None:
+        """Keep only this share of the counts."""
+        self._tally.scale(factor)
+        self._num_sequences *= factor
+        self._lengths = []
+
+    def state(self) -> list[float]:
+        """Sequences, then how often each position was reached and accepted."""
+        pairs = zip(self._tally.reached, self._tally.accepted, strict=True)
+        return [self._num_sequences, *(count for pair in pairs for count in pair)]
+
+    def load_state(self, state: Sequence[float]) -> None:
+        self._num_sequences, self._lengths = state[0], []
+        pairs = zip(state[1::2], state[2::2], strict=True)
+        for j, (reached, accepted) in zip(range(len(self._tally.reached)), pairs, strict=False):
+            self._tally.reached[j], self._tally.accepted[j] = reached, accepted
+
+
+class TrialBudget:
+    """Seconds lost in rounds of other than the best known strategy, held under a share of all seconds; both fade."""
+
+    _KEEP = 1 - 1 / 1024
+
+    def __init__(self, share: float) -> None:
+        self._share, self._spent, self._lost = share, 0.0, 0.0
+
+    def add(self, seconds: float, lost: float) -> None:
+        """A round's seconds, and how many of them the best known strategy would have saved (negative: it lost)."""
+        self._spent = self._spent * self._KEEP + seconds
+        self._lost = max(0.0, self._lost * self._KEEP + lost)
+
+    def allows(self, loss: float) -> bool:
+        """Whether a trial that is expected to lose so many seconds fits."""
+        return loss <= 0 or self._lost + loss <= self._share * self._spent
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Consecutive rounds: ``num_live`` [N] int32 and ``strategy_index`` [N] int16, an index into the strategies."""
+
+    num_live: NDArray[np.int32]
+    strategy_index: NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What is expected of a round of ``num_live`` sequences, by strategy."""
+
+    num_live: int
+    usable: Sequence[int]
+    seconds: Sequence[float]
+    rates: Sequence[float]
+    """Tokens per second."""
+    known: Sequence[bool]
+    """Whether a rate rests on more than a guess."""
+
+    @property
+    def best(self) -> int:
+        """The best known strategy."""
+        indices = [index for index in self.usable if self.known[index]] or self.usable[:1]
+        return max(indices, key=self.rates.__getitem__)
+
+
+class Chooser:
+    """Chooses the best known strategy, or a trial if one may pay and its expected loss fits the budget.
+
+    Accept length hardly depends on the batch and cost hardly on the drafter's quality, so each is learned from all
+    rounds that say something about it, and a strategy that never ran is mostly predicted well enough without a trial.
+    """
 
     def __init__(
         self,
         strategies: Sequence[Strategy],
-        epsilon: float,
-        window: int,
-        seed: int,
+        seed: int = 0,
         costs: CostPrior | None = None,
-        trial_share: float = 0.02,
+        *,
+        epsilon: float = EPSILON,
+        trial_share: float = TRIAL_SHARE,
     ) -> None:
-        super().__init__(strategies)
+        """``costs``: None if nothing was measured.
+
+        Raises:
+            ValueError: several strategies without "off", or the same one twice.
+        """
+        self.strategies = tuple(strategies)
+        self._names = tuple(strategy.name for strategy in self.strategies)
+        if not self._names or len(set(self._names)) < len(self._names):
+            raise ValueError(f"strategies {self._names}: give at least one, and each only once")
         if len(self.strategies) > 1 and OFF not in self.strategies:
-            raise ValueError(f"strategies {self._names}: add 'off', which every choice is measured against")
-        self._epsilon = epsilon
-        self._random = random.Random(seed)
-        self._costs = Costs(self.strategies, costs)
-        self._acceptance = Acceptance(self.strategies, window)
-        self._budget = TrialBudget(trial_share)
+            raise ValueError(f"strategies {self._names}: add 'off', which every choice is compared with")
+        self._index = {strategy: i for i, strategy in enumerate(self.strategies)}
         self._off = self._index.get(OFF, -1)
-        self._usable = self.strategies
-        self._usable_index = list(range(len(self.strategies)))
+        self._usable: Sequence[int] = range(len(self.strategies))
+        self._rounds, self._tokens = [0] * len(self.strategies), [0] * len(self.strategies)
+        self._live, self._chosen = array("i"), array("h")
+        self._random, self._epsilon = random.Random(seed), epsilon
+        self._costs, self._budget = RoundCosts(self.strategies, costs), TrialBudget(trial_share)
+        reach: dict[str, int] = {}
+        for strategy in self.strategies:
+            reach[strategy.family] = max(reach.get(strategy.family, 0), strategy.reach)
+        self._families = {family: FamilyAcceptance(longest) for family, longest in reach.items()}
+        self._lengths, self._accept_known = [1.0] * len(self.strategies), [False] * len(self.strategies)
+        self._update_lengths(self._families)
+        self.agree: Agree = own
+        """Ranks that decode one response together time their rounds apart, so they are told what the first chose."""
 
-    def rate(self, num_live: int, strategy: Strategy) -> float:
-        """Expected tokens per second of a round."""
-        return self._rates(num_live)[self._index[strategy]]
+    def index_of(self, strategy: Strategy) -> int:
+        """Its place among the strategies."""
+        return self._index[strategy]
 
-    def _rates(self, num_live: int) -> list[float]:
-        """Expected tokens per second of a round, by strategy."""
-        raise NotImplementedError
+    def choose(self, num_live: int, usable: Sequence[Strategy], backlog: int = 0) -> Strategy:
+        """The strategy for a round of ``num_live`` sequences, among those usable now.
 
-    def _known(self, num_live: int) -> list[bool]:
-        """Whether those rest on more than a guess; "off" always does."""
-        raise NotImplementedError
+        ``backlog`` counts the committed positions, over all live sequences, that the drafter has not read yet.
+        """
+        assert num_live > 0
+        self._usable = [self._index[strategy] for strategy in usable]
+        index = self.agree(self._pick(num_live, backlog))
+        self._live.append(num_live)
+        self._chosen.append(index)
+        return self.strategies[index]
 
-    def _appeal(self, index: int, ratio: float) -> float:
-        """The chance that epsilon's choice of a strategy, of this rate over the best, is carried out."""
-        raise NotImplementedError
+    def observe(
+        self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float, accepted: Sequence[int]
+    ) -> None:
+        """Learn from a round, one or more rounds after it was chosen if need be.
 
-    def _predicted_rates(self, num_live: int) -> list[float]:
-        seconds, lengths = self._costs.seconds(num_live), self._acceptance.lengths
-        return [num_live * length / cost for length, cost in zip(lengths, seconds, strict=True)]
+        ``num_tokens`` were emitted over all its sequences; ``accepted`` are the accepted drafts of each sequence before
+        its end cut any off.
+        """
+        index, seconds = self._index[strategy], max(seconds, 1e-9)
+        self._rounds[index] += 1
+        self._tokens[index] += num_tokens
+        outlook = self._outlook(num_live)
+        saved = 0.0 if index == outlook.best else seconds - num_tokens / outlook.rates[outlook.best]
+        self._budget.add(seconds, saved)
+        self._costs.add(index, num_live, seconds)
+        if strategy.reach:
+            self._families[strategy.family].add(strategy.reach, accepted)
+            self._update_lengths([strategy.family])
 
-    def _pick(self, num_live: int, usable: Sequence[Strategy], backlog: int) -> Strategy:
+    def discount(self, factor: float) -> None:
+        """Keep only this share of what is known about the drafter's acceptance: it has been replaced."""
+        assert 0 <= factor <= 1
+        replaced = {strategy.family for strategy in self.strategies if strategy.has_drafter}
+        for family in replaced:
+            self._families[family].discount(factor)
+        self._update_lengths(replaced)
+
+    def state(self) -> dict[str, list[float]]:
+        """What a checkpoint keeps: counts of accepted drafts. Costs belong to the machine and are measured anew."""
+        return {name: family.state() for name, family in self._families.items() if name != OFF.family}
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Continue from ``state``; families that do not exist any more are ignored."""
+        known = (self._families.keys() & state.keys()) - {OFF.family}
+        for family in known:
+            self._families[family].load_state(state[family])
+        self._update_lengths(known)
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Rounds and tokens of each strategy so far."""
+        return dict(zip(self._names, zip(self._rounds, self._tokens, strict=True), strict=True))
+
+    def take_decisions(self) -> Decisions:
+        """The decisions since the last call."""
+        taken = Decisions(np.array(self._live, np.int32), np.array(self._chosen, np.int16))
+        self._live, self._chosen = array("i"), array("h")
+        return taken
+
+    def _update_lengths(self, families: Iterable[str]) -> None:
+        changed = set(families)
+        for index, strategy in enumerate(self.strategies):
+            if strategy.family in changed:
+                family = self._families[strategy.family]
+                self._lengths[index] = family.expected(strategy.reach)
+                self._accept_known[index] = strategy.reach == 0 or family.is_known
+
+    def _outlook(self, num_live: int) -> _Outlook:
+        seconds = self._costs.seconds(num_live)
+        rates = [num_live * length / cost for length, cost in zip(self._lengths, seconds, strict=True)]
+        known = [
+            index == self._off or (accept and cost)
+            for index, (accept, cost) in enumerate(zip(self._accept_known, self._costs.known, strict=True))
+        ]
+        return _Outlook(num_live, self._usable, seconds, rates, known)
+
+    def _pick(self, num_live: int, backlog: int) -> int:
         draw = self._random.random()  # one a round, needed or not: choosers of one seed stay in step
-        if (now := tuple(usable)) != self._usable:
-            self._usable, self._usable_index = now, [self._index[strategy] for strategy in now]
-        rates, known = self._rates(num_live), self._known(num_live)
-        best = self._best(rates, known)
-        if len(now) == 1 or not self._costs.ready:
-            return self.strategies[best]
-        trial = self._trial(num_live, best, rates, known, draw)
-        if trial is not None and not known[trial] and self._is_free(num_live, trial, backlog):
-            return self.strategies[trial]
-        if trial is None or not self._budget.allows(self._expected_loss(num_live, trial, best, rates, backlog)):
-            return self.strategies[best]
-        return self.strategies[trial]
+        outlook = self._outlook(num_live)
+        best = outlook.best
+        if len(outlook.usable) == 1 or not self._costs.ready:
+            return best
+        trial = self._trial(outlook, draw)
+        if trial is None:
+            return best
+        catch_up, seconds = self._costs.catch_up_seconds(trial, backlog), outlook.seconds[trial]
+        # once each, a cheap first trial needs no budget: a short rollout could never save up for it
+        is_first = not outlook.known[trial] and not self._rounds[trial]
+        if is_first and catch_up <= _FREE_CATCH_UP * seconds:
+            return trial
+        loss = seconds + catch_up - seconds * outlook.rates[trial] / outlook.rates[best]
+        return trial if self._budget.allows(loss) else best
 
-    def _is_free(self, num_live: int, trial: int, backlog: int) -> bool:
-        """Whether a first trial needs no budget: once each, and cheap. A short rollout could never save up for it."""
-        if self._rounds[trial]:
-            return False
-        seconds = self._costs.seconds(num_live)[trial]
-        return self._costs.catch_up_seconds(trial, backlog) <= _FREE_CATCH_UP * seconds
-
-    def _best(self, rates: list[float], known: list[bool]) -> int:
-        indices = [index for index in self._usable_index if known[index]] or self._usable_index[:1]
-        return max(indices, key=rates.__getitem__)
-
-    def _trial(self, num_live: int, best: int, rates: list[float], known: list[bool], draw: float) -> int | None:
-        """What to try instead of the best: first what was never tried, then, rarely, anything that might do."""
-        untried = [index for index in self._usable_index if not known[index]]
-        if best != self._off and self._off in self._usable_index and not self._costs.measured(self._off, num_live):
-            untried.append(self._off)  # what all else is held against is measured at each batch size, profile or not
-        if not untried and draw >= self._epsilon:
+    def _trial(self, outlook: _Outlook, draw: float) -> int | None:
+        """What to try instead of the best: first what was never tried, then, rarely, anything that might be better."""
+        best, usable = outlook.best, outlook.usable
+        untried = [index for index in usable if not outlook.known[index]]
+        if best != self._off and self._off in usable and not self._costs.measured(self._off, outlook.num_live):
+            untried.append(self._off)  # all others are compared with it, so it is measured at each batch size
+        if untried := self._contenders(outlook, untried):
+            return max(untried, key=outlook.rates.__getitem__)
+        if draw >= self._epsilon:
             return None
-        if untried := self._contenders(num_live, untried, rates[best]):
-            return max(untried, key=rates.__getitem__)
-        rivals = self._contenders(num_live, [i for i in self._usable_index if i != best], rates[best])
-        if not rivals or draw >= self._epsilon:
+        rivals = self._contenders(outlook, [index for index in usable if index != best])
+        if not rivals:
             return None
         place, rest = divmod(draw / self._epsilon * len(rivals), 1)
         rival = rivals[int(place)]
-        return rival if rest < self._appeal(rival, rates[rival] / rates[best]) else None
+        # the worse it was, the rarer; never zero, for the drafter improves and machines change
+        least = 0.02 if self.strategies[rival].reach else 0.25
+        ratio = outlook.rates[rival] / outlook.rates[best]
+        return rival if rest < max(least, min(1.0, ratio) ** 4) else None
 
-    def _contenders(self, num_live: int, indices: list[int], top: float) -> list[int]:
-        """Those that would win if all their drafts stood; "off" always may: the machine may have changed."""
-        seconds = self._costs.seconds(num_live)
+    def _contenders(self, outlook: _Outlook, indices: Sequence[int]) -> list[int]:
+        """Those that would win if all their drafts were accepted; "off" always may: the machine may have changed."""
+        top = outlook.rates[outlook.best]
         return [
             index
             for index in indices
-            if (reach := self.strategies[index].reach) == 0 or (reach + 1) * num_live > top * seconds[index]
+            if (reach := self.strategies[index].reach) == 0
+            or (reach + 1) * outlook.num_live > top * outlook.seconds[index]
         ]
 
-    def _expected_loss(self, num_live: int, trial: int, best: int, rates: list[float], backlog: int) -> float:
-        """Seconds of the trial beyond what the best would take for as many tokens."""
-        seconds = self._costs.seconds(num_live)[trial]
-        return seconds + self._costs.catch_up_seconds(trial, backlog) - seconds * rates[trial] / rates[best]
 
-    def _learn(
-        self, index: int, num_live: int, num_tokens: int, seconds: float, accepted: Sequence[int] | None
-    ) -> None:
-        rates = self._rates(num_live)
-        best = self._best(rates, self._known(num_live))
-        self._budget.add(seconds, 0.0 if index == best else seconds - num_tokens / rates[best])
-        self._costs.add(index, num_live, seconds)
+class RandomChooser(Chooser):
+    """Chooses all usable strategies equally often: for checks that the text does not depend on the strategy."""
 
-
-class GoodputChooser(_Learner):
-    """Expected tokens, learned over all batch sizes, over expected seconds at this one.
-
-    Accept length hardly depends on the batch and cost hardly on the drafter's quality, so each is learned from all
-    the rounds that tell of it, and a strategy that never ran is mostly predicted well enough not to need a trial.
-
-    Raises:
-        ValueError: several strategies without "off", or the same one twice.
-    """
-
-    def discount(self, factor: float) -> None:
-        super().discount(factor)
-        self._acceptance.discount(factor)
-
-    def state(self) -> dict[str, list[float]]:
-        return self._acceptance.state()
-
-    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        self._acceptance.load_state(state)
-
-    def _rates(self, num_live: int) -> list[float]:
-        return self._predicted_rates(num_live)
-
-    def _known(self, num_live: int) -> list[bool]:
-        if all(self._costs.known):
-            return self._acceptance.known
-        both = zip(self.strategies, self._acceptance.known, self._costs.known, strict=True)
-        return [strategy.source == "off" or (accept and cost) for strategy, accept, cost in both]
-
-    def _appeal(self, index: int, ratio: float) -> float:
-        # the worse it was, the rarer; never never, for the drafter improves and machines change
-        return max(0.02 if self.strategies[index].reach else 0.25, min(1.0, ratio) ** 4)
-
-    def _learn(
-        self, index: int, num_live: int, num_tokens: int, seconds: float, accepted: Sequence[int] | None
-    ) -> None:
-        super()._learn(index, num_live, num_tokens, seconds, accepted)
-        self._acceptance.add(index, num_live, num_tokens, accepted)
-
-
-class _Rewards:
-    """The last rewards of one strategy in one bucket, in order of time and of size."""
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._latest: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._latest)
-
-    @property
-    def median(self) -> float:
-        half = len(self._sorted) // 2
-        return (self._sorted[half] + self._sorted[~half]) / 2
-
-    def add(self, reward: float) -> None:
-        self._latest.append(reward)
-        insort(self._sorted, reward)
-        self.keep(self._window)
-
-    def keep(self, count: int) -> None:
-        """Forget all but the latest ``count``."""
-        while len(self._latest) > count:
-            del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
-
-
-class BanditChooser(_Learner):
-    """BEG-MAB: in each bucket of batch sizes the best median of the last ``window`` rewards, explored by epsilon.
-
-    A reward is a round's tokens over its seconds. Source: arXiv 2511.16665, the adaptive rollout engine; the bound on
-    trials is ours. Keeps nothing in checkpoints: its rewards belong to the machine.
-
-    Raises:
-        ValueError: speculation without "off" beside it, or the same strategy twice.
-    """
-
-    def __init__(
-        self,
-        strategies: Sequence[Strategy],
-        epsilon: float,
-        window: int,
-        seed: int,
-        costs: CostPrior | None = None,
-        trial_share: float = 0.02,
-        thresholds: Sequence[int] = (1, 2, 5, 21),
-    ) -> None:
-        super().__init__(strategies, epsilon, window, seed, costs, trial_share)
-        if self.strategies != (OFF,) and len(self.strategies) < 2:
-            raise ValueError(f"strategies {self._names}: a bandit needs at least two, 'off' among them")
-        self._thresholds = tuple(sorted(thresholds))
-        buckets = range(len(self._thresholds) + 1)
-        self._rewards = [[_Rewards(window) for _ in self.strategies] for _ in buckets]
-
-    def discount(self, factor: float) -> None:
-        super().discount(factor)
-        for bucket in self._rewards:
-            for strategy, rewards in zip(self.strategies, bucket, strict=True):
-                if strategy.has_drafter:
-                    rewards.keep(int(len(rewards) * factor))
-
-    def _rates(self, num_live: int) -> list[float]:
-        rewards = self._bucket(num_live)
-        if all(rewards):
-            return [reward.median for reward in rewards]
-        predicted = self._predicted_rates(num_live)
-        return [reward.median if reward else guess for reward, guess in zip(rewards, predicted, strict=True)]
-
-    def _known(self, num_live: int) -> list[bool]:
-        bucket = zip(self.strategies, self._bucket(num_live), strict=True)
-        return [bool(rewards) or strategy.source == "off" for strategy, rewards in bucket]
-
-    def _bucket(self, num_live: int) -> list[_Rewards]:
-        return self._rewards[bisect_right(self._thresholds, num_live)]
-
-    def _appeal(self, index: int, ratio: float) -> float:
-        return 1.0
-
-    def _learn(
-        self, index: int, num_live: int, num_tokens: int, seconds: float, accepted: Sequence[int] | None
-    ) -> None:
-        super()._learn(index, num_live, num_tokens, seconds, accepted)
-        self._bucket(num_live)[index].add(num_tokens / seconds)
+    def _pick(self, num_live: int, backlog: int) -> int:
+        return self._usable[int(self._random.random() * len(self._usable))]

@@ -19,14 +19,14 @@ from torch import Tensor
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts, Perturbation
 from tlt_hpc.rollout.guard import TieGuard
-from tlt_hpc.rollout.ngram_drafts import NgramDrafts, hybrid, noise_of
+from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, noise_of
 from tlt_hpc.rollout.noise import NoiseWindow
-from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.sampling import choose_rows, token_log_probs
+from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.target_pass import TargetPass, Verdict, along_path, by_node
-from tlt_hpc.rollout.tree import DraftTree, chain, from_lists
+from tlt_hpc.rollout.target_pass import AcceptedPath, TargetPass, along_path, by_node
+from tlt_hpc.rollout.tree import DraftTree, chain, chains
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Rounds:
     """The parts that a round needs, and its counters."""
 
     decoder: Decoder
-    residents: Residents
+    scheduler: Scheduler
     noise: NoiseWindow
     guard: TieGuard
     learned: LearnedDrafts | None
@@ -84,7 +84,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         layers = self.learned.drafter.feature_layers if self.learned else ()
-        self.target = TargetPass(self.decoder, self.residents.rows, self.residents.cache, layers)
+        self.target = TargetPass(self.decoder, self.scheduler.rows, self.scheduler.cache, layers)
         self._done: deque[Emitted] = deque()
 
     # -- what a device adds -------------------------------------------------------------------------------------
@@ -124,20 +124,20 @@ class Rounds:
         ``prepared`` are the host's seconds for this round so far. ``follows``: nothing else was given to the device
         since the round before.
         """
-        rows, clock = self.residents.rows, _Clock()
+        rows, clock = self.scheduler.rows, _Clock()
         responses = list(rows.responses)
         noise = self.noise.at(rows.response_lengths, strategy.depth + 1)
         self.seconds.sample += clock.lap()
         drafts, cells, is_sound = self.propose(strategy, noise)
         self.seconds.draft += clock.lap()
-        features, logits = self.target.forward(drafts, self.residents.layout)
+        features, logits = self.target.forward(drafts, self.scheduler.layout)
         self.seconds.verify += clock.lap()
-        verdict = self._accept(drafts, logits, by_node(noise, drafts))
-        self._commit(drafts, verdict, features, logits)
+        accepted = self._accept(drafts, logits, by_node(noise, drafts))
+        self._commit(drafts, accepted, features, logits)
         if cells is not None and self.learned is not None:
-            learn_chances(self.learned, drafts, cells, verdict.on_path)
+            learn_chances(self.learned, drafts, cells, accepted.on_path)
         self.seconds.sample += clock.lap()
-        emitted = append(responses, verdict)
+        emitted = append(responses, accepted)
         self.seconds.other += clock.lap()
         self._done.append(Emitted(strategy, responses, *emitted, prepared + clock.total, is_sound))
 
@@ -145,17 +145,17 @@ class Rounds:
 
     def time_verify(self, width: int) -> float:
         """Seconds of a target pass over ``width`` tokens of each row, sampling and walk included; commits nothing."""
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         last = rows.last_tokens()
         drafts = chain(last, last.unsqueeze(1).expand(-1, width - 1))
         noise = self.noise.at(rows.response_lengths, min(width, self.noise.width))
         noise = torch.cat([noise, noise[:, -1:].expand(-1, width - noise.shape[1], -1)], 1)
-        layout = self.residents.layout
+        layout = self.scheduler.layout
         return self._time(lambda: self._accept(drafts, self.target.forward(drafts, layout)[1], noise))
 
     def time_draft(self, strategy: Strategy) -> float:
         """Seconds of a strategy's drafts for the rows."""
-        noise = self.noise.at(self.residents.rows.response_lengths, strategy.depth + 1)
+        noise = self.noise.at(self.scheduler.rows.response_lengths, strategy.depth + 1)
         return self._time(lambda: self.propose(strategy, noise))
 
     @torch.inference_mode()
@@ -175,7 +175,7 @@ class Rounds:
         """Drafts of a round, the cells of their chances where they form trees, and whether the drafter is sound; where
         it is not there are no drafts.
         """
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         try:
             return *self._proposals(strategy, noise), True
         except DrafterFault as fault:
@@ -190,57 +190,58 @@ class Rounds:
         self.drafter_is_sound = False
 
     def _proposals(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None]:
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         if strategy.source == "off":
             return chain(rows.last_tokens(), rows.tokens[: rows.num_live, :0]), None
         if strategy.source == "ngram":
-            return self._ngram_chains(strategy, noise), None
+            nodes = self.ngram_chains(strategy, noise_of(noise))
+            return chains(nodes, max(map(len, nodes)), noise.device), None
         assert self.learned is not None, f"strategy {strategy.name} without a drafter"
-        how = Perturbation.of(rows.responses, noise.device)
-        proposal = self.learned.propose(rows, self.residents.layout, noise, strategy, how)
-        drafts = proposal.drafts
-        if strategy.source == "hybrid":
-            # grafted nodes stand behind the drafted ones, and the drafter's counts are of its own alone
-            drafts = hybrid(drafts, self.ngram.chains(rows.responses, noise_of(noise), strategy))
-        return drafts, proposal.cells
+        perturbation = Perturbation.of(rows.responses, noise.device)
+        proposal = self.learned.propose(rows, self.scheduler.layout, noise, strategy, perturbation)
+        return proposal.drafts, proposal.cells
 
-    def _ngram_chains(self, strategy: Strategy, noise: Tensor) -> DraftTree:
-        rows = self.residents.rows
-        last = [response.text[-1] for response in rows.responses]
-        chains = self.ngram.chains(rows.responses, noise_of(noise), strategy)
-        nodes = [[(token, 0), *((t, i) for i, t in enumerate(more))] for token, more in zip(last, chains, strict=True)]
-        return from_lists(nodes, noise.device)
+    def ngram_chains(self, strategy: Strategy, noise: NoiseAt) -> list[list[int]]:
+        """Each row's last token and the drafts after it."""
+        responses = self.scheduler.rows.responses
+        drafted = self.ngram.chains(responses, noise, strategy)
+        return [[response.text[-1], *tokens] for response, tokens in zip(responses, drafted, strict=True)]
 
     # -- accept -------------------------------------------------------------------------------------------------
 
-    def _accept(self, drafts: DraftTree, logits: Tensor, noise: Tensor) -> Verdict:
+    def _accept(self, drafts: DraftTree, logits: Tensor, noise: Tensor) -> AcceptedPath:
         """The target's own choices along the realised path, near-ties decided canonically."""
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         responses = rows.responses
         rules = [response.rule for response in responses]
-        banned = _Banned.of(responses, drafts, rows.ends)
+        unended = _before_min_tokens(responses, drafts)
         tolerated = self.guard.logit_tolerance
-        scored = logits if banned is None else logits.masked_fill(banned.mask(logits.shape[2]), -torch.inf)
+        scored = logits
+        if unended is not None:
+            is_end = torch.zeros(logits.shape[2], dtype=torch.bool, device=logits.device).index_fill_(
+                0, rows.ends, True
+            )
+            scored = logits.masked_fill(unended.unsqueeze(2) & is_end, -torch.inf)
         choice = choose_rows(scored, noise, rules, self.guard.tolerance)
         chosen, doubtful = choice.token, choice.doubtful
         decided = torch.zeros_like(doubtful)
         while True:
-            verdict = self.target.walk(drafts, chosen)
+            accepted = self.target.walk(drafts, chosen)
             if not self.guard.active or not bool(doubtful.any()):
-                return verdict
-            reached = torch.arange(verdict.path.shape[1], device=chosen.device) < verdict.counts.unsqueeze(1)
-            ties = (doubtful & ~decided).gather(1, verdict.path) & reached
+                return accepted
+            reached = torch.arange(accepted.path.shape[1], device=chosen.device) < accepted.counts.unsqueeze(1)
+            ties = (doubtful & ~decided).gather(1, accepted.path) & reached
             if not bool(ties.any()):
-                return verdict
-            # one tie a row at a time: its verdict decides which later positions are reached at all
+                return accepted
+            # one tie a row at a time: its decision tells which later positions are reached at all
             for row in ties.any(1).nonzero().flatten().tolist():
                 column = int(ties[row].long().argmax())
-                node = int(verdict.path[row, column])
+                node = int(accepted.path[row, column])
                 prefix = torch.cat(
-                    [rows.tokens[row, : rows.lengths[row]], drafts.tokens[row, verdict.path[row, 1 : column + 1]]]
+                    [rows.tokens[row, : rows.lengths[row]], drafts.tokens[row, accepted.path[row, 1 : column + 1]]]
                 )
-                ban = None if banned is None else banned.ids(row, node)
-                chosen[row, node] = self.guard.decide(prefix, noise[row, node], logits[row, node], rules[row], ban)
+                banned = rows.ends if unended is not None and bool(unended[row, node]) else None
+                chosen[row, node] = self.guard.decide(prefix, noise[row, node], logits[row, node], rules[row], banned)
                 decided[row, node] = True
             if self.guard.logit_tolerance > tolerated:
                 tolerated = self.guard.logit_tolerance
@@ -248,50 +249,31 @@ class Rounds:
 
     # -- commit -------------------------------------------------------------------------------------------------
 
-    def _commit(self, drafts: DraftTree, verdict: Verdict, features: Tensor, logits: Tensor) -> None:
+    def _commit(self, drafts: DraftTree, accepted: AcceptedPath, features: Tensor, logits: Tensor) -> None:
         """Commit what the rows accepted, with its log-probs."""
-        rows = self.residents.rows
-        at_path = logits if drafts.depths is None else along_path(logits, verdict.path)
-        log_probs = token_log_probs(at_path, verdict.chosen, _temperatures(rows.responses, logits.device))
-        columns = self.target.commit(drafts, verdict, features)
+        rows = self.scheduler.rows
+        at_path = logits if drafts.depths is None else along_path(logits, accepted.path)
+        log_probs = token_log_probs(at_path, accepted.chosen, _temperatures(rows.responses, logits.device))
+        columns = self.target.commit(drafts, accepted, features)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
 
 
-@dataclass(frozen=True)
-class _Banned:
-    """End tokens where a row is still below its least length."""
-
-    where: Tensor
-    """[B, N]"""
-    ends: Tensor
-
-    @classmethod
-    def of(cls, responses: list[Response], drafts: DraftTree, ends: Tensor) -> _Banned | None:
-        """None where no row has a least length to reach."""
-        left = [response.params.min_tokens - response.num_response for response in responses]
-        if max(left) <= 0:
-            return None
-        device = drafts.tokens.device
-        depths = torch.arange(drafts.num_nodes, device=device) if drafts.depths is None else drafts.depths
-        return cls(depths < torch.tensor(left, device=device).unsqueeze(1), ends[: len(responses)])
-
-    def mask(self, num_tokens: int) -> Tensor:
-        """[B, N, V]"""
-        hit = torch.zeros(self.ends.shape[0], num_tokens + 1, dtype=torch.bool, device=self.ends.device)
-        hit.scatter_(1, torch.where(self.ends < 0, num_tokens, self.ends), True)
-        return self.where.unsqueeze(2) & hit[:, :num_tokens].unsqueeze(1)
-
-    def ids(self, row: int, node: int) -> Tensor | None:
-        ends = self.ends[row]
-        return ends[ends >= 0] if bool(self.where[row, node]) else None
+def _before_min_tokens(responses: list[Response], drafts: DraftTree) -> Tensor | None:
+    """Nodes [B, N] at which the response would still be below its least length; None if there are none."""
+    left = [response.params.min_tokens - response.num_response for response in responses]
+    if max(left) <= 0:
+        return None
+    device = drafts.tokens.device
+    depths = torch.arange(drafts.num_nodes, device=device) if drafts.depths is None else drafts.depths
+    return depths < torch.tensor(left, device=device).unsqueeze(1)
 
 
-def append(responses: Sequence[Response], verdict: Verdict) -> tuple[list[list[int]], list[bool], list[int]]:
-    """Append a verdict's tokens to the texts; returns tokens, whether an end token came, and drafts accepted."""
-    tokens = [row[:count] for row, count in zip(verdict.chosen.tolist(), verdict.counts.tolist(), strict=True)]
+def append(responses: Sequence[Response], accepted: AcceptedPath) -> tuple[list[list[int]], list[bool], list[int]]:
+    """Append the emitted tokens to the texts; returns tokens, whether an end token came, and drafts accepted."""
+    tokens = [row[:count] for row, count in zip(accepted.chosen.tolist(), accepted.counts.tolist(), strict=True)]
     for response, more in zip(responses, tokens, strict=True):
         response.text.extend(more)
-    return tokens, verdict.ended.tolist(), [int(count) - 1 for count in verdict.on_path.sum(1).tolist()]
+    return tokens, accepted.ended.tolist(), [int(count) - 1 for count in accepted.on_path.sum(1).tolist()]
 
 
 class _Clock:
@@ -327,6 +309,5 @@ def learn_chances(
         return
     if is_sound is not None:
         on_path = on_path & is_sound.unsqueeze(1)
-    own = cells.shape[1]
-    visited = on_path.gather(1, drafts.parents)[:, 1:own]
-    learned.chances.observe(cells[:, 1:], visited, on_path[:, 1:own])
+    visited = on_path.gather(1, drafts.parents)[:, 1:]
+    learned.chances.observe(cells[:, 1:], visited, on_path[:, 1:])

@@ -10,7 +10,7 @@ Shapes: as in ``kv_cache``, and ``N`` queries of a block, ``h`` query heads, ``M
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from tlt_hpc.kernels.rotary import HeadNorms, rotate_and_store
 from tlt_hpc.models.layers import Attend, FusedAttend
 from tlt_hpc.models.rotary import HalvesRows
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, Seen
+from tlt_hpc.rollout.kv_cache import HostPagedCache, Layout, PagedCache, PoolSizes, Seen
 
 AttentionKind = Literal["auto", "pages", "paged-kernel"]
 """Page by page in PyTorch, or by a kernel that follows the page table; "auto": the kernel on CUDA alone."""
@@ -37,20 +37,14 @@ _DENSE_NUMBERS = 1 << 26
 
 def make_cache(
     shape: ModelShape,
-    num_pages: int,
-    page_size: int,
-    num_rows: int,
-    num_positions: int,
+    sizes: PoolSizes,
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    num_features: int = 0,
     attention: AttentionKind = "auto",
 ) -> PagedCache:
-    """The cache that suits a device, or the one asked for, of ``num_pages`` pages for rows of ``num_positions``."""
+    """The cache that suits a device, or the requested one."""
     by_kernel = device.type == "cuda" if attention == "auto" else attention == "paged-kernel"
-    kind = DevicePagedCache if by_kernel else HostPagedCache
-    return kind(shape, num_pages, page_size, num_rows, num_positions, dtype, device, num_features=num_features)
+    return (DevicePagedCache if by_kernel else HostPagedCache)(shape, sizes, dtype, device)
 
 
 class DevicePagedCache(PagedCache):
@@ -58,23 +52,11 @@ class DevicePagedCache(PagedCache):
 
     wants_packing = False
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        num_pages: int,
-        page_size: int,
-        num_rows: int,
-        num_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        num_features: int = 0,
-    ) -> None:
+    def __init__(self, shape: ModelShape, sizes: PoolSizes, dtype: torch.dtype, device: torch.device) -> None:
         # a block of queries spans up to so many slots beyond its first, though it sees none of those past its row
-        reach = num_positions + MAX_NODES
-        super().__init__(shape, num_pages, page_size, num_rows, reach, dtype, device, num_features=num_features)
-        sizes = (self._num_layers, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
-        self._keys = torch.zeros(sizes, dtype=dtype, device=device)
+        super().__init__(shape, replace(sizes, num_positions=sizes.num_positions + MAX_NODES), dtype, device)
+        pages = (self._num_layers, sizes.num_pages + 1, sizes.page_size, shape.num_kv_heads, shape.head_dim)
+        self._keys = torch.zeros(pages, dtype=dtype, device=device)
         self._values = torch.zeros_like(self._keys)
 
     def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:

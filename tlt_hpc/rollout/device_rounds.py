@@ -20,13 +20,13 @@ from torch import Tensor
 from tlt_hpc.kernels.attention import MAX_NODES
 from tlt_hpc.rollout.decoding import Emitted, Rounds, append, learn_chances
 from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound, fits_graphs
-from tlt_hpc.rollout.ngram_drafts import NoiseAt, hybrid
+from tlt_hpc.rollout.ngram_drafts import NoiseAt
 from tlt_hpc.rollout.noise import gumbel_number, noise_key
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.rollout.target_pass import by_node
-from tlt_hpc.rollout.transfer import HostCopy, upload
-from tlt_hpc.rollout.tree import EMPTY, DraftTree, tree
+from tlt_hpc.rollout.transfer import PendingHostCopy
+from tlt_hpc.rollout.tree import DraftTree, chains, tree
 
 
 @dataclass
@@ -68,7 +68,7 @@ class DeviceRounds(Rounds):
         return fits_graphs(strategy) and not self._has_special_rows()
 
     def _has_special_rows(self) -> bool:
-        return any(map(_is_special, self.residents.rows.responses))
+        return any(map(_is_special, self.scheduler.rows.responses))
 
     # -- a round ------------------------------------------------------------------------------------------------
 
@@ -79,17 +79,21 @@ class DeviceRounds(Rounds):
             assert not self._ahead, "a round on the host needs the texts"
             super().launch(strategy, prepared, follows)
             return
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         since = self._ahead[-1].watch if follows and self._ahead else None
         self._graphs.tolerance.fill_(self.guard.logit_tolerance if self.guard.active else 0.0)
-        num_captured = self._graphs.num_captured
+        num_captured = len(self._graphs)
         watch = _Stopwatch(self.decoder.device)
         drafts, cells, scores = self._drafts(strategy)
         watch.mark()
         before = rows.lengths.clone() if self.guard.active else None
         told, log_probs, on_path = self._graphs.verify(drafts)
         live = slice(rows.num_live)
-        brought = HostCopy(told[live]), HostCopy(log_probs[live]), None if scores is None else HostCopy(scores[live])
+        brought = (
+            PendingHostCopy(told[live]),
+            PendingHostCopy(log_probs[live]),
+            None if scores is None else PendingHostCopy(scores[live]),
+        )
         drafts = _rows_of(drafts, live)
         if cells is not None and scores is not None and self.learned is not None:
             learn_chances(self.learned, drafts, cells[live], on_path[live], ~torch.isnan(scores[live]))
@@ -104,53 +108,33 @@ class DeviceRounds(Rounds):
                 watch=watch,
                 since=since,
                 prepared=prepared,
-                has_captured=self._graphs.num_captured > num_captured,
+                has_captured=len(self._graphs) > num_captured,
             )
         )
 
     def _drafts(self, strategy: Strategy) -> tuple[DraftTree, Tensor | None, Tensor | None]:
         """The bucket's drafts; of a drafter's, the cells of their chances, and scores [B] that are NaN if it failed."""
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         count = self._graphs.bucket(rows.num_live)
         if strategy == OFF:
             return DraftTree(rows.last_tokens(count).unsqueeze(1)), None, None
         if strategy.source == "ngram":
-            return self._ngram_drafts(count, strategy), None, None
+            nodes = self.ngram_chains(strategy, _noise_on_host(rows.responses))
+            nodes += nodes[:1] * (count - len(nodes))
+            return chains(nodes, strategy.widest_pass, self.decoder.device), None, None
         self._read_backlog()
         found = self._graphs.draft(count, strategy)
-        drafts = self._grafted(found.drafts, strategy) if strategy.source == "hybrid" else found.drafts
-        return drafts, found.cells, found.scores
+        return found.drafts, found.cells, found.scores
 
     def _read_backlog(self) -> None:
         """Let the drafter read what its graph has no room for."""
         assert self.learned is not None
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         unread = max(len(response.text) + self.ahead - 1 - response.num_read for response in rows.responses)
         if unread > self._graphs.read_width:
             self.learned.read(rows, rows.num_live, self._graphs.layout, unread)
         for response in rows.responses:  # at least; what is ahead is told when it is read
             response.num_read = len(response.text) - 1
-
-    def _ngram_drafts(self, count: int, strategy: Strategy) -> DraftTree:
-        responses, device = self.residents.rows.responses, self.decoder.device
-        chains = self.ngram.chains(responses, _noise_on_host(responses), strategy)
-        nodes = [[s.text[-1], *chain] for s, chain in zip(responses, chains, strict=True)]
-        nodes = [row + [EMPTY] * (strategy.widest_pass - len(row)) for row in nodes]
-        return DraftTree(upload(nodes + nodes[:1] * (count - len(nodes)), device))
-
-    def _grafted(self, drafts: DraftTree, strategy: Strategy) -> DraftTree:
-        """Trees with the branches that n-grams know, filled up with empty nodes."""
-        responses, count = self.residents.rows.responses, len(drafts.tokens)
-        live = _rows_of(drafts, slice(len(responses)))
-        grown = hybrid(live, self.ngram.chains(responses, _noise_on_host(responses), strategy))
-        n = grown.num_nodes
-        parents = grown.parents
-        if parents is None:
-            parents = (torch.arange(n, device=grown.tokens.device) - 1).clamp(min=0).expand(len(responses), -1)
-        tokens = torch.full((count, strategy.widest_pass), EMPTY, device=grown.tokens.device)
-        above = torch.zeros_like(tokens)
-        tokens[: len(responses), :n], above[: len(responses), :n] = grown.tokens, parents
-        return DraftTree(tokens, above)
 
     # -- read ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +173,7 @@ class DeviceRounds(Rounds):
     def _take(
         self, responses: Sequence[Response], told: list[list[int]], log_probs: Tensor
     ) -> tuple[list[list[int]], list[bool], list[int]]:
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         tokens, ended, accepted = list[list[int]](), list[bool](), list[int]()
         for i, (response, row) in enumerate(zip(responses, told, strict=True)):
             count, num_accepted, flags = row[-NUM_TOLD:]
@@ -208,16 +192,16 @@ class DeviceRounds(Rounds):
     def _decide_again(self, started: _Round) -> tuple[list[list[int]], list[bool], list[int]]:
         """A near-tie was reached: undo the commitment and accept the same drafts as on the host, by the guard."""
         assert started.before is not None and not self._ahead
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         rows.lengths.copy_(started.before)
         drafts = started.drafts
         if drafts.parents is not None:
             drafts = tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
         noise = self.noise.at(rows.response_lengths, started.strategy.depth + 1)
         features, logits = self.target.forward(drafts, self._graphs.layout)
-        verdict = self._accept(drafts, logits, by_node(noise, drafts))
-        self._commit(drafts, verdict, features, logits)
-        return append(started.responses, verdict)
+        accepted = self._accept(drafts, logits, by_node(noise, drafts))
+        self._commit(drafts, accepted, features, logits)
+        return append(started.responses, accepted)
 
     # -- what a cost profile times ------------------------------------------------------------------------------
 
@@ -225,7 +209,7 @@ class DeviceRounds(Rounds):
     def time_verify(self, width: int) -> float:
         if width > MAX_NODES or self._has_special_rows():
             return super().time_verify(width)
-        rows = self.residents.rows
+        rows = self.scheduler.rows
         last = rows.last_tokens(self._graphs.bucket(rows.num_live))
         drafts, before = DraftTree(last.unsqueeze(1).expand(-1, width).contiguous()), rows.lengths.clone()
 
@@ -258,7 +242,7 @@ class _Round:
     drafts: DraftTree
     before: Tensor | None
     """Lengths before it, kept for the tie guard."""
-    brought: tuple[HostCopy, HostCopy, HostCopy | None]
+    brought: tuple[PendingHostCopy, PendingHostCopy, PendingHostCopy | None]
     """What ``GraphRound.verify`` tells, log-probs, and the drafter's scores."""
     watch: _Stopwatch
     since: _Stopwatch | None

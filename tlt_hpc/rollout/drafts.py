@@ -1,7 +1,7 @@
-"""Proposes what may come next for every live sequence, with the same noise the target will sample with.
+"""Drafts of the learned drafter, with the same noise that the target will sample with.
 
-A draft at a node is among the best of ``sharpness * drafter_logits / temperature + G[t, :]``: where drafter and target
-agree in distribution, they agree in the token (method: shared noise, Gumbel-max coupling). Knows no verification.
+The drafts at a node are the best of ``sharpness * drafter_logits / temperature + G[t, :]``: where drafter and target
+agree in distribution, they agree in the token (shared noise, Gumbel-max coupling).
 Shapes: ``B`` rows, ``F`` nodes that grow, ``K`` branching, ``D`` depth, ``H`` hidden, ``V`` (draft) vocabulary.
 """
 
@@ -17,21 +17,59 @@ from torch import Tensor
 from tlt_hpc.kernels.gumbel import gumbel_argmax, gumbel_noise
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.rollout.chances import ChanceTable
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import top_scores
-from tlt_hpc.rollout.strategy import MOST_BRANCHES, Strategy
+from tlt_hpc.rollout.strategy import MAX_BRANCHES, Strategy
 from tlt_hpc.rollout.transfer import put
 from tlt_hpc.rollout.tree import DraftTree, chain, tree
 
 _CATCH_UP_WIDTH = 256
-"""Positions of a row in one catch-up pass: a drafter that rested through a long response has much to read."""
+"""Positions of a row in one catch-up pass: a drafter that was not used for a long response has much to read."""
+_EDGES = (0.05, 0.15, 0.3, 0.6, 1.0, 1.5, 2.2, 3.0, 4.0, 6.0)
+_FIRST_GUESS = (0.75, 0.12, 0.05)
+"""Chance of the first, second and any further candidate, before anything is counted."""
+_GUESS_WEIGHT = 4.0
+_KEPT = 0.999
+"""Share of the counts that a further round keeps: the drafter and the policy change."""
 
 
 class DrafterFault(ArithmeticError):  # noqa: N818 (a fault of the drafter, not of the engine)
-    """The drafter gave scores that are no numbers; the round goes on without it."""
+    """The drafter's scores are NaN; the round continues without drafts."""
+
+
+class ChanceTable:
+    """How likely a drafted node is the target's choice, given that its parent is on the path.
+
+    Counts visits and hits in cells (rank, margin): the margin is a candidate's distance to its best rival. The product
+    of chances along a branch decides the order in which a tree grows.
+    """
+
+    def __init__(self, num_ranks: int, device: torch.device) -> None:
+        self._edges = torch.tensor(_EDGES, device=device)
+        self._bins = len(_EDGES) + 1
+        guess = torch.tensor([_FIRST_GUESS[min(rank, 2)] for rank in range(num_ranks)], device=device)
+        self._guess = guess.repeat_interleave(self._bins)
+        self._visits = torch.zeros_like(self._guess)
+        self._hits = torch.zeros_like(self._guess)
+
+    def cells(self, scores: Tensor) -> Tensor:
+        """Cells [..., K] of candidates whose perturbed scores [..., K] descend."""
+        rank = torch.arange(scores.shape[-1], device=scores.device)
+        rival = scores[..., 1:2] if scores.shape[-1] > 1 else scores - 1.0
+        margin = torch.where(rank == 0, scores - rival, scores[..., :1] - scores)
+        return rank * self._bins + torch.bucketize(margin.float().contiguous(), self._edges)
+
+    def chances(self, cells: Tensor) -> Tensor:
+        """Chance of each cell; below 1, so that a child never comes before its parent."""
+        hits = self._hits + self._guess * _GUESS_WEIGHT
+        return (hits / (self._visits + _GUESS_WEIGHT)).clamp(max=0.995)[cells]
+
+    def observe(self, cells: Tensor, visited: Tensor, hit: Tensor) -> None:
+        """Count nodes with these cells: ``visited`` where the parent was on the realised path, ``hit`` where it was."""
+        self._visits.mul_(_KEPT).scatter_add_(0, cells.flatten(), visited.flatten().float())
+        self._hits.mul_(_KEPT).scatter_add_(0, cells.flatten(), hit.flatten().float())
 
 
 @dataclass(frozen=True)
@@ -86,9 +124,8 @@ class LearnedDrafts:
         self.drafter, self._decoder, self._cache, self._num_tokens = drafter, decoder, cache, num_tokens
         self.known = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
         """Positions of each row whose true features the drafter has seen."""
-        self.chances = ChanceTable(MOST_BRANCHES, decoder.device)
+        self.chances = ChanceTable(MAX_BRANCHES, decoder.device)
         self._vocabulary = drafter.token_ids
-        self._head: Tensor | None = None
 
     def set_row(self, row: int, response: Response) -> None:
         """Give a row to a sequence of which nothing is known yet."""
@@ -107,20 +144,6 @@ class LearnedDrafts:
     def backlog(self, responses: Sequence[Response]) -> int:
         """Committed positions of the live rows that the drafter has not read yet."""
         return sum(len(response.text) - 1 - response.num_read for response in responses)
-
-    def set_vocabulary(self, ids: Tensor | None) -> None:
-        """Draft among these token ids [V] alone (ascending); None for all. Call again after the head changes.
-
-        Only for drafters that the target's head reads.
-        """
-        assert self.drafter.token_ids is None, "it has a vocabulary of its own"
-        if ids is None:
-            self._vocabulary = self._head = None
-        elif self._vocabulary is None or self._head is None or len(self._vocabulary) != len(ids):
-            self._vocabulary, self._head = ids, self._decoder.head.index_select(0, ids)
-        else:  # in place: graphs read them
-            self._vocabulary.copy_(ids)
-            self._head.copy_(self._decoder.head.index_select(0, ids))
 
     @torch.inference_mode()
     def propose(
@@ -215,8 +238,6 @@ class LearnedDrafts:
         flat = features.flatten(0, 1)
         if self.drafter.token_ids is not None:
             logits = self.drafter.logits(flat).float()
-        elif self._head is not None:
-            logits = F.linear(flat, self._head).float()
         else:
             logits = self._decoder.logits(flat)[:, : self._num_tokens]
         return logits.view(*features.shape[:2], -1)
@@ -243,7 +264,7 @@ class LearnedDrafts:
 
     def _tree(self, rows: LiveRows, layout: Layout, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
         """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
-        count, branching = len(feature), min(strategy.branching, MOST_BRANCHES)
+        count, branching = len(feature), min(strategy.branching, MAX_BRANCHES)
         device = feature.device
         last = (rows.lengths[:count] - 2).unsqueeze(1)
         tables = self._cache.tables[:count]

@@ -1,7 +1,7 @@
-"""The rollout engine: requests in, finished responses out, one round of all live sequences a ``step``.
+"""The rollout engine: requests in, finished responses out; each ``step`` decodes one round of all live sequences.
 
-A response depends on the weights and its key alone. Speculation, batch, rank count, preemption and the moment a
-strategy changes decide how fast it comes, never what it says. Knows no MPI, no reward and no training.
+A response depends on the weights and its key only. Speculation, batch size, number of ranks, preemption and changes of
+strategy affect how fast it is generated, never its text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,28 +27,26 @@ from tlt_hpc.common.records import (
 )
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.rollout.chooser import make_chooser
-from tlt_hpc.rollout.cost_profile import ONE_RANK, CostProfile, Node, load_or_measure
-from tlt_hpc.rollout.decisions import Agree, Chooser, Decisions, own
+from tlt_hpc.rollout.chooser import Chooser, Decisions, DraftTally, RandomChooser
+from tlt_hpc.rollout.costs import Agree, CostProfile, measure_profile, own
 from tlt_hpc.rollout.decoding import Emitted, PhaseSeconds, Rounds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, slots_needed
+from tlt_hpc.rollout.feature_outbox import FeatureOutbox, FeatureSink
 from tlt_hpc.rollout.guard import NUM_PROBED, TieGuard
-from tlt_hpc.rollout.kv_cache import page_bytes
-from tlt_hpc.rollout.leaving import FeatureSink, Leaving
+from tlt_hpc.rollout.kv_cache import PoolSizes, page_bytes
 from tlt_hpc.rollout.measures import RoundMeasures, profile_key
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
-from tlt_hpc.rollout.residents import Residents
-from tlt_hpc.rollout.responses import Response, group_of
+from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
+from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings
 from tlt_hpc.rollout.span_log import SpanLog
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.rollout.tally import DraftTally
 
 
 def _keep_all(key: SampleKey) -> bool:
@@ -58,11 +55,11 @@ def _keep_all(key: SampleKey) -> bool:
 
 @dataclass
 class EngineCounts:
-    """What the engine has done since its counts were last taken."""
+    """What the engine did since its counts were last taken."""
 
     num_tokens: int = 0
     num_row_passes: int = 0
-    """Sum over rounds of the sequences in them: tokens over this is the accept length."""
+    """Sequences, summed over rounds: tokens divided by this is the accept length."""
     num_guarded: int = 0
     num_preempted: int = 0
     num_drafter_faults: int = 0
@@ -73,10 +70,10 @@ class EngineCounts:
     """The strategy of every round, in order; filled in when the counts are taken."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
     spans: EngineSpans = NO_SPANS
-    """When each round and each prefill pass was; filled in when the counts are taken."""
+    """When each round and each prefill pass ran; filled in when the counts are taken."""
 
-    def told_by_another(self) -> EngineCounts:
-        """What is left to tell where another rank that decodes together with this one counts the same: its seconds."""
+    def without_shared_counts(self) -> EngineCounts:
+        """Only what is this rank's own, its seconds: for ranks that decode together, of which one reports the rest."""
         strategies = dict.fromkeys(self.strategies, (0, 0))
         return EngineCounts(strategies=strategies, decisions=self.decisions, seconds=self.seconds, spans=self.spans)
 
@@ -91,100 +88,88 @@ class RolloutEngine:
         drafter: Drafter | None = None,
         agree: Agree | None = None,
     ) -> None:
-        """``agree`` is for ranks that decode one response together: see ``Chooser.agree``.
+        """``agree``: for ranks that decode the same responses together, see ``Chooser.agree``.
 
-        They are given the same requests in the same order, and step together: all else follows from the texts.
+        Such ranks are given the same requests in the same order and step together; the rest follows from the texts.
         """
         check_settings(settings, drafter)
         self.decoder, self.settings, self.drafter, self._agree = decoder, settings, drafter, agree
-        self._num_features = drafter.num_features if drafter is not None else 0
-        device = decoder.device
+        sizes = self._pool_sizes()
+        self._rows = LiveRows(settings.max_live, sizes.num_positions, decoder.device, settings.eos_token_ids)
+        self._cache = make_cache(decoder.part, sizes, decoder.dtype, decoder.device, settings.attention)
         depth = max(strategy.depth for strategy in settings.strategies)
-        reach = max(map(slots_needed, settings.strategies))
-        positions = settings.max_prompt_tokens + settings.params.max_tokens + reach + 1
-        self._rows = LiveRows(settings.max_live, positions, device, len(settings.eos_token_ids))
-        self._num_pages, self._page_bytes = self._size_pool(positions)
-        self._cache = make_cache(
-            decoder.part,
-            self._num_pages,
-            settings.page_size,
-            settings.max_live,
-            positions,
-            decoder.dtype,
-            device,
-            num_features=self._num_features,
-            attention=settings.attention,
-        )
-        self._noise = NoiseWindow(settings.max_live, settings.num_tokens, depth + 1, device)
+        self._noise = NoiseWindow(settings.max_live, settings.num_tokens, depth + 1, decoder.device)
         self._guard = TieGuard(decoder, settings.tie_guard, settings.attention)
+        self._learned: LearnedDrafts | None = None
         if drafter is not None:
             drafter.pack()
-        uses_ngram = any(strategy.source in ("ngram", "hybrid") for strategy in settings.strategies)
-        self._ngram = NgramDrafts(settings.ngram_history_tokens, settings.ngram_orders, uses_ngram)
-        self._learned = (
-            LearnedDrafts(drafter, decoder, self._cache, settings.max_live, settings.num_tokens) if drafter else None
-        )
-        self._residents = Residents(
+            self._learned = LearnedDrafts(drafter, decoder, self._cache, settings.max_live, settings.num_tokens)
+        self._ngram = NgramDrafts(any(strategy.source == "ngram" for strategy in settings.strategies))
+        self._scheduler = Scheduler(
             decoder, self._rows, self._cache, self._noise, self._learned, settings.prefill_tokens
         )
-        parts = decoder, self._residents, self._noise, self._guard, self._learned, self._ngram
+        parts = decoder, self._scheduler, self._noise, self._guard, self._learned, self._ngram
         on_device = isinstance(self._cache, DevicePagedCache)
         self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else Rounds(*parts)
-        self.chooser = self._make_chooser(None)
         self.costs: CostProfile | None = None
-        """What ``profile`` found."""
+        """What ``profile`` measured."""
+        self.chooser = self._make_chooser()
+        self._totals_taken = self.chooser.totals()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._finished: list[Rollout] = []
-        self._leaving = Leaving(self._cache, decoder.shape.hidden_size)
+        self._outbox = FeatureOutbox(self._cache, decoder.shape.hidden_size)
         self._longest: list[list[int]] = []
         """The longest texts finished since the last load of weights."""
         self._probed: list[int] = []
         """The text on which the tie guard measured last."""
         self._num_submitted = 0
         self._counts, self._spans = EngineCounts(), SpanLog()
-        self._totals_taken = self.chooser.totals()
-        self._refresh_draft_head()
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
         self.keeps: Callable[[SampleKey], bool] = _keep_all
-        """Which finished responses, and their features, are this rank's to hand out."""
+        """Which finished responses, and their features, this rank hands out."""
         self.text_mark = 0
-        """A checksum of all text emitted so far: equal on ranks that decode together, or they have come apart."""
+        """A checksum of all text emitted so far, to compare between ranks that decode together."""
 
     @property
     def feature_sink(self) -> FeatureSink | None:
-        """Who gets the features of finished responses, where a drafter is to learn from them."""
-        return self._leaving.sink
+        """Receives the features of finished responses if a drafter is trained."""
+        return self._outbox.sink
 
     @feature_sink.setter
     def feature_sink(self, sink: FeatureSink | None) -> None:
-        self._leaving.sink = sink
+        self._outbox.sink = sink
 
-    def _make_chooser(self, costs: CostProfile | None) -> Chooser:
-        s = self.settings
-        arms = s.strategies if OFF in s.strategies else (*s.strategies, OFF)
-        chooser = make_chooser(s.chooser, arms, epsilon=s.epsilon, window=s.window, seed=s.seed, costs=costs)
-        if self._agree is not None and len(arms) > 1:
+    def _make_chooser(self) -> Chooser:
+        settings = self.settings
+        strategies = settings.strategies if OFF in settings.strategies else (*settings.strategies, OFF)
+        kind = RandomChooser if settings.chooser == "random" else Chooser
+        chooser = kind(strategies, settings.seed, self.costs)
+        if self._agree is not None and len(strategies) > 1:
             chooser.agree = self._agree
         return chooser
 
-    def _size_pool(self, positions: int) -> tuple[int, int]:
-        """Pages of the pool and bytes of one.
+    def _pool_sizes(self) -> PoolSizes:
+        """Sizes of the cache within the budget.
 
         Raises:
             ValueError: the budget does not hold a single sequence of full length.
         """
-        s, shape = self.settings, self.decoder.part
-        size = page_bytes(shape, s.page_size, self.decoder.dtype, self._num_features)
-        each = -(-positions // s.page_size)
-        # one page more than those handed out takes what must be written nowhere
-        pages = max(0, s.kv_bytes // size - 1) if s.kv_bytes else s.max_live * each
-        if pages < each:
+        settings = self.settings
+        num_features = self.drafter.num_features if self.drafter is not None else 0
+        reach = max(map(slots_needed, settings.strategies))
+        num_positions = settings.max_prompt_tokens + settings.params.max_tokens + reach + 1
+        each = -(-num_positions // settings.page_size)
+        size = page_bytes(self.decoder.part, settings.page_size, self.decoder.dtype, num_features)
+        # one page more than those given to sequences takes values that must not be kept
+        num_pages = max(0, settings.kv_bytes // size - 1) if settings.kv_bytes else settings.max_live * each
+        if num_pages < each:
             raise ValueError(
-                f"rollout.kv_bytes = {s.kv_bytes} holds {pages} pages of {s.page_size} tokens, one sequence of full "
-                f"length takes {each}; give at least {(each + 1) * size} or lower rollout.max_new_tokens"
+                f"rollout.kv_bytes = {settings.kv_bytes} holds {num_pages} pages of {settings.page_size} tokens, one "
+                f"sequence of full length takes {each}; give at least {(each + 1) * size} or lower "
+                "rollout.max_new_tokens"
             )
-        return pages, size
+        return PoolSizes(num_pages, settings.page_size, settings.max_live, num_positions, num_features)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -197,14 +182,14 @@ class RolloutEngine:
         assert not self._guard.active or self._guard.logit_tolerance > 0, "calibrate the tie guard first"
         checked = [(request, request.params or self.settings.params) for request in requests]
         for request, params in checked:
-            check_request(request, params, self.settings, self.decoder.shape.vocab_size, self._num_pages)
+            check_request(request, params, self.settings, self.decoder.shape.vocab_size, self._cache.num_pages)
         for request, params in checked:
             if params.max_tokens == 0:
                 if self.keeps(request.key):
                     self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH))
                 continue
             self._num_submitted += 1
-            self._residents.waiting.push(self._response(request, params))
+            self._scheduler.wait(self._response(request, params))
 
     def _response(self, request: Request, params: SamplingParams) -> Response:
         s = self.settings
@@ -218,7 +203,6 @@ class RolloutEngine:
             request=request,
             params=params,
             rule=self._rule(params),
-            end_token_ids=tuple(dict.fromkeys((*s.eos_token_ids, *params.stop_token_ids))),
             order=self._num_submitted,
             stops=stops,
             text=request.prompt_tokens.tolist(),
@@ -231,16 +215,16 @@ class RolloutEngine:
 
     @property
     def has_work(self) -> bool:
-        return self._residents.num_unfinished > 0
+        return self._scheduler.num_unfinished > 0
 
     @property
     def has_waiting(self) -> bool:
         """Whether the next step may prefill."""
-        return bool(self._residents.waiting) or bool(self._residents.prefilling)
+        return bool(self._scheduler.waiting) or bool(self._scheduler.prefilling)
 
     @property
     def num_unfinished(self) -> int:
-        return self._residents.num_unfinished
+        return self._scheduler.num_unfinished
 
     @property
     def num_tokens(self) -> int:
@@ -249,11 +233,11 @@ class RolloutEngine:
 
     @property
     def finished(self) -> Sequence[Rollout]:
-        """Responses that have ended and were not collected yet, in the order in which they did."""
+        """Responses that have ended and were not collected yet, in the order in which they ended."""
         return self._finished
 
     def take_over(self, finished: Iterable[Rollout]) -> None:
-        """Have responses to this rank's requests, which ended under an earlier engine, stand among the finished."""
+        """Add responses to this rank's requests that an earlier start of the run finished."""
         self._finished += finished
 
     def collect(self) -> list[Rollout]:
@@ -261,19 +245,9 @@ class RolloutEngine:
         finished, self._finished = sorted(self._finished, key=lambda rollout: rollout.key), []
         return finished
 
-    def abort(self, keys: Iterable[SampleKey] | None = None) -> int:
-        """Drop requests that have not finished, all of them without ``keys``; returns how many."""
-        if keys is None:
-            return self._abort(lambda response: True)
-        wanted = set(keys)
-        return self._abort(lambda response: response.request.key in wanted)
-
-    def abort_group(self, key: SampleKey) -> int:
-        """Drop the unfinished requests of the group that ``key`` belongs to; returns how many."""
-        return self._abort(lambda response: group_of(response.request.key) == group_of(key))
-
-    def _abort(self, is_aborted: Callable[[Response], bool]) -> int:
-        count = self._residents.abort(is_aborted)
+    def abort(self) -> int:
+        """Drop all requests that have not finished; returns how many."""
+        count = self._scheduler.abort()
         self._settle_at_end()
         return count
 
@@ -281,7 +255,7 @@ class RolloutEngine:
         """The counts since the last call; starts new ones."""
         counts, self._counts = self._counts, EngineCounts()
         counts.num_guarded, self._guard.num_guarded = self._guard.num_guarded, 0
-        counts.num_preempted, self._residents.num_preempted = self._residents.num_preempted, 0
+        counts.num_preempted, self._scheduler.num_preempted = self._scheduler.num_preempted, 0
         counts.num_drafter_faults, self._rounds.num_faults = self._rounds.num_faults, 0
         counts.seconds, self._rounds.seconds = self._rounds.seconds, PhaseSeconds()
         totals, before = self.chooser.totals(), self._totals_taken
@@ -292,14 +266,14 @@ class RolloutEngine:
         return counts
 
     def memory_table(self) -> dict[str, int]:
-        """Bytes that the engine holds, by what for; the pool's are the budget, taken whole at the start."""
+        """Bytes that the engine holds, by purpose; the cache is allocated as a whole at the start."""
         drafter = sum(p.nbytes for p in self.drafter.parameters()) if self.drafter is not None else 0
         return {
             "weights": self.decoder.weight_bytes,
             "packed weights": self.decoder.packed_bytes,
             "drafter": drafter,
             "packed drafter": 0 if self.drafter is None else self.drafter.packed_bytes,
-            "keys, values, features": (self._num_pages + 1) * self._page_bytes,
+            "keys, values, features": self._cache.num_bytes,
             "noise and rows": self._noise.num_bytes + self._rows.num_bytes,
             "graphs": self._rounds.graph_bytes,
         }
@@ -307,23 +281,19 @@ class RolloutEngine:
     # -- weights ------------------------------------------------------------------------------------------------
 
     def load_policy(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """New weights in place, then the tie guard's tolerance measured on them with one more text.
+        """Load new weights in place and measure the tie guard's tolerance with one more text.
 
         Only between rollouts: keys and values of live sequences would belong to the old weights.
         """
         assert not self.has_work, "weights change only between rollouts"
         self._settle()
         self.decoder.load(weights, version)
-        self._leaving.forget_prompts()
+        self._outbox.forget_prompts()
         self._cache.clear()
-        self._refresh_draft_head()
         self._probe(1)
 
     def load_drafter(self, weights: Mapping[str, Tensor], trained: bool = True) -> None:
-        """New drafter weights in place; between rounds, so that no round sees half of them.
-
-        What earlier rounds told of the drafter's accept lengths counts less from now on.
-        """
+        """Load new drafter weights in place, between rounds; counts of accepted drafts are discounted."""
         assert self.drafter is not None and self._learned is not None
         self._settle()
         self.drafter.load_state_dict(weights)
@@ -333,17 +303,11 @@ class RolloutEngine:
         self.drafter_ready = trained
         self.chooser.discount(0.5)
 
-    def _refresh_draft_head(self) -> None:
-        ids = self.settings.draft_token_ids
-        if self._learned is not None and ids is not None:
-            self._learned.set_vocabulary(torch.tensor(sorted(set(ids)), device=self.decoder.device))
-
     def calibrate(self, requests: Sequence[Request]) -> None:
-        """Make ready for the first rollout: capture graphs on a GPU, measure the tie guard's tolerance on real text.
+        """Prepare for the first rollout: capture graphs on a GPU, measure the tie guard's tolerance on real text.
 
-        The text is of responses that are thrown away: the requests' keys must be none of a rollout's, and nothing is
-        learned from them. Random tokens would not do: far from what a model was trained on its activations, and the
-        error, are larger.
+        The text is that of responses that are discarded: the requests' keys must not be those of a rollout. Random
+        tokens would not do: far from what a model was trained on, its activations and the error are larger.
         """
         assert not self.has_work and not self._probed and requests
         if self.decoder.device.type == "cuda" and not self._rule(self.settings.params).truncates:
@@ -355,7 +319,7 @@ class RolloutEngine:
         while self.has_work:
             self._fill()
             if self._rows.num_live:
-                self._residents.reserve(1)
+                self._scheduler.reserve(1)
                 self._rounds.launch(OFF)
                 self._retire(self._rounds.read())
         self._finished = []
@@ -370,27 +334,29 @@ class RolloutEngine:
         if self.settings.tie_guard and self._probed:
             self._guard.probe(texts)
 
-    def profile(self, requests: Sequence[Request], max_seconds: float, node: Node = ONE_RANK) -> CostProfile:
-        """Measure what rounds cost here, or read what was measured before, and choose by it from now on.
+    def profile(self, requests: Sequence[Request], max_seconds: float) -> CostProfile:
+        """Measure what rounds cost here, and choose strategies by it from now on.
 
-        The requests fill the rows while it lasts; nothing is learned from them, and no response comes of them.
-        Collective over ``node``, the ranks of which one reads and writes.
+        The requests fill the rows during the measurement and give no responses.
         """
         assert not self.has_work and requests
-        s = self.settings
-        key = profile_key(self.decoder, s, self.drafter)
-        measures = RoundMeasures(self._residents, self._rounds, [self._response(r, s.params) for r in requests])
+        settings = self.settings
+        measures = RoundMeasures(
+            self._scheduler, self._rounds, [self._response(request, settings.params) for request in requests]
+        )
         # rows that the pool holds with the longest draft each: more would be preempted, not measured
-        each = max(self._residents.pages_for(s.max_prompt_tokens + max(map(slots_needed, s.strategies))), 1)
-        most = max(1, min(s.max_live, self._num_pages // each))
-        self.costs = load_or_measure(key, s.strategies, most, measures, max_seconds, None, self._agree or own, node)
-        measures.close()
-        self.chooser = self._make_chooser(self.costs)
+        longest = settings.max_prompt_tokens + max(map(slots_needed, settings.strategies))
+        num_rows = max(1, min(settings.max_live, self._cache.num_pages // self._scheduler.pages_for(longest)))
+        key = profile_key(self.decoder, settings, self.drafter)
+        agree = self._agree or own
+        self.costs = measure_profile(key, settings.strategies, num_rows, measures, max_seconds, agree)
+        self._scheduler.abort()
+        self.chooser = self._make_chooser()
         self._forget_counts()
         return self.costs
 
     def _forget_counts(self) -> None:
-        """What was done before the first rollout is none of its figures."""
+        """Leave what was done before the first rollout out of its counts."""
         self._totals_taken = self.chooser.totals()
         self.take_counts()
 
@@ -407,18 +373,18 @@ class RolloutEngine:
         self._settle_at_end()
 
     def _settle_at_end(self) -> None:
-        """Leave no round and no features under way when there is nothing more to do."""
+        """When there is nothing more to do, read the last rounds and hand over all features."""
         if not self.has_work:
             self._settle()
-            self._leaving.deliver(wait=True)
+            self._outbox.deliver(wait=True)
 
     def _fill(self) -> bool:
-        """Admit and prefill; whether the device was given anything."""
-        self._residents.admit()
-        num_prefilling = len(self._residents.prefilling)
+        """Admit and prefill; returns whether anything was prefilled."""
+        self._scheduler.admit()
+        num_prefilling = len(self._scheduler.prefilling)
         if num_prefilling:
             start = time.perf_counter()
-            num_read = self._residents.prefill()
+            num_read = self._scheduler.prefill()
             self._spans.ended(PREFILL, num_prefilling, num_read, time.perf_counter() - start)
         return num_prefilling > 0
 
@@ -432,20 +398,20 @@ class RolloutEngine:
             if not self._rows.num_live:
                 return
         start = time.perf_counter()
-        self._residents.reserve(slots_needed(strategy), self._rounds.ahead)
-        if not self._rows.num_live:  # all gave way to a prompt of higher priority that is being read
+        self._scheduler.reserve(slots_needed(strategy), self._rounds.ahead)
+        if not self._rows.num_live:  # all were preempted for an earlier response that is being prefilled
             return
-        if strategy.source in ("ngram", "hybrid"):
+        if strategy.source == "ngram":
             self._ngram.learn(self._rows.responses)
         prepared += time.perf_counter() - start
         self._rounds.launch(strategy, prepared, follows=not has_prefilled)
         self._settle(int(overlaps))
 
-    def _settle(self, still: int = 0) -> None:
-        """Read the rounds under way until ``still`` are left."""
-        while self._rounds.num_under_way > still:
+    def _settle(self, num_left: int = 0) -> None:
+        """Read the launched rounds until ``num_left`` are left."""
+        while self._rounds.num_under_way > num_left:
             self._take_in(self._rounds.read())
-        self._leaving.deliver(wait=False)
+        self._outbox.deliver(wait=False)
 
     def _take_in(self, emitted: Emitted) -> None:
         start = time.perf_counter()
@@ -475,7 +441,7 @@ class RolloutEngine:
             strategy
             for strategy in self.settings.strategies
             if (drafts or not strategy.has_drafter)
-            and (strategy == OFF or self._residents.has_room(slots_needed(strategy), self._rounds.ahead))
+            and (strategy == OFF or self._scheduler.has_room(slots_needed(strategy), self._rounds.ahead))
         ]
         backlog = self._learned.backlog(self._rows.responses) if self._learned is not None else 0
         return self.chooser.choose(self._rows.num_live, usable or [OFF], backlog)
@@ -511,10 +477,10 @@ class RolloutEngine:
         if self.keeps(request.key):
             lengths = bytes(response.pass_lengths)
             self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, lengths))
-            self._leaving.take(response)
+            self._outbox.take(response)
         self._ngram.finish(response)
         self._longest = sorted([*self._longest, response.text], key=len)[-NUM_PROBED:]
-        self._residents.remove(row)
+        self._scheduler.remove(row)
 
     def _rollout(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class _Form:
 
     @classmethod
     def of(cls, strategy: Strategy) -> _Form:
-        return cls(strategy.widest_pass, strategy.branching > 1 or strategy.source == "hybrid")
+        return cls(strategy.widest_pass, strategy.branching > 1)
 
 
 class GraphRound:
@@ -73,16 +73,10 @@ class GraphRound:
         self.layout = Layout(target.cache.tables.shape[1])
         self.tolerance = torch.zeros(1, device=device)
         """The tie guard's zone of doubt in logits; 0: off."""
-        self._graphs, self._ends = GraphPool(device), self._rows.ends
-        self._num_dropped = 0
+        self._graphs = GraphPool(device)
 
     def __len__(self) -> int:
         return len(self._graphs)
-
-    @property
-    def num_captured(self) -> int:
-        """Captures so far, of graphs that have been dropped as well."""
-        return self._num_dropped + len(self._graphs)
 
     def bucket(self, num_live: int) -> int:
         """The rows that take part where so many are live."""
@@ -102,28 +96,13 @@ class GraphRound:
                 form = _Form.of(strategy)
                 tokens = torch.zeros(count, form.width, dtype=torch.int64, device=self.tolerance.device)
                 self.verify(DraftTree(tokens, torch.zeros_like(tokens) if form.is_tree else None))
-        logger.info(
-            "%d graphs captured in %.1f s: %d MiB of device memory; with a target graph for each strategy %d MiB",
-            len(self), time.perf_counter() - start, self.num_bytes >> 20, self._bytes_apart() >> 20,
-        )  # fmt: skip
+        seconds = time.perf_counter() - start
+        logger.info("%d graphs captured in %.1f s: %d MiB of device memory", len(self), seconds, self.num_bytes >> 20)
 
     @property
     def num_bytes(self) -> int:
         """Device memory that the graphs take."""
         return sum(size for _, size in self._graphs.memory_table())
-
-    def _bytes_apart(self) -> int:
-        """What they would take if strategies of one width did not share the target's."""
-        size = dict(self._graphs.memory_table())
-        forms = [_Form.of(strategy) for strategy in self._strategies]
-        targets = sum(size.get(("verify", count, form), 0) for count in self._buckets for form in forms)
-        return targets + sum(held for key, held in size.items() if isinstance(key, tuple) and key[0] == "draft")
-
-    def _pool(self) -> GraphPool:
-        if self._ends is not self._rows.ends:  # more end tokens than ever before: the graphs read the old ones
-            self._num_dropped += len(self._graphs)
-            self._graphs, self._ends = GraphPool(self.tolerance.device), self._rows.ends
-        return self._graphs
 
     # -- drafts -------------------------------------------------------------------------------------------------
 
@@ -131,8 +110,8 @@ class GraphRound:
         """The learned drafter's drafts for the first ``count`` rows, by one graph; ``scores`` [B] is NaN or not."""
         learned = self._learned
         assert learned is not None, f"strategy {strategy.name} without a drafter"
-        key = "draft", count, replace(strategy, source="drafter")
-        out = self._pool().run(key, lambda: self._draft(count, strategy), (), (learned.known,))
+        key = "draft", count, strategy
+        out = self._graphs.run(key, lambda: self._draft(count, strategy), (), (learned.known,))
         # the target's graph may use the memory of these outputs
         tokens, scores, *more = (x.clone() for x in out)
         if not more:
@@ -164,7 +143,7 @@ class GraphRound:
         count, width = drafts.tokens.shape
         inputs = (drafts.tokens,) if drafts.parents is None else (drafts.tokens, drafts.parents)
         key = "verify", count, _Form(width, drafts.parents is not None)
-        told, log_probs, on_path = self._pool().run(key, self._verify, inputs, (self._rows.lengths,))
+        told, log_probs, on_path = self._graphs.run(key, self._verify, inputs, (self._rows.lengths,))
         return told, log_probs, on_path
 
     def _verify(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,14 +152,14 @@ class GraphRound:
         features, logits = self._target.forward(drafts, self.layout, widen=False)
         choice = self._choose(drafts, logits)
         longest = min(n, self.read_width)  # no path is deeper than the deepest strategy
-        verdict = self._target.walk(drafts, choice.token.view(count, n), longest)
-        log_probs = self._log_probs(choice, logits).view(count, n).gather(1, verdict.path)
-        near = self._near_ties(choice, count, n).view(count, n).gather(1, verdict.path)
-        reached = torch.arange(near.shape[1], device=tokens.device) < verdict.counts.unsqueeze(1)
-        self._target.commit(drafts, verdict, features)
-        flags = verdict.ended.long() + 2 * (near & reached).any(1).long()
-        told = torch.stack((verdict.counts, verdict.on_path.sum(1) - 1, flags), 1)
-        return torch.cat([verdict.chosen, told], 1), log_probs, verdict.on_path
+        accepted = self._target.walk(drafts, choice.token.view(count, n), longest)
+        log_probs = self._log_probs(choice, logits).view(count, n).gather(1, accepted.path)
+        near = self._near_ties(choice, count, n).view(count, n).gather(1, accepted.path)
+        reached = torch.arange(near.shape[1], device=tokens.device) < accepted.counts.unsqueeze(1)
+        self._target.commit(drafts, accepted, features)
+        flags = accepted.ended.long() + 2 * (near & reached).any(1).long()
+        told = torch.stack((accepted.counts, accepted.on_path.sum(1) - 1, flags), 1)
+        return torch.cat([accepted.chosen, told], 1), log_probs, accepted.on_path
 
     def _choose(self, drafts: DraftTree, logits: Tensor) -> GumbelChoice:
         """The target's choice at each node, flat [B * N]."""

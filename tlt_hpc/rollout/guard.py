@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.device_cache import AttentionKind, make_cache
+from tlt_hpc.rollout.kv_cache import PoolSizes
 from tlt_hpc.rollout.sampling import SamplingRule, choose
 
 logger = logging.getLogger(__name__)
@@ -114,8 +115,8 @@ def _cached_hidden(decoder: Decoder, tokens: Tensor, attention: AttentionKind) -
     """
     size = 64
     pages = list(range(-(-len(tokens) // size)))
-    sizes = len(pages), size, 1, len(tokens)
-    cache = make_cache(decoder.part, *sizes, decoder.dtype, decoder.device, attention=attention)
+    sizes = PoolSizes(len(pages), size, 1, len(tokens))
+    cache = make_cache(decoder.part, sizes, decoder.dtype, decoder.device, attention)
     cache.set_table(0, pages)
     layout = cache.layout([pages], len(pages))
     parts, start = [], 0

@@ -1,8 +1,8 @@
-"""Keys, values and features of the live sequences in pages, and attention over them. Knows no sampling, no request.
+"""Keys, values and features of the live sequences in pages, and attention over them.
 
-Position ``p`` of a sequence stands in its page ``p // page_size``. A page holds the position's keys and values of every
-layer (the drafter's layer last) and, where a drafter learns from them, the target's feature. What lies beyond a
-sequence's committed positions is overwritten before any query can see it, so pages change hands as they are.
+Position ``p`` of a sequence is in its page ``p // page_size``. A page holds the keys and values of every layer (the
+drafter's layer last) and, with a drafter, the target's features. What lies beyond a sequence's committed positions is
+overwritten before any query can see it, so pages are reused without being cleared.
 ``PagedCache`` is what all caches share; ``HostPagedCache`` is the one for CPUs (``device_cache`` has the other).
 Shapes: ``B`` rows of a pass, ``n`` tokens a row, ``P`` pages a row at most, ``E`` entries (page, row that reads it),
 ``g`` key-value heads, ``r`` query heads that share one, ``d`` head size, ``S`` page size.
@@ -23,9 +23,9 @@ from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.rollout.transfer import upload
 
-_NEVER = -1e30
+MASKED_SCORE = -1e30
 """Score of what a query must not see; finite, so that a page without anything to see merges with weight zero."""
-_NOWHERE = 1 << 40
+OUT_OF_RANGE = 1 << 40
 """Where a page begins that a pass does not read: beyond all positions, so that no query sees it."""
 _WHOLE_POOL = 0.6
 """Share of the pool's used pages that a pass must read for a slice of the pool to be cheaper than a gather."""
@@ -41,8 +41,20 @@ def page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype, num_featur
 
 
 @dataclass(frozen=True)
+class PoolSizes:
+    """Sizes of a paged cache: ``num_pages`` pages for ``num_rows`` rows of at most ``num_positions`` positions."""
+
+    num_pages: int
+    page_size: int
+    num_rows: int
+    num_positions: int
+    num_features: int = 0
+    """Vectors of the hidden size kept of each position for a drafter; 0: there is none."""
+
+
+@dataclass(frozen=True)
 class Layout:
-    """What a pass must know of its rows' pages beside their tables: rebuilt only when pages change hands."""
+    """What a pass needs to know about its rows' pages besides their tables; rebuilt only when these change."""
 
     longest: int
     """Pages of the row that has most."""
@@ -54,28 +66,16 @@ class PagedCache(ABC):
     wants_packing: ClassVar[bool]
     """Whether used pages that lie together are read faster, so that moving them is worth it."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        num_pages: int,
-        page_size: int,
-        num_rows: int,
-        num_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        num_features: int = 0,
-    ) -> None:
-        """``num_features``: vectors of the hidden size kept of each position for a drafter; 0: there is none."""
-        self.page_size, self.num_pages, self.num_features = page_size, num_pages, num_features
-        self._num_layers = shape.num_layers + (1 if num_features else 0)
-        # one page more than the pool has: whatever must be written nowhere goes there
-        self.features = (
-            torch.zeros((num_pages + 1) * page_size, num_features * shape.hidden_size, dtype=dtype, device=device)
-            if num_features
-            else None
-        )
-        self.tables = torch.full((num_rows, -(-num_positions // page_size) + 1), num_pages, device=device)
+    def __init__(self, shape: ModelShape, sizes: PoolSizes, dtype: torch.dtype, device: torch.device) -> None:
+        self.page_size, self.num_pages, self.num_features = sizes.page_size, sizes.num_pages, sizes.num_features
+        self.num_bytes = (sizes.num_pages + 1) * page_bytes(shape, sizes.page_size, dtype, sizes.num_features)
+        self._num_layers = shape.num_layers + (1 if sizes.num_features else 0)
+        # one page more than the pool has takes values that must not be kept
+        slots = (sizes.num_pages + 1) * sizes.page_size
+        width = sizes.num_features * shape.hidden_size
+        self.features = torch.zeros(slots, width, dtype=dtype, device=device) if width else None
+        table_width = -(-sizes.num_positions // sizes.page_size) + 1
+        self.tables = torch.full((sizes.num_rows, table_width), sizes.num_pages, device=device)
 
     @property
     def drafter_layer(self) -> int:
@@ -183,7 +183,7 @@ class HostLayout(Layout):
     table: Tensor | None
     """Entries [B, P] of each row, None where entry i is row i's only one."""
     padding: Tensor | None
-    """[B, P, 1, 1]: 0 at real entries, ``_NEVER`` where a row has fewer; None where each row has one."""
+    """[B, P, 1, 1]: 0 at real entries, ``MASKED_SCORE`` where a row has fewer; None where each row has one."""
 
 
 def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int, device: torch.device) -> HostLayout:
@@ -217,12 +217,12 @@ def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int
         of([base[page] for page in common for _ in range(most)]),
     )
     plain = longest == 1 and [row[0] for row in rows] == list(range(len(ids)))
-    padding = [[[[0.0]]] * len(row) + [[[_NEVER]]] * (longest - len(row)) for row in rows]
+    padding = [[[[0.0]]] * len(row) + [[[MASKED_SCORE]]] * (longest - len(row)) for row in rows]
     return HostLayout(
         longest=longest,
         pages=None if whole else of(ids),
         owner=of([readers[page][0] if page in read else 0 for page in ids]),
-        base=of([base[page] if page in read else _NOWHERE for page in ids]),
+        base=of([base[page] if page in read else OUT_OF_RANGE for page in ids]),
         shared=shared if common else None,
         table=None if plain else of([row + row[:1] * (longest - len(row)) for row in rows]),
         padding=of(padding, torch.float32) if longest > 1 else None,
@@ -234,24 +234,14 @@ class HostPagedCache(PagedCache):
 
     wants_packing = True
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        num_pages: int,
-        page_size: int,
-        num_rows: int,
-        num_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        num_features: int = 0,
-    ) -> None:
-        super().__init__(shape, num_pages, page_size, num_rows, num_positions, dtype, device, num_features=num_features)
+    def __init__(self, shape: ModelShape, sizes: PoolSizes, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, sizes, dtype, device)
         self._heads = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads, shape.head_dim)
         g, _, d = self._heads
-        self._pool = torch.zeros(self._num_layers, num_pages + 1, 2 * g, page_size, d, dtype=dtype, device=device)
-        self._slot_heads = torch.arange(2 * g, device=device) * page_size
-        self._offsets = torch.arange(page_size, device=device)
+        pool = self._num_layers, sizes.num_pages + 1, 2 * g, sizes.page_size, d
+        self._pool = torch.zeros(pool, dtype=dtype, device=device)
+        self._slot_heads = torch.arange(2 * g, device=device) * sizes.page_size
+        self._offsets = torch.arange(sizes.page_size, device=device)
 
     def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
         return make_layout(tables, high_water, self.page_size, self._pool.device)
@@ -398,7 +388,7 @@ class Seen:
 def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where ``seen``, else what no softmax lets through."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-        ~seen, max(_NEVER, torch.finfo(dtype).min)
+        ~seen, max(MASKED_SCORE, torch.finfo(dtype).min)
     )
 
 

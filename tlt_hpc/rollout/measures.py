@@ -15,20 +15,20 @@ import torch
 from tlt_hpc import __version__
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.rollout.cost_profile import ProfileKey, processor_name
+from tlt_hpc.rollout.costs import ProfileKey, processor_name
 from tlt_hpc.rollout.decoding import Rounds
 from tlt_hpc.rollout.drafts import slots_needed
-from tlt_hpc.rollout.residents import Residents
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.settings import EngineSettings, num_drafted
+from tlt_hpc.rollout.scheduler import Scheduler
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import Strategy
 
 
 class RoundMeasures:
     """What ``cost_profile.Measures`` asks for, on an engine that has no work."""
 
-    def __init__(self, residents: Residents, rounds: Rounds, responses: Sequence[Response]) -> None:
-        self._residents, self._rounds, self._responses = residents, rounds, responses
+    def __init__(self, scheduler: Scheduler, rounds: Rounds, responses: Sequence[Response]) -> None:
+        self._scheduler, self._rounds, self._responses = scheduler, rounds, responses
 
     def measure_verify(self, batch: int, width: int) -> float:
         """Seconds of a target pass over ``width`` tokens of each of ``batch`` rows, sampling and walk included."""
@@ -42,27 +42,27 @@ class RoundMeasures:
 
     def close(self) -> None:
         """Empty the rows."""
-        self._residents.abort(lambda response: True)
+        self._scheduler.abort()
 
     def _occupy(self, batch: int, num_slots: int) -> None:
         """Make ``batch`` rows live with pages for the pass, or as many as the pool holds."""
-        if self._residents.rows.num_live != batch:
-            self.close()
+        if self._scheduler.rows.num_live != batch:
+            self._scheduler.abort()
             for order, response in enumerate(islice(cycle(self._responses), batch)):
-                self._residents.waiting.push(replace(response, order=order, text=list(response.text), pages=[]))
+                self._scheduler.wait(replace(response, order=order, text=list(response.text), pages=[]))
             before = -1
-            while self._residents.rows.num_live > before or self._residents.prefilling:
-                before = self._residents.rows.num_live
-                self._residents.admit()
-                self._residents.prefill()
-        self._residents.reserve(num_slots)
+            while self._scheduler.rows.num_live > before or self._scheduler.prefilling:
+                before = self._scheduler.rows.num_live
+                self._scheduler.admit()
+                self._scheduler.prefill()
+        self._scheduler.reserve(num_slots)
 
 
 def profile_key(decoder: Decoder, settings: EngineSettings, drafter: Drafter | None) -> ProfileKey:
     """All that the cost of a round depends on beside the strategy and the batch."""
     shape, size = decoder.part, decoder.sharding.size
     form = drafter.form if drafter is not None else "none"
-    drafted = num_drafted(settings, drafter) or 0
+    drafted = 0 if drafter is None or drafter.token_ids is None else len(drafter.token_ids)
     return ProfileKey(
         processor=processor_name(),
         num_cores=os.cpu_count() or 1,

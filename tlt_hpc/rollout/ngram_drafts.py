@@ -1,6 +1,6 @@
-"""Proposes what followed the same context before, in the response, its siblings and earlier responses to its prompt.
+"""Drafts from n-grams: what followed the same context before, in the response, its siblings and earlier responses.
 
-The table learns a text when it is asked for drafts next: where it is never asked it costs nothing. Knows no model.
+The table learns texts just before it is asked for drafts, so it costs nothing while no strategy uses it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch import Tensor
 from tlt_hpc.models.ngram import SuffixDrafter
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.rollout.tree import DraftTree, from_lists
+
+HISTORY_TOKENS = 200_000
+"""Tokens that the table remembers."""
 
 NoiseAt = Callable[[int, int, int], float]
-"""Noise of one number: row, d-th drafted position, token."""
+"""The noise of a row's d-th drafted position and one token."""
 
 
 def noise_of(noise: Tensor) -> NoiseAt:
-    """That of noise [B, D, V] on the host; narrow vocabularies are read faster from lists."""
+    """Reads noise [B, D, V] on the host; lists are faster for small vocabularies."""
     rows = noise.tolist() if noise.shape[-1] <= 256 else noise
     return lambda row, d, token: float(rows[row][d][token])
 
@@ -29,26 +31,26 @@ def noise_of(noise: Tensor) -> NoiseAt:
 class NgramDrafts:
     """A suffix table over the texts, whose known continuations compete under the noise."""
 
-    def __init__(self, history_tokens: int, orders: tuple[int, ...], active: bool) -> None:
-        self._table, self._history_tokens = SuffixDrafter(history_tokens, orders), history_tokens
+    def __init__(self, active: bool) -> None:
+        self._table = SuffixDrafter(HISTORY_TOKENS)
         self.active = active
-        """Whether any strategy asks; while none does nothing is kept."""
+        """Whether any strategy uses n-grams; otherwise nothing is kept."""
         self._unlearned: deque[Response] = deque()
         """Finished responses that the table has not seen to their ends, and their tokens that it lacks."""
         self._num_unlearned = 0
 
     def finish(self, response: Response) -> None:
-        """Keep a finished response for the table, as long as it has room for it."""
+        """Keep a finished response for the table, as long as there is room for it."""
         if not self.active:
             return
         self._unlearned.append(response)
         self._num_unlearned += len(response.text) - response.num_learned
-        while self._num_unlearned > self._history_tokens:
+        while self._num_unlearned > HISTORY_TOKENS:
             oldest = self._unlearned.popleft()
             self._num_unlearned -= len(oldest.text) - oldest.num_learned
 
     def learn(self, responses: Sequence[Response]) -> None:
-        """Teach the table what came since it was last asked, of finished responses and of these."""
+        """Add to the table what is new in finished responses and in these."""
         if not self.active:
             return
         while self._unlearned:
@@ -77,27 +79,3 @@ class NgramDrafts:
             drafts.append(token)
             cursor.advance(token)
         return drafts
-
-
-def hybrid(drafted: DraftTree, chains: Sequence[Sequence[int]]) -> DraftTree:
-    """Drafted trees with a further branch each: the chain that the n-grams know."""
-    tokens = drafted.tokens.tolist()
-    parents = (
-        drafted.parents.tolist()
-        if drafted.parents is not None
-        else [[max(0, i - 1) for i in range(drafted.num_nodes)]] * len(tokens)
-    )
-    rows = [_graft(list(zip(t, p, strict=True)), more) for t, p, more in zip(tokens, parents, chains, strict=True)]
-    return from_lists(rows, drafted.tokens.device)
-
-
-def _graft(nodes: list[tuple[int, int]], more: Sequence[int]) -> list[tuple[int, int]]:
-    """Add a chain from the root on, along nodes that are there already as far as it goes."""
-    child = {(parent, token): i for i, (token, parent) in enumerate(nodes) if i}
-    at = 0
-    for token in more:
-        if (at, token) not in child:
-            child[at, token] = len(nodes)
-            nodes.append((token, at))
-        at = child[at, token]
-    return nodes

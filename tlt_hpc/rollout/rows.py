@@ -1,10 +1,12 @@
-"""What the device knows of the live rows: their tokens and the numbers that a round reads. Knows no cache.
+"""The live rows on the device: their tokens and the numbers that a round reads.
 
-Rows are dense: live ones are 0 to ``num_live - 1``. Those behind them are padding that may take part in a pass: a text
-of one token that has reached its cap, so that it emits nothing.
+Live rows are 0 to ``num_live - 1``. Those after them are padding that may take part in a pass: a text of one token that
+has reached its cap, so that it emits nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,17 +14,13 @@ from torch import Tensor
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.transfer import put, upload
 
-_NUM_ENDS = 4
-"""End tokens of a row that there is room for in any case; more need new buffers, and graphs to be captured anew."""
-
 
 class LiveRows:
-    """Tokens, lengths and rules of the rows on the device, beside the sequences that they belong to.
+    """Tokens and lengths of the rows on the device, with the responses they belong to. Addresses never change."""
 
-    Addresses never change, so that graphs may read them; ``ends`` alone is replaced when a row has more end tokens.
-    """
-
-    def __init__(self, num_rows: int, num_positions: int, device: torch.device, num_ends: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, num_positions: int, device: torch.device, end_token_ids: Sequence[int] = ()
+    ) -> None:
         self.num_positions = num_positions
         self.tokens = torch.zeros(num_rows, num_positions, dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_rows, dtype=torch.int64, device=device)
@@ -33,8 +31,8 @@ class LiveRows:
         self.temperatures = torch.ones(num_rows, device=device)
         self.log_probs = torch.zeros(num_rows, num_positions)
         """On the host, where they are wanted."""
-        self.ends = torch.full((num_rows, max(num_ends, _NUM_ENDS)), -1, dtype=torch.int64, device=device)
-        """End tokens of each row, filled with -1."""
+        self.ends = torch.tensor(end_token_ids, dtype=torch.int64, device=device)
+        """End tokens [e], the same for all rows."""
         self.index = torch.arange(num_rows, device=device)
         self.responses: list[Response] = []
 
@@ -62,21 +60,12 @@ class LiveRows:
         put(self.caps, row, response.prompt_length + response.params.max_tokens)
         put(self.starts, row, response.prompt_length)
         put(self.temperatures, row, response.rule.temperature)
-        self._set_ends(row, response.end_token_ids)
         if response.log_probs is not None:
             self.log_probs[row, response.prompt_length : len(text)] = torch.from_numpy(response.log_probs)
             response.log_probs = None
         self.responses.append(response)
         response.row = row
         return row
-
-    def _set_ends(self, row: int, ids: tuple[int, ...]) -> None:
-        device, width = self.ends.device, self.ends.shape[1]
-        if len(ids) > width:
-            more = torch.full((self.capacity, max(len(ids), 2 * width) - width), -1, device=device)
-            self.ends = torch.cat([self.ends, more], 1)
-        self.ends[row] = -1
-        self.ends[row, : len(ids)] = upload(ids, device)
 
     def last_tokens(self, count: int | None = None) -> Tensor:
         """The newest token [B] of each row, or of the first ``count``, padding included."""
@@ -107,7 +96,7 @@ class LiveRows:
         if row != last:
             self.responses[row] = moved
             moved.row = row
-            for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.ends, self.tokens):
+            for tensor in (self.lengths, self.caps, self.starts, self.temperatures, self.tokens):
                 tensor[row] = tensor[last]
             self.log_probs[row, : len(moved.text)] = self.log_probs[last, : len(moved.text)]
         put(self.lengths, last, 1)

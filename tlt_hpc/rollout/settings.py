@@ -1,16 +1,15 @@
-"""What an engine is built for, and which requests it takes. Knows no tensor and no round."""
+"""The settings of an engine, and which requests it accepts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from tlt_hpc.common.records import Request, SamplingParams
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.ngram import ORDERS
-from tlt_hpc.rollout.chooser import ChooserKind
 from tlt_hpc.rollout.device_cache import AttentionKind
 from tlt_hpc.rollout.strategy import OFF, Strategy
 
@@ -19,8 +18,8 @@ Detokenizer = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is built for. ``params`` are those of a request without its own; its ``max_tokens`` is the cap of
-    all. ``num_tokens`` is the vocabulary without padding rows, which are never sampled.
+    """``params`` are those of a request without its own; its ``max_tokens`` is the cap of all. ``num_tokens`` is the
+    vocabulary without padding rows, which are never sampled.
     """
 
     params: SamplingParams
@@ -36,15 +35,10 @@ class EngineSettings:
     """Tokens of one prefill chunk."""
     attention: AttentionKind = "auto"
     """How keys and values are kept and read; the text does not depend on it."""
-    ngram_orders: tuple[int, ...] = ORDERS
-    ngram_history_tokens: int = 200_000
     strategies: tuple[Strategy, ...] = (OFF,)
-    chooser: ChooserKind = "goodput"
-    epsilon: float = 0.05
-    window: int = 128
+    chooser: Literal["goodput", "random"] = "goodput"
+    """``random`` is for checks that the text does not depend on the strategy."""
     seed: int = 0
-    draft_token_ids: tuple[int, ...] | None = None
-    """Ids that the drafter proposes among; None: all."""
     detokenize: Detokenizer | None = None
     """Needed for stop strings alone."""
 
@@ -70,50 +64,37 @@ def check_request(request: Request, params: SamplingParams, settings: EngineSett
             f"{pages} pages of {settings.page_size} tokens that was made for responses of 0 to "
             f"{settings.params.max_tokens}; raise rollout.max_new_tokens"
         )
-    wrong = _wrong_parameter(params, settings.num_tokens)
+    wrong = _wrong_parameter(params)
     if wrong:
         raise ValueError(f"{name}: {wrong}")
     if params.stop_strings and settings.detokenize is None:
         raise ValueError(f"{name}: stop_strings = {params.stop_strings!r} need an engine with a detokenizer")
 
 
-def num_drafted(settings: EngineSettings, drafter: Drafter | None) -> int | None:
-    """Size of the draft vocabulary; None: all tokens."""
-    ids = settings.draft_token_ids
-    if drafter is not None and drafter.token_ids is not None:
-        return len(drafter.token_ids)
-    return None if ids is None else len(set(ids))
-
-
 def check_settings(settings: EngineSettings, drafter: Drafter | None) -> None:
     """Refuse what would fail in the middle of a rollout.
 
     Raises:
-        ValueError: end tokens or draft tokens that are no tokens, or strategies that need a drafter without one.
+        ValueError: end tokens outside the vocabulary, a drafter of another vocabulary, or a missing drafter.
     """
-    for name in ("eos_token_ids", "draft_token_ids"):
-        ids = vars(settings)[name] or ()
-        wrong = [i for i in ids if not 0 <= i < settings.num_tokens]
-        if wrong:
-            raise ValueError(f"{name} has {wrong[0]}; the vocabulary has ids 0 to {settings.num_tokens - 1}")
-    widest = max(strategy.branching for strategy in settings.strategies)
-    own = drafter.token_ids if drafter is not None else None
-    if own is not None and settings.draft_token_ids is not None:
-        raise ValueError("draft_token_ids, but the drafter has a vocabulary of its own; leave them out")
-    if own is not None and int(own[-1]) >= settings.num_tokens:
+    largest = settings.num_tokens - 1
+    if wrong := [i for i in settings.eos_token_ids if not 0 <= i <= largest]:
+        raise ValueError(f"eos_token_ids has {wrong[0]}; the vocabulary has ids 0 to {largest}")
+    ids = drafter.token_ids if drafter is not None else None
+    if ids is not None and int(ids[-1]) > largest:
         raise ValueError(
-            f"the drafter drafts token {int(own[-1])}, and the vocabulary has ids 0 to {settings.num_tokens - 1}; give "
-            "one that was made for this tokenizer"
+            f"the drafter drafts token {int(ids[-1])}, and the vocabulary has ids 0 to {largest}; give one that was "
+            "made for this tokenizer"
         )
-    num_ids = num_drafted(settings, drafter)
-    if num_ids is not None and num_ids < widest:
-        raise ValueError(f"draft_token_ids has fewer ids than a strategy's branching of {widest}; give more")
+    widest = max(strategy.branching for strategy in settings.strategies)
+    if ids is not None and len(ids) < widest:
+        raise ValueError(f"the drafter drafts {len(ids)} tokens, a strategy branches {widest} times; use narrower ones")
     needing = [strategy.name for strategy in settings.strategies if strategy.has_drafter]
     if needing and drafter is None:
         raise ValueError(f"strategy {needing[0]} needs a drafter; give the engine one or leave the strategy out")
 
 
-def _wrong_parameter(params: SamplingParams, num_tokens: int) -> str | None:
+def _wrong_parameter(params: SamplingParams) -> str | None:
     """What is wrong with a request's parameters, with the remedy."""
     checks = (
         (params.temperature >= 0 and np.isfinite(params.temperature), "temperature", "0 or more"),
@@ -121,7 +102,6 @@ def _wrong_parameter(params: SamplingParams, num_tokens: int) -> str | None:
         (0 < params.top_p <= 1, "top_p", "above 0, up to 1 (off)"),
         (0 <= params.min_p < 1, "min_p", "0 (off) or more, below 1"),
         (0 <= params.min_tokens <= params.max_tokens, "min_tokens", f"0 to max_tokens = {params.max_tokens}"),
-        (all(0 <= i < num_tokens for i in params.stop_token_ids), "stop_token_ids", f"ids 0 to {num_tokens - 1}"),
     )
     for good, name, remedy in checks:
         if not good:

@@ -1,4 +1,4 @@
-"""Ways to decode a round, and their names. Knows neither how one is chosen nor how one is carried out."""
+"""Ways to decode a round, and their names. How one is chosen and carried out is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Source = Literal["off", "ngram", "drafter", "hybrid"]
+Source = Literal["off", "ngram", "drafter"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Strategy:
 
     @property
     def widest_pass(self) -> int:
-        """Most tokens of one sequence that its verifying pass may hold: the last one, and all drafts."""
-        return 1 + self.num_drafts + (self.depth if self.source == "hybrid" else 0)
+        """Tokens of one sequence in its verifying pass at most: the last committed one, and all drafts."""
+        return 1 + self.num_drafts
 
     @property
     def reach(self) -> int:
@@ -42,7 +42,7 @@ class Strategy:
     @property
     def has_drafter(self) -> bool:
         """Whether the learned drafter takes part."""
-        return self.source in ("drafter", "hybrid")
+        return self.source == "drafter"
 
     @property
     def name(self) -> str:
@@ -64,24 +64,24 @@ class Strategy:
 
 
 OFF = Strategy("off")
-MOST_DEPTH, MOST_BRANCHES = 32, 16
-_SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter", "hybrid")}
+MAX_DEPTH, MAX_BRANCHES = 32, 16
+_SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter")}
 _NAME = re.compile(
     r"(?P<source>[a-z]+)-(?P<depth>\d+)(x(?P<branching>\d+)v(?P<num_verify>\d+))?(a(?P<sharpness>\d+(\.\d+)?))?"
 )
 
 
 def strategies_of(mode: str, names: Sequence[str]) -> tuple[Strategy, ...]:
-    """The arms of a speculation mode: of those named, the ones that it allows; "off" is always the first."""
+    """The strategies of a speculation mode: "off", then those of the named ones that the mode allows."""
     named = dict.fromkeys(map(strategy_named, names))
     return (OFF, *(strategy for strategy in named if strategy.source in _SOURCES[mode]))
 
 
 def strategy_named(name: str) -> Strategy:
-    """The strategy whose ``name`` this is.
+    """The strategy with this ``name``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: there is none.
     """
     if name == OFF.name:
         return OFF
@@ -93,13 +93,13 @@ def strategy_named(name: str) -> Strategy:
         )
     depth, num_verify = int(match["depth"]), int(match["num_verify"] or 0)
     branching, sharpness = int(match["branching"] or 1), float(match["sharpness"] or 1)
-    if not 1 <= depth <= MOST_DEPTH or sharpness <= 0:
-        raise ValueError(f"strategy {name!r}: use a depth of 1 to {MOST_DEPTH} and a sharpness above 0")
+    if not 1 <= depth <= MAX_DEPTH or sharpness <= 0:
+        raise ValueError(f"strategy {name!r}: use a depth of 1 to {MAX_DEPTH} and a sharpness above 0")
     if match["branching"] is not None:
         candidates = branching * (1 + (depth - 1) * branching)
-        if match["source"] == "ngram" or not (2 <= branching <= MOST_BRANCHES and depth <= num_verify <= candidates):
+        if match["source"] == "ngram" or not (2 <= branching <= MAX_BRANCHES and depth <= num_verify <= candidates):
             raise ValueError(
-                f"strategy {name!r}: a tree is of drafter or hybrid, with 2 to {MOST_BRANCHES} children a node and "
+                f"strategy {name!r}: a tree is of the drafter, with 2 to {MAX_BRANCHES} children per node and "
                 f"{depth} to {candidates} drafts to verify at this depth and branching"
             )
     return Strategy(sources[match["source"]], depth, branching, num_verify, sharpness)

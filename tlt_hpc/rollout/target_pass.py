@@ -19,7 +19,7 @@ from tlt_hpc.rollout.tree import DraftTree, emitted_counts, path_of, walk
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AcceptedPath:
     """What a round accepted: nodes on the realised path [B, N], the path [B, m], choices on it [B, m], counts [B]."""
 
     on_path: Tensor
@@ -58,7 +58,7 @@ class TargetPass:
         hidden, features = self.decoder.features(*flat, attend, self.feature_layers)
         return features.view(count, n, -1), self.decoder.logits(hidden, widen).view(count, n, -1)
 
-    def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> Verdict:
+    def walk(self, drafts: DraftTree, chosen: Tensor, longest: int | None = None) -> AcceptedPath:
         """The path through the target's choices [B, N]; ``longest`` bounds its columns without a look at it."""
         rows, count = self.rows, len(chosen)
         on_path = walk(chosen, drafts)
@@ -69,27 +69,27 @@ class TargetPass:
             path = path_of(on_path, int(on_path.sum(1).max()) if longest is None else longest)
             along = chosen.gather(1, path)
         room = rows.caps[:count] - rows.lengths[:count]
-        counts, ended = emitted_counts(along, on_path.sum(1) - 1, room, rows.ends[:count])
-        return Verdict(on_path, path, along, counts, ended)
+        counts, ended = emitted_counts(along, on_path.sum(1) - 1, room, rows.ends)
+        return AcceptedPath(on_path, path, along, counts, ended)
 
-    def commit(self, drafts: DraftTree, verdict: Verdict, features: Tensor) -> Tensor:
+    def commit(self, drafts: DraftTree, accepted: AcceptedPath, features: Tensor) -> Tensor:
         """Put the path's keys and values where a chain would have them; keep features and tokens.
 
         Returns the columns [B, m] of the rows' texts at which the path's tokens stand.
         """
         rows, cache = self.rows, self.cache
-        count, width = verdict.path.shape
+        count, width = accepted.path.shape
         tables = cache.tables[:count]
         first = (rows.lengths[:count] - 1).unsqueeze(1)
         along = first + torch.arange(width, device=first.device)
         straight = drafts.depths is None
         if not straight and width > 1:
-            source = cache.slots(first + verdict.path, tables)
+            source = cache.slots(first + accepted.path, tables)
             cache.move_slots(source[:, 1:].flatten(), cache.slots(along, tables)[:, 1:].flatten())
         if cache.features is not None:
-            kept = features if straight else along_path(features, verdict.path)
+            kept = features if straight else along_path(features, accepted.path)
             cache.features[cache.slots(along, tables).flatten()] = kept.flatten(0, 1)
-        return rows.extend(verdict.chosen, verdict.counts)
+        return rows.extend(accepted.chosen, accepted.counts)
 
 
 def by_node(noise: Tensor, drafts: DraftTree) -> Tensor:

@@ -22,7 +22,7 @@ def put(values: Tensor, index: int, number: float) -> None:
     values[index : index + 1].fill_(number)
 
 
-class HostCopy:
+class PendingHostCopy:
     """A tensor on its way to the host; on a CPU a copy, but where ``is_own`` says that nobody else has it."""
 
     def __init__(self, x: Tensor, is_own: bool = False) -> None:

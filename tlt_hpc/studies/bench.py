@@ -130,7 +130,7 @@ def _measure(
             engine = session.make_engine(settings, drafter if any(s.has_drafter for s in strategies) else None)
             engine.drafter_ready = drafter is not None
             seconds = session.config.speculation.profile_seconds
-            calibrate(engine, calibration_requests(others), seconds, session.world.node_group)
+            calibrate(engine, calibration_requests(others), seconds)
             if session.generate(engine, others).stopping:  # a new engine knows neither strategies nor n-grams
                 return None
             engine.collect(), engine.take_counts()

@@ -105,7 +105,7 @@ def _profile_costs(config: Config, options: argparse.Namespace, log: RecordedRun
     chances: dict[Source, float] = {}
     said = []
     for source in dict.fromkeys(strategy.source for strategy in strategies if strategy != OFF):
-        known = measured.get(source, measured.get("drafter") if source == "hybrid" else None)
+        known = measured.get(source)
         if options.chance is not None:
             chances[source], how = options.chance, "given"
         elif known is not None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from tlt_hpc.plan.simulate.costs import TokenCosts, expected
-from tlt_hpc.rollout.cost_profile import CostProfile, read_profile
+from tlt_hpc.rollout.costs import CostProfile, read_profile
 from tlt_hpc.rollout.strategy import OFF, Source, Strategy
 
-DEFAULT_CHANCES: dict[Source, float] = {"drafter": 0.8, "hybrid": 0.8, "ngram": 0.5}
+DEFAULT_CHANCES: dict[Source, float] = {"drafter": 0.8, "ngram": 0.5}
 """Assumed chances that a draft is accepted, given those before it: for a trained drafter, and for texts that repeat
-themselves somewhat. A hybrid has its drafter's chance: what n-grams add is left out."""
+themselves somewhat."""
 
 
 def read_costs(
@@ -29,7 +29,7 @@ def read_costs(
     try:
         profile = read_profile(path)
     except OSError as error:
-        raise ValueError(f"--profile {path}: {error.strerror}; profiles are in TLT_CACHE, as profiles/*.json") from None
+        raise ValueError(f"--profile {path}: {error.strerror}; give a run's cost_profile.json") from None
     known = [strategy for strategy in dict.fromkeys([OFF, *strategies]) if profile.covers([strategy], 1)]
     if OFF not in known:
         raise ValueError(f"--profile {path}: has no pass of one token, so no plain round; give another profile")

@@ -20,7 +20,7 @@ from tlt_hpc.plan.simulate.costs import Floats, TokenCosts, chance_of
 from tlt_hpc.plan.simulate.lengths import Ints, Logged
 from tlt_hpc.plan.simulate.profile import round_seconds
 from tlt_hpc.plan.simulate.step import StepPhases
-from tlt_hpc.rollout.cost_profile import CostProfile, read_profile
+from tlt_hpc.rollout.costs import CostProfile, read_profile
 from tlt_hpc.rollout.strategy import OFF, Source, strategy_named
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.mpi.roster import Roster
-from tlt_hpc.rollout.leaving import FeatureSink
+from tlt_hpc.rollout.feature_outbox import FeatureSink
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.storage.feature_cache import FeatureCache

@@ -1,6 +1,6 @@
-"""Features of finished responses on their way out of the pages, to whoever learns from them. Knows no file.
+"""Hands the features of finished responses to a sink, for the training of a drafter.
 
-A prompt's features leave once, with the first of its responses that finishes; later ones bring their own alone.
+A prompt's features are handed over once, with the first of its responses that finishes.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from torch import Tensor
 
 from tlt_hpc.rollout.kv_cache import PagedCache
 from tlt_hpc.rollout.responses import Response
-from tlt_hpc.rollout.transfer import HostCopy
+from tlt_hpc.rollout.transfer import PendingHostCopy
 
-# sink(tokens [T] int32, prompt length P, features [T - 1 - first, layers, H] as bf16 bits, first): what a finished
-# response leaves. Features are of the positions from ``first`` on: 0, or P - 1 where the prompt's have come before.
 FeatureSink = Callable[[NDArray[np.int32], int, NDArray[np.uint16], int], None]
+"""sink(tokens [T], prompt length P, features [T - 1 - first, layers, H] as bf16 bits, first): a finished response.
+
+The features are those of the positions from ``first`` on: 0, or P - 1 if the prompt's were handed over before.
+"""
 
 
 @dataclass(frozen=True)
-class _Departure:
+class _PendingFeatures:
     tokens: NDArray[np.int32]
     prompt_length: int
     first: int
-    features: HostCopy
+    features: PendingHostCopy
 
 
-class Leaving:
-    """The queue of departures; they reach the sink in the order in which their responses finished."""
+class FeatureOutbox:
+    """Copies features to the host; they reach the sink in the order in which their responses finished."""
 
     def __init__(self, cache: PagedCache, hidden_size: int) -> None:
         self._cache, self._hidden_size = cache, hidden_size
-        self._queue: deque[_Departure] = deque()
+        self._queue: deque[_PendingFeatures] = deque()
         self._seen_prompts: set[bytes] = set()
         self._sink: FeatureSink | None = None
 
@@ -54,18 +56,18 @@ class Leaving:
         self.forget_prompts()
 
     def forget_prompts(self) -> None:
-        """Let prompts' features leave again: those of other weights are others."""
+        """Hand prompts' features over again: other weights give other features."""
         self._seen_prompts.clear()
 
     def take(self, response: Response) -> None:
-        """Start copying a finished response's features, before its pages are given away."""
+        """Start to copy a finished response's features, before its pages are released."""
         if self._sink is None or self._cache.features is None:
             return
         first = response.prompt_length - 1 if response.prompt in self._seen_prompts else 0
         self._seen_prompts.add(response.prompt)
         rows = self._rows(response.row, first, len(response.text) - 1).to(torch.bfloat16)
-        copy = HostCopy(rows.view(torch.uint16), is_own=True)
-        self._queue.append(_Departure(np.array(response.text, np.int32), response.prompt_length, first, copy))
+        copy = PendingHostCopy(rows.view(torch.uint16), is_own=True)
+        self._queue.append(_PendingFeatures(np.array(response.text, np.int32), response.prompt_length, first, copy))
 
     def _rows(self, row: int, start: int, end: int) -> Tensor:
         """A copy of a row's features [end - start, width] at positions from ``start`` on, read by whole pages."""
@@ -77,10 +79,10 @@ class Leaving:
         return by_page.flatten(0, 1)[start - offset : end - offset]
 
     def deliver(self, wait: bool) -> None:
-        """Hand over what has come to the host, or all."""
+        """Hand over what has reached the host; with ``wait`` everything."""
         while self._queue and (wait or self._queue[0].features.is_ready):
-            departure = self._queue.popleft()
+            pending = self._queue.popleft()
             if self._sink is not None:
-                features = departure.features.wait().numpy()
+                features = pending.features.wait().numpy()
                 rows = features.reshape(len(features), -1, self._hidden_size)
-                self._sink(departure.tokens, departure.prompt_length, rows, departure.first)
+                self._sink(pending.tokens, pending.prompt_length, rows, pending.first)

@@ -1,24 +1,25 @@
-"""Which sequences hold pages and rows: admission, sharing of prompts, chunked prefill, preemption. Knows no sampling.
+"""Decides which sequences hold pages and rows: admission, sharing of prompts, chunked prefill, preemption.
 
-A sequence waits without pages, then is prefilled, then has a row. When pages run out, the one of lowest priority that
-came last gives up its pages and waits again; it is prefilled anew from its tokens, so nothing but time is lost.
+A sequence waits without pages, then is prefilled, then has a row. If pages run out, the one that arrived last gives up
+its pages and waits again; it is prefilled again from its tokens, so only time is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import insort
+from operator import attrgetter
 
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.kv_cache import Layout, PagedCache
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.pages import PagePool
-from tlt_hpc.rollout.responses import Response, WaitingQueue
+from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.transfer import upload
 
 
-class Residents:
+class Scheduler:
     """The waiting, the prefilling and the live sequences, and the pages between them."""
 
     def __init__(
@@ -34,7 +35,8 @@ class Residents:
         self._decoder, self._noise, self._learned = decoder, noise, learned
         self._prefill_tokens = prefill_tokens
         self.pool = PagePool(cache.num_pages)
-        self.waiting = WaitingQueue()
+        self.waiting: list[Response] = []
+        """Sequences without pages, new ones and preempted ones, in the order of their arrival."""
         self.prefilling: list[Response] = []
         self.num_preempted = 0
         self._layout: Layout | None = None
@@ -56,21 +58,25 @@ class Residents:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.page_size)
 
+    def wait(self, response: Response) -> None:
+        """Let a sequence wait for pages."""
+        insort(self.waiting, response, key=attrgetter("order"))
+
     # -- in -----------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """Give pages to waiting sequences, first in line first, as long as there are rows and pages."""
         later: list[Response] = []
         # one that waits for its prompt to be prefilled by a sibling keeps its place among the rows
-        while len(self.waiting) and self.rows.num_live + len(self.prefilling) + len(later) < self.rows.capacity:
-            response = self.waiting.pop()
+        while self.waiting and self.rows.num_live + len(self.prefilling) + len(later) < self.rows.capacity:
+            response = self.waiting.pop(0)
             if self._prompt_is_prefilling(response):
                 later.append(response)
             elif not self._try_admit(response):
                 later.append(response)
                 break
         for response in later:
-            self.waiting.push(response)
+            self.wait(response)
 
     def _prompt_is_prefilling(self, response: Response) -> bool:
         return any(other.prompt == response.prompt for other in self.prefilling)
@@ -79,8 +85,8 @@ class Residents:
         sibling = next((other for other in self.rows.responses if other.prompt == response.prompt), None)
         num_shared = (response.prompt_length - 1) // self.cache.page_size if sibling else 0
         needed = self.pages_for(len(response.text)) - num_shared
-        residents = self.rows.num_live + len(self.prefilling)
-        if self.pool.num_free < needed + (1 + residents // 4 if residents else 0):
+        admitted = self.rows.num_live + len(self.prefilling)
+        if self.pool.num_free < needed + (1 + admitted // 4 if admitted else 0):
             return False
         own = self.pool.take(needed)
         response.num_cached = 0
@@ -176,11 +182,11 @@ class Residents:
         return max(0, self.pages_for(longest - 1 + num_slots) - len(response.pages))
 
     def _make_room(self) -> None:
-        """Preempt the sequence that comes last in rank, whether it is being prefilled or has a row."""
-        residents = [*self.prefilling, *self.rows.responses]
-        assert len(residents) > 1, "a lone sequence always fits: submit has refused those that do not"
+        """Preempt the sequence that arrived last, whether it is being prefilled or has a row."""
+        admitted = [*self.prefilling, *self.rows.responses]
+        assert len(admitted) > 1, "a lone sequence always fits: submit has refused those that do not"
         self.num_preempted += 1
-        victim = max(residents, key=lambda response: response.rank)
+        victim = max(admitted, key=attrgetter("order"))
         if victim in self.prefilling:
             self.prefilling.remove(victim)
             self.release(victim)
@@ -188,7 +194,7 @@ class Residents:
             row = self.rows.responses.index(victim)
             victim.log_probs = self.rows.response_log_probs(row).numpy().copy()
             self.remove(row)
-        self.waiting.push(victim)
+        self.wait(victim)
 
     # -- out ----------------------------------------------------------------------------------------------------
 
@@ -210,17 +216,14 @@ class Residents:
         response.pages = []
         self._layout = None
 
-    def abort(self, is_aborted: Callable[[Response], bool]) -> int:
-        """Drop sequences wherever they are; returns how many."""
-        count = self.waiting.drop(is_aborted)
-        for response in [response for response in self.prefilling if is_aborted(response)]:
-            self.prefilling.remove(response)
-            self.release(response)
-            count += 1
-        for row in reversed(range(self.rows.num_live)):
-            if is_aborted(self.rows.responses[row]):
-                self.remove(row)
-                count += 1
+    def abort(self) -> int:
+        """Drop all sequences; returns how many."""
+        count = self.num_unfinished
+        self.waiting.clear()
+        while self.prefilling:
+            self.release(self.prefilling.pop())
+        while self.rows.num_live:
+            self.remove(self.rows.num_live - 1)
         return count
 
     def _pack(self) -> None:
