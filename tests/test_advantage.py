@@ -53,7 +53,7 @@ def test_a_plan_holds_every_sample_once_within_the_budget(
     lengths: list[int], num_ranks: int, budget: int, data: st.DataObject
 ) -> None:
     num_updates = data.draw(st.sampled_from([n for n in range(1, len(lengths) + 1) if len(lengths) % n == 0]))
-    plan = plan_updates(lengths, num_updates, num_ranks, budget, dear_length=100.0)
+    plan = plan_updates(lengths, num_updates, num_ranks, budget, attention_crossover_tokens=100.0)
     assert len(plan) == num_updates
     for update, ranks in enumerate(plan):
         assert len(ranks) == num_ranks
@@ -79,9 +79,9 @@ def test_mini_batches_do_not_depend_on_ranks_and_mix_the_prompts() -> None:
 
 def test_a_long_sample_counts_more_than_its_tokens() -> None:
     """Attention grows with the square of the length."""
-    (ranks,) = plan_updates([390, 200, 200, 200], 1, 2, 10_000, dear_length=100.0)
+    (ranks,) = plan_updates([390, 200, 200, 200], 1, 2, 10_000, attention_crossover_tokens=100.0)
     assert ranks == [[(0,)], [(1, 2, 3)]]
-    (ranks,) = plan_updates([390, 200, 200, 200], 1, 2, 10_000, dear_length=1e9)
+    (ranks,) = plan_updates([390, 200, 200, 200], 1, 2, 10_000, attention_crossover_tokens=1e9)
     assert ranks == [[(0, 3)], [(1, 2)]]
 
 

@@ -52,7 +52,7 @@ def draw(*sizes, seed=0):
 def both_caches(num_positions=4 * SIZE):
     """The two kinds of cache, every page full of the same numbers."""
     caches = [
-        kind(SHAPE, NUM_PAGES, SIZE, len(TABLES), num_positions, torch.float32, CPU)
+        kind(SHAPE, PoolSizes(NUM_PAGES, SIZE, len(TABLES), num_positions), torch.float32, CPU)
         for kind in (HostPagedCache, DevicePagedCache)
     ]
     held = draw(2, NUM_PAGES * SIZE, 2 * G, D)

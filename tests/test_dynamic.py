@@ -24,7 +24,7 @@ from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.resume.replay import ReplayError, missing_responses
 from tlt_hpc.rl.draws import StepDraws, trained_on
-from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
+from tlt_hpc.rl.dynamic import chosen, informative, refill_size
 from tlt_hpc.rollout_loop import refill
 from tlt_hpc.session import Session
 from tlt_hpc.storage.folder import RunFolder
@@ -40,12 +40,12 @@ TINY = ROOT / "jobs" / "tiny.toml"
 
 def test_a_group_teaches_where_its_scores_differ() -> None:
     scores = np.array([1, 1, 0, 0, 0, 1, 0.5, 0.5, 0.25, 0.5], np.float32)
-    assert teaching(scores, 2).tolist() == [False, False, True, False, True]
-    assert teaching(scores[:5], 5).tolist() == [True]
+    assert informative(scores, 2).tolist() == [False, False, True, False, True]
+    assert informative(scores[:5], 5).tolist() == [True]
 
 
 @pytest.mark.parametrize(
-    ("num_teaching", "num_drawn", "wanted", "size"),
+    ("num_informative", "num_drawn", "wanted", "size"),
     [
         (16, 16, 16, 0),
         (18, 24, 16, 0),
@@ -56,12 +56,12 @@ def test_a_group_teaches_where_its_scores_differ() -> None:
         (15, 160, 16, 8),  # the share is taken to be an eighth at least
     ],
 )
-def test_a_refill_draws_what_should_do(num_teaching: int, num_drawn: int, wanted: int, size: int) -> None:
-    assert refill_size(np.arange(num_drawn) < num_teaching, wanted) == size
+def test_a_refill_draws_what_should_do(num_informative: int, num_drawn: int, wanted: int, size: int) -> None:
+    assert refill_size(np.arange(num_drawn) < num_informative, wanted) == size
 
 
 @pytest.mark.parametrize(
-    ("teaches", "wanted", "kept"),
+    ("is_informative", "wanted", "kept"),
     [
         ([1, 1, 1], 3, [0, 1, 2]),
         ([1, 0, 1, 1], 3, [0, 2, 3]),
@@ -70,8 +70,8 @@ def test_a_refill_draws_what_should_do(num_teaching: int, num_drawn: int, wanted
         ([0, 0, 0], 2, [0, 1]),
     ],
 )
-def test_what_is_trained_on(teaches: list[int], wanted: int, kept: list[int]) -> None:
-    assert chosen(np.array(teaches, bool), wanted).tolist() == kept
+def test_what_is_trained_on(is_informative: list[int], wanted: int, kept: list[int]) -> None:
+    assert chosen(np.array(is_informative, bool), wanted).tolist() == kept
 
 
 # -- which rows -------------------------------------------------------------------------------------------------------
@@ -285,10 +285,10 @@ def test_a_run_trains_on_groups_that_teach(straight: Path) -> None:
         rows, line = ordered(parts), lines[step]
         scores = np.array([reward for _, reward, _ in rows], np.float32)
         trained = ~np.isnan([advantage for _, _, advantage in rows])
-        teaches = teaching(scores, SIZE)
+        is_informative = informative(scores, SIZE)
         assert trained.sum() == GROUPS * SIZE == line["rollout/trained_samples"]
         assert (trained.reshape(-1, SIZE).all(1) == trained.reshape(-1, SIZE).any(1)).all(), "groups stay whole"
-        assert (trained.reshape(-1, SIZE)[:, 0] & teaches).sum() == min(GROUPS, teaches.sum())
+        assert (trained.reshape(-1, SIZE)[:, 0] & is_informative).sum() == min(GROUPS, is_informative.sum())
         assert line["rollout/samples"] == len(rows) and len(rows) % SIZE == 0
         assert line["actor/num_tokens"] == sum(
             len(rollout.response_tokens) for (rollout, _, _), counts in zip(rows, trained, strict=True) if counts

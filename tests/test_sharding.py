@@ -311,7 +311,6 @@ def test_a_rank_hands_out_what_it_keeps(plain: list[Rollout]) -> None:
 
 
 def test_what_a_clock_decides_is_the_first_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TLT_CACHE", str(tmp_path))
     ranks = Ranks(2)
 
     def work(index: int) -> list[int]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.rollout.tree import EMPTY, chain, emitted_counts, from_lists, path_of, tree, walk
+from tlt_hpc.rollout.tree import EMPTY, chain, chains, emitted_counts, path_of, tree, walk
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,9 @@ def random_tree(source, num_nodes, num_tokens=4):
 def test_the_walk_follows_the_choices(seed, num_nodes, num_rows):
     source = random.Random(seed)
     rows = [random_tree(source, source.randint(1, num_nodes)) for _ in range(num_rows)]
-    drafts = from_lists([list(zip(t, p, strict=True)) for t, p in rows], CPU)
+    width = max(len(tokens) for tokens, _ in rows)
+    padded = [(t + [EMPTY] * (width - len(t)), p + [0] * (width - len(p))) for t, p in rows]
+    drafts = tree(torch.tensor([t for t, _ in padded]), torch.tensor([p for _, p in padded]), width)
     chosen = torch.tensor([[source.randrange(4) for _ in range(drafts.num_nodes)] for _ in rows])
     on_path = walk(chosen, drafts)
     paths = path_of(on_path, drafts.num_nodes)
@@ -54,6 +56,7 @@ def test_a_chain_is_a_tree_without_branches():
     drafts = torch.tensor([[5, 6, 7], [5, EMPTY, EMPTY]])
     last = torch.tensor([4, 4])
     straight = chain(last, drafts)
+    assert torch.equal(chains([[4, 5, 6, 7], [4, 5]], 4, CPU).tokens, straight.tokens)
     parents = torch.tensor([[0, 0, 1, 2]] * 2)
     branched = tree(torch.cat([last.unsqueeze(1), drafts], 1), parents, 3)
     for chosen in ([5, 6, 7, 8], [5, 6, 9, 7], [1, 5, 6, 7]):
@@ -80,26 +83,20 @@ def test_ancestors_and_depths():
     ]
 
 
-def test_lists_that_are_chains_make_chains():
-    drafts = from_lists([[(7, 0), (1, 0), (2, 1)], [(8, 0)]], CPU)
-    assert drafts.parents is None
-    assert drafts.tokens.tolist() == [[7, 1, 2], [8, EMPTY, EMPTY]]
-
-
 @pytest.mark.parametrize(
     ("chosen", "accepted", "room", "ends", "count", "ended"),
     [
-        ([3, 4, 5], 2, 9, [1, -1], 3, False),
-        ([3, 4, 5], 0, 9, [1, -1], 1, False),
-        ([3, 1, 5], 2, 9, [1, -1], 2, True),
-        ([3, 4, 1], 1, 9, [1, -1], 2, False),
-        ([3, 4, 5], 2, 2, [1, -1], 2, False),
-        ([3, 4, 1], 2, 2, [1, -1], 2, False),
+        ([3, 4, 5], 2, 9, [1], 3, False),
+        ([3, 4, 5], 0, 9, [1], 1, False),
+        ([3, 1, 5], 2, 9, [1], 2, True),
+        ([3, 4, 1], 1, 9, [1], 2, False),
+        ([3, 4, 5], 2, 2, [1], 2, False),
+        ([3, 4, 1], 2, 2, [1], 2, False),
         ([3, 6, 1], 2, 9, [1, 6], 2, True),
     ],
 )
 def test_what_a_row_emits(chosen, accepted, room, ends, count, ended):
     counts, over = emitted_counts(
-        torch.tensor([chosen]), torch.tensor([accepted]), torch.tensor([room]), torch.tensor([ends])
+        torch.tensor([chosen]), torch.tensor([accepted]), torch.tensor([room]), torch.tensor(ends)
     )
     assert (counts.item(), over.item()) == (count, ended)

@@ -61,7 +61,7 @@ def test_what_dynamic_sampling_leaves_out_is_not_learned_from() -> None:
     sizes = "rollout.prompts_per_step=1", "algorithm.updates_per_step=1", "algorithm.max_refills=1"
     update, given = learned("algorithm.name=dr-grpo", *sizes, scores=np.array([1, 1, 0, 1], np.float32))
     assert update.trained.tolist() == [2, 3] and update.rewards.tolist() == [0, 1] and given == [-0.5, 0.5]
-    assert update.teaching_share == 0.5, "of all groups that were drawn"
+    assert update.informative_share == 0.5, "of all groups that were drawn"
 
 
 def test_the_distance_is_taken_from_the_reward() -> None:

@@ -39,7 +39,6 @@ from tlt_hpc.resume.saving import (
     should_continue,
 )
 from tlt_hpc.rewards.unjudged import joined
-from tlt_hpc.rl.correction import Mismatch
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.engine import EngineCounts
@@ -219,7 +218,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     job.world.once(lambda: commit(job, step, line))
     if shows:
         reporter.stepped(summary)
-        warn_of_mismatch(job, summary)
+        if warning := job.mismatch.look(summary[PROBS_DIFF], summary[K3]):
+            logger.warning("step %d: %s", summary.step, warning)
     return True
 
 
@@ -233,18 +233,6 @@ def commit(job: Job, step: int, line: Line) -> None:
     drop_foreign_logs(job, step)
     add_line(job.folder.metrics, line)
     drop_kept(job.folder)
-
-
-def warn_of_mismatch(job: Job, summary: StepMetrics) -> None:
-    """Say why rollout and trainer disagree, where they do: at the first such step, and every tenth after it."""
-
-    def first() -> Mismatch | None:
-        lines = [line for step, line in sorted(read_lines(job.folder.metrics).items()) if K3 in line]
-        return Mismatch(lines[0][PROBS_DIFF], lines[0][K3]) if lines else None
-
-    line = job.mismatch.look(Mismatch(summary[PROBS_DIFF], summary[K3]), first)
-    if line:
-        logger.warning("step %d: %s", summary.step, line)
 
 
 def check_judged(job: Job, step: int, tail: Tail) -> None:

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import sys
+import tempfile
 from importlib import util
 from pathlib import Path
 
@@ -45,14 +46,53 @@ def packaged_file() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+_OF_THE_GGUF = {"quantization_config", "_name_or_path", "_model_name_or_path", "pretraining_tp"}
+
+
+def convert_gguf(file: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
+    """Write a Llama in GGUF as a folder of fp32 safetensors, tokenizer.json and the ids that end a response.
+
+    Written beside ``folder`` and renamed, so that the folder is whole as soon as it exists.
+
+    Raises:
+        ValueError: an end token is not in the file's vocabulary.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    vocabulary = tokenizer.get_vocab()
+    if unknown := [token for token in end_tokens if token not in vocabulary]:
+        raise ValueError(f"{file} has no token {unknown[0]!r}; name end tokens of its own vocabulary")
+    ends = [vocabulary[token] for token in end_tokens]
+    source = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+    kept = {key: value for key, value in source.config.to_dict().items() if key not in _OF_THE_GGUF}
+    model = LlamaForCausalLM(LlamaConfig(**{**kept, "eos_token_id": ends}))  # what is read from a GGUF cannot be saved
+    model.load_state_dict(source.state_dict())
+    model.generation_config = GenerationConfig(eos_token_id=ends)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as part:
+        written = Path(part) / "model"
+        model.save_pretrained(written)
+        tokenizer.save_pretrained(written)
+        _publish(written, folder)
+
+
+def _publish(written: Path, folder: Path) -> None:
+    try:
+        written.rename(folder)
+    except OSError:  # somebody else converted the same file in the meantime
+        if not (folder / "config.json").is_file():
+            raise
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--folder", type=Path, default=default_folder())
     folder: Path = parser.parse_args().folder
     if not (folder / "config.json").is_file():
         file = packaged_file()
-        from tlt_hpc.models.gguf import convert_gguf
-
         with contextlib.redirect_stdout(sys.stderr):  # libraries announce themselves; the folder alone is the output
             convert_gguf(file, folder, ("<|im_end|>", "<|endoftext|>"))
     print(folder)

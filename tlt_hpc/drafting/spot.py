@@ -25,7 +25,6 @@ from tlt_hpc.common.records import MicroStepRecord
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting.average import WeightAverage
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
-from tlt_hpc.drafting.memory import activation_bytes
 from tlt_hpc.drafting.packing import PackedBatch, pack
 from tlt_hpc.drafting.pool import TrainingPool
 from tlt_hpc.models.decoder import Decoder
@@ -251,10 +250,7 @@ class SpotTrainer:
             self._pool = None
 
     def memory_table(self) -> dict[str, int]:
-        """Bytes that training takes beside the engine, which stays where it is meanwhile; activations are an estimate.
-
-        The merge's are those on the drafter's device.
-        """
+        """Bytes that training takes besides the engine, without activations; the merge's on the drafter's device."""
         weights = sum(parameter.nbytes for parameter in self._parameters.values())
         table = {"trained drafter": weights, "its moments": 2 * weights}
         if not self._settings.train:
@@ -264,17 +260,8 @@ class SpotTrainer:
             **table,
             "its average": self._average.num_bytes,
             "its gradients": weights,
-            "its activations (estimate)": self._activation_bytes(),
             "its merge": copies * 3 * weights,
         }
-
-    def _activation_bytes(self) -> int:
-        def loss_of(batch: PackedBatch) -> Tensor:
-            return drafter_loss(self.drafter, batch, self._decoder.embedding, self._decoder.head, self._loss)
-
-        kept = [*self._parameters.values(), self._decoder.embedding, self._decoder.head]
-        shape = (self.drafter.num_features, self._decoder.shape.hidden_size)
-        return activation_bytes(loss_of, kept, self._settings.micro_step_tokens, shape, self._decoder.device)
 
     # -- all ranks at once --------------------------------------------------------------------------------------
 

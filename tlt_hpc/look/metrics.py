@@ -101,7 +101,7 @@ def summarise(
         "rollout/refills": len(rollouts) - 1.0,
         "rollout/samples": float(len(lengths)),
         "rollout/trained_samples": float(len(update.trained)),
-        "rollout/teaching_share": update.teaching_share,
+        "rollout/teaching_share": update.informative_share,
         "rollout/guarded_near_ties": float(sum(rank.num_guarded for rank in ranks)),
     }
     for name in ranks[0].own:

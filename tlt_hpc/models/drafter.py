@@ -25,7 +25,7 @@ Form = Literal["eagle", "eagle3"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class DrafterParts:
     """A drafter's weights as they are computed with."""
 
     fc: Linear
@@ -65,7 +65,7 @@ class Drafter(nn.Module, ABC):
         pairs = in_pairs(dtype, device)
         self.rotary = rotary_table(shape, shape.max_positions + SPARE_POSITIONS, dtype, device, pairs)
         self._order = pairs_order(shape, device) if pairs else None
-        self._packed: Parts | None = None
+        self._packed: DrafterParts | None = None
         self._sharding, self._part = WHOLE, shape
         self.register_load_state_dict_post_hook(_pack_again)  # type: ignore[no-untyped-call]
 
@@ -104,7 +104,7 @@ class Drafter(nn.Module, ABC):
         raise AssertionError(f"the target's head reads the states of a drafter of form {self.form}")
 
     @abstractmethod
-    def _parts(self) -> Parts:
+    def _parts(self) -> DrafterParts:
         """The parameters as they are now."""
 
     @torch.no_grad()
@@ -132,12 +132,12 @@ class Drafter(nn.Module, ABC):
             permuted += layer.output.weight.nbytes + layer.gate_up.weight.nbytes + layer.down.weight.nbytes
         return self._packed.packed_bytes + permuted
 
-    def _now(self) -> Parts:
+    def _now(self) -> DrafterParts:
         packed = None if torch.is_grad_enabled() else self._packed
         assert packed is not None or self._sharding.size == 1, "a drafter that is split is served, not trained"
         return packed or self._parts()
 
-    def _run(self, x: Tensor, reads: Tensor, parts: Parts, positions: Tensor, attend: Attend) -> Tensor:
+    def _run(self, x: Tensor, reads: Tensor, parts: DrafterParts, positions: Tensor, attend: Attend) -> Tensor:
         """The layer at positions [T]: attention reads ``reads`` [T, R], and what comes of it is added to x [T, H]."""
         return run_draft_layer(x, reads, parts.layer, self._part, self.rotary.at(positions), attend)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_hpc.models.drafter import Drafter, Parts
+from tlt_hpc.models.drafter import Drafter, DrafterParts
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.linear import Linear
 from tlt_hpc.models.shape import ModelShape
@@ -43,6 +43,6 @@ class Eagle(Drafter):
         x = parts.fc(torch.cat([embedded, states], -1))
         return self._run(x, x, parts, positions, attend)
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> DrafterParts:
         layer = self._layer_of(self.qkv, self.output, self.post_norm, self.gate_up, self.down)
-        return Parts(Linear(self.fc), layer)
+        return DrafterParts(Linear(self.fc), layer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_hpc.models.drafter import Drafter, Parts
+from tlt_hpc.models.drafter import Drafter, DrafterParts
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.linear import Linear
 from tlt_hpc.models.shape import ModelShape
@@ -70,9 +70,9 @@ class Eagle3(Drafter):
         assert parts.head is not None
         return parts.head(parts.norms["final"](states))
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> DrafterParts:
         layer = self._layer_of(self.qkv, self.output, self.post_norm, self.gate_up, self.down)
         norms = {"input": self.input_norm, "hidden": self.hidden_norm, "final": self.final_norm}
-        return Parts(
+        return DrafterParts(
             Linear(self.fc), layer, {name: self._norm(weight) for name, weight in norms.items()}, Linear(self.head)
         )

@@ -46,7 +46,7 @@ def group_advantages(rewards: Floats, group_size: int) -> Floats:
     """GRPO: each reward less its group's mean, over its group's standard deviation (DeepSeekMath, section 4.1.2).
 
     The standard deviation is the unbiased one (n - 1) plus 1e-6, the convention of verl and TRL. A group whose rewards
-    are all equal teaches nothing: its advantages are exactly zero.
+    are all equal has advantages of exactly zero.
 
     Args:
         rewards: [G * S], ordered by group.

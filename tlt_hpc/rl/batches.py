@@ -36,7 +36,7 @@ class MicroBatch:
 
 
 def plan_updates(
-    lengths: Sequence[int], num_updates: int, num_ranks: int, token_budget: int, dear_length: float
+    lengths: Sequence[int], num_updates: int, num_ranks: int, token_budget: int, attention_crossover_tokens: float
 ) -> list[list[list[Indices]]]:
     """For each update and rank, its micro-batches.
 
@@ -47,10 +47,10 @@ def plan_updates(
         lengths: tokens of each sample, prompt and response.
         num_updates: divides the number of samples.
         token_budget: most tokens of one micro-batch; a single sample may exceed it.
-        dear_length: tokens of a sample at which its attention costs as much as all else.
+        attention_crossover_tokens: tokens of a sample at which its attention costs as much as all else.
     """
     plans = []
-    costs = [length * (1 + length / dear_length) for length in lengths]
+    costs = [length * (1 + length / attention_crossover_tokens) for length in lengths]
     for indices in mini_batches(len(lengths), num_updates):
         shares = balance(indices, costs, num_ranks)
         cuts = [cut_micro_batches(share, lengths, token_budget) for share in shares]

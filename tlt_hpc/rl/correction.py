@@ -1,12 +1,9 @@
-"""Owns what is done about a rollout engine whose probabilities are not the trainer's: weights, and what is told of it.
+"""Corrections for a rollout engine whose probabilities differ from the trainer's, and the warning about it.
 
-Pure functions of tensors [T], flat over whole responses; know no model, no batch layout and no ranks.
+The functions are pure; tensors [T] are flat over whole responses.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -71,67 +68,35 @@ def mismatch_terms(
 # -- what to tell the user --------------------------------------------------------------------------------------------
 
 LARGEST_K3 = {"float32": 1e-6, "bfloat16": 1e-2}
-"""Distances between engine and trainer that rounding alone does not explain. In float32 it gives 1e-12 and less; of
+"""Distances between engine and trainer that rounding alone does not explain. In float32 it gives 1e-12 and less; for
 bfloat16 the field reports 1e-4 to 1e-3 (verl's guide to rollout correction calls 1e-3 healthy)."""
 TOLD_EVERY = 10
 """Steps from one warning to the next."""
-GROWTH = 10.0
-"""Times its first value that a distance has drifted at."""
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """One step's distances, token means over all ranks."""
-
-    probs_diff: float
-    k3: float
-
-
-def likely_cause(now: Mismatch, first: Mismatch | None, dtype: str, corrected: bool) -> str:
-    """Why rollout and trainer disagree, with the remedy, in one line; empty where they agree as well as they can.
-
-    Args:
-        first: the run's first step's; None where ``now`` is that.
-        dtype: ``model.dtype``.
-        corrected: whether a correction is on already.
-    """
-    bound = LARGEST_K3[dtype]
-    if not now.k3 > bound:
-        return ""
-    found = f"the rollout's probabilities are off the trainer's by {now.probs_diff:.3g} in the mean (k3 {now.k3:.3g})"
-    if dtype == "float32":
-        return (
-            f"{found}, far more than float32 explains: engine and trainer do not hold the same weights, or one of "
-            "them computes wrongly on this device; run `tlt compare` with speculation.mode = 'plain' and report it"
-        )
-    before = bound if first is None else max(first.k3, 0.01 * bound)  # rounding may make it nothing, or less
-    if now.k3 <= GROWTH * before:
-        cause = "more than bfloat16's rounding usually gives: the kernels of engine and trainer differ"
-    else:
-        cause = f"{now.k3 / before:.0f} times the first step's: the policy has sharpened where bfloat16 is coarse"
-    remedy = (
-        "lower optimizer.learning_rate, or use model.dtype = 'float32'"
-        if corrected
-        else "set algorithm.rollout_correction = 'tis' or 'icepop', or use model.dtype = 'float32'"
-    )
-    return f"{found}, {cause}; {remedy}"
 
 
 class MismatchWatch:
-    """Tells why rollout and trainer disagree: at the first step at which they do, and every tenth after it."""
+    """Warns that rollout and trainer disagree: at the first step at which they do, and at most every tenth step."""
 
     def __init__(self, dtype: str, corrected: bool) -> None:
+        """``dtype``: ``model.dtype``; ``corrected``: whether a rollout correction is on."""
         self._dtype, self._corrected = dtype, corrected
         self._num_silent = TOLD_EVERY
 
-    def look(self, now: Mismatch, first: Callable[[], Mismatch | None]) -> str:
-        """What to tell of a step; empty where all is well, or it was told of less than ten steps ago.
-
-        Args:
-            first: gives the run's first step's, before whatever resume; called only where there is something to tell.
-        """
+    def look(self, probs_diff: float, k3: float) -> str:
+        """The warning for a step with these distances, token means over all ranks; empty if there is none."""
         self._num_silent += 1
-        if self._num_silent < TOLD_EVERY or not now.k3 > LARGEST_K3[self._dtype]:
+        if self._num_silent < TOLD_EVERY or not k3 > LARGEST_K3[self._dtype]:
             return ""
         self._num_silent = 0
-        return likely_cause(now, first(), self._dtype, self._corrected)
+        found = f"rollout and trainer give different probabilities: mean difference {probs_diff:.3g}, k3 {k3:.3g}"
+        if self._dtype == "float32":
+            return (
+                f"{found}, far more than float32 explains: they do not hold the same weights, or one of them computes "
+                "wrongly on this device; run `tlt compare` with speculation.mode = 'plain' and report it"
+            )
+        remedy = (
+            "lower optimizer.learning_rate, or use model.dtype = 'float32'"
+            if self._corrected
+            else "set algorithm.rollout_correction = 'tis' or 'icepop', or use model.dtype = 'float32'"
+        )
+        return f"{found}, more than bfloat16's rounding usually gives; {remedy}"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import Prompt, Request, Rollout, SampleKey, Stream
 from tlt_hpc.config import Config
 from tlt_hpc.data.prompts import PromptSource
-from tlt_hpc.rl.dynamic import chosen, refill_size, teaching
+from tlt_hpc.rl.dynamic import chosen, informative, refill_size
 
 
 class StepDraws:
@@ -40,14 +40,14 @@ class StepDraws:
         return self.num_refills < self.config.algorithm.max_refills
 
     def refill(self, scores: NDArray[np.float32]) -> list[Request]:
-        """The next refill's, ordered by key; none where enough groups teach.
+        """The next refill's, ordered by key; none if enough groups are informative.
 
         Args:
             scores: [N], of all that was asked for so far, ordered by key.
         """
         assert self.needs_scores() and len(scores) == self.num_groups * self.config.rollout.group_size
-        teaches = teaching(scores, self.config.rollout.group_size)
-        size = refill_size(teaches, self.config.rollout.prompts_per_step)
+        is_informative = informative(scores, self.config.rollout.group_size)
+        size = refill_size(is_informative, self.config.rollout.prompts_per_step)
         if not size:
             return []
         self.num_refills += 1
@@ -70,5 +70,5 @@ def trained_on(config: Config, scores: NDArray[np.float32]) -> NDArray[np.int64]
         scores: [N], of all that the step generated, ordered by key.
     """
     size = config.rollout.group_size
-    groups = chosen(teaching(scores, size), config.rollout.prompts_per_step)
+    groups = chosen(informative(scores, size), config.rollout.prompts_per_step)
     return (groups[:, None] * size + np.arange(size)).reshape(-1)

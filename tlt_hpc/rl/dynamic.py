@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups of a step teach anything, and how many more to draw (DAPO, 2503.14476, section 3.2).
+"""Dynamic sampling: which groups of a step are informative, and how many more to draw (DAPO, 2503.14476, section 3.2).
 
 Pure functions of scores, so that a step taken up from the log draws, keeps and leaves out what the run did.
 """
@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST_SHARE = 0.125
-"""Share of groups that is taken to teach where fewer did: a step of dead groups does not draw without bound."""
+"""Smallest share of informative groups that is assumed, so that a step of zero-variance groups draws no more."""
 
 
-def teaching(scores: NDArray[np.float32], group_size: int) -> NDArray[np.bool_]:
+def informative(scores: NDArray[np.float32], group_size: int) -> NDArray[np.bool_]:
     """Which groups' scores are not all equal, so that their advantages are not all 0; [N / group_size].
 
     Args:
@@ -24,23 +24,22 @@ def teaching(scores: NDArray[np.float32], group_size: int) -> NDArray[np.bool_]:
     return np.asarray((groups != groups[:, :1]).any(axis=1))
 
 
-def refill_size(teaches: NDArray[np.bool_], wanted: int) -> int:
-    """How many more groups to draw so that ``wanted`` teach, by the share that did; 0 where they do already.
+def refill_size(is_informative: NDArray[np.bool_], wanted: int) -> int:
+    """How many more groups to draw so that ``wanted`` are informative, by the share so far; 0 if there are enough.
 
     At most ``wanted``: a refill is no larger than a step's own rollout.
     """
-    missing = wanted - int(teaches.sum())
+    missing = wanted - int(is_informative.sum())
     if missing <= 0:
         return 0
-    share = max(float(teaches.mean()), LEAST_SHARE)
+    share = max(float(is_informative.mean()), LEAST_SHARE)
     return min(wanted, math.ceil(missing / share))
 
 
-def chosen(teaches: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
+def chosen(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
     """The groups to train on, [wanted], in the order in which they were drawn.
 
-    The first that teach; where they are too few, the first of the others fill up, as they would be there without
-    dynamic sampling.
+    The first informative ones; if they are too few, the first of the others, as without dynamic sampling.
     """
-    order = np.concatenate([np.flatnonzero(teaches), np.flatnonzero(~teaches)])
+    order = np.concatenate([np.flatnonzero(is_informative), np.flatnonzero(~is_informative)])
     return np.sort(order[:wanted])

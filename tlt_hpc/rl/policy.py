@@ -83,7 +83,7 @@ class Update:
 
     trained: NDArray[np.int64]
     """[M], ascending: which of the step's responses it was made from."""
-    teaching_share: float
+    informative_share: float
     """Of all groups that were drawn, those whose scores differ."""
     rewards: NDArray[np.float32]
     """[M]: scores less what the algorithm takes for length and distance from the reference."""
@@ -165,10 +165,10 @@ class Policy:
         dtypes = {str(parameter.dtype) for parameter in model.parameters()}
         assert dtypes == {f"torch.{config.model.dtype}"}, f"model in {dtypes}, config says {config.model.dtype}"
         self._config, self._world = config, world
-        # The rollout of temperature 0 is no sample of any softmax; its groups are all equal and teach nothing anyway.
+        # The rollout of temperature 0 is no sample of any softmax; its groups have zero variance anyway.
         self._temperature = config.rollout.temperature or 1.0
         self._parameters = dict(model.named_parameters())
-        self._dear_length = dear_length(model)
+        self._attention_crossover_tokens = attention_crossover_tokens(model)
         repeats_layers = config.optimizer.repeats_layers(deepspeed.get_accelerator().device_name())
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
         self.engine = start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
@@ -345,7 +345,7 @@ class Policy:
             num_updates,
             self._world.size // settings.sequence_parallel,
             settings.micro_batch_tokens,
-            self._dear_length,
+            self._attention_crossover_tokens,
         )
 
     @property
@@ -551,7 +551,7 @@ class Policy:
                 state["step"] = num_steps
 
 
-def dear_length(model: torch.nn.Module) -> float:
+def attention_crossover_tokens(model: torch.nn.Module) -> float:
     """Tokens of a document at which its attention costs as much as the products with the model's weights.
 
     A product takes 2 operations a weight and token; attention, 4 a width, layer and token that is seen, of which there

@@ -14,7 +14,7 @@ from tlt_hpc.common.records import Rollout
 from tlt_hpc.config import AlgorithmSection, Config
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
 from tlt_hpc.rl.draws import trained_on
-from tlt_hpc.rl.dynamic import teaching
+from tlt_hpc.rl.dynamic import informative
 from tlt_hpc.rl.policy import Policy, Update
 
 
@@ -29,7 +29,7 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
         FloatingPointError: the gradient is not finite.
     """
     algorithm, trained = config.algorithm, trained_on(config, scores)
-    teaching_share = float(teaching(scores, config.rollout.group_size).mean())
+    informative_share = float(informative(scores, config.rollout.group_size).mean())
     rollouts, scores = [rollouts[index] for index in trained], scores[trained]
     lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)
     rewards = scores + length_penalties(algorithm, lengths, config.rollout.max_new_tokens)
@@ -40,7 +40,7 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
     kind = algorithm.recipe.advantage
     advantages = advantages_of(kind, rewards, lengths, config.rollout.group_size)
     mean_kl, stats = float(kl.sum() / lengths.sum()), policy.update(rollouts, advantages)
-    return Update(trained, teaching_share, rewards, advantages, mean_kl, stats)
+    return Update(trained, informative_share, rewards, advantages, mean_kl, stats)
 
 
 def length_penalties(algorithm: AlgorithmSection, lengths: NDArray[np.int64], longest: int) -> NDArray[np.float32]:

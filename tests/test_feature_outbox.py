@@ -12,9 +12,9 @@ from tests.test_engine import PAGES_OF_8, full_engine, parse
 from tests.tiny import KeptFeatures, embedded_decoder, embedded_folder, gcd_requests, generate
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.folder import folder_weights
-from tlt_hpc.rollout import leaving
+from tlt_hpc.rollout import feature_outbox
 from tlt_hpc.rollout.strategy import OFF
-from tlt_hpc.rollout.transfer import HostCopy
+from tlt_hpc.rollout.transfer import PendingHostCopy
 from tlt_hpc.storage.feature_cache import FeatureCache, FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
 
@@ -73,12 +73,12 @@ def test_positions_matter():
 def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
     copied = []
 
-    class Counting(HostCopy):
+    class Counting(PendingHostCopy):
         def __init__(self, x, is_own=False):
             copied.append(len(x))
             super().__init__(x, is_own)
 
-    monkeypatch.setattr(leaving, "HostCopy", Counting)
+    monkeypatch.setattr(feature_outbox, "PendingHostCopy", Counting)
     engine = full_engine([OFF], max_live=6)
     for version in range(2):
         engine.load_policy(folder_weights(embedded_folder()), version)
