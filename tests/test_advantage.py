@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.rl.advantage import group_advantages
-from tlt_hpc.rl.batches import balance, cut_micro_batches, mini_batches, pack, plan_updates
+from tlt_hpc.rl.batches import cut_micro_batches, mini_batches, pack, plan_updates
 
 lengths_strategy = st.lists(st.integers(2, 300), min_size=1, max_size=40)
 
@@ -63,12 +63,6 @@ def test_a_plan_holds_every_sample_once_within_the_budget(
         assert sorted(planned) == list(range(update, len(lengths), num_updates))
         for indices in (indices for micro_batches in ranks for indices in micro_batches if len(indices) > 1):
             assert sum(lengths[index] for index in indices) <= budget
-
-
-@given(lengths=lengths_strategy, num_ranks=st.integers(1, 6))
-def test_shares_are_balanced_to_one_sample(lengths: list[int], num_ranks: int) -> None:
-    loads = [sum(lengths[i] for i in share) for share in balance(range(len(lengths)), lengths, num_ranks)]
-    assert max(loads) - min(loads) <= max(lengths)
 
 
 def test_mini_batches_do_not_depend_on_ranks_and_mix_the_prompts() -> None:

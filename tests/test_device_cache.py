@@ -4,11 +4,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import tiny
 import torch
 from test_engine import full_engine
 from test_kv_cache import CPU, SHAPE, D, G, R
-from tiny import embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, texts
+from tiny import embedded_decoder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels import dispatch
@@ -16,7 +15,6 @@ from tlt_hpc.models import decoder as decoder_module
 from tlt_hpc.models import drafter as drafter_module
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.eagle import Eagle
-from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.layers import transformer_layer
 from tlt_hpc.models.linear import Norm
 from tlt_hpc.models.rotary import HalvesRows
@@ -355,18 +353,6 @@ def test_fused_layers_say_what_plain_ones_say(family, monkeypatch, fused_calls):
         torch.testing.assert_close(got, wanted, atol=5e-5, rtol=5e-5)
 
 
-@families
-def test_fused_layers_in_half_precision_are_as_close_as_plain_ones(family, monkeypatch, fused_calls):
-    models = random_models(family, torch.bfloat16)
-    fused, plain = all_passes(models), all_passes(models, plainly)
-    assert len(fused_calls) == fused_count(models), "half precision has halves on any device"
-    lay_out_in_halves(monkeypatch)
-    exact = all_passes(random_models(family, torch.float32), plainly)
-    for got, other, wanted in zip(fused, plain, exact, strict=True):
-        error, allowed = ((x.float() - wanted).square().mean().sqrt() for x in (got, other))
-        assert error < 1.3 * allowed + 1e-6 and error < 0.05 * wanted.square().mean().sqrt()
-
-
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:divide by zero")
 def test_fused_layers_by_the_triton_programs(monkeypatch, fused_calls):
@@ -440,18 +426,6 @@ def test_an_engine_on_the_kernel_says_the_same(name, plain):
         torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
     assert (engine.take_counts().num_preempted > 0) == (name == "preempted")
     assert engine._scheduler.pool.num_used == 0
-
-
-def test_an_engine_of_fused_layers_says_the_same(plain, monkeypatch, fused_calls):
-    lay_out_in_halves(monkeypatch)
-    decoder = Decoder(embedded_decoder().shape, torch.float32, CPU)
-    decoder.load(folder_weights(embedded_folder()), 0)
-    monkeypatch.setattr(tiny, "embedded_decoder", lambda: decoder)
-    strategies = [Strategy("drafter", 4), Strategy("drafter", 3, 2, 5), OFF]
-    options = {"max_live": 9, "page_size": 8, "prefill_tokens": 5}
-    engine = full_engine(strategies, max_new_tokens=60, chooser="random", attention="paged-kernel", **options)
-    assert texts(generate(engine, list(reversed(REQUESTS)))) == texts(plain.values())
-    assert fused_calls
 
 
 def test_prompts_of_one_token():

@@ -328,29 +328,6 @@ def test_a_cost_profile_times_the_graphs_and_leaves_no_trace(plain):
     assert len(truncated._rounds._graphs) == 0, "graphs that such an engine never replays"
 
 
-def test_choosers_are_told_of_the_rows_that_took_part(monkeypatch):
-    engine, told = device_engine([CHAIN, OFF], max_live=5), []
-    observe = engine.chooser.observe
-    monkeypatch.setattr(engine.chooser, "observe", lambda *told_now: (told.append(told_now), observe(*told_now)))
-    launched, launch = [], engine._rounds.launch
-
-    def spied(strategy, prepared, follows):
-        before = len(engine._rounds._graphs)
-        launched.append((strategy, engine._rows.num_live))
-        launch(strategy, prepared, follows)
-        launched[-1] += (len(engine._rounds._graphs) > before,)
-
-    monkeypatch.setattr(engine._rounds, "launch", spied)
-    generate(engine, REQUESTS)
-    observed = [(strategy, num_rows) for strategy, num_rows, *_ in told]
-    quiet = [(strategy, rows) for strategy, rows, captured in launched if not captured]
-    assert len(quiet) < len(launched), "the first round of a kind captures its graphs"
-    missing = len(quiet) - len(observed)
-    assert 0 <= missing <= 1, "but for a last round of rows that had all ended"
-    assert observed == quiet[: len(observed)]
-    assert all(len(accepted) <= num_rows for _, num_rows, _, _, accepted in told)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1.5, 20.0])
 def test_the_zone_of_doubt_is_the_same_on_host_and_device(temperature):
     guard = TieGuard(embedded_decoder(), active=True)

@@ -84,15 +84,6 @@ def test_packed_loss_and_gradient_equal_the_documents_one_by_one():
     torch.testing.assert_close(got, gradients(drafter), atol=1e-5, rtol=1e-4)
 
 
-def test_the_drafter_holds_no_embedding_or_head_and_reads_the_current_ones():
-    drafter = Eagle(embedded_decoder().shape, 0, torch.float32, CPU)
-    assert {name for name, _ in drafter.named_parameters()} == {"fc", "qkv", "output", "gate_up", "down", "post_norm"}
-    decoder, batch = embedded_decoder(), pack([whole(random_document(30, 9, 0))], CPU)
-    before = drafter_loss(drafter, batch, decoder.embedding, decoder.head, WEIGHTS)
-    changed = drafter_loss(drafter, batch, decoder.embedding, decoder.head * 1.5, WEIGHTS)
-    assert before.item() != changed.item()
-
-
 def make_trainer(tmp_path, rank=0, **settings):
     cache = FeatureCache(RunFolder(tmp_path), rank, 1, 128, 10**9)
     options = DrafterSection(**{"micro_step_seconds": 5.0, "learning_rate": 2e-3, **settings})
@@ -287,19 +278,6 @@ def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     assert "left out of the drafter's training" in caplog.text
 
 
-def test_a_micro_step_opens_files_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_module, "_OPENED_AT_ONCE", 3)
-    for rank in range(10):
-        _, other = make_trainer(tmp_path, rank)
-        append(other.begin_step(0, 0), random_document(40, 9, rank))
-        other.end_step()
-    trainer, cache = make_trainer(tmp_path)
-    cache.begin_step(1, 1)
-    trainer.begin(1)
-    assert trainer.micro_step() and len(trainer._pool) == 3
-    assert trainer.micro_step() and len(trainer._pool) == 6
-
-
 def test_a_full_disk_found_while_training_leaves_the_step_before(tmp_path, caplog):
     trainer, cache = make_trainer(tmp_path)
     fill(cache, 0, 4)
@@ -391,14 +369,6 @@ def test_micro_steps_are_sized_by_the_slowest_of_the_last(tmp_path, monkeypatch)
     assert all(0.4 * bound <= size <= bound for size, bound in zip(sizes, bounds, strict=True)), sizes
 
 
-def test_nothing_to_train_on_is_no_step(tmp_path):
-    trainer, cache = make_trainer(tmp_path)
-    cache.begin_step(0, 0)
-    trainer.begin(0)
-    assert not trainer.micro_step()
-    assert trainer.num_steps == 0
-
-
 class FakeWorld:
     """Two ranks' merges, one after another: sums what both posted."""
 
@@ -417,26 +387,6 @@ class FakeWorld:
     def allgather(self, item):
         self.items.append(item)
         return [item, item]
-
-
-def test_merge_is_the_token_weighted_mean_of_weights_and_moments(tmp_path):
-    trainers = [make_trainer(tmp_path / str(rank), rank)[0] for rank in range(2)]
-    for rank, trainer in enumerate(trainers):
-        fill(trainer._cache, 0, num_prompts=2 + rank)
-        trainer.begin(0)
-        for _ in range(2 + rank):
-            trainer.micro_step()
-    tokens = [sum(r.num_tokens for r in t.records) for t in trainers]
-    states = [t.state() for t in trainers]
-    world = FakeWorld()
-    for trainer in trainers:
-        trainer.start_merge(world)
-    reports = [trainer.finish_merge(world) for trainer in trainers]
-    assert reports[0].fingerprint == reports[1].fingerprint
-    assert reports[0].num_tokens == sum(tokens)
-    for name in set(states[0]) - {"num_steps", "num_averaged"}:
-        wanted = (states[0][name] * tokens[0] + states[1][name] * tokens[1]) / sum(tokens)
-        torch.testing.assert_close(trainers[0].state()[name], wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path, monkeypatch, caplog):
@@ -470,17 +420,6 @@ def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, 
     with pytest.raises(UserError, match="not finite: use a lower learning rate than"):
         trainer.learn([batch], FakeWorld())
     assert trainer.sha256() == before
-
-
-def test_a_replica_whose_weighted_sum_overflows_has_no_part_in_the_merge(tmp_path):
-    trainer, cache = make_trainer(tmp_path)
-    fill(cache, 0, num_prompts=2)
-    trainer.begin(0)
-    assert trainer.micro_step()
-    trainer._moments["down"][1].view(-1)[7] = 3e38
-    world = FakeWorld()
-    trainer.start_merge(world)
-    assert np.isfinite(world.arrays[0]).all() and world.arrays[0].tolist()[-2:] == [0.0, 1.0]
 
 
 def merge_with_broken_replicas(folder, training, broken):

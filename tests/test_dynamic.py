@@ -21,12 +21,10 @@ from tlt_hpc.common.records import Prompt, Rollout, Stream
 from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.data.order import Refills, shuffled
 from tlt_hpc.data.prompts import open_prompts
-from tlt_hpc.mpi.replica import Replica
 from tlt_hpc.resume.replay import ReplayError, missing_responses
-from tlt_hpc.rl.draws import StepDraws, trained_on
+from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rl.dynamic import chosen, informative, refill_size
 from tlt_hpc.rollout_loop import refill
-from tlt_hpc.session import Session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import drop_lines, read_lines
@@ -176,19 +174,6 @@ def test_groups_are_judged_by_all_ranks_scores_whatever_finished_first() -> None
     world: Any = SimpleNamespace(allgather=lambda mine: [mine, told])
     scorer: Any = SimpleNamespace(rewards=lambda rollouts: np.ones(len(rollouts), np.float32))
     assert refill(world, engine, draws, scorer) == [], "every group has a 0 and a 1"
-
-
-def test_every_request_has_one_rank() -> None:
-    draws = make_draws("algorithm.max_refills=1")
-    requests = [*draws.requests(), *draws.refill(np.zeros(8, np.float32))]
-    worlds: list[Any] = [SimpleNamespace(rank=rank, size=3) for rank in range(3)]
-    sessions = [Session(load_config(TINY), world, Replica(world, 1), *[None] * 3) for world in worlds]
-    assert sorted(r.key for session in sessions for r in session.shard(requests)) == [r.key for r in requests]
-
-
-def test_responses_of_the_chosen_groups() -> None:
-    config = load_config(TINY, ["rollout.prompts_per_step=2", "rollout.group_size=2", "algorithm.updates_per_step=1"])
-    assert trained_on(config, np.array([1, 1, 0, 1, 0, 1], np.float32)).tolist() == [2, 3, 4, 5]
 
 
 def test_refills_of_groups_that_cannot_differ_are_refused() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tlt_hpc.config import ConfigError, DrafterSection, load_config, parse_config
 from tlt_hpc.drafting import loss as loss_module
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss, total_variation
-from tlt_hpc.drafting.packing import Excerpt, pack, whole
+from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.models import documents as documents_module
@@ -200,18 +200,6 @@ def test_packed_loss_and_gradient_are_those_of_paths_rolled_out_one_by_one(name,
     alone.backward()
     assert packed.item() == pytest.approx(alone.item(), abs=1e-5)
     torch.testing.assert_close(got, gradients(drafter), atol=1e-5, rtol=1e-4)
-
-
-def test_windows_of_a_document_are_documents_of_their_own():
-    """An excerpt looks ahead within itself alone, at the positions it has in its document."""
-    drafter, decoder, settings = make("eagle3"), embedded_decoder(), SETTINGS["cross-entropy"]
-    document = random_document(60, 4, 1)
-
-    def loss(*excerpts):
-        return drafter_loss(drafter, pack(excerpts, CPU), decoder.embedding, decoder.head, settings).item()
-
-    parts = Excerpt(document, 10, 20), Excerpt(document, 35, 20)
-    assert loss(*parts) == pytest.approx((loss(parts[0]) + loss(parts[1])) / 2, abs=1e-5)
 
 
 def test_total_variation_is_the_share_of_accepted_drafts():

@@ -66,6 +66,7 @@ WITHOUT_TORCH_OUTSIDE = {
         "prove_exactness.py",
         "bench_shape.py",
         "check_kernels.py",
+        "fetch_smollm2.py",
         "bench_trl.py",
         "check_memory_plan.py",
         "damage.py",

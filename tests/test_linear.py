@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tlt_hpc.models import linear
 from tlt_hpc.models.linear import Linear, Norm
 
 BIG, SMALL = (640, 512), (96, 64)
@@ -41,13 +40,6 @@ def test_products_and_residuals_for_every_number_of_rows(size, bias, dtype):
         assert torch.equal(residual, before), "the residual is read, not written"
 
 
-def test_no_rows_give_no_rows():
-    for size in (BIG, SMALL):
-        layer = make(size)
-        assert layer(torch.zeros(0, size[1])).shape == (0, size[0])
-        assert layer.add_to(torch.zeros(0, size[0]), torch.zeros(0, size[1])).shape == (0, size[0])
-
-
 def test_packing_again_follows_the_weight():
     layer = make(BIG)
     x = torch.randn(4, BIG[1])
@@ -62,13 +54,6 @@ def test_only_matrices_that_gain_are_packed():
     assert make(SMALL).packed_bytes == 0
     assert make(BIG, torch.float16).packed_bytes == 0
     assert make(BIG).to(torch.float64).packed_bytes == 0
-
-
-def test_without_onednn_the_plain_product_serves(monkeypatch):
-    monkeypatch.setattr(linear, "_HAS_ONEDNN", False)
-    layer, x = make(BIG), torch.randn(2, BIG[1])
-    assert layer.packed_bytes == 0
-    torch.testing.assert_close(layer(x).double(), exact(layer, x), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

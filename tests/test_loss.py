@@ -35,11 +35,6 @@ def test_the_gradient_at_ratio_one_is_the_policy_gradient() -> None:
     torch.testing.assert_close(log_probs.grad, -advantages)
 
 
-def test_a_wild_ratio_stays_finite() -> None:
-    losses, _ = clipped_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([-1.0]), 0.2, 0.28)
-    assert losses.item() == pytest.approx(math.exp(20), rel=1e-5)
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_log_probs_and_entropy_are_of_the_tempered_softmax(temperature: float) -> None:
     logits = torch.randn(6, 11, generator=torch.Generator().manual_seed(0))
@@ -49,14 +44,6 @@ def test_log_probs_and_entropy_are_of_the_tempered_softmax(temperature: float) -
     torch.testing.assert_close(token_log_probs(logits, targets, temperature), chosen.log(), rtol=1e-5, atol=1e-6)
     entropy = [-sum(p * math.log(p) for p in row.tolist()) for row in probabilities]
     torch.testing.assert_close(token_entropy(logits, temperature), torch.tensor(entropy), rtol=1e-5, atol=1e-6)
-
-
-def test_log_probs_of_bfloat16_logits_are_computed_in_float32() -> None:
-    logits = torch.randn(3, 50).bfloat16()
-    targets = torch.tensor([1, 2, 3])
-    log_probs = token_log_probs(logits, targets, 1.0)
-    assert log_probs.dtype == torch.float32
-    torch.testing.assert_close(log_probs, torch.log_softmax(logits.float(), -1)[range(3), targets])
 
 
 def test_no_tokens_give_no_loss_but_a_gradient_of_zero() -> None:

@@ -372,13 +372,6 @@ def test_every_algorithms_gradient_is_its_objectives(num_ranks: int) -> None:
         assert largest > 1e-3 and difference < TOLERANCE * max(1.0, largest), (changes, difference, largest)
 
 
-def test_a_loss_by_response_is_the_same_where_ranks_share_sequences() -> None:
-    """GSPO's ratio is of the whole response, of which each rank has a slice."""
-    changes = {**ALGORITHMS[2], "optimizer__sequence_parallel": 2}
-    ((difference, largest),) = run_on_ranks(2, distances_from_objective, [changes])[0]
-    assert largest > 1e-3 and difference < TOLERANCE * max(1.0, largest), (difference, largest)
-
-
 def mismatch_and_its_formulas() -> list[list[float]]:
     """What a corrected update tells of recorded and own probabilities, ranks apart and together, and one process."""
     world, rollouts = connect(), make_rollouts()
@@ -505,30 +498,6 @@ def test_padding_warmup_reference_and_ties() -> None:
     assert result["kl changes the update"] > 1e-3
     assert result["greedy loss"] == 0 and result["greedy kl"] == 0
     assert result["tied names"] == ["model.embed_tokens.weight"]
-
-
-def train_bfloat16(stage: int) -> dict[str, Any]:
-    world = connect()
-    stats, moved = {}, 0.0
-    for dtype in ("float32", "bfloat16"):
-        config = make_config(model__dtype=dtype, optimizer__zero_stage=stage, optimizer__learning_rate=1e-4)
-        policy = make_policy(config, world)
-        before = policy.sha256()
-        each = [policy.update(make_rollouts(step), make_advantages(step)) for step in range(2)]
-        stats[dtype] = [each[1].pg_loss, each[1].entropy, each[1].grad_norm]
-        moved = before != policy.sha256()
-        names = {str(weight.dtype) for _, weight in policy.named_weights()}
-        policy.close()
-    leave()
-    return {**stats, "moved": moved, "dtypes": sorted(names)}
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_bfloat16_is_near_float32(stage: int) -> None:
-    first, second = run_on_ranks(2, train_bfloat16, stage)
-    assert first == second
-    assert first["moved"] and first["dtypes"] == ["torch.bfloat16"]
-    assert first["bfloat16"] == pytest.approx(first["float32"], rel=0.05, abs=0.02)
 
 
 def overflow() -> str:
@@ -691,25 +660,6 @@ def test_a_shard_is_what_the_rank_has_of_the_state_and_no_more(num_ranks: int) -
 
 
 # --- the process group ---
-
-
-def join_twice() -> list[float]:
-    sums = []
-    for _ in range(2):
-        world = connect()
-        connect()  # a second time without leaving
-        policy = make_policy(make_config(), world)
-        policy.update(make_rollouts(), make_advantages())
-        total = torch.tensor([world.rank + 1.0])
-        torch.distributed.all_reduce(total)
-        sums.append(float(total))
-        policy.close()
-        leave()
-    return sums
-
-
-def test_a_process_joins_leaves_and_joins_again() -> None:
-    assert run_on_ranks(2, join_twice) == [[3.0, 3.0], [3.0, 3.0]]
 
 
 @pytest.mark.parametrize(("device", "parts"), [("cuda", {"offload_optimizer", "offload_param"}), ("cpu", set())])

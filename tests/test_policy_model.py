@@ -98,12 +98,6 @@ def test_logits_in_chunks_have_the_same_values_and_gradients(tied: bool, monkeyp
     assert max(widest) == 16 and forward == -(-len(whole) // 16) and len(widest) == 2 * forward, "kept, not made again"
 
 
-def test_entropy_has_a_gradient_only_where_it_is_asked_for() -> None:
-    policy, batch = PolicyModel(make_model()), make_batch()
-    assert not policy(**batch)[1].requires_grad
-    assert policy(**batch, entropy_has_gradient=True)[1].requires_grad
-
-
 def test_checkpointed_layers_are_told_of_the_documents_too() -> None:
     model, batch = make_model(), make_batch()
     wanted = gradients(model, PolicyModel(model)(**batch)[0].sum())
@@ -131,11 +125,3 @@ def test_no_place_to_read_still_has_a_gradient_of_zero() -> None:
     log_probs, entropy = policy(torch.tensor([1, 2]), torch.arange(2), (2,), nothing, nothing, 1.0)
     assert log_probs.shape == entropy.shape == (0,)
     assert all(not gradient.any() for gradient in gradients(policy.inner, log_probs.sum()).values())
-
-
-def test_the_names_of_the_parameters_stay_the_models_own() -> None:
-    model = make_model()
-    before = [name for name, _ in model.named_parameters()]
-    policy = PolicyModel(model)
-    assert [name for name, _ in model.named_parameters()] == before
-    assert len(list(policy.parameters())) == len(before), "the head's weight is not held twice"
