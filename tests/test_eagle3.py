@@ -111,7 +111,7 @@ def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
 @pytest.mark.parametrize(
     ("ids", "options", "words"),
     [
-        (torch.tensor([1, 2]), {}, "fewer ids than a strategy's branching of 3"),
+        (torch.tensor([1, 2]), {}, "drafts 2 tokens, a strategy branches 3 times"),
         (torch.tensor([1, 2, 3, NUM_TOKENS]), {}, f"drafts token {NUM_TOKENS}, and the vocabulary has ids 0 to 19"),
     ],
 )
