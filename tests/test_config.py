@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tlt_hpc import __version__
 from tlt_hpc.cli.main import USER_ERROR, main
 from tlt_hpc.config import (
     Config,
@@ -30,7 +29,7 @@ from tlt_hpc.config import (
 )
 from tlt_hpc.config.keys import keys_of
 from tlt_hpc.config.reading import toml_value
-from tlt_hpc.config.removed import REMOVED, Removed
+from tlt_hpc.config.removed import REMOVED
 from tlt_hpc.config.whole import SECTIONS
 
 MAX_KEYS = 110
@@ -49,8 +48,6 @@ def refusal(*overrides: str) -> str:
 # --- one line that names the key, the value and the remedy ---
 
 
-LIST = "give a list, such as "
-QUOTES = "this is no TOML; put the whole in single quotes, so that the shell leaves the quotes within"
 NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front"
 
 
@@ -70,12 +67,9 @@ NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front
             "unknown key 'checkpoint.zzz'; valid keys: checkpoint.every_steps, checkpoint.keep, "
             "checkpoint.replay, checkpoint.keep_responses_seconds",
         ),
-        ("speculation.strategies=drafter-4", f"speculation.strategies = 'drafter-4': {LIST}[\"drafter-4\"]"),
+        ("speculation.strategies=drafter-4", 'speculation.strategies = \'drafter-4\': give a list, such as ["a", "b"]'),
         ("speculation.strategies=[]", "speculation.strategies = []: give a list of one or more"),
-        ("evaluation.sources=a.parquet", f"evaluation.sources = 'a.parquet': {LIST}[\"a.parquet\"]"),
-        ("evaluation.sources=[a.parquet]", f"evaluation.sources = '[a.parquet]': {QUOTES}"),
         ("reward.by_source=math", "reward.by_source = 'math': give a table, such as {name = \"value\"}"),
-        ("reward.by_source={a=math}", f"reward.by_source = '{{a=math}}': {QUOTES}"),
         (
             "reward.by_source={'a' = 'gsm8k'}",
             "reward.by_source.a = 'gsm8k': input should be 'boxed', 'math', 'numeric', 'choice', 'format', 'code' or "
@@ -83,34 +77,25 @@ NAME = "use letters, digits, '_', '-' and '.', and none of the last two in front
         ),
         ("rollout.group_size=eight", "rollout.group_size = 'eight': input should be a valid integer"),
         ("rollout.group_size=8.0", "rollout.group_size = 8.0: input should be a valid integer"),
-        ("rollout.group_size=0", "rollout.group_size = 0: use a whole number from 1 to 2147483647"),
-        ("rollout.group_size=-1", "rollout.group_size = -1: use a whole number from 1 to 2147483647"),
+        ("rollout.group_size=0", "rollout.group_size = 0: input should be greater than or equal to 1"),
         ("rollout.group_size=true", "rollout.group_size = true: input should be a valid integer"),
         (
             "rollout.group_size=100000000000000000000",
             "override 'rollout.group_size=100000000000000000000': an integer of more than 64 bits; use a smaller one",
         ),
-        (
-            "rollout.group_size=1000000000",
-            "rollout.prompts_per_step x rollout.group_size = 16000000000 samples a step are more than 2147483647; "
-            "lower one of them",
-        ),
-        ("run.seed=-1", "run.seed = -1: use a whole number from 0 to 9223372036854775807"),
+        ("run.seed=-1", "run.seed = -1: input should be greater than or equal to 0"),
         ("run.name=3", "run.name = 3: input should be a valid string"),
         ("run.name=../elsewhere", f"run.name = '../elsewhere': {NAME}"),
-        ("run.name=..", f"run.name = '..': {NAME}"),
         ("run.name=", f"run.name = '': {NAME}"),
-        ("rollout.top_p=0.0", "rollout.top_p = 0.0: use a number above 0 to 1"),
-        ("rollout.temperature=nan", "rollout.temperature = nan: use a number from 0 to 100"),
-        ("optimizer.learning_rate=-1e-6", "optimizer.learning_rate = -1e-06: use a number from 1e-15 to 1"),
+        ("rollout.top_p=0.0", "rollout.top_p = 0.0: input should be greater than 0"),
+        ("rollout.temperature=nan", "rollout.temperature = nan: input should be a finite number"),
+        ("optimizer.weight_decay=-1.0", "optimizer.weight_decay = -1.0: input should be greater than or equal to 0"),
         ("optimizer.learning_rate=1e-6x", "optimizer.learning_rate = '1e-6x': input should be a valid number"),
-        ("optimizer.zero_stage=4", "optimizer.zero_stage = 4: use a whole number from 0 to 3"),
+        ("optimizer.zero_stage=4", "optimizer.zero_stage = 4: input should be less than or equal to 3"),
         ("speculation.mode=fast", "speculation.mode = 'fast': input should be 'plain', 'ngram' or 'full'"),
         ("optimizer.gradient_checkpointing=yes", "optimizer.gradient_checkpointing = 'yes': use true, false or 'auto'"),
-        ("optimizer.gradient_checkpointing=1", "optimizer.gradient_checkpointing = 1: use true, false or 'auto'"),
         ("model.dtype=float16", "model.dtype = 'float16': input should be 'float32' or 'bfloat16'"),
         ("tracking.wandb=true", "tracking.wandb = true: input should be 'off', 'offline' or 'online'"),
-        ("tracking.tensorboard=yes", "tracking.tensorboard = 'yes': input should be a valid boolean"),
     ],
 )
 def test_wrong_values_are_named(override: str, message: str) -> None:
@@ -148,26 +133,10 @@ def test_wrong_values_are_named(override: str, message: str) -> None:
             ["rollout.min_new_tokens=513"],
             "rollout.min_new_tokens = 513 exceeds rollout.max_new_tokens = 512; lower it",
         ),
-        (
-            ["rollout.stop_strings=['a', '']"],
-            "rollout.stop_strings has an empty string, which every response holds; remove it",
-        ),
-        (
-            ["data.system_prompt=Think."],
-            "data.system_prompt = 'Think.' says nothing with data.source = 'embedded:gcd', which has no rows; name "
-            "files in data.source or leave data.system_prompt out",
-        ),
     ],
 )
 def test_impossible_combinations_are_refused(overrides: list[str], message: str) -> None:
     assert refusal(*overrides) == message
-
-
-def test_how_rows_are_read_may_be_said_for_evaluations_alone() -> None:
-    assert (
-        load_config(TINY, ["data.system_prompt=Think.", "evaluation.sources=['a.jsonl']"]).data.system_prompt
-        == "Think."
-    )
 
 
 def test_missing_key() -> None:
@@ -225,11 +194,6 @@ def test_ranks_that_do_not_divide(overrides: list[str], num_ranks: int, message:
     assert str(caught.value) == message
 
 
-def test_ranks_that_divide() -> None:
-    check_ranks(load_config(TINY), 16)
-    check_ranks(load_config(TINY, ["rollout.shard=sample"]), 128)
-
-
 def test_ranks_that_cannot_share_a_sequence() -> None:
     config = load_config(TINY, ["optimizer.sequence_parallel=4"])
     check_sequence_parallel(config, 4, 2, 8)
@@ -273,12 +237,6 @@ def test_responses_that_are_all_alike_teach_nothing() -> None:
     )
 
 
-def test_a_config_is_frozen() -> None:
-    config = load_config(TINY)
-    with pytest.raises(ValueError, match="frozen"):
-        config.run.seed = 1  # type: ignore[misc]
-
-
 # --- overrides ---
 
 
@@ -316,10 +274,6 @@ def test_an_override_of_a_key_that_is_no_section() -> None:
     with pytest.raises(ConfigError) as caught:
         apply_override({"run": 3}, "run.seed=1")
     assert str(caught.value) == "override 'run.seed=1': 'run' is not a section in the file; write it as a [run] table"
-
-
-def test_the_last_override_holds() -> None:
-    assert load_config(TINY, ["run.seed=1", "run.seed=2"]).run.seed == 2
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float32", True), ("bfloat16", False)])
@@ -408,7 +362,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["train", "compare"])
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -423,16 +376,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "rollout.max_new_tokens to 1008 or less",
         ),
         (
-            ["data.max_prompt_tokens=8"],
-            "data.max_prompt_tokens = 8, but prompts of 'embedded:gcd' have up to 9 tokens; use "
-            "data.max_prompt_tokens = 9 or more",
-        ),
-        (
-            ["optimizer.sequence_parallel=3"],
-            "optimizer.sequence_parallel = 3 does not share out the model's 4 heads and 2 key-value heads evenly; use "
-            "one of 1, 2",
-        ),
-        (
             ["model.path=models/none"],
             "model.path = 'models/none': no config.json in that folder; download the model there first (compute nodes "
             "have no internet) or use 'embedded:tiny'",
@@ -442,16 +385,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "data.source = 'none.jsonl' does not exist; give a .jsonl, .parquet or .arrow file, a folder or pattern of "
             "them, 'reasoning-gym:NAME' or 'embedded:gcd'",
         ),
-        (
-            ["temperature=1"],
-            "override 'temperature=1' is not of the form section.key=value, e.g. rollout.temperature=0.9",
-        ),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(
-    command: str, overrides: list[str], message: str, here: Path, capfd: pytest.CaptureFixture[str]
+    overrides: list[str], message: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, str(TINY), *overrides]) == USER_ERROR == 2
+    assert main(["train", str(TINY), *overrides]) == USER_ERROR == 2
     out, err = capfd.readouterr()
     assert out == f"checking {TINY}\n"
     assert err == f"tlt: {message}\n"
@@ -492,36 +431,44 @@ def test_dry_run_prints_the_plan_and_writes_nothing(here: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("name", sorted(set(REMOVED) - PRESENT))
-def test_a_saved_configuration_may_have_a_removed_key_at_its_default(name: str, tmp_path: Path) -> None:
+def test_a_saved_configuration_may_have_a_removed_key_at_its_default(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     section, _, key = name.partition(".")
     config, removed, path = load_config(TINY), REMOVED[name], tmp_path / "config.toml"
     if removed.default is None:
         pytest.skip("removed before version 0.1")
-    line = f"{key} = {toml_value(removed.default)}"
-    saved = to_toml(config).replace(f"[{section}]", f"[{section}]\n{line}")
-    path.write_text(saved)
-    assert load_saved_config(path) == config
+
+    def save(value: str) -> None:
+        path.write_text(to_toml(config).replace(f"[{section}]", f"[{section}]\n{key} = {value}"))
+
+    save(toml_value(removed.default))
+    assert load_saved_config(path) == config and not caplog.text
     with pytest.raises(ConfigError, match=f"unknown key '{name}'; it was removed: "):
         load_config(path)
-    path.write_text(
-        saved.replace(f"[{section}]\n{key} = {toml_value(removed.default)}", f'[{section}]\n{key} = "another"')
-    )
+    save('"another"')
     if removed.any_value:
         assert load_saved_config(path) == config
+        assert f"{name} = 'another' is ignored: {removed.instead}" in caplog.text
         return
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"{name} = 'another' is of an earlier version.* environment.jsonl names"):
         load_saved_config(path)
-    assert str(caught.value) == (
-        f"{path}, which the run saved: {name} = 'another' is of an earlier version, and tlt_hpc {__version__} has no "
-        f"such key ({removed.instead}); open the run with the version that environment.jsonl names beside it (in that "
-        "file)"
-    )
+    if removed.default in (0, 1):  # equal values of another type are not the default
+        save("false" if removed.default == 0 else "true" if removed.default is not True else "1")
+        with pytest.raises(ConfigError, match="is of an earlier version"):
+            load_saved_config(path)
 
 
-def test_a_removed_default_is_told_from_an_equal_value_of_another_type() -> None:
-    assert Removed(True, "").accepts(True) and not Removed(True, "").accepts(1)
+def test_a_removed_default_may_follow_from_another_key() -> None:
     far = REMOVED["reward.wall_seconds"]
-    assert far.accepts(60.0, {"cpu_seconds": 1.0}) and not far.accepts(300.0, {"cpu_seconds": 1.0})
+    assert far.is_kept(60.0, {"cpu_seconds": 1.0}) and not far.is_kept(300.0, {"cpu_seconds": 1.0})
+
+
+def test_a_saved_value_that_a_key_no_longer_takes_names_the_version(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(load_config(TINY)).replace('schedule = "always"', 'schedule = "every"'))
+    with pytest.raises(ConfigError, match=r"drafter\.schedule = 'every' is of an earlier version"):
+        load_saved_config(path)
 
 
 # --- tlt keys and docs/configuration.md ---
@@ -549,6 +496,7 @@ def test_keys_of_one_section_are_printed_with_values_default_and_unit(capsys: py
 
 # --- bounds ---
 
+LONG = "string should have at most 128 characters"
 NUL = "no file has a NUL character in its name; leave it out"
 DEEP = "nested over 16 deep; flatten it"
 PATH = "a name of 256 bytes in a path; the system takes 255"
@@ -595,13 +543,13 @@ def test_every_number_is_bounded_on_both_sides_and_every_text_and_list_in_length
     [
         ("run.stall_factor=1e-300", "run.stall_factor = 1e-300: use 0, or a number from 0.01 to 100000"),
         ("optimizer.max_grad_norm=1e-300", "optimizer.max_grad_norm = 1e-300: use 0, or a number from 1e-06 to 1e+09"),
-        ("run.stall_factor=1e308", "run.stall_factor = 1e+308: use a number from 0 to 100000"),
-        ("rollout.temperature=1e308", "rollout.temperature = 1e+308: use a number from 0 to 100"),
+        ("run.stall_factor=1e308", "run.stall_factor = 1e+308: input should be less than or equal to 100000"),
+        ("rollout.temperature=1e308", "rollout.temperature = 1e+308: input should be less than or equal to 100"),
         ("rollout.temperature=1e-308", "rollout.temperature = 1e-308: use 0, or a number from 0.001 to 100"),
-        ("rollout.temperature=inf", "rollout.temperature = inf: use a number from 0 to 100"),
-        ("optimizer.learning_rate=1e308", "optimizer.learning_rate = 1e+308: use a number from 1e-15 to 1"),
+        ("rollout.temperature=inf", "rollout.temperature = inf: input should be a finite number"),
+        ("optimizer.learning_rate=1e308", "optimizer.learning_rate = 1e+308: input should be less than or equal to 1"),
         ("algorithm.clip_high=1e308", "algorithm.clip_high = 1e+308: use a number from 0 to 1e+06, or 'auto'"),
-        ("run.name=" + "a" * 300, f"run.name = '{'a' * 199}... (302 characters): use at most 128 characters"),
+        ("run.name=" + "a" * 300, f"run.name = '{'a' * 199}... (302 characters): {LONG}"),
         ('run.name="a\\u001b[31m"', f"run.name = 'a\\x1b[31m': {NAME}"),
         ('run.name="a\\n"', f"run.name = 'a\\n': {NAME}"),
         ('run.folder="a\\u0000b"', f"run.folder = 'a\\x00b': {NUL}"),

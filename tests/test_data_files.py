@@ -230,8 +230,8 @@ def test_a_source_of_another_type(value: str) -> None:
             "data.task_args = {'a': datetime.date(2024, 7, 26)}: give numbers, texts, booleans and lists alone",
         ),
         ("data.task_args={size = 0}", "data.task_args.size = 0: use a whole number from 1 to 100000000"),
-        ("data.max_prompt_tokens=0", "data.max_prompt_tokens = 0: use a whole number from 1 to 2147483647"),
-        ("data.chat_template=", "data.chat_template = '': use 1 to 4095 characters"),
+        ("data.max_prompt_tokens=0", "data.max_prompt_tokens = 0: input should be greater than or equal to 1"),
+        ("data.chat_template=", "data.chat_template = '': string should have at least 1 character"),
         ("data.overlong=cut", "data.overlong = 'cut': input should be 'error' or 'drop'"),
     ],
 )

@@ -468,7 +468,7 @@ KNOWN = (
         ),
         (
             (QWEN, "--gpus", "8", "rollout.max_live=0"),
-            "rollout.max_live = 0: use a whole number from 1 to 1048576",
+            "rollout.max_live = 0: input should be greater than or equal to 1",
         ),
         ((QWEN, "--gpus", "8", "--gpu-memory", "nan"), "--gpu-memory nan: give a number above 0"),
         ((QWEN, "--gpus", "8", "--host-memory", "inf"), "--host-memory inf: give a number above 0"),

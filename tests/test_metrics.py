@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
-from rich.console import Console
 
-from tlt_hpc.cli.display import LineReporter, step_cells
+from tlt_hpc.cli.display import Screen, StepReporter, step_cells
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.drafting.schedule import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
@@ -111,10 +108,9 @@ def test_figures_are_sums_over_the_ranks(summary):
         assert summary[name] == pytest.approx(value), name
 
 
-def test_a_line_a_step_shows_them(summary):
-    console = Console(file=io.StringIO(), width=120)
-    LineReporter(console).stepped(summary)
-    line = console.file.getvalue()
+def test_a_line_a_step_shows_them(summary, capsys):
+    StepReporter(Screen(True)).stepped(summary)
+    line = capsys.readouterr().out
     assert line.split() == ["5", "0.500", "10", "20", "2.00", "5.10", "4.00", "7", "8.00", "10.00"]
     assert line.split() == list(step_cells(summary))
     assert len(line.splitlines()) == 1

@@ -251,7 +251,8 @@ def test_text_alone_needs_no_server() -> None:
         ),
         (
             ["reward.format_tags=['<think>']", "reward.default=format"],
-            "reward.format_tags.0 = '<think>': give a name of letters, digits, '_' and '-', such as think",
+            "reward.format_tags.0 = '<think>': use letters, digits, '_', '-' and '.', and none of the last two in "
+            "front",
         ),
     ],
 )

@@ -168,5 +168,5 @@ def test_the_server_starts_before_mpi_does(command: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("tlt_hpc.rewards.standing.standing_judge", lambda section: calls.append(section.default))
     with pytest.raises(ConnectedError):
         config = load_config(ROOT / "jobs" / "tiny.toml", ["reward.default=math"])
-        cli.RUNS[command](config, argparse.Namespace(), StopFlag())
+        cli.COMMANDS[command].run_on_ranks(config, argparse.Namespace(), StopFlag())
     assert calls == ["math", "connect"]

@@ -122,7 +122,6 @@ def test_counts_survive_the_log_and_later_steps_are_not_read(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["drafter.train=false", "drafter.schedule=falling"], "drafter.schedule = 'falling' with drafter.train = fals"),
         (["drafter.schedule=falling", 'speculation.strategies=["ngram-4"]'], "judges the learned drafter's rounds"),
     ],
 )

@@ -7,7 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -51,14 +50,8 @@ def test_the_most_urgent_request_wins_and_of_equals_the_first():
     flag.request(Stop.ASKED, "Ctrl-C")
     assert (flag.kind, flag.reason) == (Stop.TIME, "the limit")
     flag.request(Stop.KILL, "scancel")
+    flag.request(Stop.TIME, "later")
     assert (flag.kind, flag.reason) == (Stop.KILL, "scancel")
-
-
-def test_a_stop_that_somebody_waits_for_is_never_late(clock):
-    flag = StopFlag()
-    flag.request(Stop.ASKED, "Ctrl-C")
-    clock.now += 1e6
-    assert not flag.is_late
 
 
 @pytest.mark.parametrize(("kill_wait", "seconds"), [(None, 10), (30, 10), (5, 4), (0, 0)])
@@ -70,15 +63,6 @@ def test_a_kill_leaves_what_slurm_leaves_and_ten_seconds_at_most(clock, kill_wai
     clock.now += seconds - 0.01
     assert not flag.is_late
     clock.now += 0.02
-    assert flag.is_late
-
-
-def test_a_signal_for_the_limit_leaves_the_time_that_was_asked_for(clock):
-    flag = StopFlag()
-    flag.request(Stop.TIME, "SIGUSR2")
-    clock.now += 120 - 15 - 1
-    assert not flag.is_late
-    clock.now += 2
     assert flag.is_late
 
 
@@ -94,16 +78,6 @@ def test_a_known_end_leaves_the_time_until_then(clock):
     assert [timer.interval for timer in flag.timers] == [3600 - 7.5, 3600 - 120]
     for timer in flag.timers:
         timer.cancel()
-
-
-def test_the_end_of_the_allocation_asks_by_itself():
-    flag = StopFlag()
-    flag.set_time_limit(0.4, lambda: None)
-    assert flag.kind is Stop.NONE
-    end = time.monotonic() + 60
-    while flag.kind is Stop.NONE and time.monotonic() < end:
-        time.sleep(0.01)
-    assert (flag.kind, flag.reason) == (Stop.TIME, "the time limit, in 0 s")
 
 
 def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(command, tmp_path, capsys):
@@ -140,14 +114,6 @@ def test_what_is_left_until_the_process_is_killed(clock):
     assert flag.seconds_left == 6
 
 
-def test_a_late_request_never_outdoes_a_more_urgent_one(clock):
-    flag = StopFlag()
-    flag.request(Stop.KILL, "scancel")
-    flag.request(Stop.TIME, "the limit")
-    clock.now += 10.1
-    assert (flag.kind, flag.is_late) == (Stop.KILL, True)
-
-
 # Waits for a line of input before it tells what has come.
 EARLY = """
 import sys
@@ -165,6 +131,8 @@ print(flag.kind.name, flush=True)
 )
 def test_before_anything_has_begun_a_signal_ends_the_process_but_the_limits_can_wait(number, status, said):
     assert signalled(number, without_slurm()) == (status, said, "")
+    if number == signal.SIGTERM:  # a preempted job that leaves by itself is not queued again
+        assert signalled(number, {**without_slurm(), **JOB}) == (0, "KILL\n", "")
 
 
 def signalled(number: signal.Signals, environment: dict[str, str]) -> tuple[int, str, str]:
@@ -182,11 +150,6 @@ def without_slurm() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
 
 
-def test_under_slurm_only_ctrl_c_ends_what_has_not_begun():
-    """A preempted job that leaves by itself is not queued again."""
-    assert signalled(signal.SIGTERM, {**without_slurm(), **JOB}) == (0, "KILL\n", "")
-
-
 # -- Slurm ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,12 +159,6 @@ def test_under_slurm_only_ctrl_c_ends_what_has_not_begun():
 )
 def test_times_as_squeue_writes_them(text, seconds):
     assert parse_time(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "INVALID", "5", "NOT_SET"])
-def test_no_time_is_named(text):
-    with pytest.raises(SlurmError, match=f"Slurm tells {text!r} where a time was asked for"):
-        parse_time(text)
 
 
 def test_the_allocation_is_the_environments():
@@ -249,20 +206,7 @@ def test_a_silent_slurm_is_warned_of_and_the_run_goes_on(command, caplog, tmp_pa
         kill_wait()
 
 
-def test_a_slurm_that_hangs_is_named(command, monkeypatch):
-    command("scontrol", "exec /bin/sleep 20")
-    monkeypatch.setattr(slurm, "ANSWER_SECONDS", 0.2)
-    with pytest.raises(SlurmError, match="`scontrol show config` did not answer within 0 s"):
-        kill_wait()
-
-
 # -- queued again ---------------------------------------------------------------------------------------------------
-
-
-def test_a_job_is_queued_again_by_its_number(command, tmp_path):
-    command("scontrol", f'echo "$@" >> {tmp_path}/asked')
-    assert queue_again(JOB, tmp_path, "step 1") == "job 17 is queued again, and will go on"
-    assert (tmp_path / "asked").read_text() == "requeue 17\n"
 
 
 def test_a_job_that_comes_no_further_is_not_queued_for_ever(command, tmp_path):
@@ -349,16 +293,6 @@ def test_a_preempted_job_that_slurm_does_not_queue_again_says_so_and_leaves(comm
     await_preemption(JOB)  # it would not come back: the job stays preempted
     told = f"tlt: job 17 is preempted, and not queued again ({why}): submit the same script, which goes on\n"
     assert capsys.readouterr().out == told
-
-
-def test_where_the_mode_is_not_known_a_preempted_job_waits_all_the_same(command, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(time_limit, "PREEMPTION_POLL_SECONDS", 0.01)
-    other = PREEMPTED.replace("2026-11-22T03:33:48", "None")
-    answer = f'[ $n -lt 9 ] && echo "{PREEMPTED}" || echo "{other}"'
-    command("scontrol", f'[ "$2" != config ] || exit 1; {counting(tmp_path)}; {answer}')
-    await_preemption(JOB)
-    assert (tmp_path / "asked").read_text() == "9\n"
-    assert "whether Slurm queues job 17 again is not known, and taken for granted: " in caplog.text
 
 
 def counting(folder: Path) -> str:

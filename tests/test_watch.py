@@ -224,18 +224,6 @@ def test_a_full_disk(small_disk, capfd):
     assert "the job hangs: rank 0 on node1" in err and err.count("the job hangs: ") == 1
 
 
-def test_a_disk_that_was_full_from_the_start(small_disk, capfd):
-    fill(small_disk)
-    with Job(small_disk, by_hand=True) as job:
-        job.look(20)
-        told = capfd.readouterr().err
-        assert "rank 0 on node1 cannot write its status" in told and "No space left" in told
-        assert told.count("\n") == 1, "once"
-        (small_disk / "filling").unlink()
-        job.look(10)
-        assert is_told(small_disk) and not job.ends
-
-
 def fill(folder: Path) -> None:
     with contextlib.suppress(OSError), (folder / "filling").open("wb", buffering=0) as file:
         while True:
@@ -268,12 +256,6 @@ def test_a_folder_that_hangs(tmp_path, capfd, monkeypatch):
     assert f"what the other ranks do cannot be seen: {tmp_path} does not answer" in err
     assert "test_a_folder_that_hangs" in err, "the stacks, which have no other place"
     assert "could not leave word of its end" in err
-
-
-def test_before_the_folder_is_claimed(capfd):
-    with Job(None, looks=5) as job:
-        assert job.is_over.wait(60)
-    assert "the run's folder is not claimed yet" in capfd.readouterr().err
 
 
 def test_an_abort_that_hangs(tmp_path, monkeypatch):

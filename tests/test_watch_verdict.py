@@ -190,13 +190,6 @@ def test_looks_are_counted_not_seconds():
     assert not looks(ProgressCounter(beat, 0.0, 1.0), 1000).stalled, "switched off"
 
 
-def test_a_phase_has_its_own_limit():
-    beat = Beat()
-    beat.phase = Phase.UPDATE
-    assert looks(ProgressCounter(beat, 0.01, 1.0), 1).limit == 18
-    assert looks(ProgressCounter(beat, 0.01, 0.5), 1).limit == 36
-
-
 def test_a_rank_that_moves_but_hears_of_nobody_waits_in_the_pulse():
     """It trains the drafter for as long as the tail lasts: its own counter alone would tell nothing."""
     beat = Beat()

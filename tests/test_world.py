@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch_ranks import LAUNCH_ENVIRONMENT, ROOT, launch, run_on_ranks
+from launch_ranks import ROOT, run_on_ranks
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import ConfigError, UserError
@@ -23,7 +23,7 @@ from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
 from tlt_hpc.storage.folder import WriteError
 
-RANK_COUNTS = pytest.mark.parametrize("num_ranks", [1, 2, 4])
+RANK_COUNTS = pytest.mark.parametrize("num_ranks", [1, 4])
 
 
 def digest(array: np.ndarray) -> str:
@@ -79,15 +79,6 @@ def test_a_plain_python_is_a_world_of_one() -> None:
     program = "from tlt_hpc.mpi.world import World; w = World.connect(); print(w.rank, w.size, w.allgather('a'))"
     stdout, stderr = start_python(program).communicate(timeout=60)
     assert stdout.split("\n")[0] == "0 1 ['a']", stderr
-
-
-@pytest.mark.mpi
-def test_a_foreign_launcher_is_noticed() -> None:
-    program = "from tlt_hpc.mpi.world import World; World.connect()"
-    process = start_python(program, SLURM_NTASKS="4")
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "LaunchError: MPI sees 1 rank where SLURM_NTASKS=4" in stderr
 
 
 def test_importing_the_world_starts_no_mpi() -> None:
@@ -180,7 +171,7 @@ def gather_and_broadcast(most_bytes: int) -> list[bool]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("num_ranks", "most_bytes"), [(1, 2**30), (2, 2**30), (4, 2**30), (4, 1000), (3, 700)])
+@pytest.mark.parametrize(("num_ranks", "most_bytes"), [(1, 2**30), (4, 2**30), (3, 700)])
 def test_objects_of_unequal_size_arrive_whole_in_rank_order(num_ranks: int, most_bytes: int) -> None:
     assert run_on_ranks(num_ranks, gather_and_broadcast, most_bytes) == [[True, True]] * num_ranks
 
@@ -208,7 +199,7 @@ def sum_arrays(dtype: str, length: int) -> dict[str, Any]:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize(("dtype", "length"), [("float32", 200_003), ("float64", 5), ("int64", 1000)])
 def test_sums_are_right_and_the_same_bits_on_all_ranks(num_ranks: int, dtype: str, length: int) -> None:
     results = run_on_ranks(num_ranks, sum_arrays, dtype, length)
@@ -254,18 +245,6 @@ def test_a_large_sum_goes_in_blocks_of_the_same_bits() -> None:
     )
 
 
-def digest_of_late_sum(late_rank: int) -> str:
-    world = World.connect()
-    time.sleep(0.2 if world.rank == late_rank else 0.0)
-    return digest(world.sum(contribution(world.rank, "float32", 50_000)))
-
-
-@pytest.mark.mpi
-def test_a_sum_does_not_depend_on_who_comes_late() -> None:
-    digests = {run_on_ranks(4, digest_of_late_sum, late_rank)[0] for late_rank in range(4)}
-    assert len(digests) == 1
-
-
 def forget_sums(most_bytes: int) -> bool:
     world_module.MOST_BYTES = most_bytes
     world = World.connect()
@@ -279,9 +258,8 @@ def forget_sums(most_bytes: int) -> bool:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("most_bytes", [2**30, 100_000])
-def test_a_forgotten_sum_keeps_its_buffers(most_bytes: int) -> None:
-    assert run_on_ranks(2, forget_sums, most_bytes) == [True, True]
+def test_a_forgotten_sum_keeps_its_buffers() -> None:
+    assert run_on_ranks(2, forget_sums, 100_000) == [True, True]
 
 
 def vote(voter: int | None) -> list[Any]:
@@ -300,28 +278,6 @@ def test_one_ranks_stop_flag_stops_all(num_ranks: int) -> None:
     others = [False, True, True, f"rank {num_ranks - 1}: SIGTERM"]
     expected = [others] * (num_ranks - 1) + [[False, True, True, "SIGTERM"]]
     assert run_on_ranks(num_ranks, vote, num_ranks - 1) == expected
-
-
-@pytest.mark.mpi
-def test_nobody_stops_where_nobody_asked() -> None:
-    assert run_on_ranks(2, vote, None) == [[False, False, False, ""]] * 2
-
-
-def cpu_share_in_collectives(seconds: float) -> float:
-    world = World.connect()
-    world.barrier()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    for collective in (world.barrier, lambda: world.sum(np.ones(3)), lambda: world.allgather("late")):
-        if world.rank == 0:
-            time.sleep(seconds)
-        collective()
-    return (time.process_time() - cpu_start) / (time.perf_counter() - start)
-
-
-@pytest.mark.flaky(reruns=2)  # it measures seconds, on a machine that may have other work
-@pytest.mark.mpi
-def test_a_rank_that_waits_in_a_collective_uses_little_cpu() -> None:
-    assert max(run_on_ranks(4, cpu_share_in_collectives, 1.0)) < 0.05
 
 
 def raise_on(rank: int) -> None:
@@ -399,13 +355,6 @@ def test_a_job_past_its_time_is_killed_whole(own: bool, tmp_path: Path) -> None:
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(pids) == 2 and not any(map(is_running, pids))
-
-
-@pytest.mark.mpi
-def test_the_launcher_shows_what_the_ranks_printed() -> None:
-    status, stdout, stderr = launch(2, ["-c", "import sys; print('out'); print('err', file=sys.stderr)"], timeout=60)
-    assert (status, stdout.count("out"), stderr.count("err")) == (0, 2, 2)  # lines of two ranks may run together
-    assert LAUNCH_ENVIRONMENT["OMP_NUM_THREADS"] == "1"
 
 
 # --- work that must succeed on all ranks, or on rank 0 ---

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-from tlt_hpc.cli.display import SilentReporter
+from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.config import Config, load_config
 
@@ -60,10 +60,11 @@ def job_of(folder: str, options: argparse.Namespace) -> Config:
 # -- ours -------------------------------------------------------------------------------------------------------------
 
 
-class Watch(SilentReporter):
+class Watch(StepReporter):
     """Takes the figures of every step; its seconds are those since the step before was shown, saves included."""
 
     def __init__(self) -> None:
+        super().__init__(Screen(False))
         self.rows: list[dict[str, float]] = []
         self._shown = time.perf_counter()
 

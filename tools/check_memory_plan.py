@@ -26,7 +26,7 @@ from tlt_hpc.common.script import ending
 # isort: split
 from live_bytes import LiveBytes
 
-from tlt_hpc.cli.display import SilentReporter
+from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.config import Config, load_config
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.memory.phases import plan_memory
@@ -78,7 +78,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
     with meter("start"):
         job = assemble(config, world)
     try:
-        resume(job, SilentReporter().replayed)
+        resume(job, StepReporter(Screen(False)).replayed)
         reserve_copy(job)
         for step in range(STEPS):
             take_step(job, step, meter)
@@ -90,7 +90,7 @@ def measure(config: Config, world: World) -> dict[str, int]:
 def take_step(job: Job, step: int, meter: Meter) -> None:
     """As ``run.take_step``, phase by phase, and a checkpoint; nothing is logged."""
     with meter("rollout"):
-        tail = roll_out(job, step, SilentReporter())
+        tail = roll_out(job, step, StepReporter(Screen(False)))
     assert job.drafting is not None
     with meter("tail"):
         for _ in range(MICRO_STEPS):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
 from tlt_hpc.cluster.local import TERMINAL_VARIABLE
-from tlt_hpc.common.console import TextConsole, make_bar, start_escaped
+from tlt_hpc.common.console import TextConsole, start_escaped
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config
 from tlt_hpc.look.metrics import StepMetrics
@@ -30,13 +29,76 @@ from tlt_hpc.studies.warmup.warm_up import WarmupReporter, WarmupResult
 from tlt_hpc.train import Reporter, RunResult
 
 _REFRESH_SECONDS = 0.2
+_LINE_SECONDS = 15.0
+"""Between lines on how far something has come, where nothing is drawn in place."""
 _COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harvested s", "drafter", "rollout s", "step s")
 
 
-def make_console() -> Console:
-    """Rank 0's console; a terminal behind the launcher's pipe is still a terminal."""
+def make_console(shows: bool = True) -> TextConsole:
+    """Rank 0's console; a terminal behind the launcher's pipe is still one. It prints nothing unless it ``shows``."""
     width = os.environ.get(TERMINAL_VARIABLE)
-    return TextConsole(force_terminal=True, width=int(width)) if width else TextConsole(width=120, force_terminal=False)
+    console = TextConsole(force_terminal=bool(width), width=int(width) if width else 120)
+    console.quiet = not shows
+    return console
+
+
+class Screen:
+    """Prints lines, and in a terminal shows below them what is being done now; a context manager.
+
+    ``is_stopping``: whether a stop was asked for; the launcher then writes below what is shown, so from then on nothing
+    is drawn in place.
+    """
+
+    def __init__(self, shows: bool, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        self.console = make_console(shows)
+        self._is_stopping = is_stopping
+        self._live = Live("", console=self.console, auto_refresh=False, transient=True)
+        self._is_drawing = shows and self.console.is_terminal
+        self._shown_at = time.monotonic()
+
+    def __enter__(self) -> Screen:
+        if self._is_drawing:
+            start_escaped(self._live)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.draws():
+            self._live.stop()
+
+    def draws(self) -> bool:
+        """Whether something is drawn in place; ends that once a stop was asked for."""
+        if self._is_drawing and self._is_stopping():
+            self.console.quiet = True  # what is drawn stays as it is
+            self._live.stop()
+            self.console.quiet = False
+            self.console.show_cursor()
+            self.console.line()
+            self._is_drawing = False
+        return self._is_drawing
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self.draws()
+        self.console.print(line, soft_wrap=True)
+
+    def show(self, text: str, seconds: float = 0.0) -> None:
+        """Show in a terminal what is being done now; nothing within ``seconds`` of the last."""
+        if self.draws() and time.monotonic() - self._shown_at >= seconds:
+            self._shown_at = time.monotonic()
+            self._live.update(text, refresh=True)
+
+    def show_or_say(self, text: str) -> None:
+        """Show how far something has come; elsewhere than in a terminal as a line every 15 seconds."""
+        if self.draws():
+            self.show(text, _REFRESH_SECONDS)
+        elif time.monotonic() - self._shown_at >= _LINE_SECONDS:
+            self._shown_at = time.monotonic()
+            self.say(text)
+
+    def row(self, cells: Sequence[str], names: Sequence[str], ending: str = "") -> None:
+        """Print the cells of a table below the names of its columns, which are narrower in a terminal."""
+        widths = [max(7, len(name) + 1) if self.console.is_terminal else 12 for name in names]
+        self.say("".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)) + ending)
 
 
 def step_cells(summary: StepMetrics) -> tuple[str, ...]:
@@ -79,50 +141,43 @@ def run_line(config: Config, first_step: int) -> str:
     return f"{config.folder} ({config.speculation.mode}): {count(config.run.num_steps, 'step')}{note}"
 
 
-class SilentReporter:
-    """Shows nothing: every rank but the first."""
+class StepReporter:
+    """Shows a run: a line for each step."""
 
-    def replayed(self, step: int) -> None: ...
-
-    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
-
-    def rolling(self, step: int, roster: Roster) -> None: ...
-
-    def phase(self, step: int, name: str) -> None: ...
-
-    def stepped(self, summary: StepMetrics) -> None: ...
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-
-class LineReporter:
-    """One line a step, for logs."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
         self._is_first = True
 
     def replayed(self, step: int) -> None:
-        self._console.print(f"step {step}: its update repeated from the rollout log, nothing generated again")
+        self._screen.say(f"step {step + 1}: its update repeated from the rollout log, nothing generated again")
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
-        self._console.print(run_line(config, first_step), soft_wrap=True)
+        self._screen.say(run_line(config, first_step))
         if self._is_first:
-            self._console.print(memory_line(memory), soft_wrap=True)
+            self._screen.say(memory_line(memory))
         self._is_first = False
-        self._console.print("".join(f"{name:>12}" for name in _COLUMNS))
+        self._screen.row(_COLUMNS, _COLUMNS)
 
-    def rolling(self, step: int, roster: Roster) -> None: ...
+    def rolling(self, step: int, roster: Roster) -> None:
+        if self._screen.draws():
+            left = sum(status.sequences_left for status in roster.statuses)
+            training = sum(status.drafter_steps > 0 for status in roster.statuses)
+            words = f"step {step + 1}: rollout, {left} left, {roster.num_busy} busy, {training} training"
+            self._screen.show(words, _REFRESH_SECONDS)
 
-    def phase(self, step: int, name: str) -> None: ...
+    def phase(self, step: int, name: str) -> None:
+        if self._screen.draws():
+            self._screen.show(f"step {step + 1}: {name}")
+        elif self._screen.console.is_terminal:  # a stop was asked for
+            self._screen.say(name)
 
     def stepped(self, summary: StepMetrics) -> None:
-        self._console.print("".join(f"{cell:>12}" for cell in step_cells(summary)))
+        self._screen.row(step_cells(summary), _COLUMNS)
         if refilled := refill_line(summary):
-            self._console.print(refilled)
+            self._screen.say(refilled)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._console.print(evaluation_line(step, metrics), soft_wrap=True)
+        self._screen.say(evaluation_line(step, metrics))
 
 
 def refill_line(summary: StepMetrics) -> str:
@@ -135,113 +190,11 @@ def refill_line(summary: StepMetrics) -> str:
     )
 
 
-class LiveReporter:
-    """A progress bar with the phase, and a table of the last steps."""
-
-    _ROWS = 12
-
-    def __init__(self, console: Console, is_stopping: Callable[[], bool]) -> None:
-        self._is_stopping = is_stopping
-        self._has_left = False
-        self._bar = make_bar(console, "phase")
-        self._task = self._bar.add_task("", total=None, phase="")
-        self._rows: list[tuple[str, ...]] = []
-        self._is_first = True
-        self._shown_at = 0.0
-        self._live = Live(self._render(), console=console, auto_refresh=False, transient=False)
-
-    def __enter__(self) -> LiveReporter:
-        start_escaped(self._live)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._is_left():
-            self._live.stop()
-
-    def _is_left(self) -> bool:
-        """Whether what is drawn stays as it stands, as a stop was asked for: the launcher writes of that below it."""
-        if self._has_left or not self._is_stopping():
-            return self._has_left
-        console = self._bar.console
-        console.quiet = True  # a last drawing is part of the stop
-        self._live.stop()
-        console.quiet = False
-        console.show_cursor()
-        console.line()
-        self._has_left = True
-        return True
-
-    def replayed(self, step: int) -> None:
-        self._show(f"step {step} repeated from the rollout log")
-
-    def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None:
-        if self._rows:  # of the run before, which stay
-            self._bar.console.print(self._table())
-        self._rows = []
-        self._bar.console.print(run_line(config, first_step), soft_wrap=True)
-        if self._is_first:
-            self._bar.console.print(memory_line(memory))
-        self._is_first = False
-        name = " ".join(dict.fromkeys([config.run.name, config.speculation.mode]))
-        self._bar.reset(self._task, total=config.run.num_steps, completed=first_step, description=name)
-        self._show("starting")
-
-    def rolling(self, step: int, roster: Roster) -> None:
-        if time.monotonic() - self._shown_at < _REFRESH_SECONDS:
-            return
-        left = sum(status.sequences_left for status in roster.statuses)
-        training = sum(status.drafter_steps > 0 for status in roster.statuses)
-        self._show(f"rollout: {left} left, {roster.num_busy} busy, {training} training")
-
-    def phase(self, step: int, name: str) -> None:
-        self._show(name)
-
-    def stepped(self, summary: StepMetrics) -> None:
-        if self._is_left():
-            self._rows = [step_cells(summary)]
-            self._bar.console.print(self._table())
-            return
-        self._rows = [*self._rows, step_cells(summary)][-self._ROWS :]
-        self._bar.update(self._task, advance=1)
-        self._show(refill_line(summary) or "done")
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._is_left()
-        self._bar.console.print(evaluation_line(step, metrics), soft_wrap=True)
-
-    def _show(self, phase: str) -> None:
-        if self._is_left():
-            if not phase.startswith("rollout: "):
-                self._bar.console.print(phase)
-            return
-        self._bar.update(self._task, phase=phase)
-        self._shown_at = time.monotonic()
-        self._live.update(self._render(), refresh=True)
-
-    def _table(self) -> Table:
-        table = Table(*_COLUMNS, box=None, header_style="bold", pad_edge=False)
-        for column in table.columns:
-            column.justify = "right"
-        for row in self._rows:
-            table.add_row(*row)
-        return table
-
-    def _render(self) -> Group:
-        return Group(self._bar, self._table(), "")  # what a launcher writes of a Ctrl-C begins on the empty line
-
-
 @contextmanager
 def make_reporter(shows: bool, is_stopping: Callable[[], bool] = lambda: False) -> Iterator[Reporter]:
-    """The reporter for this rank and its output; ``is_stopping``: whether the run has been asked to stop."""
-    if not shows:
-        yield SilentReporter()
-        return
-    console = make_console()
-    if not console.is_terminal:
-        yield LineReporter(console)
-        return
-    with LiveReporter(console, is_stopping) as reporter:
-        yield reporter
+    """The reporter for this rank; ``is_stopping``: whether the run has been asked to stop."""
+    with Screen(shows, is_stopping) as screen:
+        yield StepReporter(screen)
 
 
 def print_result(config: Config, result: RunResult) -> None:
@@ -309,8 +262,6 @@ def _yes(value: bool) -> str:
 # -- tlt warmup -----------------------------------------------------------------------------------------------------
 
 _CURVE_COLUMNS = ("updates", "tokens", "loss", "accept length", "seconds")
-_LINE_SECONDS = 15.0
-"""Between lines on the capture, where there is no bar."""
 
 
 def curve_cells(point: CurvePoint) -> tuple[str, ...]:
@@ -325,119 +276,45 @@ def seconds_left(progress: Progress, config: Config) -> float:
     return progress.seconds / done * (1.0 - done) if done else 0.0
 
 
-class SilentWarmupReporter:
-    """Shows nothing: every rank but the first."""
+class WarmupScreen:
+    """Shows a warm-up: a line for each validation."""
 
-    def started(self, config: Config, texts: Texts, progress: Progress) -> None: ...
-
-    def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None: ...
-
-    def training(self, num_documents: int, num_tokens: int) -> None: ...
-
-    def learned(self, progress: Progress, loss: float) -> None: ...
-
-    def validating(self) -> None: ...
-
-    def validated(self, point: CurvePoint, is_best: bool) -> None: ...
-
-
-class WarmupLines(SilentWarmupReporter):
-    """One line a validation, for logs."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
         self._config: Config | None = None
-        self._left = ""
-        self._shown_at = time.monotonic()
-        self._reads = ""
+        self._left = self._reads = ""
 
     def started(self, config: Config, texts: Texts, progress: Progress) -> None:
-        self._config, self._reads = config, _reads(texts)
+        self._config, self._reads = config, "logged responses" if texts.are_logged else "prompts to answer"
         note = f", going on from update {progress.updates}" if progress.updates else ""
         kept = f"{count(len(texts.held_out), 'prompt')} held out"
-        self._console.print(f"{config.folder}: {len(texts.training):,} {self._reads}, {kept}{note}", soft_wrap=True)
+        self._screen.say(f"{config.folder}: {len(texts.training):,} {self._reads}, {kept}{note}")
 
     def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None:
-        if time.monotonic() - self._shown_at >= _LINE_SECONDS:
-            self._shown_at = time.monotonic()
-            self._console.print(f"{self._reads}: {num_done:,} of {num_texts:,}", soft_wrap=True)
+        self._screen.show_or_say(f"{self._reads}: {num_done:,} of {num_texts:,}")
 
     def training(self, num_documents: int, num_tokens: int) -> None:
-        self._console.print(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
-        self._console.print("".join(f"{name:>16}" for name in (*_CURVE_COLUMNS, "left")))
+        self._screen.say(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
+        self._screen.row((*_CURVE_COLUMNS, "left"), (*_CURVE_COLUMNS, "left"))
 
     def learned(self, progress: Progress, loss: float) -> None:
         assert self._config is not None
         self._left = f"{seconds_left(progress, self._config):.0f}"
-
-    def validated(self, point: CurvePoint, is_best: bool) -> None:
-        cells = (*curve_cells(point), self._left)
-        self._console.print("".join(f"{cell:>16}" for cell in cells) + ("  best" if is_best else ""))
-
-
-def _reads(texts: Texts) -> str:
-    return "logged responses" if texts.are_logged else "prompts to answer"
-
-
-class WarmupBar(SilentWarmupReporter):
-    """A progress bar for the phase, and the curve so far above it."""
-
-    def __init__(self, console: Console) -> None:
-        self._bar = make_bar(console, "figures")
-        self._task = self._bar.add_task("", total=None, figures="")
-        self._config: Config | None = None
-        self._best = "-"
-        self._reads = ""
-
-    def __enter__(self) -> WarmupBar:
-        start_escaped(self._bar)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def started(self, config: Config, texts: Texts, progress: Progress) -> None:
-        self._config, self._reads = config, _reads(texts)
-        best = progress.best
-        self._best = "-" if best is None else f"{best.accept_length:.3f}"
-        self._bar.console.print(f"{config.folder}: {count(len(texts.held_out), 'prompt')} held out", soft_wrap=True)
-
-    def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None:
-        figures = f"{count(num_tokens, 'token')}" if self._reads.startswith("prompts") else ""
-        self._bar.update(self._task, description=self._reads, total=num_texts, completed=num_done, figures=figures)
-
-    def training(self, num_documents: int, num_tokens: int) -> None:
-        self._bar.console.print(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
-        self._bar.reset(self._task, description="training", total=None, figures="")
-
-    def learned(self, progress: Progress, loss: float) -> None:
-        assert self._config is not None
-        total = round(progress.updates / max(share_done(progress, self._config.warmup), 1e-9))
-        figures = f"{count(progress.tokens, 'token')}, loss {loss:.3f}, accept length {self._best}"
-        self._bar.update(self._task, description="training", total=total, completed=progress.updates, figures=figures)
+        self._screen.show(f"training: {count(progress.updates, 'update')}, loss {loss:.3f}", _REFRESH_SECONDS)
 
     def validating(self) -> None:
-        self._bar.update(self._task, description="validating")
+        self._screen.show("validating")
 
     def validated(self, point: CurvePoint, is_best: bool) -> None:
-        if is_best:
-            self._best = f"{point.accept_length:.3f}"
-        names = ", ".join(f"{name} {cell}" for name, cell in zip(_CURVE_COLUMNS, curve_cells(point), strict=True))
-        self._bar.console.print(names + ("  best" if is_best else ""), soft_wrap=True)
+        names = (*_CURVE_COLUMNS, "left")
+        self._screen.row((*curve_cells(point), self._left), names, "  best" if is_best else "")
 
 
 @contextmanager
 def make_warmup_reporter(shows: bool) -> Iterator[WarmupReporter]:
-    """The reporter of a warm-up for this rank and its output."""
-    if not shows:
-        yield SilentWarmupReporter()
-        return
-    console = make_console()
-    if not console.is_terminal:
-        yield WarmupLines(console)
-        return
-    with WarmupBar(console) as reporter:
-        yield reporter
+    """The reporter of a warm-up for this rank."""
+    with Screen(shows) as screen:
+        yield WarmupScreen(screen)
 
 
 def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:

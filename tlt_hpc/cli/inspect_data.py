@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +21,13 @@ from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_forma
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
 
 
-def run(file: str, model: str | None, overrides: Sequence[str]) -> int:
-    """Read every row of ``file``, print what there is; the exit status: 1 where rows are broken.
+def run(options: argparse.Namespace) -> int:
+    """Read every row of a file and print what there is; returns the exit status, 1 if rows are broken.
 
     Raises:
         ValueError: no such file, no such column, no such model.
     """
+    file, model, overrides = options.file, options.model, options.overrides
     is_job = file.endswith(".toml")
     config = load_config(file, overrides) if is_job else _config_of(file, overrides)
     if config.data.source == EMBEDDED_TASK:

@@ -7,6 +7,7 @@ Heavy libraries are imported only once a command needs them.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,11 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(given)
     rank = launched_rank(os.environ)
     flag = StopFlag()
-    if options.command not in ALONE:
+    module = COMMANDS[options.command].module
+    if not module:
         flag.install()  # before the seconds that imports take: there, a signal ends the process without a word
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
-    if options.command in ALONE:
-        return run_alone(ALONE[options.command], options)
+    if module:
+        return run_alone(module, options)
     is_rank = rank is not None and not options.dry_run
     if rank == 0 and is_rank and STARTED not in os.environ:
         print(starting(os.environ), flush=True)
@@ -85,11 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides, given_job(os.environ, options.config))
         num_ranks = launched_count(os.environ) or config.run.ranks
-        if rank == 0 and is_rank and num_ranks == 1 and config.run.ranks > 1 and "SLURM_PTY_PORT" in os.environ:
-            print(
-                f"tlt: srun has started this shell as one rank, so run.ranks = {config.run.ranks} is not looked at; "
-                "in an interactive job start ranks with srun from salloc's shell", file=sys.stderr, flush=True,
-            )  # fmt: skip
         config = config_of(config, options)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
         if rank is None and options.command in ("train", "compare", "bench"):
@@ -126,11 +124,13 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
     try:
         if rank is not None:
             settle(config, rank)
-        progress = PROGRESS.get(options.command)
+        command = COMMANDS[options.command]
+        progress = command.progress
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
         know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank) as watch:
-            return watch.ended(RUNS[options.command](config, options, flag))
+            assert command.run_on_ranks is not None
+            return watch.ended(command.run_on_ranks(config, options, flag))
     except (UserError, OSError) as caught:
         if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):
             raise  # of a library, a program or a disk
@@ -363,14 +363,6 @@ def written_bytes(config: Config) -> str:
     return f"{total} bytes of responses and features"
 
 
-PROGRESS: dict[str, Callable[[Config], str]] = {
-    "train": run_progress,
-    "warmup": written_bytes,
-    "evaluate": written_bytes,
-}
-"""Of commands that are queued again; the others start over."""
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
@@ -379,7 +371,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         argument.startswith("-") for argument in rest
     ):
         options.overrides, rest = [*options.overrides, *rest], []
-    if options.command in ALONE:
+    if COMMANDS[options.command].module:
         if rest:
             parser.error(f"unknown argument {rest[0]}; see tlt {options.command} --help")
         return options
@@ -418,69 +410,65 @@ def at_least_one_each(text: str) -> list[int]:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="tlt", description="Reinforcement learning of reasoning models under MPI, drafter trained in the tail."
+        prog="tlt", description="Reinforcement learning of reasoning models under MPI, drafter trained on idle ranks."
     )
     parser.add_argument("--version", action="version", version=f"tlt_hpc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train a policy; in a folder that has a checkpoint, go on from it")
-    compare = commands.add_parser(
-        "compare",
-        help="run the same steps plain, with n-gram speculation and in full; status 1: text, rewards or weights differ",
-    )
-    warmup = commands.add_parser("warmup", help="train the drafter before any reinforcement learning, or go on with it")
-    ablate = commands.add_parser("ablate", help="compare the drafter left out, frozen and trained in several ways")
-    evaluate = commands.add_parser("evaluate", help="judge a checkpoint or a model on data sets, or go on with it")
-    evaluate.add_argument(
+    for name, command in COMMANDS.items():
+        each = commands.add_parser(name, help=command.help)
+        each = command.add_options(each) or each
+        if command.run_on_ranks is not None:
+            each.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
+            each.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
+            each.add_argument("--dry-run", action="store_true", help="check, and print the plan; write nothing")
+    return parser
+
+
+def add_evaluate_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt evaluate``."""
+    command.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a run's folder, one of its checkpoints, a Hugging Face folder, or "
         "embedded:tiny",
     )  # fmt: skip
-    evaluate.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
-    evaluate.add_argument("--out", type=Path, metavar="FOLDER", help="write there instead of beside the run")
-    bench = commands.add_parser("bench", help="measure the rollout engine").add_subparsers(dest="bench", required=True)
-    rollout = bench.add_parser("rollout", help="tokens per second of a job's rollouts, plain and with each strategy")
-    for command in (train, compare, warmup, ablate, evaluate, rollout):
-        command.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
-        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
-        command.add_argument(
-            "--dry-run", action="store_true", help="resolve, validate and print the plan; write nothing"
-        )
-    compare.add_argument("--steps", type=int, default=6, help="steps of each mode (default 6)")
-    compare.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
-    warmup.add_argument(
-        "--from", dest="sources", nargs="+", metavar="RUN", help="learn from the responses that these runs have logged"
+    command.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
+    command.add_argument("--out", type=Path, metavar="FOLDER", help="write there instead of beside the run")
+
+
+def add_bench_options(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The options of ``tlt bench rollout``."""
+    rollout = command.add_subparsers(dest="bench", required=True).add_parser(
+        "rollout", help="tokens per second of a job's rollouts, plain and with each strategy"
     )
-    ablation_plan.add_ablate_options(ablate)
     rollout.add_argument("--batches", type=at_least_one_each, default=[1, 8, 32], metavar="N,...",
                          help="sequences of a rank at a time (1,8,32)")  # fmt: skip
     rollout.add_argument("--sequences", type=at_least_one, metavar="N", help="of a rank (default 4 of each batch)")
     rollout.add_argument("--repeats", type=at_least_one, default=3, metavar="N", help="of every measurement (3)")
     rollout.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
-    plan_options.add_plan_options(
-        commands.add_parser("plan", help="predict the memory that a run takes, by phase; status 1: more than there is")
+    return rollout
+
+
+def add_compare_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt compare``."""
+    command.add_argument("--steps", type=int, default=6, help="steps of each mode (default 6)")
+    command.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
+
+
+def add_warmup_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt warmup``."""
+    command.add_argument(
+        "--from", dest="sources", nargs="+", metavar="RUN", help="learn from the responses that these runs have logged"
     )
-    plan_options.add_simulate_options(
-        commands.add_parser("simulate", help="predict seconds, GPU-hours and energy of a run by number of nodes")
-    )
-    plan_options.add_preflight_options(
-        commands.add_parser("preflight", help="find before a job what would end it; status 1: something would")
-    )
-    add_watch_arguments(
-        commands.add_parser("watch", help="follow a run by its files alone; status 1: it hangs or is dead")
-    )
-    add_report_arguments(
-        commands.add_parser("report", help="one page of HTML: what a run learned, where its time went, what it gained")
-    )
-    keys = commands.add_parser("keys", help="print every key of the configuration: values, default, unit, meaning")
-    keys.add_argument("section", nargs="?", metavar="SECTION", help="e.g. rollout; without it all")
-    keys.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
-    export = commands.add_parser("export-drafter", help="write a run's drafter as other engines load it")
-    export_options.add_drafter_options(export)
-    policy = commands.add_parser("export-policy", help="write a run's policy as a Hugging Face folder")
-    export_options.add_policy_options(policy)
-    data = commands.add_parser("data", help="look at what a run would train on").add_subparsers(
-        dest="data", required=True
-    )
-    inspect = data.add_parser(
+
+
+def add_keys_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt keys``."""
+    command.add_argument("section", nargs="?", metavar="SECTION", help="e.g. rollout; without it all")
+    command.add_argument("--markdown", action="store_true", help="as the page docs/configuration.md")
+
+
+def add_data_options(command: argparse.ArgumentParser) -> None:
+    """The options of ``tlt data inspect``."""
+    inspect = command.add_subparsers(dest="data", required=True).add_parser(
         "inspect", help="count rows, lengths and duplicates, and name broken rows; status 1: there are"
     )
     inspect.add_argument(
@@ -488,92 +476,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--model", metavar="FOLDER", help="counts tokens, and renders chats by this model's template")
     inspect.add_argument("overrides", nargs="*", metavar="data.key=value", help="e.g. data.prompt_key=problem")
-    return parser
 
 
-def run_export(options: argparse.Namespace) -> None:
-    """``tlt export-drafter``."""
-    checked = export_options.read_options(options)
-    from tlt_hpc.export.drafter import run
-
-    run(checked)
-
-
-def run_export_policy(options: argparse.Namespace) -> None:
-    """``tlt export-policy``."""
-    checked = export_options.read_options(options)
-    from tlt_hpc.export.policy import run
-
-    run(checked)
-
-
-def run_plan(options: argparse.Namespace) -> int:
-    """``tlt plan``."""
-    from tlt_hpc.plan.memory.summary import run
-
-    return run(options)
-
-
-def run_simulate(options: argparse.Namespace) -> int:
-    """``tlt simulate``."""
-    from tlt_hpc.plan.simulate.predict import run
-
-    return run(options)
-
-
-def run_preflight(options: argparse.Namespace) -> int:
-    """``tlt preflight``."""
-    from tlt_hpc.plan.preflight.checklist import run
-
-    return run(options)
-
-
-def run_watch(options: argparse.Namespace) -> int:
-    """``tlt watch``."""
-    from tlt_hpc.look.live.watch_run import run
-
-    return run(options)
-
-
-def run_report(options: argparse.Namespace) -> int:
-    """``tlt report``."""
-    from tlt_hpc.look.report.write_report import run
-
-    return run(options)
-
-
-def run_data(options: argparse.Namespace) -> int:
-    """``tlt data inspect``."""
-    from tlt_hpc.cli.inspect_data import run
-
-    return run(options.file, options.model, options.overrides)
-
-
-def run_keys(options: argparse.Namespace) -> None:
-    """``tlt keys``."""
-    from tlt_hpc.cli.show_keys import run
-
-    run(options.section, options.markdown)
-
-
-ALONE: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "export-drafter": run_export,
-    "export-policy": run_export_policy,
-    "data": run_data,
-    "keys": run_keys,
-    "plan": run_plan,
-    "simulate": run_simulate,
-    "preflight": run_preflight,
-    "watch": run_watch,
-    "report": run_report,
-}
-"""Commands that run in this process alone, without a configuration."""
-
-
-def run_alone(command: Callable[[argparse.Namespace], int | None], options: argparse.Namespace) -> int:
-    """Run such a command; its user's mistakes end as one line."""
+def run_alone(module: str, options: argparse.Namespace) -> int:
+    """Call ``run`` of a module; its user's mistakes end as one line."""
     try:
-        return command(options) or 0
+        return importlib.import_module(module).run(options) or 0
     except (ValueError, OSError) as error:
         print(f"tlt: {one_line(as_error(error))}", file=sys.stderr)
         return USER_ERROR
@@ -743,12 +651,90 @@ def run_bench(config: Config, options: argparse.Namespace, flag: StopFlag) -> in
     return 1 if figures is None else 0
 
 
-RUNS: dict[str, Callable[[Config, argparse.Namespace, StopFlag], int]] = {
-    "train": run_train,
-    "compare": run_compare,
-    "warmup": run_warmup,
-    "ablate": run_ablate,
-    "evaluate": run_evaluate,
-    "bench": run_bench,
+def no_options(command: argparse.ArgumentParser) -> None:
+    """The options of a command that has none of its own."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ``tlt``: with ``run_on_ranks`` it runs a configuration on all ranks, else it is one process."""
+
+    help: str
+    add_options: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
+    """Adds the options to the command's parser; returns the parser that takes the configuration, if it is another."""
+    run_on_ranks: Callable[[Config, argparse.Namespace, StopFlag], int] | None = None
+    module: str = ""
+    """The module whose ``run`` is called with the options, imported when the command runs."""
+    progress: Callable[[Config], str] | None = None
+    """Of a command that is queued again at its time limit: how far it has come; the others start over."""
+
+
+COMMANDS = {
+    "train": Command(
+        "train a policy; in a folder that has a checkpoint, resume it", no_options, run_train, progress=run_progress
+    ),
+    "compare": Command(
+        "run the same steps plain, with n-gram speculation and in full; status 1: text, rewards or weights differ",
+        add_compare_options,
+        run_compare,
+    ),
+    "warmup": Command(
+        "train the drafter before any reinforcement learning, or resume that",
+        add_warmup_options,
+        run_warmup,
+        progress=written_bytes,
+    ),
+    "ablate": Command(
+        "compare the drafter left out, frozen and trained in several ways",
+        ablation_plan.add_ablate_options,
+        run_ablate,
+    ),
+    "evaluate": Command(
+        "judge a checkpoint or a model on data sets, or resume that",
+        add_evaluate_options,
+        run_evaluate,
+        progress=written_bytes,
+    ),
+    "bench": Command("measure the rollout engine", add_bench_options, run_bench),
+    "plan": Command(
+        "predict the memory that a run takes, by phase; status 1: more than there is",
+        plan_options.add_plan_options,
+        module="tlt_hpc.plan.memory.summary",
+    ),
+    "simulate": Command(
+        "predict seconds, GPU-hours and energy of a run by number of nodes",
+        plan_options.add_simulate_options,
+        module="tlt_hpc.plan.simulate.predict",
+    ),
+    "preflight": Command(
+        "find before a job what would end it; status 1: something would",
+        plan_options.add_preflight_options,
+        module="tlt_hpc.plan.preflight.checklist",
+    ),
+    "watch": Command(
+        "follow a run by its files alone; status 1: it hangs or is dead",
+        add_watch_arguments,
+        module="tlt_hpc.look.live.watch_run",
+    ),
+    "report": Command(
+        "one page of HTML: what a run learned, where its time went, what it gained",
+        add_report_arguments,
+        module="tlt_hpc.look.report.write_report",
+    ),
+    "keys": Command(
+        "print every key of the configuration: values, default, unit, meaning",
+        add_keys_options,
+        module="tlt_hpc.cli.show_keys",
+    ),
+    "export-drafter": Command(
+        "write a run's drafter as other engines load it",
+        export_options.add_drafter_options,
+        module="tlt_hpc.export.drafter",
+    ),
+    "export-policy": Command(
+        "write a run's policy as a Hugging Face folder",
+        export_options.add_policy_options,
+        module="tlt_hpc.export.policy",
+    ),
+    "data": Command("look at what a run would train on", add_data_options, module="tlt_hpc.cli.inspect_data"),
 }
-"""Commands that run a configuration on all ranks."""

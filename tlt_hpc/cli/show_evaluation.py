@@ -2,105 +2,48 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from tlt_hpc.cli.display import make_console
-from tlt_hpc.common.console import make_bar, start_escaped
+from tlt_hpc.cli.display import Screen, make_console
 from tlt_hpc.common.words import count
 from tlt_hpc.evaluate.evaluate import EvaluationReporter, EvaluationResult
 from tlt_hpc.evaluate.figures import Estimate, SetFigures
 from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.mpi.roster import Roster
 
-_LINE_SECONDS = 15.0
-"""Between lines on how far it is, where there is no bar."""
 
+class EvaluationScreen:
+    """Shows how far an evaluation has come."""
 
-class SilentEvaluationReporter:
-    """Shows nothing: every rank but the first."""
-
-    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None: ...
-
-    def answering(self, roster: Roster) -> None: ...
-
-    def counting(self) -> None: ...
-
-
-class EvaluationLines(SilentEvaluationReporter):
-    """A line now and then, for logs."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._total, self._shown_at = console, 0, time.monotonic()
+    def __init__(self, screen: Screen) -> None:
+        self._screen, self._total = screen, 0
 
     def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None:
         self._total = num_responses
         note = f", {num_done:,} of them there already" if num_done else ""
-        self._console.print(f"{name}: {count(num_responses, 'response')}{note}; {folder}", soft_wrap=True)
+        self._screen.say(f"{name}: {count(num_responses, 'response')}{note}; {folder}")
         if warning:
-            self._console.print(f"left out: {warning}", soft_wrap=True)
-
-    def answering(self, roster: Roster) -> None:
-        if roster.round and time.monotonic() - self._shown_at >= _LINE_SECONDS:
-            self._shown_at = time.monotonic()
-            done, tokens = _progress(roster, self._total)
-            self._console.print(f"responses: {done:,} of {self._total:,}, {count(tokens, 'token')}")
-
-
-class EvaluationBar(SilentEvaluationReporter):
-    """A progress bar."""
-
-    def __init__(self, console: Console) -> None:
-        self._bar = make_bar(console, "figures")
-        self._task = self._bar.add_task("", total=None, figures="")
-        self._total = 0
-
-    def __enter__(self) -> EvaluationBar:
-        start_escaped(self._bar)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None:
-        self._total = num_responses
-        self._bar.console.print(f"{name}; {folder}", soft_wrap=True)
-        if warning:
-            self._bar.console.print(f"left out: {warning}", soft_wrap=True)
-        self._bar.update(self._task, description="responses", total=num_responses, completed=num_done)
+            self._screen.say(f"left out: {warning}")
 
     def answering(self, roster: Roster) -> None:
         if roster.round:
-            done, tokens = _progress(roster, self._total)
-            self._bar.update(self._task, completed=done, figures=f"{count(tokens, 'token')}")
+            done = self._total - sum(status.sequences_left for status in roster.statuses)
+            tokens = sum(status.tokens for status in roster.statuses)
+            self._screen.show_or_say(f"responses: {done:,} of {self._total:,}, {count(tokens, 'token')}")
 
     def counting(self) -> None:
-        self._bar.update(self._task, description="counting votes", completed=self._total)
-
-
-def _progress(roster: Roster, total: int) -> tuple[int, int]:
-    """Responses that are there, and tokens of this start."""
-    left = sum(status.sequences_left for status in roster.statuses)
-    return total - left, sum(status.tokens for status in roster.statuses)
+        self._screen.show("counting votes")
 
 
 @contextmanager
 def make_evaluation_reporter(shows: bool) -> Iterator[EvaluationReporter]:
-    """The reporter of an evaluation for this rank and its output."""
-    if not shows:
-        yield SilentEvaluationReporter()
-        return
-    console = make_console()
-    if not console.is_terminal:
-        yield EvaluationLines(console)
-        return
-    with EvaluationBar(console) as reporter:
-        yield reporter
+    """The reporter of an evaluation for this rank."""
+    with Screen(shows) as screen:
+        yield EvaluationScreen(screen)
 
 
 def print_evaluation(result: EvaluationResult) -> None:

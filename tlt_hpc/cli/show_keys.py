@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -25,14 +27,14 @@ values.
 """
 
 
-def run(section: str | None, is_markdown: bool) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print the keys of one section or of all.
 
     Raises:
         ConfigError: there is no such section.
     """
-    sections = list(SECTIONS) if section is None else [section]
-    if is_markdown:
+    sections = list(SECTIONS) if options.section is None else [options.section]
+    if options.markdown:
         print("\n".join([_PAGE, *map(_as_markdown, sections)]).rstrip("\n"))
         return
     console = TextConsole()

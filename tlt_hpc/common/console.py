@@ -8,17 +8,8 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    track,
-)
+from rich.progress import track
 from rich.segment import Segment
-from rich.table import Column
 from rich.text import Text
 
 from tlt_hpc.common.printable import escape_streams, printable, raw_stream, reader_gone
@@ -48,20 +39,7 @@ class TextConsole(Console):
         reader_gone(self.file)  # type: ignore[arg-type]
 
 
-def make_bar(console: Console, figures: str) -> Progress:
-    """A progress bar: description, bar, count, the task's field that ``figures`` names, time; words are wrapped."""
-    return Progress(
-        TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn(f"{{task.fields[{figures}]}}", markup=False, table_column=Column()),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-
-def start_escaped(shown: Live | Progress) -> None:
+def start_escaped(shown: Live) -> None:
     """Start what is drawn in place; rich then puts what is printed meanwhile above it, and obeys sequences in that."""
     shown.start()
     escape_streams()

@@ -74,9 +74,9 @@ class AlgorithmSection(Section):
     """The ratio is clipped above 1 plus this value."""
     kl_coefficient: Weight = 0.0
     """Weight of the KL divergence from the reference model. 0: no reference model is kept."""
-    kl_estimator: Literal["auto", KLName] = "auto"
+    kl_estimator: KLName = "k3"
     """Estimator of the KL divergence, and where it is applied. ``k1`` is summed over a response and subtracted from its
-    reward; ``k2`` and ``k3`` are added to each token's loss. ``auto``: ``k3``."""
+    reward; ``k2`` and ``k3`` are added to each token's loss."""
     reference_every_steps: StepCount = 0
     """The reference model is replaced by the current policy every this many steps. 0: it remains the initial model."""
     entropy_coefficient: Weight = 0.0
@@ -107,14 +107,9 @@ class AlgorithmSection(Section):
         return recipe_with(self.name, self.advantage, self.loss, self.aggregation, self.clip_low, self.clip_high)
 
     @property
-    def kl(self) -> KLName:
-        """The estimator of the KL divergence."""
-        return "k3" if self.kl_estimator == "auto" else self.kl_estimator
-
-    @property
     def kl_in(self) -> Literal["loss", "reward"]:
         """Where the divergence is applied: k1 has the right gradient only in the reward, k2 and k3 only in the loss."""
-        return "reward" if self.kl == "k1" else "loss"
+        return "reward" if self.kl_estimator == "k1" else "loss"
 
     @property
     def correction(self) -> Correction:
@@ -123,11 +118,8 @@ class AlgorithmSection(Section):
 
     def resolved(self) -> AlgorithmSection:
         """The same with every ``auto`` replaced, which a later version's recipes cannot change."""
-        bounds = {
-            "rollout_correction_low": self.correction.low,
-            "rollout_correction_high": self.correction.high,
-        }
-        return self.model_copy(update={**vars(self.recipe), "kl_estimator": self.kl, **bounds})
+        bounds = {"rollout_correction_low": self.correction.low, "rollout_correction_high": self.correction.high}
+        return self.model_copy(update={**vars(self.recipe), **bounds})
 
 
 class OptimizerSection(Section):

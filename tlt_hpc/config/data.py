@@ -147,19 +147,8 @@ class RewardSection(Section):
         return min(60 * self.cpu_seconds, MAX_SECONDS)
 
 
-_ROW_KEYS = ("chat_template", "system_prompt", "text_prompts", "prompt_key", "answer_key")
-"""The keys of [data] that say how rows are read; the embedded task has no rows."""
-
-
-def check_data(data: DataSection, is_for_others: bool) -> None:
-    """Refuse what says nothing; ``is_for_others``: evaluations read other sources by the same keys."""
-    keys = _ROW_KEYS if data.source == EMBEDDED_TASK and not is_for_others else ()
-    for key in keys:
-        if (value := vars(data)[key]) != DataSection.model_fields[key].default:
-            raise ConfigError(
-                f"data.{key} = {value!r} says nothing with data.source = {EMBEDDED_TASK!r}, which has no rows; name "
-                f"files in data.source or leave data.{key} out"
-            )
+def check_data(data: DataSection) -> None:
+    """Refuse settings of a task that cannot be."""
     size = data.task_args.get("size", _TASK_SIZE)
     if not isinstance(size, int) or not 1 <= size <= _LARGEST_TASK:
         raise ConfigError(f"data.task_args.size = {size!r}: use a whole number from 1 to {_LARGEST_TASK}")

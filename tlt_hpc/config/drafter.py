@@ -136,8 +136,3 @@ def check_drafter(drafter: DrafterSection) -> None:
             "drafter.loss = 'feature' with drafter.form = 'eagle3', whose states are no features of the target; use "
             "drafter.loss = 'cross-entropy' or 'total-variation'"
         )
-    if not drafter.train and drafter.schedule != "always":
-        raise ConfigError(
-            f"drafter.schedule = {drafter.schedule!r} with drafter.train = false, which trains nothing; "
-            "use drafter.train = true or leave drafter.schedule out"
-        )

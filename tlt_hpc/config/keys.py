@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from tlt_hpc.config.base import MAX_COUNT, ConfigError, Section, Unit
-from tlt_hpc.config.reading import closest, range_in, toml_value
+from tlt_hpc.config.reading import closest, toml_value
 from tlt_hpc.config.resume import FREE_ON_RESUME
 from tlt_hpc.config.whole import SECTIONS
 
@@ -89,3 +89,16 @@ def _values(node: Mapping[str, Any]) -> str:
             return "table of " + _values(inner) if isinstance(inner, dict) else "table"
         case _:
             return range_in(node).removesuffix(f" to {MAX_COUNT}")
+
+
+def range_in(node: Mapping[str, Any]) -> str:
+    """The range of a number, from its JSON schema, in words."""
+    low, high = (node.get(name) for name in ("minimum", "maximum"))
+    kind = "whole number" if node["type"] == "integer" else "number"
+    above = f"from {low:.15g}" if low is not None else f"above {node['exclusiveMinimum']:.15g}"
+    below = f"to {_number(high)}" if high is not None else f"to below {node['exclusiveMaximum']:.15g}"
+    return f"{kind} {above} {below}"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.15g}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,18 @@ from tlt_hpc.config.base import ConfigError
 from tlt_hpc.config.removed import REMOVED
 from tlt_hpc.config.whole import SECTIONS, Config, check_combinations, find_combinations
 
+logger = logging.getLogger(__name__)
+
 _REMEDIES = {
     "too_short": "give a list of one or more",
+    "tuple_type": 'give a list, such as ["a", "b"]',
     "dict_type": 'give a table, such as {name = "value"}',
     "model_type": "write it as a table, with keys of its own",
-    "run.name": "use letters, digits, '_', '-' and '.', and none of the last two in front",
-    "reward.format_tags": "give a name of letters, digits, '_' and '-', such as think",
+    "string_pattern_mismatch": "use letters, digits, '_', '-' and '.', and none of the last two in front",
 }
-"""Where pydantic speaks of Python's types or of patterns: by its word for the mistake, or by the key."""
-_SHAPES = ("missing", "tuple_type", "too_long", "string_pattern_mismatch")
-"""Mistakes that a key's own remedy goes with."""
-_BOUNDS = (
-    *("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"),
-    *("string_too_short", "string_too_long"),
-)
-"""Mistakes that are told with the key's whole range."""
+"""Where pydantic speaks of Python's types or of patterns."""
 _SHOWN_CHARACTERS = 200
 """Of a value in a message."""
-_KEY_PARTS = 2
-"""A section and its key; what follows is a place within a list."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), content: bytes | None = None) -> Config:
@@ -108,14 +102,23 @@ def _drop_removed(tree: dict[str, Any]) -> None:
     for name, removed in REMOVED.items():
         section, _, key = name.partition(".")
         values = tree.get(section)
-        if not isinstance(values, dict) or key not in values or key in SECTIONS[section].model_fields:
+        if not isinstance(values, dict) or key not in values:
             continue
-        value = values.pop(key)
-        if not removed.accepts(value, values):
-            raise ConfigError(
-                f"{name} = {_shown(value)} is of an earlier version, and tlt_hpc {__version__} has no such key "
-                f"({removed.instead}); open the run with the version that environment.jsonl names beside it"
-            )
+        value = values[key]
+        if key in SECTIONS[section].model_fields:  # a value that the key no longer takes
+            if value != removed.default:
+                continue
+        elif removed.is_kept(value, values):
+            del values[key]
+            continue
+        elif removed.any_value:
+            logger.warning("%s = %s is ignored: %s", name, _shown(value), removed.instead)
+            del values[key]
+            continue
+        raise ConfigError(
+            f"{name} = {_shown(value)} is of an earlier version, and tlt_hpc {__version__} does not have it "
+            f"({removed.instead}); open the run with the version that environment.jsonl names beside it"
+        )
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -188,24 +191,11 @@ def _one_line(first: ErrorDetails) -> str:
     key = ".".join(part if part.isprintable() else repr(part) for part in location)
     if first["type"] == "extra_forbidden":
         return f"unknown key {_shown('.'.join(location))}{closest(location)}"
-    if first["type"] == "missing" and len(location) <= _KEY_PARTS:
+    if first["type"] == "missing":
         return f"missing key {key!r}; add it to the file or give {key}=VALUE"
-    if first["type"] == "missing":  # of a list, whose value is what was given
-        key = ".".join(location[:_KEY_PARTS])
-    return f"{key} = {_shown(first['input'])}: {_remedy(first['type'], location, first['input'], first['msg'])}"
-
-
-def _remedy(kind: str, location: list[str], value: Any, message: str) -> str:
-    own = _REMEDIES.get(".".join(location[:_KEY_PARTS]))
-    if own is not None and kind in _SHAPES:
-        return own
-    if kind in _BOUNDS and (said := range_of(location)):
-        return said
-    if kind in ("tuple_type", "dict_type") and isinstance(value, str) and value[:1] in "[{" and value:
-        return "this is no TOML; put the whole in single quotes, so that the shell leaves the quotes within"
-    if kind == "tuple_type":
-        return f"give a list, such as [{json.dumps(value, default=str)[:_SHOWN_CHARACTERS]}]"
-    return _REMEDIES.get(kind) or _plain(message)
+    message = first["msg"].removeprefix("Value error, ")
+    remedy = _REMEDIES.get(first["type"]) or message[0].lower() + message[1:]
+    return f"{key} = {_shown(first['input'])}: {remedy}"
 
 
 def _shown(value: Any) -> str:
@@ -213,40 +203,6 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
-
-
-def range_of(location: Sequence[str]) -> str:
-    """What a key, or a place in its list, may hold, in words; empty where it has no bounds."""
-    schema = Config.model_json_schema()
-    node = schema
-    for part in location:
-        node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
-        if part.isdecimal() and node.get("type") == "array":
-            node = node["prefixItems"][int(part)] if "prefixItems" in node else node["items"]
-        else:
-            node = node.get("properties", {}).get(part, node)
-    if node.get("type") == "string":
-        least = f"{node['minLength']} to" if "minLength" in node else "at most"
-        return f"use {least} {node['maxLength']} characters"
-    return f"use a {range_in(node)}" if node.get("type") in ("integer", "number") else ""
-
-
-def range_in(node: Mapping[str, Any]) -> str:
-    """The range of a number, from its JSON schema, in words."""
-    low, high = (node.get(name) for name in ("minimum", "maximum"))
-    kind = "whole number" if node["type"] == "integer" else "number"
-    above = f"from {_number(low)}" if low is not None else f"above {_number(node['exclusiveMinimum'])}"
-    below = f"to {_number(high)}" if high is not None else f"to below {_number(node['exclusiveMaximum'])}"
-    return f"{kind} {above} {below}"
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.15g}"
-
-
-def _plain(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[0].lower() + message[1:]
 
 
 def closest(location: list[str]) -> str:

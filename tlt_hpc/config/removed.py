@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 
@@ -13,7 +12,8 @@ class Removed:
     """A key that is no longer there.
 
     ``instead`` completes the sentence "it was removed: ..." for a user's own file. A saved configuration may still have
-    the key with the value ``default``, which later versions act on without being told; ``any_value``: with any.
+    the key with the value ``default``, which is what later versions do; ``any_value``: with any value, of which a
+    warning tells, since no step of a training depends on it.
     """
 
     default: Any
@@ -22,12 +22,10 @@ class Removed:
     of: Callable[[Mapping[str, Any]], Any] | None = None
     """The value that later versions act on, given the section's other keys; instead of ``default``."""
 
-    # any_value: keys that no step of a training depends on, so that the run can be read and resumed in any case
-
-    def accepts(self, value: object, others: Mapping[str, Any] = MappingProxyType({})) -> bool:
-        """Whether a run that was saved with ``value``, and ``others`` in the section, can be read without the key."""
+    def is_kept(self, value: object, others: Mapping[str, Any]) -> bool:
+        """Whether later versions act as with ``value``, beside ``others`` in the section."""
         default = self.of(others) if self.of else self.default
-        return self.any_value or (type(value) is type(default) and value == default)
+        return type(value) is type(default) and value == default
 
 
 _ABLATION = "`tlt ablate` alone trains the drafter in other ways"
@@ -53,6 +51,7 @@ REMOVED: dict[str, Removed] = {
     "drafter.unroll_steps": Removed(0, "it is 1 for drafter.form = 'eagle' and 7 for 'eagle3'"),
     "drafter.unroll_decay": Removed(0.8, "it is always 0.8 (LossSettings in drafting/loss.py)"),
     "drafter.every_steps": Removed(1, "use drafter.schedule = 'always' or 'falling'"),
+    "drafter.schedule": Removed("every", "use drafter.schedule = 'always' or 'falling'"),
     "drafter.fall": Removed(0.1, "it is always 0.1 (FALL in drafting/schedule.py)", any_value=True),
     "drafter.cache_compression": Removed("none", "features are not compressed", any_value=True),
     "drafter.place": Removed("tail", _ABLATION),

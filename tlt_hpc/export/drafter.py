@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from pathlib import Path
 
 from tlt_hpc import __version__
-from tlt_hpc.export.export_options import ExportOptions
+from tlt_hpc.export.export_options import read_options
 from tlt_hpc.export.formats import Files, lay_out
 from tlt_hpc.export.source import Source, open_source
 from tlt_hpc.export.writer import FILES, check_output, write
@@ -22,12 +23,13 @@ SPECULATIVE_TOKENS = 5
 """Length of the chain of drafts in the commands that are proposed."""
 
 
-def run(options: ExportOptions) -> None:
+def run(given: argparse.Namespace) -> None:
     """Export one drafter.
 
     Raises:
         ValueError: nothing to export, a format that cannot carry it, or no place to write; nothing was written.
     """
+    options = read_options(given)
     check_output(options.output, MARK, FILES.__contains__)
     source = open_source(options)
     files = lay_out(options.kind, source.drafter, source.target)

@@ -5,6 +5,7 @@ Everything but the weights is the start model's: configuration (with the new typ
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shutil
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.export.export_options import ExportOptions
+from tlt_hpc.export.export_options import ExportOptions, read_options
 from tlt_hpc.export.source import checkpoint_at, config_of
 from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, write_folder
 from tlt_hpc.models.folder import DTYPES, find_model
@@ -45,12 +46,13 @@ class Shard:
     names: tuple[str, ...]
 
 
-def run(options: ExportOptions) -> None:
+def run(given: argparse.Namespace) -> None:
     """Export one policy.
 
     Raises:
         ValueError: nothing to export, or no place to write; nothing was written.
     """
+    options = read_options(given)
     folder = RunFolder(Path(options.place))
     config = config_of(folder)
     if config is None:

@@ -5,7 +5,6 @@ So a shared file system serves one reader per node instead of all its ranks, whi
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,15 +14,12 @@ from numpy.typing import NDArray
 
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import wait
+from tlt_hpc.mpi.progress import broadcast_item, wait
 
 T = TypeVar("T")
 
 BLOCK_BYTES = 2**26
 """Size of one broadcast, so that the MPI library's own buffers stay small."""
-_FIRST_BYTES = 4096
-"""This much of a pickle is sent with its length: most need no second broadcast."""
-_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -58,18 +54,17 @@ class NodeGroup:
         """
         if self._comm is None or self.size == 1:
             return read()
-        if not self.is_first:
-            given: T | _Failure = pickle.loads(self._broadcast_pickle(b""))
-            if isinstance(given, _Failure):
-                raise UserError(given.text)
-            return given
+        found: T | _Failure = _Failure("")
         try:
-            found = read()
+            if self.is_first:
+                found = read()
         except ValueError as error:
-            self._broadcast_pickle(pickle.dumps(_Failure(str(error))))
+            self._share(_Failure(str(error)))
             raise
-        self._broadcast_pickle(pickle.dumps(found, pickle.HIGHEST_PROTOCOL))
-        return found
+        shared = self._share(found)
+        if isinstance(shared, _Failure):
+            raise UserError(shared.text)
+        return shared
 
     def alike(self, mark: int) -> NodeGroup:
         """The node's ranks that pass the same ``mark`` as this one; collective over the node."""
@@ -89,20 +84,10 @@ class NodeGroup:
         for start in range(0, values.size, BLOCK_BYTES):
             wait(self._comm.Ibcast(values[start : start + BLOCK_BYTES], 0), "broadcast within the node", scope="node")
 
-    def _broadcast_pickle(self, payload: bytes) -> bytearray:
-        """The first rank's bytes, on all: the length and the beginning in one broadcast, the rest in further ones."""
-        head = np.zeros(_LENGTH_BYTES + _FIRST_BYTES, np.uint8)
-        beginning = np.frombuffer(payload[:_FIRST_BYTES], np.uint8)
-        head[:_LENGTH_BYTES] = np.array([len(payload)], np.int64).view(np.uint8)
-        head[_LENGTH_BYTES : _LENGTH_BYTES + beginning.size] = beginning
-        self.broadcast(head)
-        length = int(head[:_LENGTH_BYTES].view(np.int64)[0])
-        whole = bytearray(length)
-        whole[:_FIRST_BYTES] = head[_LENGTH_BYTES:][:length].tobytes()
-        rest = np.frombuffer(whole, np.uint8)[_FIRST_BYTES:]
-        rest[:] = np.frombuffer(payload, np.uint8)[_FIRST_BYTES:] if payload else 0
-        self.broadcast(rest)
-        return whole
+    def _share(self, item: T) -> T:
+        assert self._comm is not None
+        shared: T = broadcast_item(self._comm, item, 0, BLOCK_BYTES, "broadcast within the node", scope="node")
+        return shared
 
 
 ALONE = NodeGroup(None)

@@ -5,10 +5,14 @@ Treats what is waited for as opaque.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
 
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.mpi.library import MPI
@@ -46,6 +50,18 @@ def wait(request: MPI.Request, name: str, scope: str = "world") -> None:
     while not request.Test():
         back_off.pause()
     BEAT.go_on()
+
+
+def broadcast_item(comm: MPI.Comm, item: Any, root: int, block_bytes: int, name: str, scope: str = "world") -> Any:
+    """The picklable ``item`` of rank ``root`` on all ranks of ``comm``, in blocks of at most ``block_bytes``."""
+    payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if comm.rank == root else bytearray()
+    length = np.array([len(payload)], np.int64)
+    wait(comm.Ibcast(length, root), name, scope)
+    payload = payload or bytearray(int(length[0]))
+    buffer = np.frombuffer(payload, np.uint8)
+    for start in range(0, buffer.size, block_bytes):
+        wait(comm.Ibcast(buffer[start : start + block_bytes], root), name, scope)
+    return item if comm.rank == root else pickle.loads(payload)
 
 
 class ProgressThread:

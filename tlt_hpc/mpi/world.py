@@ -22,7 +22,7 @@ from tlt_hpc.common.files import told
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
 from tlt_hpc.mpi.node import NodeGroup
-from tlt_hpc.mpi.progress import wait
+from tlt_hpc.mpi.progress import broadcast_item, wait
 
 T = TypeVar("T")
 
@@ -136,14 +136,8 @@ class World:
 
     def broadcast(self, item: T, root: int = 0) -> T:
         """The ``item`` (picklable, of any size) of rank ``root``; what the others give is not looked at."""
-        payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if self.rank == root else bytearray()
-        length = np.array([len(payload)], np.int64)
-        wait(self._comm.Ibcast(length, root), "broadcast")
-        payload = payload or bytearray(int(length[0]))
-        buffer = np.frombuffer(payload, np.uint8)
-        for start in range(0, buffer.size, MOST_BYTES):
-            wait(self._comm.Ibcast(buffer[start : start + MOST_BYTES], root), "broadcast")
-        return item if self.rank == root else pickle.loads(payload)
+        found: T = broadcast_item(self._comm, item, root, MOST_BYTES, "broadcast")
+        return found
 
     def all_or_none(self, work: Callable[[], T]) -> T:
         """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.

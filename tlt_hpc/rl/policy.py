@@ -227,7 +227,7 @@ class Policy:
         for indices in plan[self._share]:
             batch = self._load_batch(rollouts, nothing, nothing, indices)
             log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference.model, batch)
-            kl = kl_estimate(self._config.algorithm.kl, log_probs, reference)
+            kl = kl_estimate(self._config.algorithm.kl_estimator, log_probs, reference)
             np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
         return self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
 
@@ -411,7 +411,7 @@ class Policy:
         pg_losses = pg_losses * corrections
         losses, kl = pg_losses, torch.zeros_like(old)
         if self._reference is not None and algorithm.kl_in == "loss":
-            kl = kl_estimate(algorithm.kl, log_probs, self._log_probs(self._reference.model, batch))
+            kl = kl_estimate(algorithm.kl_estimator, log_probs, self._log_probs(self._reference.model, batch))
             losses = losses + algorithm.kl_coefficient * kl
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * entropy
