@@ -269,58 +269,22 @@ def test_sets_and_the_sources_within_them(two_sets, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "said"),
     [
-        (
-            ["evaluation.temperature=0"],
-            "evaluation.temperature = 0 with evaluation.samples = 8 gives the greedy answer so many times; use "
-            "evaluation.samples = 0, since every prompt is answered greedily once",
-        ),
-        (
-            ["evaluation.every_steps=2", "data.source=x.jsonl"],
-            "evaluation.every_steps = 2, but there is nothing to evaluate on; name files in evaluation.sources",
-        ),
-        (
-            ["evaluation.every_steps=2", "evaluation.max_new_tokens=513"],
-            "evaluation.max_new_tokens = 513 with evaluation.every_steps = 2: in training the engine has room for "
-            "rollout.max_new_tokens = 512; lower it, or set every_steps = 0 and give checkpoints to tlt evaluate",
-        ),
+        (["evaluation.temperature=0"], "evaluation.temperature = 0 with evaluation.samples = 8"),
+        (["evaluation.every_steps=2", "data.source=x.jsonl"], "there is nothing to evaluate on; name files in"),
+        (["evaluation.every_steps=2", "evaluation.max_new_tokens=513"], "room for rollout.max_new_tokens = 512; lower"),
+        (["evaluation.sources=['no.parquet']"], "evaluation.sources = 'no.parquet' does not exist"),
+        (["evaluation.sources=['embedded:gcd','embedded:gcd']"], "two of evaluation.sources are called 'gcd'"),
+        (["data.source=x.jsonl"], "evaluation.sources is empty, and data.source = 'x.jsonl' has no held-out part"),
+        (["evaluation.max_new_tokens=5000"], "set evaluation.max_new_tokens = 1015 or less"),
+        (["evaluation.limit=5000"], "'embedded:gcd' holds out 2048 at most; lower it"),
     ],
 )
-def test_settings_that_cannot_work(overrides, message):
-    with pytest.raises(ConfigError) as caught:
-        load_config(TINY, overrides)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["evaluation.sources=['no.parquet']"],
-            "evaluation.sources = 'no.parquet' does not exist; give a .jsonl, .parquet or .arrow file, a folder or "
-            "pattern of them, 'reasoning-gym:NAME' or 'embedded:gcd'",
-        ),
-        (
-            ["evaluation.sources=['embedded:gcd','embedded:gcd']"],
-            "two of evaluation.sources are called 'gcd', after their files; rename one",
-        ),
-        (
-            ["data.source=x.jsonl"],
-            "evaluation.sources is empty, and data.source = 'x.jsonl' has no held-out part of its own; name files, "
-            "e.g. evaluation.sources='[\"data/aime24.parquet\"]'",
-        ),
-        (
-            ["evaluation.max_new_tokens=5000"],
-            "the longest prompt's 9 tokens and a response of 5000 exceed the model's 1024 positions; set "
-            "evaluation.max_new_tokens = 1015 or less",
-        ),
-        (["evaluation.limit=5000"], "evaluation.limit = 5000: 'embedded:gcd' holds out 2048 at most; lower it"),
-    ],
-)
-def test_what_the_data_or_model_cannot_do_ends_before_a_rank_starts(overrides, message, capsys):
+def test_what_cannot_work_ends_before_a_rank_starts(overrides, said, capsys):
     assert main(["evaluate", "embedded:tiny", str(TINY), "--dry-run", *overrides]) == 2
-    assert capsys.readouterr().err == f"tlt: {message}\n"
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
 
 
 def test_places_that_are_none(tmp_path):
@@ -329,23 +293,15 @@ def test_places_that_are_none(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").touch()
     assert find_subject(place).step == 4
-    for options, message in [
-        (
-            (str(tmp_path),),
-            f"{tmp_path}: neither a run's folder (config.toml) nor a model's (config.json); give one of them, or "
-            f"embedded:tiny; {tmp_path} is no run's folder, it holds some; give one of them: run",
-        ),
-        (("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder; leave --step out"),
-        ((place, 3), f"--step 3, but {place} is the checkpoint of step 4; give one"),
-        (("embedded:tiny", None, file), f"--out {file} is a file; give a folder"),
-        (
-            ("embedded:tiny", None, tmp_path / "run"),
-            f"--out {tmp_path}/run has 'config.toml' in it, so a run or a model; give a folder of its own",
-        ),
+    for place_step_out, said in [
+        ((str(tmp_path),), "neither a run's folder (config.toml) nor a model's (config.json)"),
+        (("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder"),
+        ((place, 3), f"--step 3, but {place} is the checkpoint of step 4"),
+        (("embedded:tiny", None, file), f"--out {file} is a file"),
+        (("embedded:tiny", None, tmp_path / "run"), "has 'config.toml' in it, so a run or a model"),
     ]:
-        with pytest.raises(UserError) as caught:
-            find_subject(*options)
-        assert str(caught.value) == message
+        with pytest.raises(UserError, match=re.escape(said)):
+            find_subject(*place_step_out)
 
 
 def test_an_evaluation_whose_facts_are_damaged(tmp_path):
@@ -390,35 +346,21 @@ def test_checkpoints_that_are_not_there(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "said"),
     [
-        (
-            "intermediate_size",
-            512,
-            "weight 'model.layers.0.mlp.down_proj.weight' has shape [128, 256], config.json asks for [128, 512]",
-        ),
-        (
-            "num_hidden_layers",
-            7,
-            "weight 'model.layers.7.input_layernorm.weight' is not part of a qwen2 decoder of this shape",
-        ),
-        (
-            "num_hidden_layers",
-            9,
-            "weights lack 'model.layers.8.input_layernorm.weight' and 11 more, which config.json asks for",
-        ),
+        ("intermediate_size", 512, "has shape [128, 256], config.json asks for [128, 512]"),
+        ("num_hidden_layers", 7, "weight 'model.layers.7.input_layernorm.weight' is not part of a qwen2 decoder"),
+        ("num_hidden_layers", 9, "weights lack 'model.layers.8.input_layernorm.weight' and 11 more"),
     ],
 )
-def test_a_checkpoint_of_another_model_than_the_folder_has(key, value, message, run, tmp_path):
+def test_a_checkpoint_of_another_model_than_the_folder_has(key, value, said, run, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(embedded_folder(), model)
     raw = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**raw, key: value, "layer_types": None}))
     run.config.write_text(run.config.read_text().replace("embedded:tiny", str(model)))
-    assert refused(tmp_path, run) == (
-        f"{run.path}, step 2 does not fit model.path = '{model}': {message}; take the config.json that came with the "
-        "weights"
-    )
+    message = refused(tmp_path, run)
+    assert message.startswith(f"{run.path}, step 2 does not fit model.path = '{model}': ") and said in message
 
 
 def test_a_file_that_cannot_be_read_is_no_wrong_model(run, tmp_path, monkeypatch):

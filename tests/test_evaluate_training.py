@@ -85,20 +85,6 @@ def test_the_figures_stand_in_the_steps_lines(evaluated):
     assert record.strategy_tokens.sum() == sum(len(rollout.response_tokens) for rollout in record.rollouts)
 
 
-@pytest.mark.slow
-def test_a_replica_says_what_whole_models_do(evaluated, tmp_path):
-    tlt("train", tmp_path, "run.num_steps=2", "evaluation.every_steps=2", "rollout.tensor_parallel=2")
-    own, whole = (
-        {name: value for name, value in lines(folder)[1].items() if name.startswith("val-")}
-        for folder in (tmp_path, evaluated[0])
-    )
-    assert own == whole and len(own) > 5
-    found, wanted = (
-        EvaluationFolder(folder / "tiny" / "evaluation" / "step-000002").read() for folder in (tmp_path, evaluated[0])
-    )
-    assert {k: r.tokens.tolist() for k, r in found.items()} == {k: r.tokens.tolist() for k, r in wanted.items()}
-
-
 @needs_tensorboard
 def test_tensorboard_is_told_of_them_too(evaluated):
     folder = RunFolder(evaluated[0] / "tiny")
@@ -126,14 +112,6 @@ def test_another_evaluation_of_the_step_is_set_aside_and_said_so(tmp_path, caplo
         f"{folder.path} has evaluation.seed = 0, now 1: kept as {folder.path}-replaced-1, evaluated anew"
     ]
     assert folder.read_facts() == {"evaluation.seed": 1}
-
-
-@pytest.mark.slow
-def test_what_was_evaluated_in_training_is_not_generated_again(evaluated):
-    place = evaluated[0] / "tiny"
-    said = tlt("evaluate", evaluated[0], place=(str(place),))
-    assert "already finished" in said and f"{place}, step 3" in said
-    assert len((place / "evaluations.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.slow

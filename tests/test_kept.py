@@ -300,18 +300,3 @@ def test_a_step_with_refills_that_was_killed_in_its_update_goes_on(tmp_path):
     assert not cut["was whole"] and len(cut["kept"]) == len(straight["tokens"])
     last = run_on_ranks(2, take_one_step, str(tmp_path / "cut"), NEVER, dynamic)[0]
     assert last["tokens"] == straight["tokens"] and last["policy"] == straight["policy"]
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_kept_responses_of_other_weights_are_not_used(tmp_path):
-    folder = str(tmp_path / "cut")
-    first = run_on_ranks(2, take_one_step, folder, 5, [])[0]
-    paths = RunFolder(tmp_path / "cut" / "tiny").kept_parts(0)
-    for path in paths:
-        write_kept(path, replace(read_kept(path), origin="another"), True)
-    assert first["kept"]
-    last = run_on_ranks(2, take_one_step, folder, NEVER, [])[0]
-    assert last["was whole"] and last["kept"] == []
-    line = json.loads((tmp_path / "cut" / "tiny" / "metrics.jsonl").read_text())
-    assert line["rollout/kept"] == line["rollout/kept_tokens"] == 0

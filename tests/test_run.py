@@ -191,12 +191,6 @@ def ranks_with(folder: Path, statement: str, python: Sequence[str] = OWN) -> lis
     return [mpiexec(), "-n", "2", *python, str(folder / "ranks.py"), *arguments]
 
 
-def test_resume_on_another_rank_count_rolls_out_the_same(straight, tmp_path):
-    run_tlt(tmp_path, "run.num_steps=2")
-    run_tlt(tmp_path, "run.num_steps=3", ranks=1)
-    assert tokens_of(tmp_path / "tiny", 2, ranks=1) == tokens_of(straight, 2)
-
-
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
     process = subprocess.Popen(
