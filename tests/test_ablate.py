@@ -341,6 +341,20 @@ def test_texts_that_differ_are_an_error_only_with_the_tie_guard(tmp_path, tie_gu
     assert figures.equal == {"tokens": False, "rewards": True, "policy": False, "held_out": False}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_drafter_is_judged_with_its_own_policy_and_the_runs_guard(tmp_path, monkeypatch, dtype):
+    ablation = plan(tmp_path, f"model.dtype={dtype}", steps=2, arms="plain,frozen,tail,tail-random")
+    for arm, digest in (("frozen", "a"), ("tail", "a"), ("tail-random", "b")):
+        (ablation.folder / arm).mkdir(parents=True)
+        mark_done(ablation, arm, digest)
+    loaded, guards = [], []
+    monkeypatch.setattr(ablate_module, "load_policy", lambda ablation, arm, session: loaded.append(arm))
+    monkeypatch.setattr(ablate_module, "answer", lambda *given: guards.append(given[1].tie_guard) or [])
+    assert set(ablate_module.measure(ablation, World.connect())) == {"frozen", "tail", "tail-random"}
+    assert loaded == ["frozen", "tail-random"], "the same weights are read once"
+    assert guards == [dtype == "float32"] * 3
+
+
 def test_the_picture_skips_what_an_arm_has_not(tmp_path):
     tree = to_tree(fabricated(tmp_path))
     for step in tree["arms"]["plain"]["steps"]:

@@ -172,6 +172,8 @@ class Session:
                 pulse.back_off()
             if shown:
                 shown(roster)
+        if isinstance(pulse, ReplicaPulse):
+            pulse.mark = lambda: 0  # the pulse outlives the engine, which may hold much memory
         return roster
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of
 from tlt_hpc.session import (
     Session,
@@ -127,27 +128,42 @@ def _measure(
         for way in rotated(list(ways), repeat):
             strategies = ways[way]
             settings = replace(session.settings(), max_live=batch, strategies=strategies)
-            engine = session.make_engine(settings, drafter if any(s.has_drafter for s in strategies) else None)
-            engine.drafter_ready = drafter is not None
-            seconds = session.config.speculation.profile_seconds
-            calibrate(engine, calibration_requests(others), seconds)
-            if session.generate(engine, others).stopping:  # a new engine knows neither strategies nor n-grams
+            own_drafter = drafter if any(strategy.has_drafter for strategy in strategies) else None
+            texts = _roll_out(session, settings, own_drafter, others, requests, figures[way])
+            if texts is None:
                 return None
-            engine.collect(), engine.take_counts()
-            session.world.barrier()
-            start = time.perf_counter()
-            if session.generate(engine, requests).stopping:
-                return None
-            elapsed = time.perf_counter() - start
-            texts = {rollout.key: rollout.response_tokens for rollout in engine.collect()}
             reference = reference or texts
-            counts, own = engine.take_counts(), session.replica.index == 0  # a replica's ranks all count the same
-            mine = np.array([counts.num_tokens, counts.num_row_passes, num_mismatched(reference, texts)], np.int64)
-            tokens, passes, mismatched = session.world.sum(mine * own).tolist()
-            found = figures[way]
-            found.seconds.append(elapsed)
-            found.tokens, found.passes, found.mismatched_tokens = tokens, passes, found.mismatched_tokens + mismatched
+            own = session.replica.index == 0  # a replica's ranks all have the same texts
+            mismatched = session.world.sum(np.array([own * num_mismatched(reference, texts)], np.int64))
+            figures[way].mismatched_tokens += int(mismatched[0])
     return figures
+
+
+def _roll_out(
+    session: Session,
+    settings: EngineSettings,
+    drafter: Drafter | None,
+    others: list[Request],
+    requests: list[Request],
+    figures: WayFigures,
+) -> dict[SampleKey, np.ndarray] | None:
+    """One repetition by a new engine that has answered ``others``; this rank's texts, or None after a stop request."""
+    engine = session.make_engine(settings, drafter)
+    engine.drafter_ready = drafter is not None
+    profile_seconds = session.config.speculation.profile_seconds
+    calibrate(engine, calibration_requests(others), profile_seconds)
+    if session.generate(engine, others).stopping:
+        return None
+    engine.collect(), engine.take_counts()
+    session.world.barrier()
+    start = time.perf_counter()
+    if session.generate(engine, requests).stopping:
+        return None
+    figures.seconds.append(time.perf_counter() - start)
+    counts, own = engine.take_counts(), session.replica.index == 0
+    sums = session.world.sum(own * np.array([counts.num_tokens, counts.num_row_passes], np.int64))
+    figures.tokens, figures.passes = map(int, sums)
+    return {rollout.key: rollout.response_tokens for rollout in engine.collect()}
 
 
 def requests_of(session: Session, prompts: PromptSource, first_step: int, size: int) -> list[Request]:

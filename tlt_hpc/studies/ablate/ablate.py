@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.common.records import Request, Rollout
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH
 from tlt_hpc.evaluate.subject import policy_readers
@@ -22,6 +23,7 @@ from tlt_hpc.models.drafter_file import initial_drafter, load_drafter
 from tlt_hpc.models.once import readers_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets, read_assets_once
+from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.session import Session, open_session
 from tlt_hpc.storage.folder import RunFolder
@@ -138,18 +140,25 @@ def measure(ablation: Ablation, world: World) -> dict[str, Passes] | None:
             if loaded is None or digest != loaded:
                 load_policy(ablation, arm, session)
                 loaded = digest
-            place = str(ablation.folder / arm / "drafter")
-            drafter = load_drafter(place, session.decoder, f"arm {arm!r}", world.node_group)
-            engine = session.make_engine(settings, drafter)
-            engine.drafter_ready = True
-            if own:
-                engine.calibrate(own[:1])
-            if session.generate(engine, own).stopping:
+            rollouts = answer(session, settings, str(ablation.folder / arm / "drafter"), f"arm {arm!r}", own)
+            if rollouts is None:
                 return None
-            shards = world.allgather([(r.key, len(r.response_tokens), r.num_target_passes) for r in engine.collect()])
+            shards = world.allgather([(r.key, len(r.response_tokens), r.num_target_passes) for r in rollouts])
             rows = sorted(chain.from_iterable(shards))
             measured[arm] = Passes(tuple(tokens for _, tokens, _ in rows), tuple(passes for *_, passes in rows))
     return measured
+
+
+def answer(
+    session: Session, settings: EngineSettings, drafter: str, asked: str, requests: list[Request]
+) -> list[Rollout] | None:
+    """This rank's responses with the drafter of a folder, by an engine of their own; None after a stop request."""
+    loaded = load_drafter(drafter, session.decoder, asked, session.world.node_group)
+    engine = session.make_engine(settings, loaded)
+    engine.drafter_ready = True
+    if requests:
+        engine.calibrate(requests[:1])
+    return None if session.generate(engine, requests).stopping else engine.collect()
 
 
 def load_policy(ablation: Ablation, arm: str, session: Session) -> None:
