@@ -220,7 +220,7 @@ def test_more_samples_are_added_to_those_that_are_there(tmp_path):
 )
 def test_another_evaluation_in_the_folder_is_refused(plain, override, what):
     place = plain[0] / "evaluation"
-    message = f"{place} holds an evaluation with {what}; go on with what it was, or give another folder with --out"
+    message = f"{place} holds an evaluation with {what}; use what it was, or give another folder with --out"
     with pytest.raises(UserError) as caught:
         start(plain[0], override)
     assert str(caught.value) == message
@@ -238,7 +238,7 @@ def test_other_weights_are_refused(plain, tmp_path):
     with pytest.raises(UserError) as caught:
         start(plain[0], place=str(tmp_path))
     assert re.sub(r"\w{32}", "DIGEST", str(caught.value)) == (
-        f"{plain[0]}/evaluation holds an evaluation with weights = 'DIGEST', now 'DIGEST'; go on with what it was, or "
+        f"{plain[0]}/evaluation holds an evaluation with weights = 'DIGEST', now 'DIGEST'; use what it was, or "
         "give another folder with --out"
     )
 

@@ -530,7 +530,7 @@ def test_a_run_of_another_tokenizer_is_refused(capsys, tmp_path, logged):
 
 
 def test_what_may_change_and_what_may_not(straight, tmp_path):
-    with pytest.raises(ValueError, match=r"warmup\.responses = 36, now 49; go on with the old value or give another"):
+    with pytest.raises(ValueError, match=r"warmup\.responses = 36, now 49; use the old value or give another"):
         start(straight, "warmup.responses=49")
     with pytest.raises(ValueError, match=r"warmup\.learning_rate = 0\.003, now 0\.1; .* delete .*training to train"):
         start(straight, "warmup.learning_rate=0.1")

@@ -66,7 +66,7 @@ _COUNTED_STEPS = 64
 CALIBRATION_RESPONSES = 8
 """Responses that the engine is calibrated with, at most."""
 NFS_SECONDS = 60.0
-"""How long an NFS client may by default go on with an old listing of a folder."""
+"""How long an NFS client may by default use an old listing of a folder."""
 
 
 @dataclass(frozen=True)
@@ -469,7 +469,7 @@ def make_sharding(replica: Replica, world: World, device: torch.device) -> Shard
 
 
 def unit_of(config: Config, key: SampleKey) -> int:
-    """By what a step's responses are dealt over replicas and ranks: their group, or their place among all samples."""
+    """The number by which a response is sharded over replicas and ranks: its group's, or its own among all samples."""
     return key.draw if config.rollout.shard == "group" else key.draw * config.rollout.group_size + key.sample
 
 

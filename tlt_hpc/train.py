@@ -82,7 +82,7 @@ class RunResult:
 
 
 def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | None = None) -> RunResult:
-    """Run, or go on with, the job that ``config`` describes; collective.
+    """Run, or resume, the job that ``config`` describes; collective.
 
     Args:
         tracking: what ``open_tracking`` has opened, where trackers are to outlast the run; else they are closed here.
@@ -292,7 +292,7 @@ def judge_and_track(
 def evaluate_if_due(job: Job, evaluation: TrainingEvaluation | None, step: int, reporter: Reporter) -> bool:
     """Judge the policy after ``step`` steps where that is due and the last step's line has no figures of it.
 
-    Collective. False where a stop vote cut it short: the next start goes on with it.
+    Collective. False if a stop vote cut it short: the next start resumes it.
     """
     if evaluation is None or not evaluation.is_due(job, step):
         return True

@@ -61,7 +61,7 @@ class EvaluationFolder:
         if changed:
             name, before, now = changed
             raise ConfigError(
-                f"{self.path} holds an evaluation with {name} = {before!r}, now {now!r}; go on with what it was, or "
+                f"{self.path} holds an evaluation with {name} = {before!r}, now {now!r}; use what it was, or "
                 "give another folder with --out"
             )
         write_json(self.facts, {**old, **facts})

@@ -141,7 +141,7 @@ def _find(run: RunFolder, step: int | None) -> Checkpoint:
 def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, world: World) -> str:
     """Have the decoder read its part of each of the policy's weights; returns their fingerprint. Collective.
 
-    Of a node's ranks the first reads. A rank by itself brings to memory whole, one at a time, what is dealt to it for
+    The first rank of each node reads. A rank that is alone on its node reads some weights whole, one at a time, for
     the fingerprint, which must not depend on how many ranks have a part of each.
 
     Raises:

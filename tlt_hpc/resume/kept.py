@@ -3,7 +3,7 @@
 They are worth a minute of the machine each, and a step has them long before its update is over and its log written.
 A response is the same whenever it is generated, so a step that begins with some of them ends as it would have. They
 belong to the weights that made them, which are named by the line of the step before in ``metrics.jsonl``, or at the
-start by the model's files. Knows nothing of the engine, nor of what ends a step.
+start by the model's files.
 """
 
 from __future__ import annotations

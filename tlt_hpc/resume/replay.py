@@ -1,4 +1,4 @@
-"""Takes up again the steps that the rollout log has and no checkpoint: their updates, with nothing generated anew.
+"""Repeats the updates of steps that the rollout log has and no checkpoint; nothing is generated again.
 
 A step is committed once its line stands in ``metrics.jsonl``: rank 0 writes it when every rank's log of the step is in
 its place. So what a kill costs is the step under way, however long ago a checkpoint became whole. Knows the log, the
@@ -123,7 +123,7 @@ def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
 
 
 def is_committed(line: Line | None) -> bool:
-    """Whether a step has a line that a repetition can be held against; one of an earlier version has not."""
+    """Whether a step has a line that its repetition can be compared with; one of an earlier version has not."""
     return line is not None and {SCORE, TRAINED_TOKENS, PROBS_DIFF} <= line.keys()
 
 
@@ -140,7 +140,7 @@ class LoggedStep:
 def read_ranks(job: Job, step: int) -> LoggedStep | None:
     """A step from all its files; None where the log lacks any response. Collective.
 
-    The files are dealt over the ranks, however many wrote them.
+    The files are sharded over the ranks, however many wrote them.
 
     Raises:
         ReplayError: on all ranks, where a file is there and cannot be read now, or the responses are to other prompts.

@@ -1,4 +1,4 @@
-"""The proof as a command: the same steps plain, with n-gram speculation and in full, held against each other.
+"""The proof as a command: the same steps plain, with n-gram speculation and in full, compared with each other.
 
 Everything is read back from the runs' own permanent logs, not from memory.
 """
@@ -110,7 +110,7 @@ def config_of(config: Config, mode: Mode, num_steps: int, parent: Path) -> Confi
 def read_comparison(
     config: Config, parent: Path, num_steps: int, num_ranks: int, digests: dict[Mode, str]
 ) -> Comparison:
-    """Read the logs of all modes and hold them against the plain one's."""
+    """Read the logs of all modes and compare them with the plain one's."""
     records = {mode: read_records(RunFolder(parent / mode), num_steps, num_ranks) for mode in MODES}
     tokens = {mode: tokens_by_key(records[mode]) for mode in MODES}
     rewards = {mode: rewards_by_key(records[mode]) for mode in MODES}

@@ -113,9 +113,9 @@ def _check_same(folder: RunFolder, config: Config) -> None:
     changed = [name for name in old if old[name] != new[name]]
     responses = [name for name in changed if name in _OF_RESPONSES]
     if responses:
-        name, remedy = responses[0], "go on with the old value or give another run.name"
+        name, remedy = responses[0], "use the old value or give another run.name"
     elif changed and training_folder(folder).exists():
-        remedy = f"go on with the old value, or delete {training_folder(folder)} to train anew on the same responses"
+        remedy = f"use the old value, or delete {training_folder(folder)} to train anew on the same responses"
         name = changed[0]
     else:
         return
