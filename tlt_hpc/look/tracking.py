@@ -1,8 +1,8 @@
 """TensorBoard and Weights & Biases, kept in step with ``metrics.jsonl`` through kills and resumes.
 
-TensorBoard's event files are written again from the first step at each start. Steps given to W&B cannot be taken back: ``tracking.json`` in
-the run's folder has the first step that it has not been given, and the id of its run; after steps were taken back, all
-are given to another run. The libraries are imported only if asked for.
+TensorBoard's event files are written again from the first step at each start. Steps given to W&B cannot be taken back:
+``tracking.json`` in the run's folder has the first step that it has not been given, and the id of its run; after steps
+were taken back, all are given to another run. The libraries are imported only if asked for.
 """
 
 from __future__ import annotations
