@@ -330,35 +330,6 @@ def test_the_jobs_python_is_named_and_its_torch_has_to_fit(place: Place) -> None
     assert verdicts["torch"]["level"] == "failure"
 
 
-def test_the_jobs_python_may_be_this_one(place: Place) -> None:
-    assert FIND_PYTHON(False).is_this
-    place.monkeypatch.setenv("SINGULARITY_CONTAINER", "/shared/tlt_hpc.sif")  # which has no image in it
-    place.monkeypatch.setenv("TLT_CONTAINER", "apptainer exec /shared/tlt_hpc.sif")
-    assert FIND_PYTHON(True).is_this
-    assert place.check()[1]["python"]["found"].endswith(sys.executable)
-
-
-def test_offload_needs_no_compiler_of_cuda(place: Place) -> None:
-    """The pinned DeepSpeed's optimiser of the CPU is C++ alone, on CUDA too."""
-    place.monkeypatch.setattr("shutil.which", lambda name, **_: None if name == "nvcc" else f"/usr/bin/{name}")
-    place.monkeypatch.setattr("sysconfig.get_path", lambda name: str(place.write("Python.h", "").parent))
-    place.monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    place.set("model.device=cuda", "optimizer.offload=true")
-    place.torch_for("12.8")
-    one = place.check()[1]["offload"]
-    assert one["level"] == "ok", one
-
-
-def test_deepspeeds_optimiser_of_the_cpu_is_built_without_cuda() -> None:
-    """What the check above relies on: were it built as CUDA's operators are, nvcc would be asked for its version."""
-    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
-    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
-
-    builder = CUDA_Accelerator().create_op_builder("CPUAdamBuilder")
-    assert not isinstance(builder, CUDAOpBuilder)
-    assert all(source.endswith(".cpp") for source in builder.sources())
-
-
 def test_what_could_not_be_checked_says_why(place: Place) -> None:
     no_model(place)
     verdicts = place.check()[1]
@@ -473,15 +444,6 @@ def test_all_mistakes_of_a_configuration_are_named(place: Place) -> None:
     assert [text.split()[0] for text in found] == ["model.dtype", "unknown", "optimizer.learning_rate"]
 
 
-def test_all_combinations_that_cannot_be_are_named(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    drafter = ("drafter.train=false", "drafter.schedule=falling")
-    place.set("rollout.min_new_tokens=9999", *drafter, "optimizer.zero_stage=0", "optimizer.offload=true")
-    status, _ = place.check()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("failure  config")]
-    assert status == 1 and len(lines) == 3
-    assert all(key in line for key, line in zip(("offload", "min_new_tokens", "schedule"), lines, strict=True))
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -537,12 +499,6 @@ def test_what_fix_could_not_do_is_said_and_the_checks_go_on(place: Place, error:
     place.set("--fix", "--model-id", "Someone/Tiny")
     status, verdicts = place.check()
     assert_found(status, verdicts, "fix model", f"could not fetch 'Someone/Tiny': .*{said}", {"model"})
-
-
-def test_without_a_network_the_hub_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises((OSError, ValueError)):
-        fix.fetch("Someone/Tiny", tmp_path / "model")
 
 
 def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
@@ -662,13 +618,6 @@ def test_the_mount_of_a_folder_is_found(tmp_path: Path) -> None:
     shared = machine.mount_of(Path("/dev/shm"))
     assert (shared.point, shared.kind, shared.is_memory) == ("/dev/shm", "tmpfs", True)
     assert machine.Mount("/x", "nfs4", "server:/x").is_shared and not machine.mount_of(tmp_path).is_shared
-
-
-def test_a_shared_home_is_warned_of(place: Place) -> None:
-    place.monkeypatch.setenv("HOME", str(place.path))
-    place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/", "nfs4", "server:/home"))
-    verdicts = place.check()[1]
-    assert verdicts["run folder"]["level"] == "warning" and "home folder" in verdicts["run folder"]["found"]
 
 
 def test_the_gpus_of_this_machine_bound_a_job_that_runs_here(place: Place) -> None:

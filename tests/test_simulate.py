@@ -23,7 +23,6 @@ from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.plan.simulate.costs import TokenCosts, chance_of, expected, with_speed_ups
 from tlt_hpc.plan.simulate.job import SimulatedJob, Watts, kilowatt_hours, read_watts
 from tlt_hpc.plan.simulate.lengths import Logged, LogNormal, deal, read_lengths
-from tlt_hpc.plan.simulate.profile import read_costs
 from tlt_hpc.plan.simulate.recorded import costs_by_strategy, fit_line, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, simulate, walk
 from tlt_hpc.plan.simulate.validate import validate
@@ -98,10 +97,6 @@ def test_a_place_that_becomes_free_is_taken_at_once() -> None:
 def test_replicas_wait_and_train_with_all_their_ranks() -> None:
     steps = simulate(lengths_of([3], [10]), costs_of([1.0]), Setting(4, 1, micro_step_seconds=1.0), NOTHING)
     assert steps.num_ranks == 8 and steps.idle_rank_seconds[0] == steps.harvested_rank_seconds[0] == 28.0
-
-
-def test_saves_are_shared_out() -> None:
-    assert StepPhases(save_seconds=5.0, save_every=10).seconds(np.array([0.0]), 1).tolist() == [0.5]
 
 
 def test_energy_by_phase() -> None:
@@ -218,14 +213,6 @@ def test_units_are_dealt_in_turn_as_a_run_deals_them() -> None:
     assert deal(lengths, 2, "group").tolist() == [[[1, 2, 5, 6, 9, 10], [3, 4, 7, 8, 0, 0]]]
     assert deal(lengths, 4, "sample").tolist() == [[[1, 5, 9], [2, 6, 10], [3, 7, 0], [4, 8, 0]]]
     assert deal(lengths, 8, "group").sum() == 55
-
-
-def test_the_log_normal_law_has_its_median_spread_and_cap() -> None:
-    drawn = LogNormal(1000, 4000, 0.9, 0.5).draw(100, 50, 20, np.random.default_rng(0))
-    assert np.median(drawn) == pytest.approx(1000, rel=0.03) and drawn.max() == 4000 and drawn.min() >= 1
-    logs = np.log(LogNormal(1000, 10**9, 0.9, 0.5).draw(100, 50, 20, np.random.default_rng(0)))
-    assert logs.std() == pytest.approx(0.9, rel=0.03)
-    assert logs.mean(2).std() == pytest.approx(0.9 * np.sqrt(0.5 + 0.5 / 20), rel=0.05)
 
 
 def test_logged_groups_are_drawn_whole() -> None:
@@ -488,54 +475,6 @@ def test_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert row["gpu_hours"] == pytest.approx(7 * 2 * row["step_seconds"] / 3600) and row["kilowatt_hours"] > 0
 
 
-def write_cost_profile(file: Path) -> Path:
-    """Batches of 1 and 64; the widest pass reads 320 tokens in 90 ms."""
-    verify = ((1, ((1, 0.010), (5, 0.012))), (64, ((1, 0.020), (5, 0.090))))
-    drafts = {"drafter": ((1, ((4, 0.002),)), (64, ((4, 0.004),))), "ngram": ((1, ((4, 1e-9),)), (64, ((4, 1e-9),)))}
-    profile = CostProfile(KEY, CostGrid(verify), {name: CostGrid(rows) for name, rows in drafts.items()}, 1.0)
-    write_profile(file, profile)
-    return file
-
-
-@pytest.mark.parametrize(
-    ("overrides", "chance", "gain"),
-    [
-        (['speculation.strategies=["drafter-4"]'], 0.5, 0.010 * 1.9375 / 0.014),
-        (["speculation.mode=ngram"], 0.2, 0.010 * expected(0.2, 4) / 0.012),
-        (["speculation.mode=ngram"], None, 0.010 * expected(0.5, 4) / 0.012),
-    ],
-)
-def test_from_a_cost_profile(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, overrides: list[str], chance: float | None, gain: float
-) -> None:
-    given = [] if chance is None else ["--chance", str(chance)]
-    arguments = [TINY, "--profile", str(write_cost_profile(tmp_path / "p.json")), "--nodes", "1", "--steps", "2"]
-    tree = simulated(capsys, *arguments, *given, "rollout.max_live=1", *overrides)
-    assert tree["rows"][0]["gain"] == pytest.approx(gain, rel=1e-3)
-    assert f"({'assumed' if chance is None else 'given'})" in " ".join(tree["origin"])
-
-
-def test_chances_of_a_run_with_another_machine_s_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Two tokens a round of depth 4: 1 + p + p^2 + p^3 + p^4 = 2."""
-    folder = write_run(tmp_path / "run", lambda number, live: number % 9 == 0)
-    tree = simulated(capsys, "--from", str(folder), "--profile", str(write_cost_profile(tmp_path / "profile.json")),
-                     "--nodes", "1", "--steps", "2", 'speculation.strategies=["ngram-4","drafter-4x2v8"]')  # fmt: skip
-    assert "chance: ngram 0.50 (assumed), drafter 0.52 (measured)" in " ".join(tree["origin"])
-    assert "the run's own" in " ".join(tree["origin"])
-    assert tree["rows"][0]["step_seconds"] == tree["rows"][0]["rollout_seconds"]
-
-
-def test_prompts_are_read_at_the_widest_pass_of_a_profile(tmp_path: Path) -> None:
-    file = write_cost_profile(tmp_path / "profile.json")
-    costs = read_costs(file, (), 128, {}, 4096)
-    assert costs.names == ("off",) and costs.prompt_token_seconds == pytest.approx(0.090 / 320)
-    assert read_costs(file, (), 1, {}, 100).prompt_token_seconds == pytest.approx(0.020 / 64)  # a chunk of 100 tokens
-    assert read_costs(file, (), 1, {}, 1).prompt_token_seconds == pytest.approx(0.010)
-    assert costs.token_seconds[0][[0, 63, 127]].tolist() == pytest.approx([0.010, 0.020, 0.020 + 0.010 * 64 / 63])
-    done = [walk(np.array([[5, 5]]), costs, 2, prompt, 0.5)[0].max() for prompt in (0.0, 100.0)]
-    assert done[1] - done[0] == pytest.approx(2 * 0.5 * 100 * 0.090 / 320)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 0.99), st.integers(1, 12))
 def test_the_chance_behind_an_accept_length(chance: float, depth: int) -> None:
@@ -566,21 +505,15 @@ def test_the_paper_is_predicted_within_a_tenth() -> None:
         ([], "nothing to simulate"),
         (["/"], "/ is a folder; for a run give --from /"),
         ([QWEN, "--nodes", "0"], "--nodes 0"),
-        ([QWEN, "--nodes", "two"], "--nodes two"),
         ([QWEN, "--gpus", "0"], "--gpus 0"),
         ([QWEN, "--steps", "0"], "--steps 0"),
         ([QWEN, "--median", "nan"], "--median nan"),
-        ([QWEN, "--chance", "1"], "--chance 1"),
         ([QWEN, "--watts", "cook=3"], "cook"),
-        ([QWEN, "--watts", "decode=hot"], "decode"),
         ([QWEN, "--lengths", "/nowhere"], "--lengths /nowhere"),
-        ([QWEN, "--profile", "/nowhere"], "--profile /nowhere"),
         ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
         ([QWEN, "--validate", "/nowhere"], "/nowhere does not exist"),
         ([QWEN, "speculation.mode=ngram"], "--from RUN"),
-        ([QWEN, "rollout.max_liv=3"], "max_live"),
         ([QWEN, "rollout.tensor_parallel=3"], "tensor_parallel"),
-        (["/nowhere.toml"], "/nowhere.toml"),
     ],
 )
 def test_mistakes_end_as_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -65,10 +65,6 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("--nodes", default="1,2,4,8", metavar="N,N", help="numbers of nodes (default 1,2,4,8)")
     add("--gpus", type=int, metavar="N", help="ranks of a node (default 8; with --from the run's)")
     add("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
-    profile = "rounds from a run's cost_profile.json; with --from the run's lengths and chances"
-    add("--profile", type=Path, metavar="FILE", help=profile)
-    chance = "with --profile: chance that the next draft is accepted (default: as in --from RUN, or assumed)"
-    add("--chance", type=float, metavar="P", help=chance)
     add("--lengths", type=Path, metavar="FILE", help="a response length each, instead of a log-normal law")
     add("--median", type=float, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
     add("--watts", default="", metavar="PHASE=W,..", help="a GPU's: decode, train, wait, update")

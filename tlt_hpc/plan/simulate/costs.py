@@ -1,6 +1,6 @@
 """Seconds that a replica needs to advance each of its live sequences by one token, by strategy and batch.
 
-The sources are a GPU's figures (``assumed.py``), a cost profile (``profile.py``) and a run's own log (``recorded.py``).
+The sources are a GPU's figures (``assumed.py``) and a run's own log (``recorded.py``).
 """
 
 from __future__ import annotations

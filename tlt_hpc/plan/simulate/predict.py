@@ -21,11 +21,9 @@ from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, gp
 from tlt_hpc.plan.simulate.costs import TokenCosts
 from tlt_hpc.plan.simulate.job import NodesRow, SimulatedJob, Watts, read_watts, row
 from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, LengthSource, LogNormal, read_lengths
-from tlt_hpc.plan.simulate.profile import DEFAULT_CHANCES, read_costs
 from tlt_hpc.plan.simulate.recorded import RecordedRun, read_run
 from tlt_hpc.plan.simulate.step import StepPhases, setting_from
 from tlt_hpc.plan.simulate.validate import Validation, validate
-from tlt_hpc.rollout.strategy import OFF, Source, strategies_of
 from tlt_hpc.storage.folder import RunFolder
 
 MISSED = 1
@@ -47,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
     ranks_per_node = _positive(options.gpus, "--gpus") or (log.num_ranks if log else _GPUS)
     nodes = read_nodes(options.nodes)
     job = simulated_job(config, options, log)
-    is_assumed = log is None and options.profile is None
-    watts = read_watts(options.watts) if is_assumed or options.watts else None
+    watts = read_watts(options.watts) if log is None or options.watts else None
     for count in nodes:
         check_replicas(config, count * ranks_per_node)
     rows = [row(job, count, ranks_per_node, watts) for count in nodes]
@@ -65,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun | None) -> SimulatedJob:
-    """The job with its costs: of a run, of a cost profile, or of an H100-class GPU.
+    """The job with its costs: of a run, or of an H100-class GPU.
 
     Raises:
         ValueError: an option is out of range, or a file cannot be read.
@@ -74,9 +71,7 @@ def simulated_job(config: Config, options: argparse.Namespace, log: RecordedRun 
         raise ConfigError(f"--steps {options.steps}: give 1 to 10,000")
     lengths, said = _lengths(config, options, log)
     setting = setting_from(config)
-    if options.profile is not None:
-        costs, phases, origin = _profile_costs(config, options, log)
-    elif log is not None:
+    if log is not None:
         setting = replace(setting, prompt_tokens=1.0, read_share=1.0, stop_seconds=float(log.stop_seconds.mean()))
         costs, phases, origin = _measured_costs(config, log)
     else:
@@ -99,29 +94,6 @@ _Costs = tuple[TokenCosts, StepPhases, list[str]]
 """Costs of rounds, the rest of a step, and where both come from, in words."""
 
 
-def _profile_costs(config: Config, options: argparse.Namespace, log: RecordedRun | None) -> _Costs:
-    strategies = strategies_of(config.speculation.mode, config.speculation.strategies)
-    measured = recorded.chances_of(log) if log is not None else {}
-    chances: dict[Source, float] = {}
-    said = []
-    for source in dict.fromkeys(strategy.source for strategy in strategies if strategy != OFF):
-        known = measured.get(source)
-        if options.chance is not None:
-            chances[source], how = options.chance, "given"
-        elif known is not None:
-            chances[source], how = known, "measured"
-        else:
-            chances[source], how = DEFAULT_CHANCES[source], "assumed"
-        said.append(f"{source} {chances[source]:.2f} ({how})")
-    costs = read_costs(options.profile, strategies, config.rollout.max_live, chances, config.rollout.prefill_tokens)
-    origin = [
-        f"rounds: {options.profile.name}; prompts are read as in its widest pass",
-        f"a draft is accepted with chance: {', '.join(said) or 'nothing is drafted'}",
-        "update and save: not known, left out; the gain is the rollout's",
-    ]
-    return costs, StepPhases(), origin
-
-
 def _measured_costs(config: Config, log: RecordedRun) -> _Costs:
     costs = recorded.costs_by_strategy(log, max(config.rollout.max_live, log.config.rollout.max_live))
     known_by = "its cost profile" if log.profile else "a line through them"
@@ -135,9 +107,7 @@ def _measured_costs(config: Config, log: RecordedRun) -> _Costs:
 def _assumed_costs(config: Config, options: argparse.Namespace) -> _Costs:
     shape, gpu = find_shape(config.model.path, options.shape), GpuFigures()
     if config.speculation.mode == "ngram":
-        raise ConfigError(
-            "speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run, or --profile"
-        )
+        raise ConfigError("speculation.mode = 'ngram': no speed-up of n-grams is known; give --from RUN of such a run")
     plain = gpu_costs(shape, config.rollout.tensor_parallel, config.rollout.max_live, gpu)
     origin = [
         f"rounds (assumed): H100-class card, {gpu.bytes_share:.0%} of 3.35 TB/s, {gpu.decode_flops_share:.0%} of 990 "
@@ -153,8 +123,6 @@ def _lengths(config: Config, options: argparse.Namespace, log: RecordedRun | Non
     cap = config.rollout.max_new_tokens
     if options.median is not None and not 0 <= options.median < math.inf:
         raise ConfigError(f"--median {options.median:g}: give a number of 0 or more")
-    if options.chance is not None and not 0 <= options.chance < 1:
-        raise ConfigError(f"--chance {options.chance:g}: give a chance from 0 to under 1")
     if options.lengths is not None:
         return read_lengths(options.lengths, cap), f"lengths: {options.lengths}"
     if log is not None and options.median is None:

@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import PREFILL
 from tlt_hpc.config import Config, load_saved_config
-from tlt_hpc.plan.simulate.costs import Floats, TokenCosts, chance_of
+from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints, Logged
-from tlt_hpc.plan.simulate.profile import round_seconds
 from tlt_hpc.plan.simulate.step import StepPhases
 from tlt_hpc.rollout.costs import CostProfile, read_profile
-from tlt_hpc.rollout.strategy import OFF, Source, strategy_named
+from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.log_columns import Columns, read_columns
@@ -242,6 +241,16 @@ def shape_of(
     return fixed + each * batch.astype(np.float64)
 
 
+def round_seconds(profile: CostProfile, strategy: Strategy, batch: int) -> float:
+    """Seconds of a round; beyond the profile's largest batch, on the line through its last two."""
+    batches = [measured for measured, _ in profile.verify.rows]
+    if batch <= batches[-1] or len(batches) == 1:
+        return profile.seconds(strategy, batch)
+    last, before = (profile.seconds(strategy, measured) for measured in (batches[-1], batches[-2]))
+    slope = max(0.0, (last - before) / (batches[-1] - batches[-2]))
+    return last + slope * (batch - batches[-1])
+
+
 def fit_line(at: Floats, values: Floats, weights: Floats) -> tuple[float, float]:
     """A fixed part and a slope by weighted least squares, neither negative; a single point gives a slope of 0."""
     each = 0.0 if len(at) == 1 else max(0.0, float(np.polyfit(at, values, 1, w=np.sqrt(weights))[0]))
@@ -272,23 +281,6 @@ def curve(
     if not at:
         return np.full(most_live, np.inf), seen
     return np.interp(np.log2(batch), at, values) * shape, seen
-
-
-def chances_of(run: RecordedRun) -> dict[Source, float]:
-    """Chances that a draft is accepted, given those before it, from the run's accept lengths, by kind of draft.
-
-    A tree has the chance of a chain that gives as many tokens. A kind of which no round ran is left out.
-    """
-    rounds = run.rounds
-    chances: dict[Source, list[float]] = {}
-    weights: dict[Source, list[float]] = {}
-    for index in np.unique(rounds.strategy):
-        strategy, of = strategy_named(run.strategy_names[index]), rounds.strategy == index
-        if strategy != OFF:
-            drafts, tokens = float(rounds.live[of].sum()), float(rounds.tokens[of].sum())
-            chances.setdefault(strategy.source, []).append(chance_of(tokens / drafts, strategy.reach))
-            weights.setdefault(strategy.source, []).append(drafts)
-    return {source: float(np.average(found, weights=weights[source])) for source, found in chances.items()}
 
 
 def phases_of(run: RecordedRun) -> StepPhases:
