@@ -223,5 +223,5 @@ def test_facts_come_back_equal_and_broken_ones_are_named(tmp_path):
     assert read_facts(tmp_path) == FACTS
     path = tmp_path / FACTS_FILE
     path.write_text(path.read_text().replace('"num_tokens": 100', '"num_tokens": "many"'))
-    with pytest.raises(UserError, match=r"facts\.json cannot be read \(num_tokens.*; remove it"):
+    with pytest.raises(UserError, match=r"facts\.json is damaged \(num_tokens.*; remove it"):
         read_facts(tmp_path)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_hpc.common.files import DamagedText, read_json, told
-from tlt_hpc.config import UserError
-from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.json_record import read_record, write_record
 
 FACTS_FILE = "facts.json"
 
@@ -55,22 +52,13 @@ def write_facts(folder: Path, facts: DrafterFacts) -> None:
     Raises:
         WriteError: the disk refused.
     """
-    with writing_beside(folder / FACTS_FILE) as part:
-        part.write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
+    write_record(folder / FACTS_FILE, facts)
 
 
 def read_facts(folder: Path) -> DrafterFacts | None:
-    """The facts of a drafter's folder; None where there are none.
+    """The facts of a drafter's folder; None if there are none.
 
     Raises:
         UserError: the file is broken.
     """
-    path = folder / FACTS_FILE
-    try:
-        return read_json(path, DrafterFacts)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(told(error)) from None
-    except DamagedText as error:
-        raise UserError(f"{path} cannot be read ({error}); remove it") from None
+    return read_record(folder / FACTS_FILE, DrafterFacts, "remove it")
