@@ -6,10 +6,10 @@ The folder may be a copy, or part of a run, and the run may still be active.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
 
 TAIL_BYTES = 1 << 18
 """Size of the end of metrics.jsonl that ``read_last_lines`` reads: some tens of steps."""
+RankFile = TypeVar("RankFile", Columns, StepSummary)
 
 
 class RunLog:
@@ -184,15 +185,9 @@ class RunLog:
 
     def ranks(self, step: int) -> list[StepSummary]:
         """Summaries of a step, one for each rank, ascending."""
-        summaries = []
-        for path in self.files(step).values():
-            try:
-                summaries.append(read_summary(path))
-            except (DamagedFile, FileNotFoundError) as error:
-                self.note(str(error))
-        missing = _missing(step, [s.rank for s in summaries], max((s.num_ranks for s in summaries), default=0))
-        if missing:
-            self.note(missing)
+        summaries, problems = read_ranks(step, self.files(step).values(), read_summary)
+        for problem in problems:
+            self.note(problem)
         return summaries
 
     def spans(self, step: int, rank: int) -> EngineSpans:
@@ -208,7 +203,8 @@ class RunLog:
     ) -> Iterator[tuple[int, list[Columns]]]:
         """Columns of all ranks, step by step, without steps that cannot be read at all."""
         for step in self.steps if steps is None else steps:
-            ranks, problems = read_ranks(step, self.files(step).values(), arrays, attributes)
+            read = partial(read_columns, arrays=arrays, attributes=attributes)
+            ranks, problems = read_ranks(step, self.files(step).values(), read)
             for problem in problems:
                 self.note(problem)
             if ranks:
@@ -226,26 +222,19 @@ class RunLog:
         return self.steps[-1] if self.steps else None
 
 
-def read_ranks(
-    step: int, paths: Iterable[Path], arrays: Sequence[str], attributes: Sequence[str]
-) -> tuple[list[Columns], list[str]]:
-    """Columns of a step, one for each readable file, and a line for each problem."""
-    ranks, problems = list[Columns](), list[str]()
+def read_ranks(step: int, paths: Iterable[Path], read: Callable[[Path], RankFile]) -> tuple[list[RankFile], list[str]]:
+    """What is read of a step, one for each readable file, and a line for each problem."""
+    ranks, problems = list[RankFile](), list[str]()
     for path in paths:
         try:
-            ranks.append(read_columns(path, arrays, attributes))
+            ranks.append(read(path))
         except (DamagedFile, FileNotFoundError) as error:
             problems.append(str(error))
-    missing = _missing(step, [r.rank for r in ranks], max((r.num_ranks for r in ranks), default=0))
-    return ranks, [*problems, missing] if missing else problems
-
-
-def _missing(step: int, found: list[int], num_ranks: int) -> str:
-    """One line that names the ranks without a log; empty if no log is missing."""
-    missing = sorted(set(range(num_ranks)) - set(found))
-    if not missing:
-        return ""
-    return f"step {step}: no log of rank {first_few(missing)} ({len(missing)} of {num_ranks} ranks)"
+    num_ranks = max((rank.num_ranks for rank in ranks), default=0)
+    missing = sorted(set(range(num_ranks)) - {rank.rank for rank in ranks})
+    if missing:
+        problems.append(f"step {step}: no log of rank {first_few(missing)} ({len(missing)} of {num_ranks} ranks)")
+    return ranks, problems
 
 
 def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:

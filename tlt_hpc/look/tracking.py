@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from tlt_hpc.common.files import DamagedText, read_json
@@ -38,22 +38,6 @@ _POLL_SECONDS = 0.05
 T = TypeVar("T")
 
 
-class Tracker(Protocol):
-    """Something that shows the metrics of steps."""
-
-    name: str
-    remedy: str
-    """What to do if ``close`` had no time to finish."""
-
-    def follow(self, lines: Mapping[int, Line], num_steps: int) -> bool:
-        """Show the steps below ``num_steps`` that it has not had; True."""
-        ...
-
-    def close(self, failed: bool) -> None:
-        """Release files and processes; ``failed``: an exception ends the run."""
-        ...
-
-
 class TensorBoard:
     """Event files in a folder, through torch."""
 
@@ -69,6 +53,7 @@ class TensorBoard:
         self._next = 0
 
     def follow(self, lines: Mapping[int, Line], num_steps: int) -> bool:
+        """Show the steps below ``num_steps`` that it has not had; True."""
         for step in range(self._next, num_steps):
             for name, value in numbers_of(lines.get(step, {})).items():
                 self._writer.add_scalar(name, value, step)
@@ -77,6 +62,7 @@ class TensorBoard:
         return True
 
     def close(self, failed: bool) -> None:
+        """Close the file."""
         self._writer.close()
 
 
@@ -115,6 +101,7 @@ class WeightsAndBiases:
         self.remedy = f"; `wandb sync {Path(self._run.dir).parent}` sends the rest"
 
     def follow(self, lines: Mapping[int, Line], num_steps: int) -> bool:
+        """Show the steps below ``num_steps`` that it has not had; True."""
         for step in range(self._next, num_steps):
             self._note({_WANDB: step + 1})  # before it is sent: it cannot be replaced, so rather none than two
             if step in lines:
@@ -122,6 +109,7 @@ class WeightsAndBiases:
         return True
 
     def close(self, failed: bool) -> None:
+        """Upload the rest; ``failed``: an exception ends the run."""
         self._run.finish(exit_code=int(failed))
 
     @property
@@ -152,7 +140,7 @@ class Tracking:
         check_installed(config.tracking)
         self._config, self._folder = config, folder
         self._waiting = list(asked_for(config.tracking))
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
 
     def __enter__(self) -> Tracking:
         return self
@@ -199,13 +187,13 @@ class Tracking:
             )
         return not late
 
-    def _open(self, name: str, lines: Mapping[int, Line], num_steps: int) -> Tracker:
+    def _open(self, name: str, lines: Mapping[int, Line], num_steps: int) -> TensorBoard | WeightsAndBiases:
         if name == _TENSORBOARD:
             return TensorBoard(self._folder.path / name)
         return WeightsAndBiases(self._config, self._folder, lines, num_steps)
 
 
-def _close(tracker: Tracker, failed: bool) -> None:
+def _close(tracker: TensorBoard | WeightsAndBiases, failed: bool) -> None:
     _attempt(tracker.name, partial(tracker.close, failed))
 
 

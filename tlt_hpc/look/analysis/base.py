@@ -6,8 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,10 +44,6 @@ def plain(value: Any) -> Any:
         return {str(plain(key)): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, np.generic):
         return plain(value.item())
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -86,10 +86,6 @@ class RunComparison(Analysis):
     def has_data(self) -> bool:
         return any(len(run.steps) for run in self.runs)
 
-    def on_common_steps(self) -> RunComparison:
-        """The same comparison on the steps that all runs have."""
-        return replace(self, runs=tuple(_on(run, self.common_steps) for run in self.runs))
-
     @property
     def tokens_in_words(self) -> str:
         """Whether the tokens are the same."""
@@ -160,12 +156,6 @@ def _series(run: RunLog, name: str) -> RunSeries:
     logged = set(run.logged_steps)
     num_logs = [len(run.files(step)) if step in logged else 0 for step in run.lines]
     return RunSeries(name, np.array(list(run.lines), np.int64), series, np.array(num_logs, np.int64))
-
-
-def _on(run: RunSeries, steps: NDArray[np.int64]) -> RunSeries:
-    chosen = np.isin(run.steps, steps)
-    series = {name: values[chosen] for name, values in run.series.items()}
-    return RunSeries(run.name, run.steps[chosen], series, run.num_logs[chosen])
 
 
 def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[int], dict[str, int | None]]:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.run_log import RunLog, read_ranks
-from tlt_hpc.storage.log_columns import Columns
+from tlt_hpc.storage.log_columns import Columns, read_columns
 
 FEW_FILES = 200
 """With fewer files, starting processes takes longer than reading."""
@@ -100,7 +100,7 @@ def _read_step(
 ) -> tuple[list[Any], list[str]]:
     """A step's row for each survey, or none if nothing of the step can be read; and a line for each problem."""
     step, paths = task
-    ranks, problems = read_ranks(step, paths, arrays, attributes)
+    ranks, problems = read_ranks(step, paths, partial(read_columns, arrays=arrays, attributes=attributes))
     logs = StepLogs(step, tuple(ranks), replica_size)
     return [row(logs) for row in rows] if ranks else [], problems
 

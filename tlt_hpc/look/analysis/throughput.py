@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,61 +130,79 @@ class Throughput(Analysis):
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """One rank in one step; ``rollouts`` [R, 3]: start, last token, release."""
+class _Row:
+    """One step: sums over its ranks, and its times; ``engine`` [2, 3]: tokens and seconds of each of ``ENGINE``."""
 
     num_ranks: int
+    num_logs: int
     by_kind: NDArray[np.float64]
     engine: NDArray[np.float64]
-    """Tokens and seconds of prefill, plain and speculative decoding, [2, 3]; 0 if its replica is counted elsewhere."""
     tokens: int
     idle: float
     harvested: float
-    rollouts: NDArray[np.float64]
+    rollout_seconds: float
+    began: float
     ended: float
 
 
-def _row(logs: StepLogs) -> list[_Rank]:
-    return [_rank(rank, rank in logs.counted) for rank in logs.ranks]
+def _row(logs: StepLogs) -> _Row:
+    rollouts = [_rollouts(rank) for rank in logs.ranks]
+    number = min(map(len, rollouts))
+    times = np.stack([each[:number] for each in rollouts])  # [ranks, rollouts, 3]
+    return _Row(
+        num_ranks=max(rank.num_ranks for rank in logs.ranks),
+        num_logs=len(logs.ranks),
+        by_kind=np.sum([_by_kind(*each) for each in zip(logs.ranks, rollouts, strict=True)], 0),
+        engine=np.sum([_engine(rank) for rank in logs.counted], 0) + np.zeros((2, 3)),
+        tokens=sum(int(rank[_ENDS][-1]) for rank in logs.ranks if rank.num_rollouts),
+        idle=sum(map(_idle, rollouts)),
+        harvested=sum(rank.attributes[_HARVESTED] for rank in logs.ranks),
+        rollout_seconds=float((times[:, :, 2].max(0) - times[:, :, 0].min(0)).sum()),
+        began=float(times[:, 0, 0].min()),
+        ended=max(float(max(each[-1, 2], rank[_PHASES[2]].max(initial=0.0)))
+                  for rank, each in zip(logs.ranks, rollouts, strict=True)),
+    )  # fmt: skip
 
 
-def _rank(columns: Columns, is_counted: bool) -> _Rank:
-    first = [columns.attributes[name] for name in _TIMES]
-    rollouts = np.concatenate([[first], columns[_REFILLS].reshape(-1, 3)])
-    by_kind = dict.fromkeys(KINDS, 0.0)
-    index, tokens, taken = (columns[name] for name in _SPANS)
-    engine = np.zeros((2, 3))
-    if len(index):
-        kinds, chosen = engine_kinds(index, columns.texts(_NAMES)), [KINDS.index(kind) for kind in ENGINE]
-        engine = np.array([np.bincount(kinds, each, len(KINDS))[chosen] for each in (tokens, taken)])
-        by_kind |= dict(zip(ENGINE, engine[1].tolist(), strict=True))
-    else:
+def _rollouts(rank: Columns) -> NDArray[np.float64]:
+    """Start, last token and release of each rollout, [R, 3]."""
+    first = [rank.attributes[name] for name in _TIMES]
+    return np.concatenate([[first], rank[_REFILLS].reshape(-1, 3)])
+
+
+def _idle(rollouts: NDArray[np.float64]) -> float:
+    return float(np.maximum(rollouts[:, 2] - rollouts[:, 1], 0.0).sum())  # a clock may be set back in between
+
+
+def _engine(rank: Columns) -> NDArray[np.float64]:
+    index, tokens, taken = (rank[name] for name in _SPANS)
+    if not len(index):
+        return np.zeros((2, 3))
+    kinds, chosen = engine_kinds(index, rank.texts(_NAMES)), [KINDS.index(kind) for kind in ENGINE]
+    return np.array([np.bincount(kinds, each, len(KINDS))[chosen] for each in (tokens, taken)])
+
+
+def _by_kind(rank: Columns, rollouts: NDArray[np.float64]) -> list[float]:
+    """Seconds of each of ``KINDS``."""
+    by_kind = dict.fromkeys(KINDS, 0.0) | dict(zip(ENGINE, _engine(rank)[1].tolist(), strict=True))
+    if not len(rank[_SPANS[0]]):
         by_kind[Kind.GENERATE] = float((rollouts[:, 1] - rollouts[:, 0]).sum())
-    for name, start, end in zip(columns.texts(_PHASES[0]), columns[_PHASES[1]], columns[_PHASES[2]], strict=True):
+    for name, start, end in zip(rank.texts(_PHASES[0]), rank[_PHASES[1]], rank[_PHASES[2]], strict=True):
         if name in OF_PHASE:
             by_kind[OF_PHASE[name]] += float(end - start)
-    idle = float(np.maximum(rollouts[:, 2] - rollouts[:, 1], 0.0).sum())  # a clock may be set back in between
-    harvested = columns.attributes[_HARVESTED]
-    by_kind[Kind.TRAIN], by_kind[Kind.IDLE] = harvested, max(0.0, idle - harvested)
-    return _Rank(
-        num_ranks=columns.num_ranks,
-        by_kind=np.array(list(by_kind.values())),
-        engine=engine * is_counted,
-        tokens=int(columns[_ENDS][-1]) if columns.num_rollouts else 0,
-        idle=idle,
-        harvested=harvested,
-        rollouts=rollouts,
-        ended=float(max(rollouts[-1, 2], columns[_PHASES[2]].max(initial=0.0))),
-    )
+    by_kind[Kind.TRAIN] = rank.attributes[_HARVESTED]
+    by_kind[Kind.IDLE] = max(0.0, _idle(rollouts) - by_kind[Kind.TRAIN])
+    return list(by_kind.values())
 
 
-def _found(run: RunLog, steps: list[int], rows: list[list[_Rank]]) -> Throughput:
-    num_ranks = np.array([max(rank.num_ranks for rank in ranks) for ranks in rows], np.int64)
-    table = np.array([np.mean([rank.by_kind for rank in ranks], 0) for ranks in rows]).reshape(-1, len(KINDS))
+def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
+    def column(name: str) -> NDArray[Any]:
+        return np.array([getattr(row, name) for row in rows])
+
+    table = np.array([row.by_kind / row.num_logs for row in rows]).reshape(-1, len(KINDS))
     used = np.flatnonzero(table.sum(0) > 1e-4 * table.sum())
-    engine = np.array([sum(rank.engine for rank in ranks) for ranks in rows]).reshape(-1, 2, 3)
-    tokens = np.array([sum(rank.tokens for rank in ranks) for ranks in rows], np.int64)
-    kept = np.nan_to_num(run.metric("rollout/kept_tokens", steps)).astype(np.int64)
+    engine = column("engine").reshape(-1, 2, 3)
+    kept = np.nan_to_num(run.metric("rollout/kept_tokens", steps))
     return Throughput(
         run=run.name,
         problems=run.problems,
@@ -192,24 +211,17 @@ def _found(run: RunLog, steps: list[int], rows: list[list[_Rank]]) -> Throughput
         seconds=table[:, used],
         engine_tokens=engine[:, 0].astype(np.int64),
         engine_seconds=engine[:, 1],
-        tokens=tokens - kept,
-        num_ranks=num_ranks,
-        is_whole=np.array([len(ranks) for ranks in rows], np.int64) == num_ranks,
-        idle_rank_seconds=np.array([sum(rank.idle for rank in ranks) for ranks in rows]),
-        harvested_rank_seconds=np.array([sum(rank.harvested for rank in ranks) for ranks in rows]),
-        rollout_seconds=np.array([_clock_seconds(ranks) for ranks in rows]),
+        tokens=(column("tokens") - kept).astype(np.int64),
+        num_ranks=column("num_ranks").astype(np.int64),
+        is_whole=column("num_logs") == column("num_ranks"),
+        idle_rank_seconds=column("idle"),
+        harvested_rank_seconds=column("harvested"),
+        rollout_seconds=column("rollout_seconds"),
         step_seconds=run.metric("timing_s/step", steps),
-        began=np.array([min(rank.rollouts[0, 0] for rank in ranks) for ranks in rows]),
-        ended=np.array([max(rank.ended for rank in ranks) for ranks in rows]),
+        began=column("began"),
+        ended=column("ended"),
         is_on_gpu=any(host.gpus for start in run.starts for host in start.hosts),
     )
-
-
-def _clock_seconds(ranks: list[_Rank]) -> float:
-    """Sum over a step's rollouts of the time from the first rank's start to the last release."""
-    number = min(len(rank.rollouts) for rank in ranks)
-    rollouts = np.stack([rank.rollouts[:number] for rank in ranks])
-    return float((rollouts[:, :, 2].max(0) - rollouts[:, :, 0].min(0)).sum())
 
 
 THROUGHPUT = Survey((*_SPANS, *_PHASES, _NAMES, _REFILLS, _ENDS), (*_TIMES, _HARVESTED), _row, _found)

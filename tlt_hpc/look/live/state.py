@@ -6,7 +6,7 @@ Files are only read, without locks: any number of readers do not affect the job.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +51,6 @@ class RunState:
     """The last committed steps."""
     records: tuple[Record, ...]
     """Status records of the newest start, by rank."""
-    age: float | None
-    """Seconds since the last record was written, by the file system's clock; None without records."""
     owner: str
     """Job, host and process of that start; empty if nobody has claimed the folder."""
     ends_at: float | None
@@ -120,7 +118,6 @@ def read_state(path: Path) -> RunState:
         config=config,
         lines=read_last_lines(folder.metrics, problems),
         records=records,
-        age=_age_of(folder.status, records),
         owner=owner.name if owner else "",
         ends_at=owner.ends_at if owner else None,
         is_finished=folder.finished.is_file(),
@@ -187,14 +184,6 @@ def _read_record(path: Path) -> Record | None:
         with suppress(DamagedRecordError):
             return read_record_at(path)
     return None
-
-
-def _age_of(status: Path, records: Sequence[Record]) -> float | None:
-    written = []
-    for record in records:
-        with suppress(OSError):
-            written.append(status_file(status, record.rank).stat().st_mtime)
-    return max(0.0, time.time() - max(written)) if written else None
 
 
 def _verdict_of(status: Path, start: str, problems: list[str]) -> str:

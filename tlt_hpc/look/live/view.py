@@ -19,7 +19,17 @@ from tlt_hpc.look.live.state import STEP_SECONDS, RunState
 from tlt_hpc.look.words import duration
 from tlt_hpc.storage.step_lines import Line
 
-_COLUMNS = ("step", "reward", "length", "max", "accept", "idle s", "harv. s", "rollout s", "step s", "tok/s")
+_COLUMNS = {
+    "reward": ("critic/score/mean", ".3f"),
+    "length": ("response_length/mean", ".0f"),
+    "max": ("response_length/max", ".0f"),
+    "accept": ("drafter/spec_decode/mean_acceptance_length", ".2f"),
+    "idle s": ("rollout/idle_rank_seconds", ".1f"),
+    "harv. s": ("rollout/harvested_rank_seconds", ".1f"),
+    "rollout s": ("rollout/seconds", ".1f"),
+    "step s": (STEP_SECONDS, ".1f"),
+}
+"""Heading -> metric and format."""
 _MAX_RANKS = 8
 _MIN_STEPS = 3
 _OTHER_LINES = 11
@@ -35,7 +45,7 @@ def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
     num_steps = max(_MIN_STEPS, height - _OTHER_LINES - len(ranks))
     parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
     parts += [Text(f"left out: {problem}", "yellow") for problem in state.problems[:_MAX_PROBLEMS]]
-    parts += [rank_table(ranks, as_of(state)), Text()] if ranks else []
+    parts += [rank_table(ranks), Text()] if ranks else []
     if state.lines:
         parts += [steps_table(list(state.lines.values())[-num_steps:]), Text()]
     return Group(*parts, last_word(state, is_alive))
@@ -116,13 +126,8 @@ def doing(record: Record) -> str:
     return record.part or (f"waits in {record.waiting}" if record.waiting else "")
 
 
-def as_of(state: RunState) -> str:
-    """The age of the ranks' status, which they write every few seconds."""
-    return "" if state.age is None or state.ending else f"as of {duration(state.age)} ago"
-
-
-def rank_table(rows: Sequence[tuple[str, str, str, str]], when: str) -> Table:
-    table = Table("rank", "node", "phase", when, box=None, header_style="bold", pad_edge=False)
+def rank_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
+    table = Table("rank", "node", "phase", "", box=None, header_style="bold", pad_edge=False)
     table.columns[0].justify = "right"
     table.columns[1].max_width = 16
     for column in table.columns:
@@ -135,7 +140,7 @@ def rank_table(rows: Sequence[tuple[str, str, str, str]], when: str) -> Table:
 
 def steps_table(lines: Sequence[Line]) -> Table:
     """A table of the last committed steps."""
-    table = Table(*_COLUMNS, box=None, header_style="bold", pad_edge=False)
+    table = Table("step", *_COLUMNS, "tok/s", box=None, header_style="bold", pad_edge=False)
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
     for line in lines:
@@ -144,25 +149,10 @@ def steps_table(lines: Sequence[Line]) -> Table:
 
 
 def step_cells(line: Line) -> tuple[str, ...]:
-    """A step's values in the order of the columns; steps count from 1, as in the job's output."""
+    """A step's values in the order of the columns, empty where missing; steps count from 1, as in the job's output."""
+    cells = [_figure(line[name], form) if name in line else "" for name, form in _COLUMNS.values()]
     rollout, tokens = line.get("rollout/seconds", 0.0), line.get("perf/total_num_tokens", math.nan)
-    return (
-        f"{int(line['training/global_step']) + 1}",
-        _cell(line, "critic/score/mean", ".3f"),
-        _cell(line, "response_length/mean", ".0f"),
-        _cell(line, "response_length/max", ".0f"),
-        _cell(line, "drafter/spec_decode/mean_acceptance_length", ".2f"),
-        _cell(line, "rollout/idle_rank_seconds", ".1f"),
-        _cell(line, "rollout/harvested_rank_seconds", ".1f"),
-        _cell(line, "rollout/seconds", ".1f"),
-        _cell(line, STEP_SECONDS, ".1f"),
-        _figure(tokens / rollout, ",.0f") if rollout else "",
-    )
-
-
-def _cell(line: Line, name: str, form: str) -> str:
-    """A formatted value; empty if the line lacks it."""
-    return _figure(line[name], form) if name in line else ""
+    return f"{int(line['training/global_step']) + 1}", *cells, _figure(tokens / rollout, ",.0f") if rollout else ""
 
 
 def _figure(value: float, form: str) -> str:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import html
 import json
-import re
 import time
 from pathlib import Path
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.storage.folder import WriteError, writing_beside
-
-_AGAINST = re.compile(r'<meta name="tlt-against" content="([^"]*)">')
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,14 +19,13 @@ def run(options: argparse.Namespace) -> int:
     """
     _check(options)
     out: Path = options.out or options.run / "report.html"
-    against = options.against or previous_comparison(out)
     print(f"reading    {options.run}", flush=True)
     from tlt_hpc.look.analysis.base import plain
     from tlt_hpc.look.report.findings import find
     from tlt_hpc.look.report.gain import gain_of
     from tlt_hpc.look.report.verdict import cards
 
-    found = find(options.run, against, options.step, options.last)
+    found = find(options.run, options.against, options.step, options.last)
     gain, why_none = gain_of(found)
     for card in cards(found, gain):
         print(f"{card.label.lower():<10} {card.value:<14} {card.words}")
@@ -41,8 +35,6 @@ def run(options: argparse.Namespace) -> int:
     _write(out, render(found, gain, why_none, time.time(), is_typical=options.step is None))
     if options.json is not None:
         _write(options.json, json.dumps({"gain": plain(gain), **found.to_json()}, indent=1, allow_nan=False) + "\n")
-    if against is not None and options.against is None:
-        print(f"against    {against}, as the previous page; remove that page for one without")
     print(f"report     {out}")
     return 0
 
@@ -65,12 +57,3 @@ def _write(path: Path, text: str) -> None:
             part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names need not be valid text
     except WriteError as error:
         raise UserError(f"{error.fact}; give another place, such as --out report.html") from None
-
-
-def previous_comparison(page: Path) -> Path | None:
-    """The run that an existing page was compared with, if it still exists: a new page repeats the comparison."""
-    if not page.is_file():
-        return None
-    match = _AGAINST.search(read_text(page, LINES_BYTES))
-    path = Path(html.unescape(match[1])) if match else None
-    return path if path is not None and path.is_dir() else None
