@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt_hpc.rollout.pages import OutOfPagesError, PagePool
+from tlt_hpc.rollout.pages import PagePool
 
 
 def test_the_lowest_free_pages_come_first():
@@ -21,7 +21,7 @@ def test_a_shared_page_lives_until_its_last_holder_lets_go():
     pool.share(pages)
     pool.release(pages)
     assert pool.num_free == 1
-    assert pool.num_holders(pages[0]) == 1
+    assert pool._holders[pages[0]] == 1
     pool.release(pages)
     assert pool.num_free == 2
     with pytest.raises(AssertionError, match="free already"):
@@ -31,7 +31,7 @@ def test_a_shared_page_lives_until_its_last_holder_lets_go():
 def test_too_many_pages_take_none():
     pool = PagePool(3)
     pool.take(2)
-    with pytest.raises(OutOfPagesError, match="2 pages asked for, 1 of 3 free"):
+    with pytest.raises(AssertionError, match="2 pages asked for, 1 of 3 free"):
         pool.take(2)
     assert pool.num_free == 1
 
@@ -67,5 +67,5 @@ def test_the_pool_agrees_with_a_plain_count(operations):
             assert pool.high_water == pool.num_used
         used = {page for some in held for page in some}
         assert pool.num_used == len(used)
-        assert all(pool.num_holders(page) == sum(some.count(page) for some in held) for page in range(12))
+        assert all(pool._holders[page] == sum(some.count(page) for some in held) for page in range(12))
         assert pool.high_water == max(used, default=-1) + 1

@@ -327,9 +327,6 @@ def test_choosers_that_are_told_the_same_agree(kind: type[Chooser]):
         seconds = COSTS.by_strategy[first] * source.lognormvariate(0, 0.2)
         late = (first, num_live, sum(accepted) + num_live, seconds, accepted)
     assert len(set(chosen)) > 3
-    taken = ranks[0].take_decisions()
-    assert [ARMS[index] for index in taken.strategy_index] == chosen and taken.num_live[0] == 26
-    assert len(ranks[0].take_decisions().num_live) == 0
     totals = ranks[0].totals()
     assert {arm.name: totals[arm.name][0] for arm in ARMS} == {arm.name: chosen[:-1].count(arm) for arm in ARMS}
 

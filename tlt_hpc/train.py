@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
-from tlt_hpc.common.records import PhaseSpan
+from tlt_hpc.common.records import PREFILL, PhaseSpan
 from tlt_hpc.config import Config, UserError
 from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
@@ -386,8 +386,10 @@ def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:
 
 def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
     """Live sequences and index of the strategy [D, 2] of every round."""
-    assert counts.decisions is not None
-    return np.stack([counts.decisions.num_live, counts.decisions.strategy_index.astype(np.int32)], 1)
+    spans = counts.spans
+    columns = np.stack([spans.num_live, spans.strategy_index.astype(np.int32)], 1)
+    rounds: NDArray[np.int32] = columns[spans.strategy_index != PREFILL]
+    return rounds
 
 
 def drop_foreign_logs(job: Job, step: int) -> None:

@@ -170,24 +170,6 @@ class Decoder:
             refill(wide.parts(), layer.parts())
             yield wide
 
-    @torch.inference_mode()
-    def linear_only(self, num_rows: int) -> None:
-        """Run the linear layers of one decoding step over ``num_rows`` rows, head included, and nothing else.
-
-        The yardstick of a decoding step: what is left when attention, norms, noise and bookkeeping cost nothing.
-        """
-        s = self.part
-        x, mixed, gated = (
-            torch.zeros(num_rows, size, dtype=self.dtype, device=self.device)
-            for size in (s.hidden_size, s.num_heads * s.head_dim, s.intermediate_size)
-        )
-        for layer in self.layers:
-            layer.qkv(x)
-            layer.output.add_to(x, mixed)
-            layer.gate_up(x)
-            layer.down.add_to(x, gated)
-        self._head(x)
-
     def _empty(self, *sizes: int) -> Tensor:
         return torch.zeros(*sizes, dtype=self.dtype, device=self.device)
 

@@ -138,10 +138,6 @@ class Cursor:
         if self._rung:
             self._rung -= 1
 
-    def fork(self) -> Cursor:
-        """Another cursor at the same place, for another branch."""
-        return Cursor(self._drafter, self._salt, self._tail, self._rung)
-
 
 def _salt(group: Hashable) -> int:
     """What tells the group's own entries from everybody's in the one table."""

@@ -9,13 +9,9 @@ of what was observed, so ranks that observe the same make the same choice.
 from __future__ import annotations
 
 import random
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tlt_hpc.rollout.costs import Agree, CostPrior, RoundCosts, own
 from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
@@ -137,14 +133,6 @@ class TrialBudget:
 
 
 @dataclass(frozen=True)
-class Decisions:
-    """Consecutive rounds: ``num_live`` [N] int32 and ``strategy_index`` [N] int16, an index into the strategies."""
-
-    num_live: NDArray[np.int32]
-    strategy_index: NDArray[np.int16]
-
-
-@dataclass(frozen=True)
 class _Outlook:
     """What is expected of a round of ``num_live`` sequences, by strategy."""
 
@@ -194,7 +182,6 @@ class Chooser:
         self._off = self._index.get(OFF, -1)
         self._usable: Sequence[int] = range(len(self.strategies))
         self._rounds, self._tokens = [0] * len(self.strategies), [0] * len(self.strategies)
-        self._live, self._chosen = array("i"), array("h")
         self._random, self._epsilon = random.Random(seed), epsilon
         self._costs, self._budget = RoundCosts(self.strategies, costs), TrialBudget(trial_share)
         reach: dict[str, int] = {}
@@ -217,10 +204,7 @@ class Chooser:
         """
         assert num_live > 0
         self._usable = [self._index[strategy] for strategy in usable]
-        index = self.agree(self._pick(num_live, backlog))
-        self._live.append(num_live)
-        self._chosen.append(index)
-        return self.strategies[index]
+        return self.strategies[self.agree(self._pick(num_live, backlog))]
 
     def observe(
         self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float, accepted: Sequence[int]
@@ -263,12 +247,6 @@ class Chooser:
     def totals(self) -> dict[str, tuple[int, int]]:
         """Rounds and tokens of each strategy so far."""
         return dict(zip(self._names, zip(self._rounds, self._tokens, strict=True), strict=True))
-
-    def take_decisions(self) -> Decisions:
-        """The decisions since the last call."""
-        taken = Decisions(np.array(self._live, np.int32), np.array(self._chosen, np.int16))
-        self._live, self._chosen = array("i"), array("h")
-        return taken
 
     def _update_lengths(self, families: Iterable[str]) -> None:
         changed = set(families)

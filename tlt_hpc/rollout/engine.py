@@ -27,7 +27,7 @@ from tlt_hpc.common.records import (
 )
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.rollout.chooser import Chooser, Decisions, DraftTally, RandomChooser
+from tlt_hpc.rollout.chooser import Chooser, DraftTally, RandomChooser
 from tlt_hpc.rollout.costs import Agree, CostProfile, measure_profile, own
 from tlt_hpc.rollout.decoding import Emitted, PhaseSeconds, Rounds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
@@ -66,8 +66,6 @@ class EngineCounts:
     strategies: dict[str, tuple[int, int]] = field(default_factory=dict)
     drafts: dict[str, DraftTally] = field(default_factory=dict)
     """Drafts verified and accepted by position, of each family of strategies."""
-    decisions: Decisions | None = None
-    """The strategy of every round, in order; filled in when the counts are taken."""
     seconds: PhaseSeconds = field(default_factory=PhaseSeconds)
     spans: EngineSpans = NO_SPANS
     """When each round and each prefill pass ran; filled in when the counts are taken."""
@@ -75,7 +73,7 @@ class EngineCounts:
     def without_shared_counts(self) -> EngineCounts:
         """Only what is this rank's own, its seconds: for ranks that decode together, of which one reports the rest."""
         strategies = dict.fromkeys(self.strategies, (0, 0))
-        return EngineCounts(strategies=strategies, decisions=self.decisions, seconds=self.seconds, spans=self.spans)
+        return EngineCounts(strategies=strategies, seconds=self.seconds, spans=self.spans)
 
 
 class RolloutEngine:
@@ -261,7 +259,6 @@ class RolloutEngine:
         totals, before = self.chooser.totals(), self._totals_taken
         counts.strategies = {name: (r - before[name][0], t - before[name][1]) for name, (r, t) in totals.items()}
         self._totals_taken = totals
-        counts.decisions = self.chooser.take_decisions()
         counts.spans = self._spans.take()
         return counts
 

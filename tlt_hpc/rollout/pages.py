@@ -8,10 +8,6 @@ _LOOSEST = 0.75
 """Below this share of used pages among those up to the highest used one, pages are worth moving together."""
 
 
-class OutOfPagesError(RuntimeError):
-    """More pages were asked for than are free; the scheduler makes room first."""
-
-
 class PagePool:
     """Pages 0..num_pages-1, the lowest free one handed out first; a page lives as long as anyone holds it."""
 
@@ -33,17 +29,9 @@ class PagePool:
         """One more than the highest page in use."""
         return next((page + 1 for page in range(self.num_pages - 1, -1, -1) if self._holders[page]), 0)
 
-    def num_holders(self, page: int) -> int:
-        return self._holders[page]
-
     def take(self, count: int) -> list[int]:
-        """Hold ``count`` free pages.
-
-        Raises:
-            OutOfPagesError: fewer are free; none is taken then.
-        """
-        if count > len(self._free):
-            raise OutOfPagesError(f"{count} pages asked for, {len(self._free)} of {self.num_pages} free")
+        """Hold ``count`` free pages; the scheduler makes room first."""
+        assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} of {self.num_pages} free"
         pages = [heapq.heappop(self._free) for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
