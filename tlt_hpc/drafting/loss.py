@@ -1,6 +1,6 @@
 """The drafter's losses, and the look ahead along which they are taken. Pure functions of weights and a packed batch.
 
-From every pair of a document the drafter goes on for ``num_steps`` steps on its own states and the response's tokens,
+From every pair of a document the drafter continues for ``num_steps`` steps on its own states and the response's tokens,
 as it does when it drafts: what it meets there is what it learns from (training-time test, EAGLE-3 section 3.2; HASS).
 One step is EAGLE's training.
 Shapes: ``T`` packed pairs, ``S`` paths still inside their document, ``H`` hidden, ``V`` vocabulary, ``W`` draft
@@ -23,7 +23,7 @@ from tlt_hpc.models.documents import PathAttention
 from tlt_hpc.models.drafter import Drafter
 
 _MOST_LOGITS = 1 << 26
-"""Logits of one kind in memory at once: where a vocabulary makes more, parts are computed anew in the backward pass."""
+"""Logits of one kind in memory at once: for large vocabularies, parts are recomputed in the backward pass."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _COVERED = 0.25
 _LISTING_SECONDS = 2.0
 """How often a shared folder is asked for files of the step before; they appear while slower ranks release."""
 _OPENED_AT_ONCE, _MOST_FILES = 8, 64
-"""Files opened in one micro-step, and in all: among hundreds of ranks some stand for all."""
+"""Files opened in one micro-step, and in all: with hundreds of ranks, a sample of them suffices."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class TrainingPool:
         return bool(opened)
 
     def _weigh(self) -> None:
-        """List the documents and their chances anew."""
+        """Update the documents and their chances."""
         sources: list[Documents] = [self._own, *self._readers.values()]
         own, *previous = [source.lengths for source in sources]
         first, others = training_weights(own, previous)

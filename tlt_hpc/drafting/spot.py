@@ -389,7 +389,7 @@ class SpotTrainer:
     def live_state(self) -> dict[str, Tensor]:
         """``state``, but the tensors themselves, which the next micro-step or merge changes.
 
-        ``<name>.weight`` is what is served, and ``<name>.trained``, where it may differ, what training goes on with.
+        ``<name>.weight`` is what is served, and ``<name>.trained``, where it may differ, what training continues from.
         """
         return {
             **{f"{name}.weight": mean for name, mean in self._average.means().items()},
@@ -447,7 +447,7 @@ class SpotTrainer:
         return [tensor for name, p in self._parameters.items() for tensor in (p.data, *self._moments[name])]
 
     def _training_tensors(self, kind: str) -> dict[str, Tensor]:
-        """What training goes on with: weights under ``<name>.<kind>``, and both moments."""
+        """What training continues from: weights under ``<name>.<kind>``, and both moments."""
         return {
             f"{name}.{part}": tensor
             for name, p in self._parameters.items()

@@ -68,7 +68,7 @@ class Emitted:
 
 
 @dataclass
-class Rounds:
+class HostRounds:
     """The parts that a round needs, and its counters."""
 
     decoder: Decoder

@@ -28,7 +28,7 @@ AttentionKind = Literal["auto", "pages", "paged-kernel"]
 """Page by page in PyTorch, or by a kernel that follows the page table; "auto": the kernel on CUDA alone."""
 
 _EXACT_WIDTH = 8
-"""Blocks up to this are as wide as the pass, wider ones a power of two: a kernel is compiled anew for each width."""
+"""Blocks up to this are as wide as the pass, wider ones a power of two: a kernel is compiled for each width."""
 _MOST_PROGRAMS = 65_535
 """CUDA's limit on the second dimension of a grid, where the kernel has a block's key-value head."""
 _DENSE_NUMBERS = 1 << 26
@@ -139,7 +139,7 @@ class _PassAttend(FusedAttend):
 
 @dataclass(frozen=True)
 class Blocks:
-    """The queries of a pass as the kernels take them: blocks of ``N``, each a sequence of its own.
+    """The queries of a pass as the kernels take them: blocks of ``N``, each treated as a separate sequence.
 
     A row has one block or, in a long chain, several: what precedes a block in its row is committed to it.
     """

@@ -1,7 +1,7 @@
 """Rounds on a device without a wait: queued as graphs, and read while the next one runs.
 
 What the host learns a round late is what a row said and that it has ended: the round launched meanwhile gave such a row
-tokens that nobody takes. Near-ties and n-grams need the texts, so with them a round is read before the next one starts.
+tokens that are discarded. Near-ties and n-grams need the texts: with them a round is read before the next one starts.
 On a CPU the same functions run eagerly, for tests; they have not run on a GPU yet.
 Shapes: as in ``graph_round``.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt_hpc.kernels.attention import MAX_NODES
-from tlt_hpc.rollout.decoding import Emitted, Rounds, append, learn_chances
+from tlt_hpc.rollout.decoding import Emitted, HostRounds, append, learn_chances
 from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound, fits_graphs
 from tlt_hpc.rollout.ngram_drafts import NoiseAt
 from tlt_hpc.rollout.noise import gumbel_number, noise_key
@@ -30,7 +30,7 @@ from tlt_hpc.rollout.tree import DraftTree, chains, tree
 
 
 @dataclass
-class DeviceRounds(Rounds):
+class DeviceRounds(HostRounds):
     """Rounds whose tensors stay on the device; those that graphs cannot hold are carried out as on the host.
 
     These are rounds with a truncated rule (top-k, top-p, min-p) or a least length still to reach in any row, and trees

@@ -29,7 +29,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.chooser import Chooser, DraftTally, RandomChooser
 from tlt_hpc.rollout.costs import Agree, CostProfile, measure_profile, own
-from tlt_hpc.rollout.decoding import Emitted, PhaseSeconds, Rounds
+from tlt_hpc.rollout.decoding import Emitted, HostRounds, PhaseSeconds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.drafts import LearnedDrafts, slots_needed
@@ -108,7 +108,7 @@ class RolloutEngine:
         )
         parts = decoder, self._scheduler, self._noise, self._guard, self._learned, self._ngram
         on_device = isinstance(self._cache, DevicePagedCache)
-        self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else Rounds(*parts)
+        self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else HostRounds(*parts)
         self.costs: CostProfile | None = None
         """What ``profile`` measured."""
         self.chooser = self._make_chooser()

@@ -27,7 +27,7 @@ SAFETY = 8.0
 Were e a bound, 2 would do, since a gap between two scores is off by 2 e at most; but later texts exceed a probe of
 four. Measured (commit 62a01a8): no gap of 2,460 tokens of SmolLM2 was off by more than 0.7 e,
 whichever texts were probed. The embedded model's errors have a long tail: of 73,597 tokens one gap was off by 4.8 e
-after a middling probe and 11 e after the lowest of 400, where one wrong token is to be expected in 3e10.
+after a middling probe and 11 e after the lowest of 400, where one wrong token in 3e10 is expected.
 """
 NUM_PROBED = 4
 """Texts whose errors count in the tolerance."""

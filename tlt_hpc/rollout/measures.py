@@ -1,6 +1,6 @@
-"""Times the parts of a round on rows that are thrown away, for the cost profile. Knows no strategy's worth.
+"""Times the parts of a round for the cost profile, on rows that are discarded.
 
-A pass costs the same whatever its tokens are, so repeated tokens stand for drafts.
+The cost of a pass does not depend on its tokens, so repeated tokens replace drafts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tlt_hpc import __version__
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.costs import ProfileKey, processor_name
-from tlt_hpc.rollout.decoding import Rounds
+from tlt_hpc.rollout.decoding import HostRounds
 from tlt_hpc.rollout.drafts import slots_needed
 from tlt_hpc.rollout.responses import Response
 from tlt_hpc.rollout.scheduler import Scheduler
@@ -25,9 +25,9 @@ from tlt_hpc.rollout.strategy import Strategy
 
 
 class RoundMeasures:
-    """What ``cost_profile.Measures`` asks for, on an engine that has no work."""
+    """Implements ``costs.Measures`` on an engine that has no work."""
 
-    def __init__(self, scheduler: Scheduler, rounds: Rounds, responses: Sequence[Response]) -> None:
+    def __init__(self, scheduler: Scheduler, rounds: HostRounds, responses: Sequence[Response]) -> None:
         self._scheduler, self._rounds, self._responses = scheduler, rounds, responses
 
     def measure_verify(self, batch: int, width: int) -> float:
@@ -36,7 +36,7 @@ class RoundMeasures:
         return self._rounds.time_verify(width)
 
     def measure_draft(self, batch: int, depth: int, strategy: Strategy) -> float:
-        """Seconds of the strategy's drafts for ``batch`` rows, were it ``depth`` deep."""
+        """Seconds of the strategy's drafts for ``batch`` rows, with its depth replaced by ``depth``."""
         self._occupy(batch, slots_needed(replace(strategy, depth=depth)))
         return self._rounds.time_draft(replace(strategy, depth=depth))
 

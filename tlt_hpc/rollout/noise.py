@@ -31,7 +31,7 @@ _ROUNDS = 10
 
 
 def noise_key(key: SampleKey) -> tuple[int, int, int, int]:
-    """Four 32-bit words that stand for a sample: two key Philox, two are the upper half of its counter."""
+    """Four 32-bit words that identify a sample: the key of Philox (two) and the upper half of its counter (two)."""
     packed = struct.pack("<5q", key.seed, key.stream, key.step, key.draw, key.sample)
     words = struct.unpack("<4I", hashlib.sha256(packed).digest()[:16])
     return words[0], words[1], words[2], words[3]
@@ -98,7 +98,7 @@ def _fused() -> Callable[[Tensor, Tensor, int], Tensor]:
 
 
 def _compiled(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """``gumbel_rows`` in one fused loop; a single row is padded to two, since one would be compiled anew."""
+    """``gumbel_rows`` in one fused loop; a single row is padded to two, since one would be compiled separately."""
     if len(words) > 1:
         return _fused()(words, positions, vocab_size)
     return _fused()(words.expand(2, -1), positions.expand(2, -1), vocab_size)[:1]
@@ -117,9 +117,9 @@ def _rows_function(vocab_size: int, device: torch.device) -> Callable[[Tensor, T
 
 
 class NoiseWindow:
-    """Noise of the next positions of every live row, made once each, and in blocks since a call is dear.
+    """Noise of the next positions of every live row, generated once, and in blocks since a call is expensive.
 
-    A ring by position: row b's noise of position t stands at ``t % width``, as long as t is among its next ``width``.
+    A ring by position: row b's noise of position t is at ``t % width``, as long as t is among its next ``width``.
     """
 
     _AHEAD = 32
@@ -143,7 +143,7 @@ class NoiseWindow:
 
     @property
     def _noise(self) -> Tensor:
-        """[R * width, V], made when it is first asked for: where kernels make the noise themselves nobody does."""
+        """[R * width, V], allocated on first use: not at all if kernels generate the noise themselves."""
         if self._ring is None:
             with torch.inference_mode(False):  # rows are moved outside of it
                 self._ring = torch.zeros(len(self.words) * self.width, self.vocab_size, device=self.words.device)

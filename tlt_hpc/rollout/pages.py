@@ -44,7 +44,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """Let go of pages; those that nobody holds any more are free again."""
+        """Release pages; those that have no holder left are free again."""
         for page in pages:
             assert self._holders[page] > 0, f"page {page} is free already"
             self._holders[page] -= 1
@@ -53,7 +53,7 @@ class PagePool:
 
     @property
     def is_loose(self) -> bool:
-        """Whether a pass over all pages up to the highest would mostly read what nobody uses."""
+        """Whether a pass over all pages up to the highest would mostly read unused ones."""
         return self.num_used < _LOOSEST * self.high_water
 
     def pack(self) -> dict[int, int]:

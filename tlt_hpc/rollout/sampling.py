@@ -140,7 +140,7 @@ def _num_above(descending: Tensor, values: Tensor, margin: float) -> Tensor:
 def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> Tensor:
     """Log-probabilities of tokens [...] under the temperature-scaled policy [..., V], before any truncation.
 
-    ``temperature`` 0 stands for 1; as a tensor it broadcasts against the logits and holds no 0.
+    ``temperature`` 0 is taken as 1; as a tensor it broadcasts against the logits and holds no 0.
     """
     scaled = logits if not isinstance(temperature, Tensor) and temperature in (0, 1) else logits / temperature
     return scaled.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

@@ -162,7 +162,7 @@ class Scheduler:
         return sum(self._lacking(response, num_slots, ahead) for response in self.rows.responses) <= self.pool.num_free
 
     def reserve(self, num_slots: int, ahead: int = 0) -> None:
-        """Give every live row the pages for that many positions; whoever came last makes room where they run out."""
+        """Give every live row the pages for that many positions, if need be by preempting what arrived last."""
         row = 0
         while row < self.rows.num_live:
             response = self.rows.responses[row]
@@ -227,7 +227,7 @@ class Scheduler:
         return count
 
     def _pack(self) -> None:
-        """Move pages together, so that a pass reads few that are nobody's."""
+        """Move pages together, so that a pass reads few unused ones."""
         moves = self.pool.pack()
         self.cache.copy_pages(moves)
         for response in self.prefilling:

@@ -23,7 +23,7 @@ def put(values: Tensor, index: int, number: float) -> None:
 
 
 class PendingHostCopy:
-    """A tensor on its way to the host; on a CPU a copy, but where ``is_own`` says that nobody else has it."""
+    """A tensor on its way to the host; on a CPU a copy, unless ``is_own`` says that it is not shared."""
 
     def __init__(self, x: Tensor, is_own: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
