@@ -23,7 +23,7 @@ _FOLDER: Path = runpy.run_path(os.fspath(TOOL))["default_folder"]()
 TEXTS = (
     "The greatest common divisor of two integers is the largest integer that divides both of them without a "
     "remainder. Euclid's algorithm finds it by division: replace the larger number by its remainder when it is "
-    "divided by the smaller one, and go on until the remainder is zero. The last number that is not zero is the "
+    "divided by the smaller one, and continue until the remainder is zero. The last number that is not zero is the "
     "answer. For 196 and 364, for example, the remainders are 168, then 28, then 0, so the greatest common divisor "
     "is 28. The algorithm is more than two thousand years old.",
     "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n"

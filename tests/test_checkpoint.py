@@ -233,7 +233,7 @@ def test_a_run_killed_while_saving_leaves_the_earlier_one(
         with pytest.raises(Killed):
             save(store, 6, size=1)
     assert names_in(folder) == ["step-000004", "step-000006.part"]
-    again = Stores(folder, keep=2)  # of the run that goes on
+    again = Stores(folder, keep=2)  # of the run that continues
     assert newest(again).step == 4
     save(again, 6, size=1)
     assert newest(again).step == 6 and names_in(folder) == ["step-000004", "step-000006"]

@@ -40,7 +40,7 @@ class ThreadWorld:
 
 
 def claim(*places: Path) -> list[str]:
-    """What each of two ranks is told whose ``run.folder`` is that place; empty where it may go on."""
+    """What each of two ranks is told whose ``run.folder`` is that place; empty where it may continue."""
     board, barrier = [None, None], threading.Barrier(2)
 
     def on_rank(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""A run goes on with the data that it began with, or not at all."""
+"""A run continues with the data that it began with, or not at all."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_changed_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_may_come_to_be_left_out_and_not_back(tmp_path: Path) -> None:
-    """Where a row was in the way, a run must be able to go on without it; its draws before had none of them."""
+    """Where a row was in the way, a run must be able to continue without it; its draws before had none of them."""
     path = write_jsonl(tmp_path / "a.jsonl", gcd_rows(5))
     claim(tmp_path, path)
     claim(tmp_path, path, "data.overlong=drop")

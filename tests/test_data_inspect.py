@@ -82,7 +82,7 @@ def test_a_job_file_says_what_to_look_at(tmp_path: Path, capsys: Captured) -> No
             "tlt: model.path = 'none': no config.json in that folder; download the model there first (compute "
             "nodes have no internet) or use 'embedded:tiny'",
         ),
-        (["embedded:gcd"], "tlt: 'embedded:gcd' makes its problems anew at every step; give a file, folder or task"),
+        (["embedded:gcd"], "tlt: 'embedded:gcd' makes its problems again at every step; give a file, folder or task"),
         (
             ["chat.jsonl", "--model", "embedded:tiny"],
             "tlt: chat.jsonl:1: the prompt is a list of messages, and the model folder has no chat template; "

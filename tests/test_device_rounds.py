@@ -274,7 +274,7 @@ def test_nothing_that_graphs_read_moves(size, form):
         parts = (engine._rows, engine._noise, engine._cache, engine._learned, engine._rounds._graphs._target.decoder)
         graphs = engine._rounds._graphs
         held = addresses((*parts, graphs.tolerance), set())
-        # what is derived for CPUs is made anew at each load; on a GPU nothing is
+        # what is derived for CPUs is made again at each load; on a GPU nothing is
         derived = ("_blocked", "_scaled", "_floor")
         return {path: at for path, at in held.items() if not any(name in path for name in derived)}
 

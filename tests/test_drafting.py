@@ -327,7 +327,7 @@ def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):
         trainer._update_seconds = 1e9  # an update that is not worth a rank's waiting for it
         answers = iter([False] * moment + [True])
         assert trainer.micro_step(lambda: next(answers))  # noqa: B023
-        assert next(answers, None) is None, "the micro-step went on"
+        assert next(answers, None) is None, "the micro-step continued"
         assert (trainer.sha256(), trainer.num_steps, trainer.records) == (before, 0, [])
         assert trainer.cut_seconds > 0
         assert not trainer.is_trained
@@ -620,7 +620,9 @@ def test_a_mean_goes_on_where_it_was_saved(tmp_path):
         train_and_merge(one, 2)
     assert torch.equal(again.served()["fc"], trainer.served()["fc"])
 
-    old = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0)  # goes on with a run without a mean
+    old = SpotTrainer(
+        embedded_decoder(), cache, trainer._settings, seed=0, rank=0
+    )  # continues with a run without a mean
     old.load_state({name: t for name, t in state.items() if not name.endswith(".trained") and name != "num_averaged"})
     assert torch.equal(old.served()["fc"], state["fc.weight"])
     assert torch.equal(old.drafter.state_dict()["fc"], state["fc.weight"])

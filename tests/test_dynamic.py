@@ -317,7 +317,7 @@ def test_a_run_goes_on_behind_steps_that_were_taken_up(straight: Path, tmp_path:
     for path in RunFolder(tmp_path / "tiny").rollout_logs(2):
         path.unlink()
     shown = train(tmp_path, 2)
-    assert "step 1: its update repeated" in shown and "going on from step 2" in shown
+    assert "step 1: its update repeated" in shown and "resuming from step 2" in shown
     assert all(read_lines(straight / "tiny" / "metrics.jsonl")[step]["rollout/refills"] for step in (1, 2))
     assert responses(tmp_path) == responses(straight)
     assert_same_end(tmp_path, straight)

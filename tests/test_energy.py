@@ -288,7 +288,7 @@ def test_a_part_that_was_lost_leaves_the_sum_out() -> None:
 
 @pytest.mark.mpi
 def test_a_run_logs_joules_and_each_start_what_it_runs_on(tmp_path: Path) -> None:
-    """Two ranks of one node, one of whose counters goes on by a joule from each reading to the next."""
+    """Two ranks of one node, one of whose counters continues by a joule from each reading to the next."""
     run_on_ranks(2, train_beside_a_counter, str(tmp_path), timeout=240)
     lines = read_lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     assert list(lines) == [0, 1]

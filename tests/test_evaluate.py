@@ -308,7 +308,7 @@ def test_an_evaluation_whose_facts_are_damaged(tmp_path):
     (tmp_path / "evaluation.json").write_text("{")
     with pytest.raises(ConfigError) as caught:
         EvaluationFolder(tmp_path).claim({})
-    assert str(caught.value) == f"{tmp_path}/evaluation.json is damaged; delete {tmp_path} to evaluate anew"
+    assert str(caught.value) == f"{tmp_path}/evaluation.json is damaged; delete {tmp_path} to evaluate again"
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ class Read:
 
 
 def checkpoint_of_three_ranks(folder: Path):
-    """The embedded weights as a run's masters, each dealt over ranks in unequal pieces."""
+    """The embedded weights as a run's masters, each distributed over ranks in unequal pieces."""
     masters = {f"{name}.master": weight.float() for name, weight in folder_weights(embedded_folder())}
     files, stored = [], {}
     for rank in range(3):

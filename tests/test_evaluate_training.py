@@ -109,7 +109,7 @@ def test_another_evaluation_of_the_step_is_set_aside_and_said_so(tmp_path, caplo
     folder.claim({"evaluation.seed": 0})
     assert claim_anew(OneRank(), folder, {"evaluation.seed": 1}) == set()
     assert caplog.messages == [
-        f"{folder.path} has evaluation.seed = 0, now 1: kept as {folder.path}-replaced-1, evaluated anew"
+        f"{folder.path} has evaluation.seed = 0, now 1: kept as {folder.path}-replaced-1, evaluated again"
     ]
     assert folder.read_facts() == {"evaluation.seed": 1}
 

@@ -1,4 +1,4 @@
-"""kill -9 of one rank of a whole run, again and again: it goes on, and ends with the policy of an unbroken run."""
+"""kill -9 of one rank of a whole run, again and again: it continues, and ends with the policy of an unbroken run."""
 
 from __future__ import annotations
 
@@ -115,17 +115,17 @@ def start(
 
 
 def finish(folder: Path, num_steps: int, *changes: str) -> None:
-    """Go on to the end, from where the last kill left it: nothing that was committed is generated again."""
+    """Continue to the end, from where the last kill left it: nothing that was committed is generated again."""
     committed, logs = num_steps_done(folder), committed_logs(folder)
     process = start(["-m", "tlt_hpc", *arguments(folder, num_steps, *changes)], python=forked())
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0, out
-    assert committed == 0 or f"going on from step {committed}" in out, out
+    assert committed == 0 or f"resuming from step {committed}" in out, out
     assert logs.items() <= committed_logs(folder).items()
 
 
 def committed_logs(folder: Path) -> dict[str, int]:
-    """The rollout logs of the steps that are done, with their inodes: a file that is written anew has another."""
+    """The rollout logs of the steps that are done, with their inodes: a file that is written again has another."""
     run = RunFolder(folder / "tiny")
     paths = [path for step in range(num_steps_done(folder)) for path in run.rollout_logs(step)]
     assert len(paths) == RANKS * num_steps_done(folder)

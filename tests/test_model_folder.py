@@ -178,11 +178,11 @@ def test_shards_that_are_missing(index: str, message: str, folder: Path, capsys:
         (None, "model folder mine names no eos_token_id; add one to its generation_config.json"),
         (
             99,
-            "model folder mine: eos_token_id 99 is none of the model's tokens 0 to 23; mend its generation_config.json",
+            "model folder mine: eos_token_id 99 is none of the model's tokens 0 to 23; fix its generation_config.json",
         ),
         (
             "<end>",
-            "model folder mine: eos_token_id '<end>' is none of the model's tokens 0 to 23; mend its "
+            "model folder mine: eos_token_id '<end>' is none of the model's tokens 0 to 23; fix its "
             "generation_config.json",
         ),
     ],

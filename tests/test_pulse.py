@@ -142,7 +142,7 @@ def test_a_silent_rank_delays_the_others_without_blocking_them() -> None:
     results = run_on_ranks(4, rollouts_with_one_silent_rank, 3.0)
     assert len({result["rosters"] for result in results}) == 1
     waiting = results[1:]
-    assert min(result["polls"] for result in waiting) > 4, "the others did not go on polling"
+    assert min(result["polls"] for result in waiting) > 4, "the others did not continue polling"
     assert max(result["longest_poll_seconds"] for result in waiting) < 2.0, "a poll that blocks takes as long as that"
 
 

@@ -70,7 +70,7 @@ def moved(model: Any) -> Any:
 
 
 def hashes_at_stage_3() -> list[list[str]]:
-    """The policy after two steps, the reference renewed between them: once dealt out, once whole on every rank.
+    """The policy after two steps, the reference renewed between them: once sharded, once whole on every rank.
 
     By where the distance is taken from. Nothing but the reference differs: the policy of another stage has other bits.
     """

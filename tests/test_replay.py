@@ -55,7 +55,7 @@ def test_dropping_lines_leaves_the_earlier_ones_and_no_other_file(tmp_path: Path
         add_line(path, line(step))
     before = path.stat().st_ino
     drop_lines(path, 3)
-    assert path.stat().st_ino == before, "nothing to drop, yet written anew"
+    assert path.stat().st_ino == before, "nothing to drop, yet written again"
     drop_lines(path, 1)
     assert list(read_lines(path)) == [0]
     beside = tmp_path / "metrics.dropped-000001.jsonl"
@@ -236,7 +236,7 @@ def test_logged_steps_end_in_the_same_policy_and_generate_nothing(reference_run:
     shown = train(broken)
     for step in range(SAVED, STEPS):
         assert f"step {step}: its update repeated" in shown
-    assert f"going on from step {STEPS}" in shown
+    assert f"resuming from step {STEPS}" in shown
     assert [logs(broken, step) for step in range(STEPS)] == before
     assert_same_policy(broken, reference_run)
     assert read_lines(broken / "tiny" / "metrics.jsonl") == read_lines(reference_run / "tiny" / "metrics.jsonl")
@@ -255,7 +255,7 @@ def test_logged_steps_end_in_the_same_policy_and_generate_nothing(reference_run:
 @pytest.mark.mpi
 def test_a_drafter_that_was_not_saved_alone_is_trained_again(broken: Path) -> None:
     shutil.rmtree(RunFolder(broken / "tiny").drafter_checkpoints)
-    assert f"going on from step {STEPS}" in train(broken)
+    assert f"resuming from step {STEPS}" in train(broken)
     # the features of the last two steps are on disk
     repeated = drafter_steps(broken, STEPS) - drafter_steps(broken, SAVED)
     counts = [logged_micro_steps(broken, step) for step in (2, 3)]
@@ -271,7 +271,7 @@ def test_a_damaged_log_is_named_and_its_step_generated_again(reference_run: Path
     shown = train(broken)
     assert "step 2: its update repeated" in shown
     assert "step 3 and those after it are generated again" in shown and damaged.name in shown
-    assert "going on from step 3" in shown
+    assert "resuming from step 3" in shown
     assert dict(logs(broken, 3))[damaged] != inode
     assert_same_policy(broken, reference_run)
     assert len(read_lines(broken / "tiny" / "metrics.jsonl")) == STEPS
@@ -283,7 +283,7 @@ def test_a_step_without_its_line_was_under_way(reference_run: Path, broken: Path
     drop_lines(broken / "tiny" / "metrics.jsonl", 3)
     before = logs(broken, 3)
     shown = train(broken)
-    assert "going on from step 3" in shown and "are generated again" not in shown
+    assert "resuming from step 3" in shown and "are generated again" not in shown
     assert all(new != old for new, old in zip(logs(broken, 3), before, strict=True))
     assert_same_policy(broken, reference_run)
 
@@ -309,7 +309,7 @@ def test_a_missing_rank_and_other_rewards_are_not_taken_for_the_step(reference_r
 @pytest.mark.mpi
 def test_another_number_of_ranks_takes_the_log_up_too(reference_run: Path, broken: Path) -> None:
     before = [logs(broken, step) for step in range(STEPS)]
-    assert f"going on from step {STEPS}" in train(broken, ranks=1)
+    assert f"resuming from step {STEPS}" in train(broken, ranks=1)
     assert [logs(broken, step) for step in range(STEPS)] == before
     wanted, got = policy(reference_run), policy(broken)
     # keys' biases have no gradient but rounding, of which Adam makes full steps

@@ -166,7 +166,7 @@ def run_in_turn(folder: str, runs: list[list[str]]) -> list[str]:
 
 @pytest.mark.mpi
 def test_a_run_of_one_replica_is_a_run_of_whole_models_bit_for_bit(tmp_path: Path) -> None:
-    """And goes on with whole models, from the checkpoint and the log of a replica."""
+    """And continues with whole models, from the checkpoint and the log of a replica."""
     runs = [
         ["run.name=whole", "run.num_steps=2", "speculation.mode=plain"],
         ["run.name=split", "run.num_steps=1", TWO],

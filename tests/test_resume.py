@@ -184,14 +184,14 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.mpi
 def test_the_drafter_comes_back_from_between_two_checkpoints(tmp_path: Path) -> None:
-    for saved, damaged, anew, rest in run_on_ranks(2, save_between_and_come_back, str(tmp_path)):
+    for saved, damaged, again, rest in run_on_ranks(2, save_between_and_come_back, str(tmp_path)):
         assert saved == {"step": 2, "differences": [], "not as at the start": saved["not as at the start"]}
         assert saved["not as at the start"] > 20
         # trained again on what features there are: not the same, and not what it was
         assert damaged["step"] == 2 and damaged["differences"] and damaged["not as at the start"] > 20
         assert all(".drafter" in name or "served" in name or "chooser" in name for name in damaged["differences"])
         # its steps are generated again: a drafter that has seen their responses is none of theirs
-        assert anew["step"] == 0 and not anew["not as at the start"]
+        assert again["step"] == 0 and not again["not as at the start"]
         assert rest["found"] == [*[["step-000001", "step-000002"]] * 3, []]
         assert rest["sizes"][0] == rest["sizes"][1] > 0
 

@@ -109,7 +109,7 @@ def judged(rollout: Rollout) -> float:
 def test_a_function_that_judges_no_response_ends_the_run(
     body: str, settings: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
-    """It would go on to its end and learn nothing."""
+    """It would continue to its end and learn nothing."""
     (tmp_path / "own.py").write_text(f"def compute_score(**given): {body}\n")
     function = f"reward.function={tmp_path / 'own.py'}:compute_score"
     done = train(

@@ -224,7 +224,7 @@ def test_handing_over_never_waits(own: str) -> None:
     client = client_of(own)
     os.kill(client.server_pid, signal.SIGSTOP)
     numbers = [client.submit(Answer("function", "own", "x" * 100_000, "")) for _ in range(100)]
-    client.pump()  # a call that waits does so for ever: only this thread lets the server go on
+    client.pump()  # a call that waits does so for ever: only this thread lets the server continue
     os.kill(client.server_pid, signal.SIGCONT)
     assert {verdict.reward for verdict in client.wait(numbers).values()} == {100_000.0}
     client.close()

@@ -160,7 +160,7 @@ def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
     reached = len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines())
     assert reached in (2, 3), out
     done = run_tlt(tmp_path, "run.num_steps=4")
-    assert f"going on from step {reached}" in done.stdout
+    assert f"resuming from step {reached}" in done.stdout
     resumed = tmp_path / "tiny"
     for step in range(4):
         assert tokens_of(resumed, step) == tokens_of(straight, step)
@@ -201,7 +201,7 @@ def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
     process.send_signal(number)
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 75, f"{process.returncode}\n{out}\n{errors}"
-    assert re.search(rf"stopped early \(.*{number.name}.*\) after \d+ of 100 steps; the same command goes on", out)
+    assert re.search(rf"stopped early \(.*{number.name}.*\) after \d+ of 100 steps; the same command resumes", out)
     assert "Traceback" not in errors
     assert "Abort" not in errors and "BAD TERMINATION" not in out + errors
     reached = len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines())
@@ -224,7 +224,7 @@ def test_a_finished_run_says_so_and_a_changed_one_is_refused(tmp_path):
     run_tlt(tmp_path, "run.num_steps=1")
     done = run_tlt(tmp_path, "run.num_steps=1", own=True)
     assert re.fullmatch(
-        r"checking \S+\nalready finished: 1 step in \S+, policy [0-9a-f]{12}; raise run.num_steps to go on\n",
+        r"checking \S+\nalready finished: 1 step in \S+, policy [0-9a-f]{12}; raise run.num_steps to continue\n",
         done.stdout,
     )
     word = tmp_path / "tiny" / "finished.json"

@@ -108,7 +108,7 @@ def test_the_accept_length_is_the_same_whichever_depths_were_chosen() -> None:
 
 
 def test_counts_survive_the_log_and_later_steps_are_not_read(tmp_path) -> None:
-    """A resumed run finds lines of steps that it does anew: it decides as if they were not there."""
+    """A resumed run finds lines of steps that it does again: it decides as if they were not there."""
     rows = [counts_of(length) for length in (4.0, 3.5, 3.9)]
     lines = [json.dumps({"training/global_step": float(i), **row.to_metrics()}) for i, row in enumerate(rows)]
     folder = RunFolder(tmp_path)

@@ -1,4 +1,4 @@
-"""Whatever Slurm does to a job, it goes on, and ends with the policy of a run that nothing happened to."""
+"""Whatever Slurm does to a job, it continues, and ends with the policy of a run that nothing happened to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def limit(training: Training) -> None:
     training.slurm.run("scancel", "--signal=USR2", training.job)
     training.until_back(restarts + 1)
     said = training.said()[len(before) :]
-    assert f"job {training.job} is queued again, and will go on" in said, said
+    assert f"job {training.job} is queued again and will resume" in said, said
     assert re.search(r"stopped early \(.*SIGUSR2\)", said), said
 
 
@@ -46,7 +46,7 @@ def requeue(training: Training) -> None:
 
 
 def cancel(training: Training) -> None:
-    """The user stops it, which is never answered by queueing again, and submits it anew."""
+    """The user stops it, which is never answered by queueing again, and submits it again."""
     training.slurm.run("scancel", training.job)
     training.until_ended("CANCELLED")
     assert f"job {training.job} is queued again" not in training.said().rpartition("stopped early")[2]
@@ -73,7 +73,7 @@ def drain(training: Training) -> None:
 
 
 def kill(training: Training) -> None:
-    """kill -9 of a rank: the job fails, and the user submits it anew."""
+    """kill -9 of a rank: the job fails, and the user submits it again."""
     ranks = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_rank_of(path, training.job)]
     assert ranks
     os.kill(random.choice(ranks), signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_a_job_that_outlasts_its_time_limit_comes_back_until_it_is_done(slurm, t
         assert "Traceback" not in each.said()
     stops = re.findall(r"stopped early \((.*)\)", training.said())
     assert stops and all("time limit" in stop or "SIGUSR2" in stop for stop in stops)
-    assert len(stops) == training.said().count(f"job {training.job} is queued again, and will go on")
+    assert len(stops) == training.said().count(f"job {training.job} is queued again and will resume")
     assert training.policy() == straight.policy()
 
 
@@ -166,7 +166,7 @@ def test_where_slurm_cancels_what_it_preempts_the_job_says_so_and_leaves(slurm, 
     finally:
         slurm.run("scontrol", "update", "partitionname=main", "preemptmode=requeue")
     told = (
-        f"tlt: job {job} is preempted, and not queued again (PreemptMode=CANCEL): submit the same script, which goes on"
+        f"tlt: job {job} is preempted, and not queued again (PreemptMode=CANCEL): submit the same script, which resumes"
     )
     assert f"{told}\nleft\n" in said()
     assert slurm.show(job)["Restarts"] == "0"

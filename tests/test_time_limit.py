@@ -92,7 +92,7 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
         assert flag.kind is Stop.TIME
         assert (tmp_path / "asked").exists() is wanted
     assert (tmp_path / "asked").read_text() == "requeue 17\n"
-    assert capsys.readouterr().out == "tlt: job 17 is queued again, and will go on\n"
+    assert capsys.readouterr().out == "tlt: job 17 is queued again and will resume\n"
     flag = StopFlag()
     know_limits(flag, JOB, 0, tmp_path, None)  # work that starts over is not
     for timer in flag.timers:
@@ -227,11 +227,13 @@ def test_where_slurm_refuses_the_user_is_told_what_to_do(command, tmp_path):
     command("scontrol", "echo 'Requested operation is disabled for job 17' >&2; exit 1")
     assert queue_again(JOB, tmp_path, "step 1") == (
         "job 17 is not queued again (`scontrol requeue 17` said: Requested operation is disabled for job 17): "
-        "submit the same script, which goes on"
+        "submit the same script, which resumes"
     )
     assert queue_again({}, tmp_path, "step 1").startswith("not in a Slurm job")
     again = {AGAIN: "python jobs/submit.py resubmit sub"}
-    assert queue_again({**JOB, **again}, tmp_path, "step 1").endswith(": `python jobs/submit.py resubmit sub` goes on")
+    assert queue_again({**JOB, **again}, tmp_path, "step 1").endswith(
+        ": `python jobs/submit.py resubmit sub` continues"
+    )
 
 
 PREEMPTED = "JobId=17 JobState=RUNNING Requeue=1 PreemptTime=2026-11-22T03:33:48 Partition=main QOS=long"
@@ -291,7 +293,7 @@ def test_the_mode_of_preemption_is_the_partitions_or_the_qos(command, kind, clus
 def test_a_preempted_job_that_slurm_does_not_queue_again_says_so_and_leaves(command, capsys, mode, job, why):
     command("scontrol", settings("partition_prio", "REQUEUE", mode).replace(PREEMPTED, job))
     await_preemption(JOB)  # it would not come back: the job stays preempted
-    told = f"tlt: job 17 is preempted, and not queued again ({why}): submit the same script, which goes on\n"
+    told = f"tlt: job 17 is preempted, and not queued again ({why}): submit the same script, which resumes\n"
     assert capsys.readouterr().out == told
 
 
@@ -313,7 +315,7 @@ def test_a_controller_that_is_busy_for_a_while_costs_no_place_in_the_queue(comma
     assert (tmp_path / "asked").read_text() == "6\n"
     (tmp_path / "asked").unlink()
     command("scontrol", f"{count}; [ $n = 3 ] || {{ echo Socket timed out >&2; exit 1; }}")
-    assert queue_again(JOB, tmp_path, "step 1") == "job 17 is queued again, and will go on"
+    assert queue_again(JOB, tmp_path, "step 1") == "job 17 is queued again and will resume"
 
 
 def test_an_end_that_was_put_off_is_the_one_that_counts(command, tmp_path):

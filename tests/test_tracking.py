@@ -83,7 +83,7 @@ def test_event_files_hold_what_metrics_hold_after_kills_and_steps_taken_back(tmp
     assert told(events) == logged(folder)
     commit(folder, 3, 4)
     follow(config, folder, 3, 5)
-    assert told(events) == logged(folder) and len(list(events.iterdir())) == 1, "events are written anew"
+    assert told(events) == logged(folder) and len(list(events.iterdir())) == 1, "events are written again"
     # resumed from an earlier checkpoint: steps 2 and on are others now
     drop_lines(folder.metrics, 2)
     commit(folder, 2, 3, factor=2.0)

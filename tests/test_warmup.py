@@ -1,4 +1,4 @@
-"""tlt warmup: what it leaves, that it goes on where it was killed, that ranks share the work, and what it refuses."""
+"""tlt warmup: what it leaves, that it continues where it was killed, that ranks share the work, and what it refuses."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_two_ranks_share_the_work_and_learn_the_same(straight, tmp_path):
 
 @pytest.mark.mpi
 def test_ranks_that_decode_together_warm_up_the_same_drafter(straight, tmp_path):
-    """Texts are the same, features but for the order of sums; and a replica that was stopped goes on."""
+    """Texts are the same, features but for the order of sums; and a replica that was stopped continues."""
     assert run_on_ranks(2, stopped, str(tmp_path / "two"), "rollout.tensor_parallel=2") == [False, False]
     together = run_on_ranks(2, without_noise, str(tmp_path / "two"), "rollout.tensor_parallel=2")
     quiet = tmp_path / "one"

@@ -246,7 +246,7 @@ def test_a_folder_that_was_deleted(tmp_path, capfd):
 
 
 def test_a_folder_that_hangs(tmp_path, capfd, monkeypatch):
-    """A file that never opens, as on a server that is away: the thread that touches it hangs, the looks go on."""
+    """A file that never opens, as on a server that is away: the thread that touches it hangs, the looks continue."""
     os.mkfifo(status_file(tmp_path, 0))
     monkeypatch.setattr(watch_module, "LAST_WORD_SECONDS", 0.1)
     with Job(tmp_path, looks=5) as job:

@@ -1,4 +1,4 @@
-"""The watch over whole runs: a hang ends with one line and goes on; bad disks end clearly, pauses are sat out."""
+"""The watch over whole runs: a hang ends with one line and continues; bad disks end clearly, pauses are sat out."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_hang_ends_the_run_with_one_line_and_the_same_command_goes_on(tmp_path
     )
     told = re.match(f"tlt: the job hangs: ({named}); stacks are in", lines[0])
     assert told, text
-    assert "the same command goes on" in lines[0] and num_steps(tmp_path) == 1
+    assert "the same command resumes" in lines[0] and num_steps(tmp_path) == 1
     code, lines, text = end(train(tmp_path, 2, *changes))
     assert code == 0 and not lines, text
     assert f"the last start ended so: {told[1]}" in text
@@ -129,7 +129,7 @@ def disk(tmp_path) -> Iterator[Path]:
 def goes_on(folder: Path, ranks: int, steps: int, done: int) -> None:
     code, lines, text = end(train(folder, ranks, f"run.num_steps={steps}"))
     assert code == 0 and not lines, text
-    assert f"going on from step {done}" in text and num_steps(folder) == steps
+    assert f"resuming from step {done}" in text and num_steps(folder) == steps
 
 
 @pytest.mark.slow

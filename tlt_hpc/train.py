@@ -393,7 +393,7 @@ def decisions_of(counts: EngineCounts) -> NDArray[np.int32]:
 
 
 def drop_foreign_logs(job: Job, step: int) -> None:
-    """Remove a step's files of ranks that are no more: a run resumed on fewer of them has written the step anew."""
+    """Remove a step's files of ranks that are no more: a run resumed on fewer of them has written the step again."""
     for path in job.folder.rollout_logs(step):
         if rank_of(path) >= job.world.size:
             path.unlink()

@@ -4,7 +4,7 @@
     python tools/make_log.py /tmp/small --steps 10 --ranks 4
 
 Lengths have a long tail, rounds become few as responses end, ranks wait for the last and train meanwhile; tokens are
-random, and no model is behind any of it. The same arguments give the same figures. Knows no torch and no MPI.
+random, and no model is behind any of it. The same arguments give the same figures. Imports neither torch nor MPI.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A checkpoint is a folder ``step-000010`` of safetensors files, one writer each, 
 It is written as ``step-000010.part`` and renamed when it is whole, so a folder under its final name is complete unless
 the disk has lost something.
 
-The main thread copies this rank's share to host memory (``begin``) and goes on; a thread of each rank writes it
+The main thread copies this rank's share to host memory (``begin``) and continues; a thread of each rank writes it
 (``save.py``). What became of it all ranks learn in ``advance``, from what each says of its own (``report``): the main
 loop adds that to a collective that it has anyway.
 """
@@ -246,7 +246,7 @@ class CheckpointStore:
         return good
 
     def drop_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps, which are about to be made anew; for one rank.
+        """Remove the checkpoints of later steps, which are about to be made again; for one rank.
 
         Raises:
             CheckpointError: one cannot be removed.

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a live table in a terminal, one line a step elsewhere. Reads, never decides."""
+"""What a user sees while a run works: a live table in a terminal, one line a step elsewhere."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def evaluation_line(step: int, metrics: Mapping[str, float]) -> str:
 
 def run_line(config: Config, first_step: int) -> str:
     """Which run begins, and where it writes."""
-    note = f", going on from step {first_step}" if first_step else ""
+    note = f", resuming from step {first_step}" if first_step else ""
     return f"{config.folder} ({config.speculation.mode}): {count(config.run.num_steps, 'step')}{note}"
 
 
@@ -201,7 +201,9 @@ def print_result(config: Config, result: RunResult) -> None:
     """How a run ended and where it wrote."""
     console = make_console()
     if result.first_step >= config.run.num_steps:
-        text = f"already finished: {count(result.num_steps, 'step')} in {config.folder}; raise run.num_steps to go on"
+        text = (
+            f"already finished: {count(result.num_steps, 'step')} in {config.folder}; raise run.num_steps to continue"
+        )
     elif result.finished:
         steps = count(result.num_steps, "step")
         text = f"finished: {steps}, policy {result.policy_sha256[:12]}, written to {config.folder}"
@@ -210,7 +212,7 @@ def print_result(config: Config, result: RunResult) -> None:
         done = max(result.num_steps, committed)
         text = (
             f"stopped early ({result.stop_reason}) after {done} of {count(config.run.num_steps, 'step')}; "
-            f"the same command goes on from {config.folder}"
+            f"the same command resumes from {config.folder}"
         )
     console.print(text, soft_wrap=True)
 
@@ -271,7 +273,7 @@ def curve_cells(point: CurvePoint) -> tuple[str, ...]:
 
 
 def seconds_left(progress: Progress, config: Config) -> float:
-    """Of the training, if it goes on as it did and no budget but the updates and tokens ends it."""
+    """Of the training, if it continues as it did and no budget but the updates and tokens ends it."""
     done = share_done(progress, config.warmup)
     return progress.seconds / done * (1.0 - done) if done else 0.0
 
@@ -286,7 +288,7 @@ class WarmupScreen:
 
     def started(self, config: Config, texts: Texts, progress: Progress) -> None:
         self._config, self._reads = config, "logged responses" if texts.are_logged else "prompts to answer"
-        note = f", going on from update {progress.updates}" if progress.updates else ""
+        note = f", resuming from update {progress.updates}" if progress.updates else ""
         kept = f"{count(len(texts.held_out), 'prompt')} held out"
         self._screen.say(f"{config.folder}: {len(texts.training):,} {self._reads}, {kept}{note}")
 
@@ -327,7 +329,7 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
             table.add_row(*curve_cells(point), "best" if point == best else "")
         console.print(table)
     if not result.finished:
-        text = f"stopped early ({result.reason}) after {count(progress.updates, 'update')}; the same command goes on"
+        text = f"stopped early ({result.reason}) after {count(progress.updates, 'update')}; the same command resumes"
         console.print(f"{text} from {result.folder}", soft_wrap=True)
         return
     assert best is not None
@@ -367,5 +369,5 @@ def print_ablation(figures: AblationFigures, written: list[Path]) -> None:
 def print_stopped_ablation(ending: StoppedAblation, config_path: str) -> None:
     """How to resume it."""
     folder = ending.ablation.folder
-    text = f"stopped early ({ending.reason}); go on with: tlt ablate {config_path} --resume {folder}"
+    text = f"stopped early ({ending.reason}); resume with: tlt ablate {config_path} --resume {folder}"
     make_console().print(f"{text}, and the same overrides", soft_wrap=True)

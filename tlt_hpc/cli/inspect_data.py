@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     is_job = file.endswith(".toml")
     config = load_config(file, overrides) if is_job else _config_of(file, overrides)
     if config.data.source == EMBEDDED_TASK:
-        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems anew at every step; give a file, folder or task")
+        raise ConfigError(f"{EMBEDDED_TASK!r} makes its problems again at every step; give a file, folder or task")
     folder = find_model(model or config.model.path) if model or is_job else None
     tokenizer = load_tokenizer(folder) if folder else None
     reader = PromptReader(config.data, config.run.seed, tokenizer, read_chat_format(folder) if folder else None)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 USER_ERROR = 2
 """Exit status of a mistake in the command or configuration; nothing was written."""
 STOPPED_EARLY = 75
-"""Exit status of a run that a signal stopped: the same command goes on from there."""
+"""Exit status of a run that a signal stopped: the same command resumes from there."""
 INTERRUPTED = 130
 """Exit status of a command that a Ctrl-C ended at once."""
 _OVERRIDE = re.compile(r"[a-z_]+\.[a-z_]+=")
@@ -136,7 +136,7 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
             raise  # of a library, a program or a disk
         return fail_together(as_error(caught), rank or 0)
     except KeyboardInterrupt:
-        interrupted = UserError("interrupted; the same command goes on from what was saved")
+        interrupted = UserError("interrupted; the same command resumes from what was saved")
         return fail_together(interrupted, rank or 0, INTERRUPTED)
 
 
@@ -190,7 +190,7 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
 
 
 def check_folder(config: Config) -> str:
-    """See whether a run can begin in its folder, or go on; returns the line of one that has finished, else nothing.
+    """See whether a run can begin in its folder, or continue; returns the line of one that has finished, else nothing.
 
     Raises:
         ValueError, OSError: what is there is of another job, damaged, or cannot be read.
@@ -322,7 +322,7 @@ def fail_together(error: ValueError, rank: int, status: int = USER_ERROR) -> int
 
 
 def leave_early(world: World, folder: Path, progress: Callable[[], str], tracking: Tracking | None = None) -> int:
-    """End a job that was stopped and can go on: where its time was up, or it is preempted, Slurm queues it again.
+    """End a job that was stopped and can continue: where its time was up, or it is preempted, Slurm queues it again.
 
     Collective.
 

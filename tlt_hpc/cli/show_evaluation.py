@@ -47,11 +47,11 @@ def make_evaluation_reporter(shows: bool) -> Iterator[EvaluationReporter]:
 
 
 def print_evaluation(result: EvaluationResult) -> None:
-    """The table of an evaluation, or how to go on with it."""
+    """The table of an evaluation, or how to continue with it."""
     console = make_console()
     if result.results is None:
         console.print(
-            f"stopped early ({result.reason}), {count(result.num_left, 'response')} left; the same command goes on "
+            f"stopped early ({result.reason}), {count(result.num_left, 'response')} left; the same command resumes "
             f"from {result.folder}",
             soft_wrap=True,
         )

@@ -1,4 +1,4 @@
-"""Gives each rank of a node a GPU of its own, before anything asks CUDA what there is. Knows no torch."""
+"""Gives each rank of a node a GPU of its own, before anything asks CUDA what there is. Does not import torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def visible_devices(environment: Mapping[str, str]) -> list[str]:
 def take_device(environment: MutableMapping[str, str], rank: int) -> str | None:
     """Let this rank see one GPU alone, and return its name; None where nothing is said of GPUs.
 
-    One that is the only one is kept: Slurm may have dealt them out by itself (``--gpus-per-task``, ``--gpu-bind``).
+    One that is the only one is kept: Slurm may have assigned them by itself (``--gpus-per-task``, ``--gpu-bind``).
 
     Raises:
         UserError: the node has more ranks than GPUs.

@@ -1,4 +1,4 @@
-"""Starts this program's ranks with mpiexec where neither srun nor mpiexec did. Knows no MPI library."""
+"""Starts this program's ranks with mpiexec where neither srun nor mpiexec did. Imports no MPI library."""
 
 from __future__ import annotations
 

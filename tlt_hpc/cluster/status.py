@@ -15,7 +15,7 @@ from tlt_hpc.storage.step_lines import Line, read_lines
 
 FINISHED = "finished"
 STOPPED_EARLY = 75
-"""Exit status of a command that was stopped and can go on."""
+"""Exit status of a command that was stopped and can continue."""
 _REWARD = "critic/rewards/mean"
 _NODES = re.compile(rb"^nodes (\S+): ", re.MULTILINE)
 """What sbatch/env.sh writes into the log at each start."""

@@ -89,7 +89,7 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
     """
     job = allocation(environment)
     if job is None:
-        return "not in a Slurm job, so nothing was queued: the same command goes on"
+        return "not in a Slurm job, so nothing was queued: the same command resumes"
     history = read_history(folder / HISTORY)
     idle = [entry for entry in history if entry["job"] == job.job_id][1 - MOST_IDLE_STARTS :]
     if len(idle) == MOST_IDLE_STARTS - 1 and all(entry["progress"] == progress for entry in idle):
@@ -103,12 +103,12 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
         _try_again(partial(_requeue, job))
     except (SlurmError, OSError) as error:
         return f"job {job.job_id} is not queued again ({error}): {what_goes_on(environment)}"
-    return f"job {job.job_id} is queued again, and will go on"
+    return f"job {job.job_id} is queued again and will resume"
 
 
 def what_goes_on(environment: Mapping[str, str]) -> str:
     """How the work of a job that is not queued again is resumed, in words."""
-    return f"`{environment[AGAIN]}` goes on" if AGAIN in environment else "submit the same script, which goes on"
+    return f"`{environment[AGAIN]}` resumes" if AGAIN in environment else "submit the same script, which resumes"
 
 
 def await_preemption(environment: Mapping[str, str]) -> None:

@@ -76,7 +76,7 @@ def reader_gone(stream: TextIO) -> None:
     """Let what is still to be written to a stream go nowhere, and end the process where it was for its output alone.
 
     Raises:
-        SystemExit: there is no work that goes on.
+        SystemExit: nothing more is to be done.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

@@ -1,4 +1,4 @@
-"""Plain records that pass between the floors: arrays inside frozen dataclasses, no behaviour, no heavy library."""
+"""Plain records that pass between the layers: arrays inside frozen dataclasses, no behaviour, no heavy library."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class MicroStepRecord:
     start_seconds: float
     end_seconds: float
     num_tokens: int
-    """Pairs that the loss counts: a prompt's are read and teach nothing. They are its weight in the merge."""
+    """Pairs that the loss counts: a prompt's are read and add nothing to it. They are its weight in the merge."""
     loss: float
 
 

@@ -1,4 +1,4 @@
-"""Which keys may change when a run goes on, and the refusal of others."""
+"""Which keys may change when a run continues, and the refusal of others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tlt_hpc.config.reading import load_saved_config
 from tlt_hpc.config.tracking import TrackingSection
 from tlt_hpc.config.whole import Config
 
-# What may differ when a run is resumed: how long it goes on, where it runs, how often it saves, what it may occupy.
+# What may differ when a run is resumed: how long it continues, where it runs, how often it saves, what it may occupy.
 # None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
 FREE_ON_RESUME = frozenset(
     {
@@ -55,7 +55,7 @@ FREE_ON_RESUME = frozenset(
 
 
 def check_resumable(saved: Path, config: Config) -> None:
-    """Refuse to go on, with a configuration whose changes would make it another run, with the one that is ``saved``.
+    """Refuse to continue, with a configuration whose changes would make it another run, with the one that is ``saved``.
 
     Raises:
         ConfigError: names all such keys with both values.

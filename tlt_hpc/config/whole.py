@@ -224,7 +224,7 @@ def check_sequence_parallel(config: Config, num_heads: int, num_kv_heads: int, n
 
 
 def without_side_effects(config: Config) -> Config:
-    """The same steps without what goes on beside them, evaluations and trackers: for runs that are held together."""
+    """The same steps without what runs beside them, evaluations and trackers: for runs that are held together."""
     evaluation = config.evaluation.model_copy(update={"every_steps": 0})
     tracking = config.tracking.model_copy(update={"tensorboard": False, "wandb": "off"})
     return config.model_copy(update={"evaluation": evaluation, "tracking": tracking})

@@ -41,7 +41,7 @@ class WeightAverage:
         return self._means if self._means and self.num_taken else self._weights
 
     def load(self, means: Mapping[str, Tensor], num_taken: int) -> None:
-        """Go on from ``means()`` and ``num_taken`` of another one."""
+        """Resume from ``means()`` and ``num_taken`` of another one."""
         self.num_taken = num_taken
         for name, mean in self._means.items():
             mean.copy_(means[name])

@@ -1,1 +1,1 @@
-"""Judges a policy on data sets: answers every prompt greedily and by sampling, with all ranks, and can go on later."""
+"""Judges a policy on data sets: answers every prompt greedily and by sampling, with all ranks; can be resumed."""

@@ -281,7 +281,7 @@ def complete(folder: EvaluationFolder, wanted: list[Wanted]) -> dict[SampleKey, 
     if lacking:
         raise UserError(
             f"{folder.path} lacks {count(len(lacking), 'response')} that were written: their files are damaged; "
-            "start again, and they are generated anew"
+            "start again, and they are generated again"
         )
     return found
 

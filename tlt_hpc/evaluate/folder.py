@@ -1,6 +1,6 @@
 """An evaluation's folder: what was evaluated and how, the responses so far, the results. Knows no engine.
 
-evaluation.json   what the responses depend on: an evaluation goes on only with the same
+evaluation.json   what the responses depend on: an evaluation continues only with the same
 responses/        000007.h5: some judged responses each, by whichever rank
 results.json      the figures, once all responses are there
 """
@@ -77,7 +77,7 @@ class EvaluationFolder:
         except FileNotFoundError:
             return {}
         except DamagedText:
-            raise ConfigError(f"{self.facts} is damaged; delete {self.path} to evaluate anew") from None
+            raise ConfigError(f"{self.facts} is damaged; delete {self.path} to evaluate again") from None
         except OSError as error:
             raise ConfigError(told(error)) from None
 

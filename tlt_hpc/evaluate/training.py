@@ -111,7 +111,7 @@ def claim_anew(world: World, folder: EvaluationFolder, facts: dict[str, object])
         changed = changed_facts(folder.read_facts(), facts)
         if changed:
             logger.warning(
-                "%s has %s = %r, now %r: kept as %s, evaluated anew", folder.path, *changed, folder.set_aside()
+                "%s has %s = %r, now %r: kept as %s, evaluated again", folder.path, *changed, folder.set_aside()
             )
         folder.claim(facts)
         return set(folder.read())

@@ -109,7 +109,7 @@ class PathAttention:
         return attend_documents(self._lengths)(layer, query, key_value)
 
     def keep(self, kept: Tensor) -> None:
-        """Go on with the paths [S] alone that these ascending indices name."""
+        """Continue with the paths [S] alone that these ascending indices name."""
         self._starts = self._starts[kept]
         self._own = [key_value[kept] for key_value in self._own]
 

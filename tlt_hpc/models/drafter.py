@@ -1,6 +1,6 @@
 """What all learned drafters have in common: one layer that is rolled forward from the target's features.
 
-A drafter reads what the target kept of a position (``fuse``), joins it with the next token (``forward``) and goes on
+A drafter reads what the target kept of a position (``fuse``), joins it with the next token (``forward``) and continues
 from its own result. Its forms are in ``eagle`` and ``eagle3``. Knows no cache and no optimiser.
 Shapes: ``T`` tokens, ``H`` hidden, ``F`` kept features of a position, ``W`` draft vocabulary.
 """

@@ -47,7 +47,7 @@ def load_policy_model(folder: Path, dtype: str) -> PreTrainedModel:
 def start_model(
     folder: Path, dtype: str, device: torch.device, is_dealt: bool, rank: int, node: NodeGroup
 ) -> PreTrainedModel:
-    """What a policy begins with: on the device, or, if rank 0's is dealt out, on the host and empty on other ranks.
+    """What a policy begins with: on the device, or, if rank 0's is sharded, on the host and empty on other ranks.
 
     Of a node's ranks one reads, and gives the others its tensors one at a time; collective over the node.
     """
@@ -179,6 +179,6 @@ def end_token_ids(folder: Path, shape: ModelShape) -> tuple[int, ...]:
     if wrong := [token for token in ids if not isinstance(token, int) or not 0 <= token < shape.vocab_size]:
         raise UserError(
             f"model folder {folder}: eos_token_id {wrong[0]!r} is none of the model's tokens 0 to "
-            f"{shape.vocab_size - 1}; mend its generation_config.json"
+            f"{shape.vocab_size - 1}; fix its generation_config.json"
         )
     return ids

@@ -44,7 +44,7 @@ class Linear:
         self._blocked: Tensor | None = None
 
     def pack(self) -> None:
-        """Derive the blocked copy anew from the weight, on CPUs and for matrices where it pays."""
+        """Derive the blocked copy again from the weight, on CPUs and for matrices where it pays."""
         if _can_block(self.weight):
             # any hint over 1 gives one and the same layout, which serves every number of rows without a reorder
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _FULL_ROWS)

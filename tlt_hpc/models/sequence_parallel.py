@@ -62,7 +62,7 @@ class SequenceGroup:
     def whole(self, values: Tensor, own: Tensor, count: int) -> Tensor:
         """All ranks' values as one [count], of which this rank gives ``values`` at the places ``own``.
 
-        Every rank goes on with the whole; of its gradient each takes its own part, so that no part counts twice.
+        Every rank continues with the whole; of its gradient each takes its own part, so that no part counts twice.
         """
         placed: Tensor = _Whole.apply(values, own, count, self.group)  # type: ignore[no-untyped-call]
         return placed

@@ -92,13 +92,13 @@ def check_owner(status: Path, start: str) -> None:
     owner = read_owner(status)
     if owner is None:
         raise UserError(
-            f"{status / 'owner'} is gone or damaged: the run's folder was deleted or moved while the run went on; put "
+            f"{status / 'owner'} is gone or damaged: the run's folder was deleted or moved while it ran; put "
             f"it back in place of what is left of {status.parent}, and start again"
         )
     if owner.start != start:
         raise UserError(
             f"another start has taken over {status.parent} ({owner.name}): this one ends; what it has committed is "
-            "there, and the other goes on from it"
+            "there, and the other resumes from it"
         )
 
 

@@ -1,6 +1,6 @@
 """Owns the set of ranks: who and where this one is, collectives that wait without spinning, and the stop flag.
 
-Knows nothing of rollouts, models or training. No other module touches COMM_WORLD.
+Independent of rollouts, models and training. No other module touches COMM_WORLD.
 """
 
 from __future__ import annotations

@@ -32,4 +32,4 @@ def finished_message(config: Config) -> str:
     if word.num_steps < config.run.num_steps or load_saved_config(folder.config) != config:
         return ""
     steps, digest = count(word.num_steps, "step"), word.policy_sha256[:12]
-    return f"already finished: {steps} in {config.folder}, policy {digest}; raise run.num_steps to go on"
+    return f"already finished: {steps} in {config.folder}, policy {digest}; raise run.num_steps to continue"

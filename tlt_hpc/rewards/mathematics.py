@@ -50,6 +50,6 @@ def same_answer(text: str, other: str) -> Verdict:
 
 
 def warm_up() -> None:
-    """Have everything imported, compiled and cached that answers would have to wait for, in every fork anew."""
+    """Have everything imported, compiled and cached that answers would have to wait for, in every fork again."""
     for text, truth in _USUAL:
         equal_as_mathematics(text, truth)

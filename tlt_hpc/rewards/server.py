@@ -1,6 +1,6 @@
 """Owns the processes that judge a rank's answers: ``python -m tlt_hpc.rewards.server FD``, FD a socket to the rank.
 
-It was started by exec, knows no MPI, and imports what the judges need once; each answer is judged in a fork of it. It
+It was started by exec, does not use MPI, and imports what the judges need once; each answer is judged in a fork. It
 takes no signal that is meant for the job, and ends, with all its children, when the rank does.
 
 Frames from the rank: its settings first, then ``{"number", "answer"}``, or ``{"forget": true}``. Frames to it:

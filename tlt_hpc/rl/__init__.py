@@ -1,4 +1,4 @@
-"""The policy step: advantages, losses, and DeepSpeed, which no other floor imports."""
+"""The policy step: advantages, losses, and DeepSpeed, which no other package imports."""
 
 import os
 import warnings

@@ -1,6 +1,6 @@
 """How the losses of a step's tokens become one number: a weight for each response's tokens; knows no tensors.
 
-The weights are of one optimiser step's responses, of all ranks and micro-batches, so that neither how they are dealt
+The weights are of one optimiser step's responses, of all ranks and micro-batches, so that neither how they are sharded
 nor how they are cut changes the gradient.
 """
 

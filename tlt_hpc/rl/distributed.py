@@ -103,7 +103,7 @@ def leave_process_group() -> None:
 
     gc.collect()  # engines are full of cycles; a group that outlives this call has threads that Python's exit kills
     deepspeed_comm.destroy_process_group()
-    deepspeed_comm.cdb = None  # else the next join would take the dead group for a live one
+    deepspeed_comm.cdb = None  # else the next join would take the destroyed group for a live one
     gc.collect()
 
 

@@ -70,7 +70,7 @@ def start_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
 
 
 def start_frozen_engine(model: torch.nn.Module, config: Config, num_ranks: int) -> Any:
-    """The engine that deals out rank 0's model and gathers it a layer at a time to read it; collective.
+    """The engine that shards rank 0's model and gathers it a layer at a time to read it; collective.
 
     DeepSpeed takes stage 3 without an optimiser for inference (its ``DeepSpeedZeRoOffload``): parameters stay in the
     precision that they have.

@@ -1,6 +1,6 @@
 """The reference model: frozen, renewed from the policy's weights, and in pieces for a checkpoint.
 
-At ZeRO stage 3 it is dealt over the ranks as the policy is; below, it is whole, and the same bits, on every rank.
+At ZeRO stage 3 it is distributed over the ranks as the policy is; below, it is whole, and the same bits, on every rank.
 Knows no loss and no file.
 """
 
@@ -80,7 +80,7 @@ class Reference:
 
 
 def _written(parameter: torch.nn.Parameter) -> AbstractContextManager[Any]:
-    """Within it a dealt parameter is whole, and what rank 0 writes there is kept; one that is not dealt is as it is."""
+    """Within it a sharded parameter is whole, and what rank 0 writes there is kept; others are as they are."""
     import deepspeed
 
     context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)

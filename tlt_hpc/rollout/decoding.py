@@ -58,7 +58,7 @@ class Emitted:
     ended: list[bool]
     """Whether the last of them is an end token."""
     accepted: list[int]
-    """Drafts accepted before any cut, of each sequence that was still going on."""
+    """Drafts accepted before any cut, of each sequence that was still running."""
     seconds: float
     """By which the round made the rollout longer."""
     tells: bool = True

@@ -1,1 +1,1 @@
-"""The files of a run: their paths, the permanent rollout log, the feature cache. Knows no torch and no MPI."""
+"""The files of a run: their paths, the permanent rollout log, the feature cache. Imports neither torch nor MPI."""

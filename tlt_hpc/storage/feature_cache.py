@@ -1,6 +1,6 @@
 """The HDF5 rollout cache that the drafter trains from: one rank's view of it over the steps, bounded in bytes.
 
-Knows nothing of drafters or ranks' states. One file per rank and step; only its writer reads it while it is open. The
+Independent of drafters and ranks' states. One file per rank and step; only its writer reads it while it is open. The
 cache can be made again, so a file is renamed at the release without waiting for the disk: after a power failure a
 file may be damaged, which its checksums show.
 """
@@ -116,7 +116,7 @@ class FeatureCache:
         """Drop the step's file, with a warning; the next step tries again."""
         self.abandon_step()
         text = (
-            "%s; step %d goes on without this rank's features for the drafter; make room there, lower "
+            "%s; step %d continues without this rank's features for the drafter; make room there, lower "
             "drafter.cache_bytes = %d, or set drafter.cache_folder to another file system"
         )
         _log.warning(text, error.fact, self._step, self._max_bytes)

@@ -1,6 +1,6 @@
 """One file of the HDF5 rollout cache: tokens and the target's features of one rank's responses of one step.
 
-Knows nothing of other ranks and steps; ``feature_writer`` writes it. Schema 2 (G prompts, N responses, M extents):
+Independent of other ranks and steps; ``feature_writer`` writes it. Schema 2 (G prompts, N responses, M extents):
 
     /                attributes kind, schema, step, weight_version, num_layers, hidden_size, compression, committed
     features         [rows, layer, hidden] uint16, the bits of bf16 (attribute dtype = "bfloat16")

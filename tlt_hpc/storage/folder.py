@@ -1,4 +1,4 @@
-"""Every path of a run, and how a file appears there whole or not at all. Knows nothing of what the files hold."""
+"""Every path of a run, and how a file appears there whole or not at all. Treats the contents of files as opaque."""
 
 from __future__ import annotations
 

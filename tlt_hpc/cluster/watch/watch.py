@@ -161,7 +161,7 @@ class Watch:
         """Say once per host what is wrong with the folder; the watch continues without it."""
         member = self._beat.member
         if not self._has_warned and (member is None or member.rank == min(member.neighbours)):
-            say(f"{line}; the run goes on, and is watched as far as can be")
+            say(f"{line}; the run continues, and is watched as far as can be")
         self._has_warned = True
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Watch:
         self._end()
 
     def _say_why(self, line: str) -> None:
-        say(f"the job hangs: {line}; the same command goes on from the last committed step")
+        say(f"the job hangs: {line}; the same command resumes from the last committed step")
 
     def _end(self) -> None:
         """End the job through MPI, which reaches all nodes; if MPI itself hangs, end this process."""

@@ -115,7 +115,7 @@ def _check_same(folder: RunFolder, config: Config) -> None:
     if responses:
         name, remedy = responses[0], "use the old value or give another run.name"
     elif changed and training_folder(folder).exists():
-        remedy = f"use the old value, or delete {training_folder(folder)} to train anew on the same responses"
+        remedy = f"use the old value, or delete {training_folder(folder)} to train again on the same responses"
         name = changed[0]
     else:
         return
