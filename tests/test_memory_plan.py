@@ -142,38 +142,16 @@ def test_constants_are_those_of_the_code_that_is_planned_for() -> None:
     assert training._MASKED_RUN == documents._RUN_TOKENS and training._MAX_SCORES == documents._MOST_SCORES
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.0), ("float32", 0.01)])
-def test_a_nucleus_takes_what_its_choice_does(dtype: str, tolerance: float) -> None:
-    from tlt_hpc.rollout.sampling import SamplingRule, choose
-
-    logits, noise, peaks = torch.randn(64, 512), torch.randn(64, 512), []
-    for top_p in (1.0, 0.95):
-        with LiveBytes() as live:
-            choose(logits, noise, SamplingRule(1.0, 512, top_p=top_p), tolerance)
-        peaks.append(live.peak - live.at_start)
-    settings = f"model.dtype={dtype}", "evaluation.every_steps=5"
-    given = situation("tiny", *settings, device="cpu")
-    assert engine_plan._nucleus(given) == pytest.approx((peaks[1] - peaks[0]) / logits.numel(), rel=0.02)
-    for never in ("evaluation.every_steps=0", "evaluation.top_p=1.0", "evaluation.samples=0"):
-        assert engine_plan._nucleus(situation("tiny", *settings, never)) == 0
-    assert engine_plan._nucleus(situation("tiny", "rollout.top_p=0.9", "rollout.temperature=1.0")) > 0
-
-
 # --- shapes ---
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("Qwen2.5-0.5B-Instruct", 494_032_768),
-        ("Qwen2.5-1.5B", 1_543_714_304),
         ("qwen2.5-3b", 3_085_938_688),
         ("Qwen2.5-7B", 7_615_616_512),
-        ("DeepSeek-R1-Distill-Qwen-7B", 7_615_616_512),
-        ("Qwen2.5-14B", 14_770_033_664),
         ("Qwen2.5-32B", 32_763_876_352),
         ("Qwen3-8B", 8_190_735_360),
-        ("Llama-3.1-8B-Instruct", 8_030_261_248),
         ("Llama-3.3-70B-Instruct", 70_553_706_496),
     ],
 )
@@ -347,15 +325,6 @@ def test_it_fits_or_it_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     least = out.splitlines()[-1]
     assert status == 1 and least.startswith("No settings of this job fit that leave alone what is learned. Even with ")
     assert "GB more than the 16.0 GB of each GPU. More ranks share out more." in least
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_largest_gradient_is_reduced_by_itself(stage: int) -> None:
-    """No bucket holds the head's: it is there in bfloat16, and in float32 as it is sent, beside activations."""
-    plan = plan_memory(situation("qwen7b", f"optimizer.zero_stage={stage}", ranks=64))
-    assert bytes_of(plan, "update", "head's gradient") == (2 + 4) * 152064 * 3584
-    assert bytes_of(plan, "update", "activations") > 28 * 31744 * 3584 * 2
-    assert bytes_of(plan_memory(situation("tiny", f"optimizer.zero_stage={stage}")), "update", "head's gradient") == 0
 
 
 @pytest.mark.parametrize("job", sorted(path.stem for path in JOBS.glob("*.toml") if path.stem != "tiny"))

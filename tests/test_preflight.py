@@ -263,13 +263,6 @@ def test_a_system_that_refuses_the_sandbox_is_found(place: Place) -> None:
     assert "the sandbox works on this machine" in place.check()[1]["rewards"]["found"]
 
 
-def test_where_no_module_was_loaded_only_mpi_fails(place: Place) -> None:
-    """In a process that has never loaded an MPI library, as a login node's."""
-    status, verdicts = check_apart(place)
-    assert_found(status, verdicts, "mpi", r"does not load: /nowhere/libmpi.so.*MPI module", {"ranks talk"})
-    assert list(verdicts) == ["config", *CHECKS, "slurm"]
-
-
 def check_apart(place: Place, *before: str) -> tuple[int, dict[str, dict[str, str]]]:
     """As ``Place.check``, in a process without an MPI library, started by the command ``before``."""
     path = place.path / "verdicts.json"

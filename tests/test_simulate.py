@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +93,6 @@ def test_a_place_that_becomes_free_is_taken_at_once() -> None:
     assert walk(np.array([[3, 1, 4, 2]]), EVEN, 2)[0].tolist() == [[3.0, 1.0, 5.0, 5.0]]
 
 
-def test_replicas_wait_and_train_with_all_their_ranks() -> None:
-    steps = simulate(lengths_of([3], [10]), costs_of([1.0]), Setting(4, 1, micro_step_seconds=1.0), NOTHING)
-    assert steps.num_ranks == 8 and steps.idle_rank_seconds[0] == steps.harvested_rank_seconds[0] == 28.0
-
-
 def test_energy_by_phase() -> None:
     """Of 20 rank-seconds 7 idle, 6 of them in micro-steps; 2 seconds of update on 2 ranks."""
     setting = Setting(max_live=1, micro_step_seconds=2.0)
@@ -135,22 +129,6 @@ def test_speculation_never_loses_where_the_chooser_is_right(
     narrow = simulate(lengths, fast.below(2), setting, NOTHING).rollout_seconds[0]
     assert seconds[1] <= narrow * (1 + 1e-12)
     assert simulate(lengths, fast.below(0), setting, NOTHING).rollout_seconds[0] == seconds[0]
-
-
-def test_a_gain_of_one_where_speculation_gives_nothing() -> None:
-    work = workload(costs=with_speed_ups(EVEN, {"drafter-4": [1.0, 1.0, 1.0, 1.0]}), lengths=Logged(np.array([[5]])))
-    steps, plain = work.run(4), work.run(4, speculates=False)
-    assert steps.step_seconds.tolist() == plain.step_seconds.tolist() and steps.idle_rank_seconds.sum() == 0
-
-
-def test_more_nodes_never_lengthen_a_step_of_fixed_work() -> None:
-    """Without overheads: shards become prefixes of each other's, so batches and sums only fall."""
-    work = workload(
-        costs=costs_of(np.linspace(1, 2, 16).tolist()), lengths=LogNormal(50, 400), setting=Setting(max_live=16)
-    )
-    seconds = [work.run(ranks).step_seconds.mean() for ranks in (1, 2, 4, 8, 16, 32)]
-    assert all(after <= before * (1 + 1e-12) for before, after in pairwise(seconds))
-    assert seconds[0] / seconds[-1] > 2
 
 
 # --- token by token ---
@@ -195,14 +173,6 @@ def test_the_walk_is_the_token_by_token_simulation(
     fast = with_speed_ups(plain, {"a": gains, "b": gains[::-1]})
     ends, _ = walk(np.array([lengths]), fast.below(threshold), live, prompt)
     assert ends[0].tolist() == pytest.approx(reference(lengths, fast.below(threshold), live, prompt))
-
-
-def test_rows_of_a_batch_do_not_see_each_other() -> None:
-    rng = np.random.default_rng(0)
-    rows = [rng.integers(1, 50, rng.integers(1, 12)).tolist() for _ in range(20)]
-    together = walk(lengths_of(*rows)[0], EVEN, 3)[0].max(1)
-    assert together.tolist() == [float(walk(np.array([row]), EVEN, 3)[0].max()) for row in rows]
-    assert walk(np.array([[0, 0], [2, 0]]), EVEN, 1)[0].max(1).tolist() == [0.0, 2.0]
 
 
 # --- lengths and shards ---
