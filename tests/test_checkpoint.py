@@ -269,7 +269,7 @@ def test_the_digest_covers_all_of_a_small_file_and_both_ends_of_a_large_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest_module, "MEBIBYTE", 8)
-    monkeypatch.setattr(manifest_module, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(manifest_module, "MAX_BLOCKS", 4)
     for size, covered in [(32, range(32)), (7, range(7)), (33, (0, 7, 25, 32)), (1000, (0, 7, 335, 992, 999))]:
         path = tmp_path / str(size)
         path.write_bytes(bytes(size))

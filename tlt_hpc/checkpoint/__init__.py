@@ -1,1 +1,1 @@
-"""Checkpoints on disk: named tensors and JSON in, the same out. Knows no model and no optimiser."""
+"""Checkpoints on disk: named tensors and JSON in, the same out."""

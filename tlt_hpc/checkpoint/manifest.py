@@ -26,7 +26,7 @@ JSON = Any
 
 STATE_FILE = "state.json"
 MEBIBYTE = 2**20
-MOST_BLOCKS = 32
+MAX_BLOCKS = 32
 """Blocks of a file that its digest covers, a MiB each."""
 
 
@@ -185,9 +185,9 @@ def digest_of(path: Path) -> str:
 
 
 def _block_offsets(size: int) -> Iterator[int]:
-    if size <= MOST_BLOCKS * MEBIBYTE:
+    if size <= MAX_BLOCKS * MEBIBYTE:
         return iter(range(0, size, MEBIBYTE))
-    return ((size - MEBIBYTE) * block // (MOST_BLOCKS - 1) for block in range(MOST_BLOCKS))
+    return ((size - MEBIBYTE) * block // (MAX_BLOCKS - 1) for block in range(MAX_BLOCKS))
 
 
 def _index(files: Sequence[File]) -> dict[str, dict[str, list[tuple[str, Stored]]]]:

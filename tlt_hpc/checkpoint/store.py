@@ -1,4 +1,4 @@
-"""Owns the checkpoints of a run on disk: pieces of named tensors and JSON in, whole tensors out; knows no model.
+"""The checkpoints of a run on disk: pieces of named tensors and JSON in, whole tensors out.
 
 A checkpoint is a folder ``step-000010`` of safetensors files, one writer each, and a ``state.json`` that lists them.
 It is written as ``step-000010.part`` and renamed when it is whole, so a folder under its final name is complete unless

@@ -1,4 +1,4 @@
-"""The data sets of an evaluation: their prompts, the same on every rank. Knows no model and no engine."""
+"""The data sets of an evaluation: their prompts, the same on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tlt_hpc.data.reader import PromptReader
 
 _EMBEDDED_PROMPTS = 256
 """Of the embedded task, which has no end, where ``evaluation.limit`` does not say."""
-_MOST_EMBEDDED = 2048
+_MAX_EMBEDDED = 2048
 """Distinct problems that are found without a long search."""
 
 
@@ -134,10 +134,8 @@ def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:
     """Problems of the split that neither the embedded model nor any run has trained on, each once."""
     source, wanted = random.Random(f"gcd/evaluation/{config.evaluation.seed}"), config.evaluation.limit
     wanted = wanted or _EMBEDDED_PROMPTS
-    if wanted > _MOST_EMBEDDED:
-        raise ConfigError(
-            f"evaluation.limit = {wanted}: {EMBEDDED_TASK!r} holds out {_MOST_EMBEDDED} at most; lower it"
-        )
+    if wanted > _MAX_EMBEDDED:
+        raise ConfigError(f"evaluation.limit = {wanted}: {EMBEDDED_TASK!r} holds out {_MAX_EMBEDDED} at most; lower it")
     problems: dict[str, str] = {}
     while len(problems) < wanted:
         problem = draw_from_split(source, "evaluation")

@@ -1,4 +1,4 @@
-"""The embedded task: greatest common divisors by written-out subtraction. Knows no tokenizer and no model.
+"""The embedded task: greatest common divisors by written-out subtraction.
 
 A problem is ``gcd(196,364)=``; a full answer is ``<think>196,364;196,168;28,168;...;28,28</think>\\boxed{28}``.
 The number of written subtractions varies with the quotients of Euclid's algorithm, which gives response lengths a

@@ -1,4 +1,4 @@
-"""Which prompts are kept apart to judge by: a pure function of the draws, whatever the ranks. Knows no source."""
+"""Which prompts are kept apart to judge by: a pure function of the draws, whatever the ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Owns a rank's talk with its server of rewards: answers go out and verdicts come in while the rank does other things.
+"""A rank's talk with its server of rewards: answers go out and verdicts come in while the rank does other things.
 
 Nothing but ``wait`` and ``wait_until_ready`` ever waits. A server that dies is started again, and gets again what it
-had not judged; an answer that it dies of twice has reward 0. Knows no rollout and no MPI.
+had not judged; an answer that it dies of twice has reward 0.
 """
 
 from __future__ import annotations

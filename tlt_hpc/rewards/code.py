@@ -1,4 +1,4 @@
-"""Owns the judgement of a program by its unit tests. Programs run in the sandbox; what they did is compared here.
+"""The judgement of a program by its unit tests. Programs run in the sandbox; what they did is compared here.
 
 The data's answer is verl's: JSON with ``inputs`` and ``outputs``, and ``fn_name`` where they are a function's arguments
 and results rather than standard input and output; or a list of assertions; or one text of them.

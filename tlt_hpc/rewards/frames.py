@@ -1,4 +1,4 @@
-"""Owns what goes over a byte stream between two processes: JSON documents, each behind its length. Knows no content."""
+"""What goes over a byte stream between two processes: JSON documents, each behind its length."""
 
 from __future__ import annotations
 

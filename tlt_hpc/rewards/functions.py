@@ -1,4 +1,4 @@
-"""Owns the user's own reward function: found in a file, called as verl calls its."""
+"""The user's own reward function: found in a file, called as verl calls its."""
 
 from __future__ import annotations
 

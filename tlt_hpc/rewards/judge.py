@@ -1,4 +1,4 @@
-"""Owns which judge an answer goes to, and how its form is mixed in."""
+"""Which judge an answer goes to, and how its form is mixed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the comparison of answers as mathematics, by math-verify. Knows no limits: whoever calls it can be killed."""
+"""The comparison of answers as mathematics, by math-verify."""
 
 from __future__ import annotations
 

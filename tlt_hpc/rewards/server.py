@@ -1,4 +1,4 @@
-"""Owns the processes that judge a rank's answers: ``python -m tlt_hpc.rewards.server FD``, FD a socket to the rank.
+"""The processes that judge a rank's answers: ``python -m tlt_hpc.rewards.server FD``, FD a socket to the rank.
 
 It was started by exec, does not use MPI, and imports what the judges need once; each answer is judged in a fork. It
 takes no signal that is meant for the job, and ends, with all its children, when the rank does.

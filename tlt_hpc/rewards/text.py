@@ -1,4 +1,4 @@
-"""Owns the rewards that are plain functions of short pieces of text, whatever a model writes. Knows no process.
+"""The rewards that are plain functions of short pieces of text, whatever a model writes.
 
 All of them take time linear in the response at most, so they need no limits.
 """

@@ -1,4 +1,4 @@
-"""Counts the responses whose reward of 0 is no judgement, and says why in one line. Knows no process and no rank."""
+"""Counts the responses whose reward of 0 is no judgement, and says why in one line."""
 
 from __future__ import annotations
 

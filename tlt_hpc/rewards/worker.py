@@ -1,4 +1,4 @@
-"""Owns the judgement of an answer in a process of its own: forked from the server, limited, gone when it is done.
+"""The judgement of an answer in a process of its own: forked from the server, limited, gone when it is done.
 
 A fork of the server has everything imported, has used no CPU time, and leaves nothing behind that the next answer could
 see: a verdict depends on the answer alone. Answers of mathematics may share a fork, since most take less time than it

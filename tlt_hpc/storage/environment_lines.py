@@ -1,4 +1,4 @@
-"""``environment.jsonl``: one line of JSON for each start of a run, of what it ran on. Knows not who finds that out."""
+"""``environment.jsonl``: one line of JSON for each start of a run, of what it ran on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judged responses of an evaluation: HDF5 files of some responses each, written as they come. Knows no figure.
+"""Judged responses of an evaluation: HDF5 files of some responses each, written as they come.
 
 Schema 1 (N responses ordered by key):
 

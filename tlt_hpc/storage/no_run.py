@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _MARKS = ("config.toml", "metrics.jsonl", "rollouts")
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 
 
 def no_run(path: Path, lacks: str = "rollouts/ and no metrics.jsonl") -> str:
@@ -22,4 +22,4 @@ def no_run(path: Path, lacks: str = "rollouts/ and no metrics.jsonl") -> str:
 def _named(folder: Path) -> str:
     """The runs in a folder."""
     names = sorted({mark.parent.name for name in _MARKS for mark in folder.glob(f"*/{name}")})
-    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")

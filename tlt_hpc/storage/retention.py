@@ -1,4 +1,4 @@
-"""Which responses of a step are kept within so many rows of features: the shortest go first. Pure: knows no file.
+"""Which responses of a step are kept within so many rows of features: the shortest go first.
 
 A prompt's rows are held once, whatever the number of its responses. The tail of a rollout comes last and matters most,
 so a response that needs room, with its prompt where that is new, takes it from shorter ones and never from one as long.

@@ -1,5 +1,5 @@
 """Which rows of an array that grows are free. Rows that were given back are handed out first, so that the array is
-never longer than the most rows held at once. Pure: knows no file.
+never longer than the most rows held at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one line of JSON for each step that is committed. Knows no figure but the step's number."""
+"""``metrics.jsonl``: one line of JSON for each step that is committed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 STEP = "training/global_step"
 TEXTS = frozenset({"drafter/why"})
 """What of a line is text; all else are numbers."""
-_MOST_STEPS, _MOST_WHOLE = 10**9, 2**63
-_MOST_NUMBER = 1e30
+_MAX_STEPS, _MAX_WHOLE = 10**9, 2**63
+_MAX_NUMBER = 1e30
 """Of a figure: sums and axes of larger ones leave the range of a float."""
 
 Line = Mapping[str, Any]
@@ -54,12 +54,12 @@ def parse_line(text: bytes) -> tuple[int, Line]:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number and not (isinstance(value, str) and name in TEXTS):
             raise DamagedText(f"{ascii(name)[1:-1]} is no number")
-        if isinstance(value, int) and abs(value) > _MOST_WHOLE:
+        if isinstance(value, int) and abs(value) > _MAX_WHOLE:
             raise DamagedText(f"{ascii(name)[1:-1]} has too many digits")
-        if isinstance(value, float) and _MOST_NUMBER < abs(value) < math.inf:
+        if isinstance(value, float) and _MAX_NUMBER < abs(value) < math.inf:
             raise DamagedText(f"{ascii(name)[1:-1]} is {value:g}, which no run measures")
     step = line.get(STEP, -1)
-    if not 0 <= step < _MOST_STEPS or step != int(step):
+    if not 0 <= step < _MAX_STEPS or step != int(step):
         raise DamagedText(f"{STEP} is {'no step' if STEP in line else 'missing'}")
     return int(step), line
 

@@ -1,4 +1,4 @@
-"""Writes that happen one after another on a thread of their own, a bounded number of bytes behind. Knows no file.
+"""Writes that happen one after another on a thread of their own, a bounded number of bytes behind.
 
 The owner hands writes over and asks for failures; both from one thread. Python waits at exit for the thread to finish
 what it was given, so it never outlives the program, and ``close`` ends it at once.

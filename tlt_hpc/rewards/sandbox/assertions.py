@@ -1,4 +1,4 @@
-"""Owns the run of a data set's assertions, with the program's functions answering from another process.
+"""The run of a data set's assertions, with the program's functions answering from another process.
 
 The program never sees an assertion, nor what it compares with; what comes from it is builtin values. Runs behind the
 same limits as the program does: assertions were written by others, too.
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from tlt_hpc.rewards.sandbox.values import decode, encode
 
-_MOST_REPLY_BYTES = 4 * 2**20
+_MAX_REPLY_BYTES = 4 * 2**20
 _MODULES = ("math", "re", "collections", "itertools", "functools", "heapq", "string", "datetime", "cmath", "operator")
 """Known to assertions without an import, as data sets expect."""
 
@@ -53,7 +53,7 @@ def _remote(name: str, replies: BinaryIO, calls: BinaryIO) -> Callable[..., Any]
     def function(*arguments: Any, **named: Any) -> Any:
         calls.write(encode((name, arguments, named)).encode() + b"\n")
         calls.flush()
-        line = replies.readline(_MOST_REPLY_BYTES)
+        line = replies.readline(_MAX_REPLY_BYTES)
         if not line.endswith(b"\n"):
             raise ValueError(f"{name} has not answered")
         return decode(line.decode())

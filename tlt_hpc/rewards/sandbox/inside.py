@@ -1,4 +1,4 @@
-"""Owns process 1 of a sandbox: builds the walls, then runs programs one by one and reports what they wrote.
+"""Process 1 of a sandbox: builds the walls, then runs programs one by one and reports what they wrote.
 
 Forked for every answer from a template, which was started by exec with an empty environment. It knows what programs
 are given and nothing that they are judged by, so a program that took it over would have gained nothing. Frames from

@@ -1,4 +1,4 @@
-"""Owns the walls: namespaces, an empty read-only root, and the end of every privilege. Knows no program and no test.
+"""The walls: namespaces, an empty read-only root, and the end of every privilege.
 
 Linux alone. Works for root (then without a user namespace, if that is allowed) and for anybody whom the kernel allows
 user namespaces. Each refusal names the call.

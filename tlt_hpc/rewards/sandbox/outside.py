@@ -1,4 +1,4 @@
-"""Owns a sandbox as seen from the judge: start it, have programs run in it, end it. Knows no test."""
+"""A sandbox as seen from the judge: start it, have programs run in it, end it."""
 
 from __future__ import annotations
 

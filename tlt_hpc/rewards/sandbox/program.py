@@ -1,7 +1,7 @@
-"""Owns what a process does once it is to run a model's program: the last limits, then the program. Hostile from there.
+"""What a process does once it is to run a model's program: the last limits, then the program. Hostile from there.
 
 Three ways: to run it as a script, to call one of its functions, or to serve calls of its functions to a checker, which
-runs a data set's assertions in another process. Knows no expected result but the checker's.
+runs a data set's assertions in another process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns the filter of system calls that a program runs behind: what Python needs for one process's own work, no more.
+"""The filter of system calls that a program runs behind: what Python needs for one process's own work, no more.
 
 It is a list of what may be called, so what a future kernel adds is refused too. A program cannot start processes
 (threads it can), replace itself by another program, open a socket, mount, trace, or reach another process's memory.

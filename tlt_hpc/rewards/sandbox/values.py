@@ -1,4 +1,4 @@
-"""Owns Python values as text that two processes can exchange without trusting each other. Knows builtin types alone."""
+"""Python values as text that two processes can exchange without trusting each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-_MOST_DEPTH = 100
+_MAX_DEPTH = 100
 
 
 def encode(value: Any) -> str:
@@ -31,7 +31,7 @@ def decode(text: str) -> Any:
 
 
 def _pack(value: Any, depth: int) -> Any:
-    if depth > _MOST_DEPTH:
+    if depth > _MAX_DEPTH:
         raise ValueError("nested too deeply")
     kind = type(value)
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
