@@ -1,4 +1,5 @@
 """Single columns of the rollout log, for a look at very many files: nothing is read but what is asked for.
+
 The names are those of ``rollout_log``'s schema: ``rollouts/response_ends``, ``timing/start_seconds``.
 """
 
