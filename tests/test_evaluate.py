@@ -220,7 +220,7 @@ def test_more_samples_are_added_to_those_that_are_there(tmp_path):
 )
 def test_another_evaluation_in_the_folder_is_refused(plain, override, what):
     place = plain[0] / "evaluation"
-    message = f"{place} holds an evaluation with {what}; use what it was, or give another folder with --out"
+    message = f"{place} holds an evaluation with {what}; use what it was, or give another folder with --output"
     with pytest.raises(UserError) as caught:
         start(plain[0], override)
     assert str(caught.value) == message
@@ -239,7 +239,7 @@ def test_other_weights_are_refused(plain, tmp_path):
         start(plain[0], place=str(tmp_path))
     assert re.sub(r"\w{32}", "DIGEST", str(caught.value)) == (
         f"{plain[0]}/evaluation holds an evaluation with weights = 'DIGEST', now 'DIGEST'; use what it was, or "
-        "give another folder with --out"
+        "give another folder with --output"
     )
 
 
@@ -297,7 +297,7 @@ def test_places_that_are_none(tmp_path):
         ((str(tmp_path),), "neither a run's folder (config.toml) nor a model's (config.json)"),
         (("embedded:tiny", 3), "--step 3: embedded:tiny is no run's folder"),
         ((place, 3), f"--step 3, but {place} is the checkpoint of step 4"),
-        (("embedded:tiny", None, file), f"--out {file} is a file"),
+        (("embedded:tiny", None, file), f"--output {file} is a file"),
         (("embedded:tiny", None, tmp_path / "run"), "has 'config.toml' in it, so a run or a model"),
     ]:
         with pytest.raises(UserError, match=re.escape(said)):

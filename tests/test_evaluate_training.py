@@ -95,7 +95,7 @@ def test_tensorboard_is_told_of_them_too(evaluated):
 def test_a_checkpoint_of_the_run_says_the_same(evaluated, tmp_path):
     folder, _ = evaluated
     place = folder / "tiny"
-    tlt("evaluate", folder, "run.ranks=1", place=(str(place), "--step", "2", "--out", str(tmp_path / "two")))
+    tlt("evaluate", folder, "run.ranks=1", place=(str(place), "--step", "2", "--output", str(tmp_path / "two")))
     again, first = EvaluationFolder(tmp_path / "two"), EvaluationFolder(place / "evaluation" / "step-000002")
     assert json.loads(again.results.read_text())["sets"] == json.loads(first.results.read_text())["sets"]
     assert {k: r.tokens.tolist() for k, r in again.read().items()} == {

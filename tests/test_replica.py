@@ -15,7 +15,7 @@ from launch_ranks import run_on_ranks
 from test_resume import Silent
 from test_run import CAPTURED, SMALL, command, records, run_tlt, tokens_of
 
-from tlt_hpc.config import ConfigError, check_ranks, load_config
+from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import State, Status
 from tlt_hpc.mpi.world import World
@@ -34,16 +34,6 @@ def message_of(*overrides: str, what: str = "train") -> str:
 
 
 # -- mistakes -------------------------------------------------------------------------------------------------------
-
-
-def test_ranks_that_make_no_whole_replicas_are_refused() -> None:
-    config = load_config(ROOT / "jobs" / "tiny.toml", ["rollout.tensor_parallel=4"])
-    check_ranks(config, 8)
-    with pytest.raises(ConfigError) as caught:
-        check_ranks(config, 2)
-    assert str(caught.value) == (
-        "rollout.tensor_parallel = 4 does not divide 2 ranks; use 2 or another number of ranks"
-    )
 
 
 def test_a_replica_over_two_nodes_is_refused() -> None:
@@ -69,15 +59,6 @@ def test_a_command_that_needs_whole_models_says_so() -> None:
         "tlt: rollout.tensor_parallel = 2: tlt ablate decodes with a whole model on every rank; where it fits, give "
         "rollout.tensor_parallel=1"
     )
-
-
-def test_the_plan_tells_replicas() -> None:
-    program = [sys.executable, "-m", "tlt_hpc", "train", str(ROOT / "jobs" / "tiny.toml"), "--dry-run"]
-    changes = ["run.ranks=8", "rollout.tensor_parallel=4"]
-    done = subprocess.run([*program, *changes], check=True, **CAPTURED, timeout=60)
-    assert (
-        "replicas    2 x 4: 4 ranks decode together, each with 1 of 4 heads, 1 of 2 key-value heads and 1/4 of the MLP"
-    ) in done.stdout
 
 
 # -- agreement ------------------------------------------------------------------------------------------------------

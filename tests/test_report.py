@@ -424,13 +424,13 @@ def test_mistakes_are_one_line(tmp_path: Path, run: RunFolder, capsys: pytest.Ca
         ([tmp_path / "no"], "does not exist"),
         ([tmp_path / "file"], "is a file"),
         ([tmp_path], "it holds some; give one of them: run"),
-        ([run.path, "--out", run.path / "metrics.jsonl"], "give a file that ends in .html"),
+        ([run.path, "--output", run.path / "metrics.jsonl"], "give a file that ends in .html"),
         ([run.path, "--json", run.path / "config.toml"], "give a file that ends in .json"),
         ([run.path, "--against", run.path], "that is the run itself"),
         ([run.path, "--step", 9], "no step 9"),
         ([run.path, "--last", 0], "--last 0: give 1 or more"),
-        ([run.path, "--out", tmp_path / "none" / "a.html"], "its folder does not exist"),
-        ([run.path, "--out", tmp_path], "is a folder"),
+        ([run.path, "--output", tmp_path / "none" / "a.html"], "its folder does not exist"),
+        ([run.path, "--output", tmp_path], "is a folder"),
     ):
         assert report(*arguments) == 2, arguments
         errors = capsys.readouterr().err
@@ -439,7 +439,9 @@ def test_mistakes_are_one_line(tmp_path: Path, run: RunFolder, capsys: pytest.Ca
 
 
 def test_json_has_what_the_page_says(tmp_path: Path, run: RunFolder, plain: RunFolder) -> None:
-    assert report(run.path, "--against", plain.path, "--json", tmp_path / "a.json", "--out", tmp_path / "b.html") == 0
+    assert (
+        report(run.path, "--against", plain.path, "--json", tmp_path / "a.json", "--output", tmp_path / "b.html") == 0
+    )
     tree = json.loads((tmp_path / "a.json").read_text())
     assert tree["gain"]["rollout"] == 2.0
     assert tree["lengths"]["longest"] == [8, 8, 8] and tree["comparison"]["first_difference"] == {"run": None}

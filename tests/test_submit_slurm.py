@@ -13,7 +13,7 @@ from local_slurm import ENDED, LocalSlurm
 from slurm_training import wait_for
 
 from tlt_hpc.cluster.executor import send
-from tlt_hpc.cluster.submission import Member, Resources, Submission, load, parameters, save
+from tlt_hpc.cluster.submission import Resources, Submission, SubmittedRun, load, parameters, save
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +66,7 @@ def test_of_six_members_the_failed_one_is_named_and_submitted_again_alone(
 ) -> None:
     """Members that take a second: the memory plan of a job, which fails where its file is missing."""
     members = tuple(
-        Member(f"member{i}", f"runs/member{i}", ("plan", "missing.toml" if i == 3 else TINY), (f"run.seed={i}",))
+        SubmittedRun(f"member{i}", f"runs/member{i}", ("plan", "missing.toml" if i == 3 else TINY), (f"run.seed={i}",))
         for i in range(6)
     )
     resources = Resources(partition="main", time="5", at_once=2)

@@ -131,7 +131,7 @@ def commands_on(job: Path, overrides: tuple[str, ...], folder: Path) -> dict[str
     return {
         "train": tlt("train", job, *overrides, "--dry-run"),
         "watch": tlt("watch", folder, "--once"),
-        "report": lambda out: main(["report", str(folder), "--out", str(out / "report.html")]),
+        "report": lambda out: main(["report", str(folder), "--output", str(out / "report.html")]),
         "evaluate": tlt("evaluate", folder, job, *overrides, "--dry-run"),
         "inspect": lambda out: inspect_run.main([str(folder)]),
         "check": lambda out: inspect_run.main([str(folder), "--check"]),

@@ -166,7 +166,7 @@ def config_of(config: Config, options: argparse.Namespace) -> Config:
         from tlt_hpc.evaluate.evaluate import evaluation_config
         from tlt_hpc.evaluate.subject import find_subject
 
-        return evaluation_config(config, find_subject(options.checkpoint, options.step, options.out))
+        return evaluation_config(config, find_subject(options.checkpoint, options.step, options.output))
     if options.command == "compare":
         return without_side_effects(config)
     if options.command == "train":
@@ -287,7 +287,7 @@ def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int)
     from tlt_hpc.evaluate.subject import find_subject
     from tlt_hpc.models.folder import check_weights
 
-    subject = find_subject(options.checkpoint, options.step, options.out)
+    subject = find_subject(options.checkpoint, options.step, options.output)
     assets, sets = read_assets(config, num_ranks)
     if subject.run is None:
         check_weights(assets.folder, assets.shape)
@@ -431,7 +431,7 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
         "embedded:tiny",
     )  # fmt: skip
     command.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step instead of the newest")
-    command.add_argument("--out", type=Path, metavar="FOLDER", help="write there instead of beside the run")
+    command.add_argument("--output", type=Path, metavar="FOLDER", help="write there instead of beside the run")
 
 
 def add_bench_options(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -600,7 +600,7 @@ def run_evaluate(config: Config, options: argparse.Namespace, flag: StopFlag) ->
     from tlt_hpc.rl.distributed import leave_process_group
 
     with make_evaluation_reporter(world.rank == 0) as reporter:
-        result = evaluate(config, find_subject(options.checkpoint, options.step, options.out), world, reporter)
+        result = evaluate(config, find_subject(options.checkpoint, options.step, options.output), world, reporter)
     leave_process_group()
     if world.rank == 0:
         print_evaluation(result)

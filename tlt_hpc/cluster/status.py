@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tlt_hpc.cluster.executor import read_status
 from tlt_hpc.cluster.slurm import QueuedJob
-from tlt_hpc.cluster.submission import Member, Submission
+from tlt_hpc.cluster.submission import Submission, SubmittedRun
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import Line, read_lines
 
@@ -28,7 +28,7 @@ class MemberStatus:
     """How one member stands; ``state`` is ``finished``, ``stopped early``, ``failed (status N)`` or, in lower case,
     what Slurm says, with its reason for a job that waits."""
 
-    member: Member
+    member: SubmittedRun
     state: str
     is_live: bool
     """Whether it still waits or runs, so that it is not to be submitted again."""
@@ -48,7 +48,7 @@ def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob]) -> lis
     return [member_status(submission, member, queue) for member in submission.members]
 
 
-def member_status(submission: Submission, member: Member, queue: Mapping[str, QueuedJob]) -> MemberStatus:
+def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob]) -> MemberStatus:
     """How one member stands, by its newest job."""
     job = member.jobs[-1] if member.jobs else ""
     log = log_of(submission, job) if job else None
@@ -77,7 +77,7 @@ def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
     return {status.member.name for status in statuses if not status.is_live and status.state != FINISHED}
 
 
-def run_lines(submission: Submission, member: Member) -> dict[int, Line]:
+def run_lines(submission: Submission, member: SubmittedRun) -> dict[int, Line]:
     """The lines of metrics of a member's run, by step.
 
     Raises:

@@ -80,7 +80,7 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Member:
+class SubmittedRun:
     """One run of a submission, which is a job of its own."""
 
     name: str
@@ -106,7 +106,7 @@ class Submission:
     config: str
     """The copy of the job file, which all members read."""
     resources: Resources
-    members: tuple[Member, ...]
+    members: tuple[SubmittedRun, ...]
 
     @property
     def jobs_folder(self) -> Path:
@@ -118,15 +118,15 @@ class Submission:
         members = (dataclasses.replace(m, jobs=(*m.jobs, jobs[m.name])) if m.name in jobs else m for m in self.members)
         return dataclasses.replace(self, members=tuple(members))
 
-    def chosen(self, names: Collection[str]) -> list[Member]:
+    def chosen(self, names: Collection[str]) -> list[SubmittedRun]:
         """The members of these names."""
         return [member for member in self.members if member.name in names]
 
 
-def members_of(config: str, members: Sequence[SweepMember]) -> tuple[Member, ...]:
+def members_of(config: str, members: Sequence[SweepMember]) -> tuple[SubmittedRun, ...]:
     """A submission's members, none of them submitted yet."""
     return tuple(
-        Member(member.name, str(member.config.folder), ("train", config, *member.overrides), member.own)
+        SubmittedRun(member.name, str(member.config.folder), ("train", config, *member.overrides), member.own)
         for member in members
     )
 

@@ -73,7 +73,7 @@ def see_all(folder: EvaluationFolder, written: Sequence[str], world: World) -> N
             if name in hidden:
                 raise UserError(
                     f"{folder.responses}: rank 0 on {files[0][0]} does not see {name}, which rank {rank} on {hostname} "
-                    "has written; use a folder that all nodes share (run.folder, or --out)"
+                    "has written; use a folder that all nodes share (run.folder, or --output)"
                 )
 
 

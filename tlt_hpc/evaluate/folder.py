@@ -62,7 +62,7 @@ class EvaluationFolder:
             name, before, now = changed
             raise ConfigError(
                 f"{self.path} holds an evaluation with {name} = {before!r}, now {now!r}; use what it was, or "
-                "give another folder with --out"
+                "give another folder with --output"
             )
         write_json(self.facts, {**old, **facts})
 

@@ -97,9 +97,9 @@ def find_subject(place: str, step: int | None = None, out: Path | None = None) -
 
 def _check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; give a folder")
+        raise UserError(f"--output {out} is a file; give a folder")
     if found := [name for name in ("config.toml", "config.json") if (out / name).exists()]:
-        raise UserError(f"--out {out} has {found[0]!r} in it, so a run or a model; give a folder of its own")
+        raise UserError(f"--output {out} has {found[0]!r} in it, so a run or a model; give a folder of its own")
 
 
 def config_for(config: Config, subject: Subject) -> Config:

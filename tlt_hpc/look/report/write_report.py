@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
         UserError: there is no such run or step, an option is invalid, or the page cannot be written.
     """
     _check(options)
-    out: Path = options.out or options.run / "report.html"
+    out: Path = options.output or options.run / "report.html"
     print(f"reading    {options.run}", flush=True)
     from tlt_hpc.look.analysis.base import plain
     from tlt_hpc.look.report.findings import find
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.last is not None and options.last < 1:
         raise UserError(f"--last {options.last}: give 1 or more")
-    for name, path, ending in (("--out", options.out, ".html"), ("--json", options.json, ".json")):
+    for name, path, ending in (("--output", options.output, ".html"), ("--json", options.json, ".json")):
         if path is not None and not path.parent.is_dir():
             raise UserError(f"{name} {path}: its folder does not exist; make it first")
         if path is not None and path.is_dir():
@@ -56,4 +56,4 @@ def _write(path: Path, text: str) -> None:
         with writing_beside(path) as part:
             part.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names need not be valid text
     except WriteError as error:
-        raise UserError(f"{error.fact}; give another place, such as --out report.html") from None
+        raise UserError(f"{error.fact}; give another place, such as --output report.html") from None
