@@ -52,7 +52,7 @@ def test_a_sound_job_passes_inside_an_allocation_where_ranks_talk_by_srun(
 OVER = {
     "time": "asked for, partition 'main' gives at most",
     "nodes": "8 nodes are asked for, partition 'main' has 4; ask for --nodes=4 or less",
-    "gpus": "9 GPUs a node are asked for, ",
+    "gpus": "9 GPUs",
     "sbatch": "would refuse the job: ",
 }
 
