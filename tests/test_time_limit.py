@@ -231,9 +231,7 @@ def test_where_slurm_refuses_the_user_is_told_what_to_do(command, tmp_path):
     )
     assert queue_again({}, tmp_path, "step 1").startswith("not in a Slurm job")
     again = {AGAIN: "python jobs/submit.py resubmit sub"}
-    assert queue_again({**JOB, **again}, tmp_path, "step 1").endswith(
-        ": `python jobs/submit.py resubmit sub` continues"
-    )
+    assert queue_again({**JOB, **again}, tmp_path, "step 1").endswith(": `python jobs/submit.py resubmit sub` resumes")
 
 
 PREEMPTED = "JobId=17 JobState=RUNNING Requeue=1 PreemptTime=2026-11-22T03:33:48 Partition=main QOS=long"
