@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from logged import step_record
 from rich.console import Console
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, write_record
+from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, status_file, write_record
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
 from tlt_hpc.look.live.samples import DRAFTED, pieces_of, sample_text, show_samples
@@ -278,3 +279,10 @@ def test_a_response_cut_at_the_cap_says_so() -> None:
 
     cut = replace(response(0, "12", [1, 1]), finish_reason=FinishReason.LENGTH)
     assert "cut at the longest length" in sample_text(Sample(0, 0, cut, 0.0), None).plain
+
+
+def test_the_table_of_ranks_says_how_old_it_is(run: RunFolder) -> None:
+    for rank in range(2):
+        at = time.time() - 40 - rank
+        os.utime(status_file(run.status, rank), (at, at))
+    assert any(row.split()[:3] == ["rank", "node", "phase"] and "as of 40 s ago" in row for row in screen(run))

@@ -6,7 +6,7 @@ Files are only read, without locks: any number of readers do not affect the job.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,8 @@ class RunState:
     """Why the watch has ended it; empty if it has not."""
     problems: tuple[str, ...] = ()
     """One line for each thing that could not be read."""
+    age: float | None = None
+    """Seconds since a rank last wrote its status; None if none could be read."""
 
     @property
     def num_done(self) -> int:
@@ -123,6 +125,7 @@ def read_state(path: Path) -> RunState:
         is_finished=folder.finished.is_file(),
         verdict=_verdict_of(folder.status, start, problems),
         problems=tuple(problems),
+        age=_age_of(folder.status, records),
     )
 
 
@@ -184,6 +187,14 @@ def _read_record(path: Path) -> Record | None:
         with suppress(DamagedRecordError):
             return read_record_at(path)
     return None
+
+
+def _age_of(status: Path, records: Sequence[Record]) -> float | None:
+    written = []
+    for record in records:
+        with suppress(OSError):
+            written.append(status_file(status, record.rank).stat().st_mtime)
+    return max(0.0, time.time() - max(written)) if written else None
 
 
 def _verdict_of(status: Path, start: str, problems: list[str]) -> str:

@@ -45,7 +45,8 @@ def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
     num_steps = max(_MIN_STEPS, height - _OTHER_LINES - len(ranks))
     parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
     parts += [Text(f"left out: {problem}", "yellow") for problem in state.problems[:_MAX_PROBLEMS]]
-    parts += [rank_table(ranks), Text()] if ranks else []
+    age = "" if state.age is None or state.ending else f"as of {duration(state.age)} ago"
+    parts += [rank_table(ranks, age), Text()] if ranks else []
     if state.lines:
         parts += [steps_table(list(state.lines.values())[-num_steps:]), Text()]
     return Group(*parts, last_word(state, is_alive))
@@ -126,8 +127,8 @@ def doing(record: Record) -> str:
     return record.part or (f"waits in {record.waiting}" if record.waiting else "")
 
 
-def rank_table(rows: Sequence[tuple[str, str, str, str]]) -> Table:
-    table = Table("rank", "node", "phase", "", box=None, header_style="bold", pad_edge=False)
+def rank_table(rows: Sequence[tuple[str, str, str, str]], age: str) -> Table:
+    table = Table("rank", "node", "phase", age, box=None, header_style="bold", pad_edge=False)
     table.columns[0].justify = "right"
     table.columns[1].max_width = 16
     for column in table.columns:

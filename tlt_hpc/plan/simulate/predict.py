@@ -23,7 +23,7 @@ from tlt_hpc.plan.simulate.job import NodesRow, SimulatedJob, Watts, read_watts,
 from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, LengthSource, LogNormal, read_lengths
 from tlt_hpc.plan.simulate.recorded import RecordedRun, read_run
 from tlt_hpc.plan.simulate.step import StepPhases, setting_from
-from tlt_hpc.plan.simulate.validate import Validation, validate
+from tlt_hpc.plan.simulate.validate import PredictionCheck, validate
 from tlt_hpc.storage.folder import RunFolder
 
 MISSED = 1
@@ -199,7 +199,7 @@ def show(name: str, job: SimulatedJob, rows: Sequence[NodesRow], watts: Watts | 
     )
 
 
-def show_validation(found: Sequence[Validation], console: Console) -> None:
+def show_validation(found: Sequence[PredictionCheck], console: Console) -> None:
     """Print how predictions of recorded runs compare with what the runs took."""
     cells = (
         (one.run, one.mode, str(one.num_ranks), one.split, f"{one.rollout_measured:.1f}",

@@ -12,7 +12,7 @@ TOLERANCE = 0.10
 
 
 @dataclass(frozen=True)
-class Validation:
+class PredictionCheck:
     """Measured and predicted seconds of the predicted steps, summed."""
 
     run: str
@@ -48,7 +48,7 @@ class Validation:
         }
 
 
-def validate(run: RecordedRun) -> list[Validation]:
+def validate(run: RecordedRun) -> list[PredictionCheck]:
     """Fit on the first half and predict the second; then fit on every other step, so that a machine's drift cancels.
 
     Raises:
@@ -64,13 +64,13 @@ def validate(run: RecordedRun) -> list[Validation]:
     ]
 
 
-def _predicted(run: RecordedRun, split: str, fitted: slice, asked: slice) -> Validation:
+def _predicted(run: RecordedRun, split: str, fitted: slice, asked: slice) -> PredictionCheck:
     known, unknown = run.part(fitted), run.part(asked)
     setting = setting_from(run.config)
     # prompts are read at the measured seconds, each one token long
     setting = replace(setting, prompt_tokens=1.0, read_share=1.0, stop_seconds=float(known.stop_seconds.mean()))
     steps = simulate(unknown.lengths, costs_as_chosen(known, setting.max_live), setting, phases_of(known))
-    return Validation(
+    return PredictionCheck(
         run=run.name,
         mode=run.config.speculation.mode,
         num_ranks=run.num_ranks,
