@@ -201,17 +201,3 @@ def test_no_tool_hides_a_module_of_python_and_help_imports_no_matplotlib() -> No
     program = WITHOUT.replace(str(FORBIDDEN), str((*FORBIDDEN, "matplotlib")))
     done = start("look", "--help", program=program)
     assert done.returncode == 0 and "--theme" in done.stdout, done.stderr
-
-
-def test_a_generated_log_is_one_for_every_tool(tmp_path: Path) -> None:
-    size = ("--steps", "2", "--ranks", "2", "--responses", "8")
-    made = start("make_log", tmp_path / "run", *size, program=None)  # it writes a configuration: with pydantic
-    assert made.returncode == 0 and "4 files" in made.stdout, made.stderr
-    done = start("inspect_run", tmp_path / "run", "--check")
-    assert done.returncode == 0 and "4 logs" in done.stdout
-    found = json.loads(start("look", "acceptance", tmp_path / "run", "--json", "-").stdout)
-    assert found["steps"] == [0, 1] and sum(map(sum, found["step_tokens"])) > 4 * 8 * 100 and found["problems"] == []
-    again = start("make_log", tmp_path / "run", program=None)
-    assert again.returncode == 2 and again.stderr.count("\n") == 1 and "is there already" in again.stderr
-    odd = start("make_log", tmp_path / "odd", "--responses", "9", program=None)
-    assert odd.returncode == 2 and odd.stderr.count("\n") == 1 and not (tmp_path / "odd").exists()

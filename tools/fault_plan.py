@@ -53,18 +53,19 @@ def variant_of(number: int) -> str:
     return "refills" if place in _REFILLS else "replicas" if place in _REPLICAS else "plain"
 
 
-def draw(seed: int, number: int, attempt: int = 0) -> Fault:
-    """Return the fault of this number; a higher attempt gives the same kind at an earlier moment."""
+def draw(seed: int, number: int) -> Fault:
+    """Return the fault of this number."""
     cycle, place = divmod(number, CYCLE)
     kinds = [*sorted(PLACES), *OTHERS]
     random.Random(f"{seed} {cycle}").shuffle(kinds)
-    name, source = kinds[place], random.Random(f"{seed} {number} {attempt}")
+    name, source = kinds[place], random.Random(f"{seed} {number} 0")
     rank, steps = source.randrange(RANKS[variant_of(number)]), source.randrange(3)
     seconds = source.uniform(0, 3 if steps else STARTING_SECONDS)
     if name in PLACES:
-        most = max(1, (2 if name == "replay" else 6) - 3 * attempt)
-        count = 2 * source.randrange(most) + (cycle + attempt) % 2  # even: before the function, odd: after it
+        count = (
+            2 * source.randrange(2 if name == "replay" else 6) + cycle % 2
+        )  # even: before the function, odd: after it
         return Fault("place", f"{name}:{0 if name in OF_RANK_0 else rank}:{count}")
     if name == "disk":
         return Fault("disk", str(source.randrange(MAX_FREE_BYTES)))
-    return Fault(name, str(rank), steps, seconds / (1 + attempt))
+    return Fault(name, str(rank), steps, seconds)

@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,6 @@ HANG_SECONDS = 240.0
 """Without a committed step, before the fault; more is a hang. The watch ends a rollout after a quarter of it."""
 LEAVING_SECONDS = 15.0
 """For what a job has started beside its ranks to end after them."""
-MAX_ATTEMPTS = 8
-UNSAVED_STEPS = Fault("place", "committed:0:2")
-"""Leaves one or two steps that no checkpoint has."""
 MARK = "TLT_FAULT_CAMPAIGN"
 """In the environment of a run's processes."""
 SETTINGS = [
@@ -62,7 +59,6 @@ class Result:
     """What came of a fault."""
 
     number: int
-    attempt: int
     variant: str
     fault: Fault
     struck: bool
@@ -73,8 +69,6 @@ class Result:
     seconds_to_end: float
     wrong: list[str]
     """What the fault does not explain: lost lines or logs, a hang, ..."""
-    done: bool = False
-    """Whether this is the fault of its number; if not, the number is tried again."""
 
     def __str__(self) -> str:
         what = f"{self.fault.kind} {self.fault.detail}" if self.struck else f"{self.fault.name} came too late"
@@ -104,30 +98,18 @@ def main() -> int:
 
 
 def interrupt(folder: Path, seed: int, count: int) -> None:
-    """Try ``count`` more numbers of the plan, each on its variant of the run."""
+    """Interrupt runs by the next numbers of the plan, until ``count`` more faults came before the run's end."""
     folder.mkdir(parents=True, exist_ok=True)
-    first = max((result["number"] + 1 for result in results_in(folder) if result["done"]), default=0)
-    for number in range(first, first + count):
+    number = max((result["number"] + 1 for result in results_in(folder)), default=0)
+    while count > 0:
         place = folder / variant_of(number)
         place.mkdir(exist_ok=True)
-        for attempt in range(MAX_ATTEMPTS):
-            fault = draw(seed, number, attempt)
-            is_possible = fault.name != "replay" or has_unsaved_steps(place)
-            result = interrupt_once(place, number, attempt, fault if is_possible else UNSAVED_STEPS)
-            result = replace(result, done=is_possible and result.struck)
-            with (folder / "results.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
-            print(result, flush=True)
-            if result.done:
-                break
-        else:
-            raise RuntimeError(f"fault {number} came after the run's end {MAX_ATTEMPTS} times; see {folder}")
-
-
-def has_unsaved_steps(folder: Path) -> bool:
-    """Whether steps are committed that no checkpoint has, for the next start to replay."""
-    saved = [int(path.name.split("-")[1]) for path in RunFolder(folder / "run").checkpoints.glob("step-??????")]
-    return num_steps(folder) > max(saved, default=0)
+        result = interrupt_once(place, number, draw(seed, number))
+        with (folder / "results.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+        print(result, flush=True)
+        count -= result.struck
+        number += 1
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
@@ -151,10 +133,10 @@ def summary(folder: Path) -> str:
 # -- one fault ------------------------------------------------------------------------------------------------------
 
 
-def interrupt_once(folder: Path, number: int, attempt: int, fault: Fault) -> Result:
+def interrupt_once(folder: Path, number: int, fault: Fault) -> Result:
     """Start the run, interrupt it, and check what it left."""
     before, steps = committed(folder), num_steps(folder)
-    log, mark = folder / "logs" / f"{number:04d}-{attempt}", folder / "struck"
+    log, mark = folder / "logs" / f"{number:04d}", folder / "struck"
     mark.unlink(missing_ok=True)
     variables = {"TLT_FAULT": fault.detail, "TLT_FAULT_MARK": str(mark)} if fault.kind == "place" else {}
     with on_full_disk(folder, int(fault.detail) if fault.kind == "disk" else None) as place:
@@ -170,7 +152,7 @@ def interrupt_once(folder: Path, number: int, attempt: int, fault: Fault) -> Res
     if left and not is_hung:
         wrong.append(f"left behind: {', '.join(left)}")
     steps_after = num_steps(folder)
-    return Result(number, attempt, folder.name, fault, struck, process.returncode, steps, steps_after, seconds, wrong)
+    return Result(number, folder.name, fault, struck, process.returncode, steps, steps_after, seconds, wrong)
 
 
 def strike(process: subprocess.Popen[bytes], folder: Path, place: Path, steps: int, fault: Fault) -> float | None:
