@@ -462,6 +462,11 @@ def test_a_saved_configuration_may_have_a_removed_key_at_its_default(
 def test_a_removed_default_may_follow_from_another_key() -> None:
     far = REMOVED["reward.wall_seconds"]
     assert far.is_kept(60.0, {"cpu_seconds": 1.0}) and not far.is_kept(300.0, {"cpu_seconds": 1.0})
+    low = REMOVED["algorithm.rollout_correction_low"]
+    assert low.is_kept(0.5, {"rollout_correction": "icepop"}) and low.is_kept(0.0, {"rollout_correction": "tis"})
+    assert not low.is_kept(0.0, {"rollout_correction": "icepop"}) and not low.is_kept(0.1, {})
+    high = REMOVED["algorithm.rollout_correction_high"]
+    assert high.is_kept(2.0, {"rollout_correction": "mis"}) and not high.is_kept(0.0, {"rollout_correction": "mis"})
 
 
 def test_a_saved_value_that_a_key_no_longer_takes_names_the_version(tmp_path: Path) -> None:
@@ -565,13 +570,6 @@ def test_every_number_is_bounded_on_both_sides_and_every_text_and_list_in_length
 )  # fmt: skip
 def test_values_that_cannot_work_are_refused_with_what_can(override: str, message: str) -> None:
     assert refusal(override) == message
-
-
-def test_a_pattern_that_python_cannot_compile() -> None:
-    assert refusal("reward.default=format", "reward.format_pattern=a{99999999999999999999}") == (
-        "reward.format_pattern = 'a{99999999999999999999}' is no regular expression: the repetition number is too "
-        "large; fix it"
-    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 
-from tlt_hpc.config.recipes import CorrectionName, correction_with
+from tlt_hpc.config import AlgorithmSection
+from tlt_hpc.config.recipes import Correction, CorrectionName
 from tlt_hpc.rl.correction import TOLD_EVERY, MismatchWatch, correction_weights, mismatch_terms
 
 ROWS = torch.tensor([0, 0, 0, 1, 1])
@@ -31,25 +32,20 @@ OLD = ROLLOUT + RATIOS.log()
 )
 def test_weights_by_hand(name: CorrectionName, wanted: list[float], outside: list[int]) -> None:
     old = OLD.clone().requires_grad_()
-    weights, found = correction_weights(correction_with(name, "auto", "auto"), old, ROLLOUT, ROWS)
+    weights, found = correction_weights(AlgorithmSection(rollout_correction=name).correction, old, ROLLOUT, ROWS)
     torch.testing.assert_close(weights, torch.tensor(wanted, dtype=torch.float32), rtol=1e-5, atol=0)
     assert found.tolist() == [bool(value) for value in outside]
     assert not weights.requires_grad
 
 
-def test_bounds_of_ones_own() -> None:
-    weights, _ = correction_weights(correction_with("tis", 0.5, 1.2), OLD, ROLLOUT, ROWS)
-    torch.testing.assert_close(weights, torch.tensor([1.2, 1.2, 0.5, 0.8, 1.2]), rtol=1e-5, atol=0)
-
-
 def test_a_wild_ratio_stays_finite_and_no_token_is_fine() -> None:
     weights, _ = correction_weights(
-        correction_with("tis", 0.0, math.inf), torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([0])
+        Correction("tis", 0.0, math.inf), torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([0])
     )
     assert weights.isfinite().all()
     nothing = torch.zeros(0)
     assert correction_weights(
-        correction_with("sequence-tis", 0.0, 2.0), nothing, nothing, nothing.long()
+        Correction("sequence-tis", 0.0, 2.0), nothing, nothing, nothing.long()
     )[0].shape == (0,)  # fmt: skip
 
 

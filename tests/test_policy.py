@@ -83,7 +83,7 @@ def make_rollout(key: SampleKey, generator: np.random.Generator) -> Rollout:
         key=key,
         prompt_tokens=generator.integers(2, VOCABULARY, 2 + key.draw).astype(np.int32),
         response_tokens=generator.integers(2, VOCABULARY, response_length).astype(np.int32),
-        log_probs=-generator.random(response_length).astype(np.float32),
+        log_probs=-10 * generator.random(response_length).astype(np.float32),
         finish_reason=FinishReason.EOS,
         weight_version=0,
         num_target_passes=response_length,
@@ -304,7 +304,7 @@ def objective(config: Config, parts: list[Part]) -> torch.Tensor:
         else:
             loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
         if algorithm.rollout_correction == "tis":
-            loss = loss * (old - recorded).exp().clamp(min=LEAST_WEIGHT)
+            loss = loss * (old - recorded).exp().clamp(max=MAX_WEIGHT)
         entropy = -(rows.exp() * rows).sum(-1)
         losses.append(loss - algorithm.entropy_coefficient * entropy)
     if algorithm.name == "dr-grpo":
@@ -348,10 +348,9 @@ def distances_from_objective(every_change: list[dict[str, Any]]) -> list[list[fl
     return results
 
 
-LEAST_WEIGHT = 0.05
+MAX_WEIGHT = 2.0
 CORRECTED: dict[str, Any] = {
     "algorithm__rollout_correction": "tis",
-    "algorithm__rollout_correction_low": LEAST_WEIGHT,
     "algorithm__entropy_coefficient": 0.3,
 }
 ALGORITHMS: list[dict[str, Any]] = [
@@ -386,9 +385,9 @@ def mismatch_and_its_formulas() -> list[list[float]]:
     recorded = torch.from_numpy(np.concatenate([rollout.log_probs for rollout in rollouts])).double()
     away, weights = (old.exp() - recorded.exp()).abs(), (old - recorded).exp()
     k1, k3 = recorded - old, weights - 1 + recorded - old
-    outside = (weights < LEAST_WEIGHT).double().mean()
+    outside = (weights > MAX_WEIGHT).double().mean()
     assert 0.1 < outside < 0.9
-    wanted = [away.mean(), away.max(), k1.mean(), k3.mean(), weights.clamp(min=LEAST_WEIGHT).mean(), outside]
+    wanted = [away.mean(), away.max(), k1.mean(), k3.mean(), weights.clamp(max=MAX_WEIGHT).mean(), outside]
     leave()
     return [*found, list(map(float, wanted))]
 

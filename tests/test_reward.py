@@ -15,7 +15,7 @@ from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
-from tlt_hpc.rewards.judge import judge, kind_for, needs_worker
+from tlt_hpc.rewards.judge import judge, kind_for
 from tlt_hpc.rewards.scorer import Judge, Scorer
 from tlt_hpc.rewards.standing import standing_judge
 from tlt_hpc.rewards.unjudged import count_unjudged, joined
@@ -161,7 +161,6 @@ def test_a_choice_is_a_letter(text: str, wanted: float) -> None:
 def test_tags_in_order_each_once(text: str, wanted: float) -> None:
     settings = RewardSection(default="format", format_tags=("think", "answer"))
     assert reward("format", text, "", settings) == wanted
-    assert not needs_worker("format", settings)
 
 
 def test_the_form_is_mixed_into_every_other_kind() -> None:
@@ -172,13 +171,6 @@ def test_the_form_is_mixed_into_every_other_kind() -> None:
     assert reward("numeric", "\\boxed{3}", "3", settings) == 0.75
     unread = judge(Answer("numeric", "a", right, "three"), settings)
     assert unread == Verdict(0.0, Failure.UNREADABLE, "answer 'three' has no number"), "a form earns nothing then"
-
-
-def test_a_pattern_is_matched_in_a_worker_for_it_may_take_for_ever() -> None:
-    settings = RewardSection(format_pattern="<a>.*</a>", format_weight=0.5)
-    assert needs_worker("boxed", settings) and needs_worker("format", settings)
-    assert reward("boxed", "<a>\n</a>", "3", settings) == 0.5
-    assert reward("boxed", "<a>\n</a>.", "3", settings) == 0.0
 
 
 # --- which kind ---
@@ -223,27 +215,16 @@ def test_text_alone_needs_no_server() -> None:
             "reward.function = 'rewards.compute' names no function for the kind 'function'; give one as 'path.py:name'",
         ),
         (
-            ["reward.format_pattern=x", 'reward.format_tags=["a"]'],
-            "reward.format_pattern and reward.format_tags both say what a response looks like; leave one of them out",
-        ),
-        (
             ["reward.default=format"],
-            "the kind 'format' needs a form; set reward.format_tags, e.g. ['think', 'answer'], or format_pattern",
+            "the kind 'format' needs a form; set reward.format_tags, e.g. ['think', 'answer']",
         ),
         (
             ["reward.format_weight=0.1"],
-            "reward.format_weight = 0.1 needs a form; set reward.format_tags, e.g. ['think', 'answer'], or "
-            "format_pattern",
+            "reward.format_weight = 0.1 needs a form; set reward.format_tags, e.g. ['think', 'answer']",
         ),
         (
             ['reward.format_tags=["a"]'],
-            "reward.format_pattern and reward.format_tags judge nothing without a weight; set reward.format_weight, or "
-            "use the kind 'format'",
-        ),
-        (
-            ["reward.format_pattern=(", "reward.default=format"],
-            "reward.format_pattern = '(' is no regular expression: missing ), unterminated subpattern at position 0; "
-            "fix it",
+            "reward.format_tags judges nothing without a weight; set reward.format_weight, or use the kind 'format'",
         ),
         (
             ["reward.format_tags=['think', 'think']", "reward.default=format"],

@@ -54,7 +54,6 @@ COMBINATIONS = (
     "run.ranks=3", "run.ranks=1048576", "rollout.tensor_parallel=1048576", "optimizer.sequence_parallel=1024",
     "drafter.train=false drafter.schedule=falling", "drafter.form=eagle3 drafter.loss=feature",
     "evaluation.temperature=0", "reward.default=function", "reward.format_weight=0.5",
-    "reward.default=format reward.format_pattern=(((", "reward.default=format reward.format_pattern=a{99999999999}",
     "speculation.mode=full speculation.strategies=['drafter-9999']",
     "speculation.mode=full speculation.strategies=['ngram-4a99999999999999999999999999999999999999999999999999']",
     "speculation.mode=ngram speculation.strategies=['drafter-2']", "speculation.mode=full drafter.init=/dev/null",

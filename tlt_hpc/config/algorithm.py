@@ -20,6 +20,7 @@ from tlt_hpc.config.base import (
     zero_or_from,
 )
 from tlt_hpc.config.recipes import (
+    CORRECTION_BOUNDS,
     AdvantageName,
     AggregationName,
     AlgorithmName,
@@ -28,7 +29,6 @@ from tlt_hpc.config.recipes import (
     KLName,
     LossName,
     Recipe,
-    correction_with,
     recipe_with,
 )
 
@@ -86,14 +86,10 @@ class AlgorithmSection(Section):
     to 1. 0: no penalty."""
     rollout_correction: CorrectionName = "none"
     """Correction for the difference between the probabilities of rollout engine and trainer, by their ratio. ``tis``
-    multiplies a token's loss by the truncated ratio; ``mis`` leaves out tokens whose ratio is too large; ``icepop``
-    also leaves out those whose ratio is too small; the prefix ``sequence-`` uses the ratio of the whole response. With
-    a correction the policy depends on the last bits of the rollout's probabilities, which differ slightly between
+    multiplies a token's loss by the ratio, truncated at 2; ``mis`` leaves out tokens whose ratio is above 2; ``icepop``
+    those whose ratio is below 0.5 or above 5; the prefix ``sequence-`` uses the ratio of the whole response. With a
+    correction the policy depends on the last bits of the rollout's probabilities, which differ slightly between
     decoding with and without speculation."""
-    rollout_correction_low: Bound = "auto"
-    """Smallest ratio; tokens below it are left out or set to it. ``auto``: 0.5 for ``icepop``, otherwise 0."""
-    rollout_correction_high: Bound = "auto"
-    """Largest ratio; tokens above it are left out or set to it. ``auto``: 5 for ``icepop``, otherwise 2."""
     max_refills: Count = 0
     """Dynamic sampling (DAPO): groups whose scores are all equal have no gradient, and are replaced by groups of
     further prompts in at most this many additional rollouts of a step. Groups that are still missing are filled with
@@ -114,12 +110,11 @@ class AlgorithmSection(Section):
     @property
     def correction(self) -> Correction:
         """What is done about the rollout's probabilities, with its bounds."""
-        return correction_with(self.rollout_correction, self.rollout_correction_low, self.rollout_correction_high)
+        return Correction(self.rollout_correction, *CORRECTION_BOUNDS[self.rollout_correction])
 
     def resolved(self) -> AlgorithmSection:
         """The same with every ``auto`` replaced, which a later version's recipes cannot change."""
-        bounds = {"rollout_correction_low": self.correction.low, "rollout_correction_high": self.correction.high}
-        return self.model_copy(update={**vars(self.recipe), **bounds})
+        return self.model_copy(update=vars(self.recipe))
 
 
 class OptimizerSection(Section):

@@ -121,10 +121,8 @@ class RewardSection(Section):
     returns a number, or a dict with a number under ``score``."""
     tolerance: Annotated[float, Field(ge=0.0, le=1000.0)] = 1e-6
     """Tolerance of ``numeric``: relative to the answer, absolute for answers below 1."""
-    format_pattern: Text = ""
-    """Regular expression that the whole response must match; ``.`` also matches line ends."""
     format_tags: Annotated[tuple[TagName, ...], Field(strict=False, max_length=64)] = ()
-    """Instead of a pattern: the response consists of these tags, each once and in this order, as in
+    """Required format: the response consists of these tags, each once and in this order, as in
     ``<a>...</a><b>...</b>``."""
     format_weight: Fraction = 0.0
     """Share of the format in rewards of the other kinds: (1 - weight) x reward + weight x format."""
@@ -175,24 +173,13 @@ def check_reward(reward: RewardSection) -> None:
 
 
 def _check_format(reward: RewardSection, is_kind: bool) -> None:
-    if reward.format_pattern and reward.format_tags:
-        raise ConfigError(
-            "reward.format_pattern and reward.format_tags both say what a response looks like; leave one of them out"
-        )
     if doubles := [tag for tag in reward.format_tags if reward.format_tags.count(tag) > 1]:
         raise ConfigError(f"reward.format_tags names {doubles[0]!r} twice, and each stands once; name it once")
-    is_given, is_used = bool(reward.format_pattern or reward.format_tags), is_kind or reward.format_weight > 0
-    if is_used and not is_given:
+    is_used = is_kind or reward.format_weight > 0
+    if is_used and not reward.format_tags:
         what = "the kind 'format'" if is_kind else f"reward.format_weight = {reward.format_weight}"
-        raise ConfigError(f"{what} needs a form; set reward.format_tags, e.g. ['think', 'answer'], or format_pattern")
-    if is_given and not is_used:
+        raise ConfigError(f"{what} needs a form; set reward.format_tags, e.g. ['think', 'answer']")
+    if reward.format_tags and not is_used:
         raise ConfigError(
-            "reward.format_pattern and reward.format_tags judge nothing without a weight; set reward.format_weight, "
-            "or use the kind 'format'"
+            "reward.format_tags judges nothing without a weight; set reward.format_weight, or use the kind 'format'"
         )
-    try:
-        re.compile(reward.format_pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"reward.format_pattern = {reward.format_pattern!r} is no regular expression: {error}; fix it"
-        ) from None

@@ -99,13 +99,3 @@ def recipe_with(name: AlgorithmName, advantage: str, loss: str, aggregation: str
         clip_low=bounds[0] if low == "auto" else float(low),  # type: ignore[arg-type]
         clip_high=bounds[1] if high == "auto" else float(high),  # type: ignore[arg-type]
     )
-
-
-def correction_with(name: CorrectionName, low: object, high: object) -> Correction:
-    """The named correction, each bound replaced where something else than ``auto`` is given."""
-    own = CORRECTION_BOUNDS[name]
-    return Correction(
-        name,
-        own[0] if low == "auto" else float(low),  # type: ignore[arg-type]
-        own[1] if high == "auto" else float(high),  # type: ignore[arg-type]
-    )

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tlt_hpc.config.recipes import CORRECTION_BOUNDS
+
 
 @dataclass(frozen=True)
 class Removed:
@@ -28,6 +30,11 @@ class Removed:
         return type(value) is type(default) and value == default
 
 
+def _correction_bounds(algorithm: Mapping[str, Any]) -> tuple[float, float] | tuple[None, None]:
+    return CORRECTION_BOUNDS.get(algorithm.get("rollout_correction", "none"), (None, None))
+
+
+_BOUNDS = "the bounds are 0 and 2, for icepop 0.5 and 5 (CORRECTION_BOUNDS in config/recipes.py)"
 _ABLATION = "`tlt ablate` alone trains the drafter in other ways"
 REMOVED: dict[str, Removed] = {
     "speculation.depths": Removed(None, "name strategies such as drafter-4 in speculation.strategies"),
@@ -39,6 +46,7 @@ REMOVED: dict[str, Removed] = {
     "reward.wall_seconds": Removed(
         300.0, "it is 60 times reward.cpu_seconds", of=lambda reward: 60.0 * reward.get("cpu_seconds", 5.0)
     ),
+    "reward.format_pattern": Removed("", "use reward.format_tags, or judge the form in reward.function"),
     "rollout.prefill_tokens": Removed(4096, "it is always 4096", any_value=True),
     "rollout.tie_guard": Removed("auto", "the guard is on for model.dtype = 'float32', and off for 'bfloat16'"),
     "speculation.chooser": Removed("goodput", "strategies are always chosen by goodput", any_value=True),
@@ -72,6 +80,8 @@ REMOVED: dict[str, Removed] = {
         "algorithm.kl_estimator = 'k1' is applied in the reward, 'k2' and 'k3' in the loss",
         any_value=True,  # the estimator that is saved beside it says the same
     ),
+    "algorithm.rollout_correction_low": Removed(0.0, _BOUNDS, of=lambda algorithm: _correction_bounds(algorithm)[0]),
+    "algorithm.rollout_correction_high": Removed(0.0, _BOUNDS, of=lambda algorithm: _correction_bounds(algorithm)[1]),
     "algorithm.overlong_penalty": Removed(1.0, "it is always 1"),
     "optimizer.betas": Removed([0.9, 0.999], "they are always [0.9, 0.999]"),
     "optimizer.epsilon": Removed(1e-8, "it is always 1e-8"),

@@ -32,7 +32,7 @@ from tlt_hpc.config.base import (
 from tlt_hpc.config.data import DataSection, RewardSection, check_data, check_reward
 from tlt_hpc.config.drafter import DrafterSection, SpeculationSection, WarmupSection, check_drafter
 from tlt_hpc.config.evaluation import EvaluationSection, check_evaluation
-from tlt_hpc.config.recipes import CORRECTION_BOUNDS, GROUP_ADVANTAGES
+from tlt_hpc.config.recipes import GROUP_ADVANTAGES
 from tlt_hpc.config.tracking import TrackingSection
 
 EMBEDDED_MODEL = "embedded:tiny"
@@ -340,18 +340,6 @@ def _check_algorithm(config: Config) -> None:
             "1.0 for none"
         )
     _check_distance(config)
-    correction = algorithm.correction
-    if correction.name == "none" and (correction.low or correction.high):
-        raise ConfigError(
-            f"algorithm.rollout_correction_low = {correction.low} and rollout_correction_high = {correction.high} say "
-            "nothing with algorithm.rollout_correction = 'none'; name a correction such as 'tis', or leave them out"
-        )
-    if correction.name != "none" and not correction.low < 1.0 < correction.high:
-        raise ConfigError(
-            f"algorithm.rollout_correction_low = {correction.low} and rollout_correction_high = {correction.high} do "
-            "not lie on both sides of 1, the ratio where rollout and trainer agree; use bounds such as "
-            f"{' and '.join(map(str, CORRECTION_BOUNDS[correction.name]))}"
-        )
     if algorithm.max_refills and recipe.advantage == "batch":
         raise ConfigError(
             f"algorithm.max_refills = {algorithm.max_refills} with algorithm.advantage = 'batch', by which groups of "

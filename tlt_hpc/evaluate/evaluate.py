@@ -160,7 +160,6 @@ _JUDGING = (
     "by_source",
     "function",
     "tolerance",
-    "format_pattern",
     "format_tags",
     "cpu_seconds",
     "memory_mb",
@@ -213,6 +212,7 @@ def facts_of(config: Config, sets: EvaluationSets, fingerprint: str) -> dict[str
         "evaluation.max_new_tokens": longest_response(config),
         "rollout.stop_strings": config.rollout.stop_strings,
         **{f"reward.{name}": vars(config.reward)[name] for name in _JUDGING},
+        "reward.format_pattern": "",  # a key of earlier versions, whose evaluations can be resumed
         **({"the file of reward.function": digest_of(Path(function))} if function else {}),
         **{f"data of {name}": digest for name, digest in sets.fingerprints().items()},
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
@@ -26,10 +25,9 @@ def kind_for(source: str, default: str, by_source: Mapping[str, str]) -> str:
     return next((kind for pattern, kind in by_source.items() if fnmatchcase(source, pattern)), default)
 
 
-def needs_worker(kind: str, settings: RewardSection) -> bool:
+def needs_worker(kind: str) -> bool:
     """Whether an answer of the kind is judged in a process of its own."""
-    has_form = kind == "format" or settings.format_weight > 0
-    return kind in WORKER_KINDS or (has_form and bool(settings.format_pattern))  # a pattern may take for ever
+    return kind in WORKER_KINDS
 
 
 def judge(
@@ -48,8 +46,6 @@ def judge(
 
 def form(response: str, settings: RewardSection) -> float:
     """1.0 where the response looks as the settings say."""
-    if settings.format_pattern:
-        return float(re.fullmatch(settings.format_pattern, response, re.DOTALL) is not None)
     return text.tags(response, settings.format_tags)
 
 

@@ -31,7 +31,7 @@ class Judge:
 
     def needs_worker(self, prompt: Prompt) -> bool:
         """Whether responses to the prompt go to the server."""
-        return kinds.needs_worker(self.kind_of(prompt), self.settings)
+        return kinds.needs_worker(self.kind_of(prompt))
 
     def answer(self, prompt: Prompt, text: str) -> Answer:
         """A response to the prompt as it is judged."""

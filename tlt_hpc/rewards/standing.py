@@ -20,7 +20,7 @@ def standing_judge(section: RewardSection) -> Judge:
 
     The first call belongs before MPI starts: a process that MPI has initialised should start no other.
     """
-    needs = any(needs_worker(kind, section) for kind in section.kinds)
+    needs = any(needs_worker(kind) for kind in section.kinds)
     return Judge(section, _standing_client(section.model_dump_json()) if needs else None)
 
 

@@ -108,7 +108,7 @@ def check_rewards(job: PlannedJob) -> Finding:
 
     reward = job.config.reward
     kinds = ", ".join(reward.kinds)
-    if not any(needs_worker(kind, reward) for kind in reward.kinds):
+    if not any(needs_worker(kind) for kind in reward.kinds):
         return ok(f"{kinds}; judged in the ranks")
     client = RewardClient(reward)
     try:
