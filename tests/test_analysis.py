@@ -29,11 +29,10 @@ from tlt_hpc.look.analysis.throughput import THROUGHPUT
 from tlt_hpc.look.analysis.timeline import analyse_timeline
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import duration, joules, listed, seconds, share
-from tlt_hpc.storage.environment_lines import Environment, Host, add_environment
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.log_columns import check_whole, read_columns
-from tlt_hpc.storage.rollout_log import write_step
+from tlt_hpc.storage.records import Environment, Host, add_environment
+from tlt_hpc.storage.rollout_log import check_whole, read_columns, write_step
 
 ANALYSES: dict[str, Callable[[RunLog], Any]] = {
     "timeline": analyse_timeline,

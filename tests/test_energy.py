@@ -23,7 +23,7 @@ from tlt_hpc.look.analysis.comparison import analyse_comparison
 from tlt_hpc.look.analysis.energy_use import analyse_energy
 from tlt_hpc.look.energy import EnergyMeter, EnergyReach, NoCounterError, Nvml, Rapl
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.storage.environment_lines import read_environments
+from tlt_hpc.storage.records import read_environments
 from tlt_hpc.storage.step_lines import read_lines
 
 RANGE = 65_532_610_987  # AMD's

@@ -31,8 +31,8 @@ from tlt_hpc.look.environment import (
 )
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.session import claim_folder
-from tlt_hpc.storage.environment_lines import Environment, Host, add_environment, read_environments
 from tlt_hpc.storage.folder import RunFolder, WriteError
+from tlt_hpc.storage.records import Environment, Host, add_environment, read_environments
 
 HOSTS = (
     Host("gpu-1", 8, "AMD EPYC 9654", 64, 10**12, {"NVIDIA H100": 8}),

@@ -21,7 +21,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.common.records import Prompt, Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import ConfigError, RewardSection, UserError, load_config, to_toml
-from tlt_hpc.data.evaluation_sets import EvaluationSet, EvaluationSets
+from tlt_hpc.data.evaluation_sets import EvaluationSet
 from tlt_hpc.evaluate import answering
 from tlt_hpc.evaluate.answering import share_of
 from tlt_hpc.evaluate.evaluate import EvaluationResult, evaluate, evaluation_config
@@ -33,7 +33,7 @@ from tlt_hpc.evaluate.tally import same_math
 from tlt_hpc.evaluate.votes import Ballot, count_votes
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.mpi.world import World
-from tlt_hpc.rewards.standing import standing_judge
+from tlt_hpc.rewards.scorer import standing_judge
 from tlt_hpc.rl.distributed import leave_process_group
 from tlt_hpc.storage.evaluation_log import read_responses
 from tlt_hpc.storage.folder import RunFolder
@@ -113,7 +113,7 @@ def test_what_is_asked_of_the_engine():
     changes = "evaluation.samples=2", "rollout.stop_strings=['x']", "rollout.top_k=5"
     config = load_config(TINY, changes)
     prompt = Prompt(np.array([2], np.int32), "", "", "")
-    (wanted,) = wanted_responses(config, EvaluationSets((EvaluationSet("a", (7,), (prompt,), ""),)))
+    (wanted,) = wanted_responses(config, [EvaluationSet("a", (7,), (prompt,), "")])
     sampled = SamplingParams(512, temperature=0.6, top_p=0.95, stop_strings=("x",))
     assert [request.params for request in wanted.requests] == [
         SamplingParams(512, temperature=0.0, stop_strings=("x",)), sampled, sampled,
@@ -407,7 +407,10 @@ def test_mathematics_votes_by_meaning():
 def test_the_ranks_share_what_is_missing_evenly(num_ranks):
     prompt = Prompt(np.array([2], np.int32), "", "", "")
     keys = [[SampleKey(0, 1, 0, draw, sample) for sample in range(33)] for draw in range(30)]
-    wanted = [Wanted(0, prompt, tuple(Request(key, prompt.tokens) for key in own)) for own in keys]
+    wanted = [
+        Wanted(EvaluationSet("a", (), (), ""), prompt, tuple(Request(key, prompt.tokens) for key in own))
+        for own in keys
+    ]
     done = set(keys[0] + keys[7][:5])
     shares = [share_of(wanted, done, rank, num_ranks) for rank in range(num_ranks)]
     given = [request.key for share in shares for _, requests in share for request in requests]

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tlt_hpc.common.records import FinishReason, SampleKey
 from tlt_hpc.config import RewardSection
-from tlt_hpc.evaluate.figures import Judged, PromptAnswers, estimate, figures_of, majority, metrics_of, pass_at_k
-from tlt_hpc.evaluate.tally import judged_of
+from tlt_hpc.evaluate.figures import PromptAnswers, estimate, figures_of, is_right, majority, metrics_of, pass_at_k
 from tlt_hpc.evaluate.votes import Ballot, answer_of, count_votes
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 
 SETTINGS = RewardSection()
 
 
-def judged(vote: int | None, length: int = 10, is_cut: bool = False) -> Judged:
-    return Judged(vote == 0, float(vote == 0), length, is_cut, vote)
+def response(
+    vote: int | None, sample: int = 0, length: int = 10, reason: FinishReason = FinishReason.EOS
+) -> JudgedResponse:
+    """A response that is right where its vote is 0."""
+    return JudgedResponse(SampleKey(0, 1, 0, 0, sample), np.zeros(length, np.int32), reason, 1, float(vote == 0))
 
 
-def prompt(*votes: int | None, greedy: int | None = 0, source: str = "a") -> PromptAnswers:
-    return PromptAnswers(source, True, judged(greedy), tuple(map(judged, votes)))
+def prompt(*votes: int | None, greedy: int | None = 0, can_tell: bool = True) -> PromptAnswers:
+    responses = [response(vote, sample) for sample, vote in enumerate((greedy, *votes))]
+    return PromptAnswers(responses, (greedy, *votes) if can_tell else None)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
     ],
 )
 def test_majority(votes, value):
-    assert majority([judged(vote) for vote in votes]) == value
+    assert majority(votes) == value
 
 
 def test_standard_errors():
@@ -83,20 +87,19 @@ def test_figures_of_prompts():
 
 
 def test_lengths_and_cuts_are_of_all_responses():
-    long = PromptAnswers("a", True, judged(0, length=70, is_cut=True), (judged(0, length=10), judged(1, length=10)))
+    greedy = response(0, length=70, reason=FinishReason.LENGTH)
+    long = PromptAnswers([greedy, response(0, 1), response(1, 2)], (0, 0, 1))
     figures = figures_of([long, prompt(0, 1)], ())
     assert (figures.mean_length, figures.cut_share) == (20.0, 1 / 6)
     metrics = metrics_of("x", figures)
     assert metrics["val-aux/x/response_length/clip_ratio"] == 1 / 6
-    mixed = figures_of([long, PromptAnswers("b", False, judged(0), (judged(0), judged(0)))], ())
+    mixed = figures_of([long, prompt(0, 0, can_tell=False)], ())
     assert mixed.majority is None and mixed.unanswered_share is None, "of some prompts nobody can tell"
 
 
-@pytest.mark.parametrize("reason", FinishReason)
 @pytest.mark.parametrize("reward", [0.0, 0.5, 1.0, 2.0])
-def test_a_response_is_right_where_its_reward_is_whole_and_cut_at_the_cap(reason, reward):
-    response = JudgedResponse(SampleKey(0, 1, 0, 0, 1), np.zeros(3, np.int32), reason, 1, reward)
-    assert judged_of(response, 5) == Judged(reward >= 1, reward, 3, reason == FinishReason.LENGTH, 5)
+def test_a_response_is_right_where_its_reward_is_whole(reward):
+    assert is_right(replace(response(0), reward=reward)) == (reward >= 1)
 
 
 def test_metrics_have_verls_names():
@@ -112,7 +115,7 @@ def test_metrics_have_verls_names():
 
 
 def test_kinds_without_answers_have_no_majority():
-    plain = PromptAnswers("a", False, None, (judged(0), judged(None)))
+    plain = PromptAnswers([response(0, 1), response(None, 2)], None)
     figures = figures_of([plain], ())
     assert figures.majority is None and figures.unanswered_share is None and figures.greedy is None
     assert "maj@2/mean" not in "".join(metrics_of("x", figures))

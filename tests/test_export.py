@@ -30,8 +30,8 @@ from tlt_hpc.models.folder import embedded
 from tlt_hpc.rollout.drafts import LearnedDrafts
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.storage.drafter_facts import read_facts
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import read_facts
 
 H, INNER, V, W, QUERIES, KEYS = 128, 256, 24, 7, 128, 64
 IDS = [2, 3, 5, 8, 13, 17, 19]

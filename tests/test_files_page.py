@@ -18,10 +18,10 @@ from small_run import small_record
 
 from tlt_hpc.cluster.watch.record import Record, decode
 from tlt_hpc.common.records import FinishReason, RolloutTiming, SampleKey
-from tlt_hpc.storage.drafter_facts import CurvePoint, DrafterFacts
 from tlt_hpc.storage.evaluation_log import JudgedResponse, write_responses
 from tlt_hpc.storage.feature_writer import FeatureCacheWriter
 from tlt_hpc.storage.kept_responses import KeptFile, write_kept
+from tlt_hpc.storage.records import CurvePoint, DrafterFacts
 from tlt_hpc.storage.rollout_log import write_step
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,11 +11,10 @@ import torch
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
-from tlt_hpc.data.held_out import hold_out, split_draws
 from tlt_hpc.drafting.offline import batches_of, deal, learning_rate, passes_of, with_noise
 from tlt_hpc.drafting.packing import pack
-from tlt_hpc.storage.drafter_facts import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_facts
 from tlt_hpc.storage.feature_cache import Document
+from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_facts
 from tlt_hpc.studies.warmup.capture import part_size
 from tlt_hpc.studies.warmup.progress import (
     Progress,
@@ -26,6 +25,7 @@ from tlt_hpc.studies.warmup.progress import (
     to_json,
     validation_is_due,
 )
+from tlt_hpc.studies.warmup.texts import hold_out, split_draws
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 1, 9, 3, 3, 30, 2, 8]

@@ -16,9 +16,7 @@ from tlt_hpc.config import ConfigError, RewardSection, load_config
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.judge import judge, kind_for
-from tlt_hpc.rewards.scorer import Judge, Scorer
-from tlt_hpc.rewards.standing import standing_judge
-from tlt_hpc.rewards.unjudged import count_unjudged, joined
+from tlt_hpc.rewards.scorer import Judge, Scorer, count_unjudged, joined, standing_judge
 
 TINY = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 BOXED = RewardSection()

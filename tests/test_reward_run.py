@@ -165,7 +165,7 @@ def test_the_server_starts_before_mpi_does(command: str, monkeypatch: pytest.Mon
 
     calls: list[str] = []
     monkeypatch.setattr("tlt_hpc.mpi.world.World.connect", connect)
-    monkeypatch.setattr("tlt_hpc.rewards.standing.standing_judge", lambda section: calls.append(section.default))
+    monkeypatch.setattr("tlt_hpc.rewards.scorer.standing_judge", lambda section: calls.append(section.default))
     with pytest.raises(ConnectedError):
         config = load_config(ROOT / "jobs" / "tiny.toml", ["reward.default=math"])
         cli.COMMANDS[command].run_on_ranks(config, argparse.Namespace(), StopFlag())

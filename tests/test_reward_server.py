@@ -189,7 +189,7 @@ def test_the_server_ends_with_the_rank_whatever_it_is_at(own: str, is_stopped: b
         "import sys, time\n"
         "from tlt_hpc.config import RewardSection\n"
         "from tlt_hpc.rewards.answer import Answer\n"
-        "from tlt_hpc.rewards.standing import standing_judge\n"
+        "from tlt_hpc.rewards.scorer import standing_judge\n"
         f"client = standing_judge(RewardSection(default='function', function={own!r})).client\n"
         "client.wait_until_ready()\n"
         "client.submit(Answer('function', 'own', 'sleep', ''))\n"

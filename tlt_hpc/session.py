@@ -43,17 +43,16 @@ from tlt_hpc.mpi.replica import Replica, ReplicaPulse, check_nodes
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, ModelAssets, read_assets_once
-from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.rewards.standing import standing_judge
+from tlt_hpc.rewards.scorer import Judge, standing_judge
 from tlt_hpc.rl.correction import MismatchWatch
 from tlt_hpc.rl.distributed import join_process_group, replica_sum
 from tlt_hpc.rl.policy import Policy
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import strategies_of
-from tlt_hpc.storage.environment_lines import Environment, add_environment
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder, node_folder, writing_beside
+from tlt_hpc.storage.records import Environment, add_environment
 
 logger = logging.getLogger(__name__)
 

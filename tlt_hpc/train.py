@@ -38,7 +38,7 @@ from tlt_hpc.resume.saving import (
     save_drafter_if_due,
     should_continue,
 )
-from tlt_hpc.rewards.unjudged import joined
+from tlt_hpc.rewards.scorer import joined
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.engine import EngineCounts

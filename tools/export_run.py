@@ -30,8 +30,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import EngineSpans
 from tlt_hpc.look.analysis.kinds import KINDS, engine_kinds
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.storage.log_columns import Columns
-from tlt_hpc.storage.rollout_log import StepSummary
+from tlt_hpc.storage.rollout_log import Columns, StepSummary
 
 _KEY = ("seed", "stream", "draw", "sample")
 _RESPONSE = (*_KEY, "finish_reason", "weight_version", "num_target_passes", "finished_seconds", "rewards", "advantages")

@@ -33,11 +33,10 @@ from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.survey import map_tasks
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed
-from tlt_hpc.storage.environment_lines import read_environments
-from tlt_hpc.storage.finished_word import read_finished
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.log_columns import check_whole, read_columns
+from tlt_hpc.storage.records import read_environments, read_finished
+from tlt_hpc.storage.rollout_log import check_whole, read_columns
 
 _SHOWN_BYTES = 60
 ALWAYS = (

@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.models.drafter_file import DRAFTER_FILE
-from tlt_hpc.storage.drafter_facts import FACTS_FILE, CurvePoint, DrafterFacts, read_facts
 from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts
 
 
 def log_of(facts: DrafterFacts) -> str:

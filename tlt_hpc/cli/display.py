@@ -17,8 +17,8 @@ from tlt_hpc.common.words import count
 from tlt_hpc.config import Config
 from tlt_hpc.look.metrics import StepMetrics
 from tlt_hpc.mpi.roster import Roster
-from tlt_hpc.storage.drafter_facts import CurvePoint
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import CurvePoint
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.studies.ablate.ablate import StoppedAblation
 from tlt_hpc.studies.ablate.figures import AblationFigures, cells_of, verdict

@@ -492,7 +492,7 @@ def run_alone(module: str, options: argparse.Namespace) -> int:
 
 def start_rewards(config: Config) -> None:
     """Start what judges responses as the first thing that a rank does: a process that has MPI should start no other."""
-    from tlt_hpc.rewards.standing import standing_judge, without_form
+    from tlt_hpc.rewards.scorer import standing_judge, without_form
 
     standing_judge(config.reward)
     if config.evaluation.every_steps:

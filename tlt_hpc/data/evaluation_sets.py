@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,40 +42,15 @@ class EvaluationSet:
         """What stands for its name in the keys of responses: they do not depend on which other sets there are."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "little")
 
-
-@dataclass(frozen=True)
-class EvaluationSets:
-    """All data sets of an evaluation."""
-
-    sets: tuple[EvaluationSet, ...]
-
-    def fingerprints(self) -> Mapping[str, str]:
-        """What each set is made from, by its name."""
-        return {each.name: each.digest for each in self.sets}
-
-    @property
-    def warning(self) -> str:
-        """What a user should know of rows that were left out; empty: nothing."""
-        return "; ".join(each.warning for each in self.sets if each.warning)
-
-    def marks(self) -> Mapping[str, str]:
-        """What each set came to, by its name: its fingerprint, and the prompts drawn with their answers."""
-        return {each.name: _mark(each) for each in self.sets}
-
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens."""
-        return max(len(prompt.tokens) for each in self.sets for prompt in each.prompts)
+    def prompts_digest(self) -> str:
+        """Of what the set is made from, and of the prompts drawn with their answers."""
+        mark = hashlib.sha256(f"{self.digest} {self.rows}".encode())
+        for prompt in self.prompts:
+            mark.update(prompt.tokens.tobytes() + prompt.answer.encode() + b"\0")
+        return mark.hexdigest()
 
 
-def _mark(each: EvaluationSet) -> str:
-    mark = hashlib.sha256(f"{each.digest} {each.rows}".encode())
-    for prompt in each.prompts:
-        mark.update(prompt.tokens.tobytes() + prompt.answer.encode() + b"\0")
-    return mark.hexdigest()
-
-
-def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSets:
+def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> tuple[EvaluationSet, ...]:
     """The data sets that the configuration names.
 
     Raises:
@@ -92,7 +67,7 @@ def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> Evaluat
     if doubles:
         raise ConfigError(f"two of evaluation.sources are called {doubles[0]!r}, after their files; rename one")
     pairs = zip(names, sources, strict=True)
-    return EvaluationSets(tuple(_open(config, name, source, tokenizer, chat) for name, source in pairs))
+    return tuple(_open(config, name, source, tokenizer, chat) for name, source in pairs)
 
 
 def name_of(source: str) -> str:
@@ -142,6 +117,16 @@ def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:
         problems.setdefault(problem.prompt, problem.answer)
     prompts = tuple(make_prompt(tokenizer, text, answer, "gcd") for text, answer in problems.items())
     return EvaluationSet(name, tuple(range(len(prompts))), prompts, f"{EMBEDDED_TASK} {config.evaluation.seed}")
+
+
+def left_out(sets: Sequence[EvaluationSet]) -> str:
+    """What a user should know of rows that were left out; empty: nothing."""
+    return "; ".join(each.warning for each in sets if each.warning)
+
+
+def longest_prompt(sets: Sequence[EvaluationSet]) -> int:
+    """Tokens."""
+    return max(len(prompt.tokens) for each in sets for prompt in each.prompts)
 
 
 def longest_response(config: Config) -> int:

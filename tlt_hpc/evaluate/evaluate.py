@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError, check_replicas, to_toml
-from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response
+from tlt_hpc.data.evaluation_sets import EvaluationSet, left_out, longest_prompt, longest_response
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.answering import answer
 from tlt_hpc.evaluate.figures import to_json
@@ -35,7 +35,7 @@ from tlt_hpc.mpi.owner import claim_owner
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import ModelAssets, open_checked_sets
-from tlt_hpc.rewards.standing import without_form
+from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import (
     CALIBRATION_RESPONSES,
@@ -105,7 +105,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         num_missing = count_missing(wanted, done, world)
         if world.rank == 0:
             total = sum(len(each.requests) for each in wanted)
-            reporter.started(subject.name, folder.path, total, total - num_missing, sets.warning)
+            reporter.started(subject.name, folder.path, total, total - num_missing, left_out(sets))
         start = time.perf_counter()
         if num_missing:
             engine = make_engine(session, sets, checkpoint)
@@ -122,7 +122,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     def count_results() -> Results:
         reporter.counting()
         responses = complete(folder, wanted)
-        results = tally(sets, wanted, responses, bench, assets.tokenizer, config.evaluation.ks)
+        results = tally(wanted, responses, bench, assets.tokenizer, config.evaluation.ks)
         report(folder, subject.log(config), results, {"evaluated": subject.name, **facts}, subject.step)
         return results
 
@@ -130,7 +130,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     return EvaluationResult(subject.name, folder.path, num_missing, 0, results, seconds=seconds)
 
 
-def make_engine(session: Session, sets: EvaluationSets, checkpoint: Checkpoint | None) -> RolloutEngine:
+def make_engine(session: Session, sets: Sequence[EvaluationSet], checkpoint: Checkpoint | None) -> RolloutEngine:
     """The engine with the evaluation's sampling, and the checkpoint's drafter or what ``drafter.init`` names.
 
     Without a drafter there is none of its strategies. Collective over the node, whose first rank reads.
@@ -146,7 +146,7 @@ def make_engine(session: Session, sets: EvaluationSets, checkpoint: Checkpoint |
         drafter = None if weights is None else serving_drafter(weights, session.decoder)
     settings = session.settings()
     strategies = tuple(s for s in settings.strategies if drafter is not None or not s.has_drafter)
-    params, longest = sampling_params(config), sets.longest_prompt
+    params, longest = sampling_params(config), longest_prompt(sets)
     settings = replace(settings, params=params, max_prompt_tokens=longest, strategies=strategies)
     engine = session.make_engine(settings, drafter)
     engine.keeps = session.keeps
@@ -166,7 +166,7 @@ _JUDGING = (
 )
 
 
-def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, EvaluationSets]:
+def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, tuple[EvaluationSet, ...]]:
     """The light files of the model, and the data sets; ``config`` is ``config_for``'s.
 
     Raises:
@@ -181,7 +181,7 @@ def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, Evaluation
     return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets
 
 
-def check_same_sets(sets: EvaluationSets, world: World) -> None:
+def check_same_sets(sets: Sequence[EvaluationSet], world: World) -> None:
     """Refuse data sets that are not the same on all nodes: ranks would not agree on what is to be answered.
 
     Collective.
@@ -189,7 +189,7 @@ def check_same_sets(sets: EvaluationSets, world: World) -> None:
     Raises:
         ConfigError: on all ranks.
     """
-    seen = world.allgather((world.hostname, sets.marks()))
+    seen = world.allgather((world.hostname, {each.name: each.prompts_digest() for each in sets}))
     for rank, (hostname, marks) in enumerate(seen):
         for name, mark in marks.items():
             if mark != seen[0][1].get(name):
@@ -199,7 +199,7 @@ def check_same_sets(sets: EvaluationSets, world: World) -> None:
                 )
 
 
-def facts_of(config: Config, sets: EvaluationSets, fingerprint: str) -> dict[str, object]:
+def facts_of(config: Config, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
     """What responses and verdicts depend on, by name."""
     evaluation = config.evaluation
     function = config.reward.function.rpartition(":")[0]
@@ -214,7 +214,7 @@ def facts_of(config: Config, sets: EvaluationSets, fingerprint: str) -> dict[str
         **{f"reward.{name}": vars(config.reward)[name] for name in _JUDGING},
         "reward.format_pattern": "",  # a key of earlier versions, whose evaluations can be resumed
         **({"the file of reward.function": digest_of(Path(function))} if function else {}),
-        **{f"data of {name}": digest for name, digest in sets.fingerprints().items()},
+        **{f"data of {each.name}": each.digest for each in sets},
     }
 
 
@@ -310,10 +310,10 @@ def report(folder: EvaluationFolder, log: Path, results: Results, facts: dict[st
         add_json_line(log, line)
 
 
-def describe(config: Config, subject: Subject, sets: EvaluationSets, shape: ModelShape, num_ranks: int) -> str:
+def describe(config: Config, subject: Subject, sets: Sequence[EvaluationSet], shape: ModelShape, num_ranks: int) -> str:
     """The plan in words, then the resolved configuration as TOML."""
     evaluation = config.evaluation
-    named = ", ".join(f"{each.name} ({count(len(each.prompts), 'prompt')})" for each in sets.sets)
+    named = ", ".join(f"{each.name} ({count(len(each.prompts), 'prompt')})" for each in sets)
     each = ["greedily"]
     if evaluation.samples:
         each.append(f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}")

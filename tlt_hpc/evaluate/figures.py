@@ -1,4 +1,4 @@
-"""What judged responses come to: greedy, mean@N, pass@k, maj@N with their standard errors. Pure; knows no file."""
+"""What judged responses come to: greedy, mean@N, pass@k, maj@N with their standard errors. Pure; reads no file."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tlt_hpc.common.records import FinishReason
+from tlt_hpc.storage.evaluation_log import JudgedResponse
+
 RIGHT = 0
 """The vote of a right response; those of wrong ones count from 1 by what they answer."""
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One response as it counts."""
-
-    is_right: bool
-    """Its reward is 1 or more."""
-    reward: float
-    num_tokens: int
-    is_cut: bool
-    """It reached the cap."""
-    vote: int | None = None
-    """Which answer it gives, the same for equal ones; None: none."""
-
-
-@dataclass(frozen=True)
 class PromptAnswers:
-    """All responses to one prompt; those by sampling in the order of their index."""
+    """All responses to one prompt, by key: the greedy one has sample 0."""
 
-    source: str
-    """The row's ``data_source``."""
-    votes: bool
-    """Whether its kind of reward tells which answers are equal: then there is a majority."""
-    greedy: Judged | None
-    samples: tuple[Judged, ...]
+    responses: Sequence[JudgedResponse]
+    votes: Sequence[int | None] | None
+    """Which answer each response gives, the same for equal ones, None: none. None as a whole: nobody can tell."""
 
     @property
-    def responses(self) -> tuple[Judged, ...]:
-        return self.samples if self.greedy is None else (self.greedy, *self.samples)
+    def greedy(self) -> JudgedResponse | None:
+        return next((response for response in self.responses if response.key.sample == 0), None)
+
+    @property
+    def samples(self) -> list[JudgedResponse]:
+        return [response for response in self.responses if response.key.sample]
+
+    @property
+    def sample_votes(self) -> list[int | None]:
+        """Those of the samples; none where nobody can tell."""
+        return [vote for response, vote in zip(self.responses, self.votes or (), strict=False) if response.key.sample]
+
+
+def is_right(response: JudgedResponse) -> bool:
+    """Whether the reward is whole: 1 or more."""
+    return response.reward >= 1.0
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,26 @@ def figures_of(prompts: Sequence[PromptAnswers], ks: Sequence[int]) -> SetFigure
     """The figures of one or more prompts that all have as many responses."""
     num_samples = len(prompts[0].samples)
     responses = [response for prompt in prompts for response in prompt.responses]
-    have_votes = all(prompt.votes for prompt in prompts)
-    greedy = [float(prompt.greedy.is_right) for prompt in prompts if prompt.greedy is not None]
+    votes = [vote for prompt in prompts for vote in prompt.votes or ()]
+    have_votes = all(prompt.votes is not None for prompt in prompts)
+    greedy = [float(is_right(prompt.greedy)) for prompt in prompts if prompt.greedy is not None]
     return SetFigures(
         num_prompts=len(prompts),
         num_samples=num_samples,
         greedy=estimate(greedy) if greedy else None,
         mean=estimate([num_right(prompt) / num_samples for prompt in prompts]) if num_samples else None,
         pass_at={k: estimate([pass_at_k(num_samples, num_right(prompt), k) for prompt in prompts]) for k in ks},
-        majority=estimate([majority(p.samples) for p in prompts]) if num_samples and have_votes else None,
+        majority=estimate([majority(p.sample_votes) for p in prompts]) if num_samples and have_votes else None,
         reward=estimate([sum(r.reward for r in p.responses) / len(p.responses) for p in prompts]),
-        mean_length=sum(response.num_tokens for response in responses) / len(responses),
-        cut_share=sum(response.is_cut for response in responses) / len(responses),
-        unanswered_share=sum(r.vote is None for r in responses) / len(responses) if have_votes else None,
+        mean_length=sum(len(response.tokens) for response in responses) / len(responses),
+        cut_share=sum(response.finish_reason == FinishReason.LENGTH for response in responses) / len(responses),
+        unanswered_share=sum(vote is None for vote in votes) / len(votes) if have_votes else None,
     )
 
 
 def num_right(prompt: PromptAnswers) -> int:
     """Right samples."""
-    return sum(sample.is_right for sample in prompt.samples)
+    return sum(map(is_right, prompt.samples))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -117,12 +118,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
-def majority(samples: Sequence[Judged]) -> float:
+def majority(sample_votes: Sequence[int | None]) -> float:
     """1 where the answer that most samples give is right, 0 where it is not; of n answers that tie, 1/n for the right.
 
     That is the mean over ties broken at random. Samples without an answer do not vote; without any vote it is 0.
     """
-    votes = Counter(sample.vote for sample in samples if sample.vote is not None)
+    votes = Counter(vote for vote in sample_votes if vote is not None)
     if not votes:
         return 0.0
     most = max(votes.values())

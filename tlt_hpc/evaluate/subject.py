@@ -22,8 +22,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import find_model, folder_readers
 from tlt_hpc.models.once import ReadCut, readers_once
 from tlt_hpc.mpi.world import World
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.no_run import no_run
+from tlt_hpc.storage.folder import RunFolder, no_run
 
 FOLDER = "evaluation"
 SUFFIX = "-evaluation"

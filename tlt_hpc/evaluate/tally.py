@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from tlt_hpc.common.records import FinishReason, SampleKey
-from tlt_hpc.data.evaluation_sets import EvaluationSets
-from tlt_hpc.evaluate.figures import Judged, PromptAnswers, SetFigures, figures_of, metrics_of
+from tlt_hpc.common.records import SampleKey
+from tlt_hpc.evaluate.figures import PromptAnswers, SetFigures, figures_of, is_right, metrics_of
 from tlt_hpc.evaluate.requests import Wanted
 from tlt_hpc.evaluate.votes import VOTING_KINDS, Ballot, Pair, count_votes
 from tlt_hpc.rewards.answer import Answer
@@ -41,7 +40,6 @@ class Results:
 
 
 def tally(
-    sets: EvaluationSets,
     wanted: Sequence[Wanted],
     responses: Mapping[SampleKey, JudgedResponse],
     bench: Judge,
@@ -57,10 +55,9 @@ def tally(
     votes = votes_of(wanted, own, bench, tokenizer)
     groups: dict[str, list[PromptAnswers]] = {}
     for each, judged, vote in zip(wanted, own, votes, strict=True):
-        name = sets.sets[each.set_index].name
-        answers = answers_of(each, judged, vote)
+        name, answers = each.of_set.name, PromptAnswers(judged, vote)
         groups.setdefault(name, []).append(answers)
-        if has_several_sources(sets, each.set_index):
+        if len({prompt.source for prompt in each.of_set.prompts}) > 1:
             groups.setdefault(f"{name}/{each.prompt.source}", []).append(answers)
     everything = [response for each in own for response in each]
     num_tokens = sum(len(response.tokens) for response in everything)
@@ -71,32 +68,6 @@ def tally(
         accept_length=num_tokens / max(1, sum(response.num_target_passes for response in everything)),
         failures=dict(Counter(response.failure for response in everything if response.failure)),
     )
-
-
-def has_several_sources(sets: EvaluationSets, index: int) -> bool:
-    """Whether a set's prompts name more than one ``data_source``."""
-    return len({prompt.source for prompt in sets.sets[index].prompts}) > 1
-
-
-def answers_of(
-    wanted: Wanted, responses: Sequence[JudgedResponse], votes: Sequence[int | None] | None
-) -> PromptAnswers:
-    """A prompt's responses as they count."""
-    pairs = zip(responses, votes or [None] * len(responses), strict=True)
-    judged = {response.key.sample: judged_of(response, vote) for response, vote in pairs}
-    greedy = judged.pop(0, None)
-    return PromptAnswers(wanted.prompt.source, votes is not None, greedy, tuple(judged.values()))
-
-
-def judged_of(response: JudgedResponse, vote: int | None) -> Judged:
-    """A response as it counts: right where the reward is whole."""
-    is_cut = response.finish_reason == FinishReason.LENGTH
-    return Judged(is_right(response), response.reward, len(response.tokens), is_cut, vote)
-
-
-def is_right(response: JudgedResponse) -> bool:
-    """Whether the reward is whole: 1, whatever else it may be."""
-    return response.reward >= 1.0
 
 
 def votes_of(

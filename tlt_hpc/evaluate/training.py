@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.data.evaluation_sets import EvaluationSets
+from tlt_hpc.data.evaluation_sets import EvaluationSet, left_out
 from tlt_hpc.evaluate.answering import answer
 from tlt_hpc.evaluate.evaluate import check_same_sets, complete, count_missing, facts_of, report
 from tlt_hpc.evaluate.folder import EvaluationFolder, changed_facts
@@ -24,8 +24,7 @@ from tlt_hpc.models.folder import find_model
 from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import open_checked_sets
-from tlt_hpc.rewards.scorer import Judge
-from tlt_hpc.rewards.standing import without_form
+from tlt_hpc.rewards.scorer import Judge, without_form
 from tlt_hpc.session import Job, open_bench
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ TESTING = "timing_s/testing"
 class TrainingEvaluation:
     """What is evaluated between steps, the same at each."""
 
-    sets: EvaluationSets
+    sets: tuple[EvaluationSet, ...]
     wanted: list[Wanted]
     bench: Judge
 
@@ -62,8 +61,8 @@ def prepare(job: Job) -> TrainingEvaluation | None:
     folder, shape = find_model(config.model.path), job.engine.decoder.shape
     sets = job.world.node_group.once(lambda: open_checked_sets(config, folder, shape, job.tokenizer))
     check_same_sets(sets, job.world)
-    if job.world.rank == 0 and sets.warning:
-        logger.warning("left out of the evaluation: %s", sets.warning)
+    if job.world.rank == 0 and left_out(sets):
+        logger.warning("left out of the evaluation: %s", left_out(sets))
     return TrainingEvaluation(sets, wanted_responses(config, sets), bench)
 
 
@@ -93,7 +92,7 @@ def evaluate_policy(
     def count_results() -> Metrics:
         responses = complete(folder, evaluation.wanted)
         ks = job.config.evaluation.ks
-        results = tally(evaluation.sets, evaluation.wanted, responses, evaluation.bench, job.tokenizer, ks)
+        results = tally(evaluation.wanted, responses, evaluation.bench, job.tokenizer, ks)
         named = {"evaluated": f"{job.folder.path}, step {step}", **facts}
         report(folder, job.folder.path / "evaluations.jsonl", results, named, step)
         return {**results.metrics, TESTING: time.perf_counter() - start}

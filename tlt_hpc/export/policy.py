@@ -25,8 +25,7 @@ from tlt_hpc.export.source import checkpoint_at, config_of
 from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, write_folder
 from tlt_hpc.models.folder import DTYPES, find_model
 from tlt_hpc.models.shape import read_shape
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.no_run import no_run
+from tlt_hpc.storage.folder import RunFolder, no_run
 
 MARK = "<!-- written by tlt export-policy -->"
 SHARD_BYTES = 5_000_000_000

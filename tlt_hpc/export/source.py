@@ -18,8 +18,8 @@ from tlt_hpc.export.export_options import ExportOptions
 from tlt_hpc.export.formats import Target, read_target
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter
 from tlt_hpc.models.folder import embedded
-from tlt_hpc.storage.drafter_facts import DrafterFacts, read_facts
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import DrafterFacts, read_facts
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 _ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"

@@ -17,7 +17,7 @@ from tlt_hpc.common.source import git_commit, source_digest
 from tlt_hpc.common.words import count
 from tlt_hpc.look.words import listed
 from tlt_hpc.rollout.costs import processor_name
-from tlt_hpc.storage.environment_lines import Environment, Host
+from tlt_hpc.storage.records import Environment, Host
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World

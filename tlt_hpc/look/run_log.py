@@ -19,13 +19,10 @@ from tlt_hpc.common.files import LINES_BYTES, DamagedText, naming, open_regular,
 from tlt_hpc.common.records import NO_SPANS, EngineSpans
 from tlt_hpc.common.words import count
 from tlt_hpc.look.words import first_few
-from tlt_hpc.storage.environment_lines import Environment, read_environments
-from tlt_hpc.storage.finished_word import FinishedWord, read_finished
-from tlt_hpc.storage.folder import RunFolder, rank_of
+from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.log_columns import Columns, read_columns
-from tlt_hpc.storage.no_run import no_run
-from tlt_hpc.storage.rollout_log import StepSummary, read_spans, read_summary
+from tlt_hpc.storage.records import Environment, FinishedWord, read_environments, read_finished
+from tlt_hpc.storage.rollout_log import Columns, StepSummary, read_columns, read_spans, read_summary
 from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
 
 TAIL_BYTES = 1 << 18

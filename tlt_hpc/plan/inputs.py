@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, check_ranks, to_toml
-from tlt_hpc.data.evaluation_sets import EvaluationSets, longest_response, open_sets
+from tlt_hpc.data.evaluation_sets import EvaluationSet, longest_prompt, longest_response, open_sets
 from tlt_hpc.data.prompts import PromptSource, SharedPrompts, open_prompts
 from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.shape import ModelShape, read_shape
@@ -89,19 +89,21 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
     return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, prompts)
 
 
-def open_checked_sets(config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer) -> EvaluationSets:
+def open_checked_sets(
+    config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer
+) -> tuple[EvaluationSet, ...]:
     """The evaluation's data sets, checked against the model and the reward.
 
     Raises:
         ValueError: as ``open_sets``, or a response of full length would not fit the model.
     """
     sets = open_sets(config, tokenizer, read_chat_format(folder))
-    total = sets.longest_prompt + longest_response(config)
+    total = longest_prompt(sets) + longest_response(config)
     if total > shape.max_positions:
         raise ConfigError(
-            f"the longest prompt's {sets.longest_prompt} tokens and a response of {longest_response(config)} exceed "
+            f"the longest prompt's {longest_prompt(sets)} tokens and a response of {longest_response(config)} exceed "
             f"the model's {shape.max_positions} positions; set evaluation.max_new_tokens = "
-            f"{max(1, shape.max_positions - sets.longest_prompt)} or less"
+            f"{max(1, shape.max_positions - longest_prompt(sets))} or less"
         )
     return sets
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, load_saved_config
-from tlt_hpc.storage.finished_word import FinishedWord, read_finished, write_finished
 from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import FinishedWord, read_finished, write_finished
 
 
 def record_finished(config: Config, num_steps: int, policy_sha256: str) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.records import FinishReason, SampleKey
 from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, replacing
-from tlt_hpc.storage.rollout_columns import KEY_COLUMNS, flat, key_columns, put_arrays, read_keys
+from tlt_hpc.storage.rollout_log import KEY_COLUMNS, flat, key_columns, put_arrays, read_keys
 
 KIND = FileKind("evaluation log", schema=1, remedy="delete it, and its responses are generated again")
 _COLUMNS = ("finish_reason", "num_target_passes", "rewards", "failures")

@@ -295,3 +295,24 @@ def _names(folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir()]
     except FileNotFoundError:
         return []
+
+
+_RUN_MARKS = ("config.toml", "metrics.jsonl", "rollouts")
+_MAX_RUNS = 4
+
+
+def no_run(path: Path, lacks: str = "rollouts/ and no metrics.jsonl") -> str:
+    """Why a path is no run's folder (where it is a folder: what it lacks), and what may be meant."""
+    if path.exists() and not path.is_dir():
+        return f"{path} is a file; give a run's folder, with its rollouts/ and metrics.jsonl"
+    if within := _runs_in(path):
+        return f"{path} is no run's folder, it holds some; give one of them: {within}"
+    why = f"{path} holds no {lacks}" if path.exists() else f"{path} does not exist"
+    beside = _runs_in(path.parent)
+    return f"{why}; runs in {path.parent}: {beside}" if beside else f"{why}; give a run's folder"
+
+
+def _runs_in(folder: Path) -> str:
+    """The runs in a folder."""
+    names = sorted({mark.parent.name for name in _RUN_MARKS for mark in folder.glob(f"*/{name}")})
+    return ", ".join(names[:_MAX_RUNS]) + (", ..." if len(names) > _MAX_RUNS else "")

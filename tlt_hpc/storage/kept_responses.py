@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tlt_hpc.common.records import Rollout
 from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_attributes, replacing
-from tlt_hpc.storage.rollout_columns import check_counts, put_arrays, read_rollouts, rollout_columns
+from tlt_hpc.storage.rollout_log import check_counts, put_arrays, read_rollouts, rollout_columns
 
 KIND = FileKind("kept responses", schema=1, remedy="they are generated again")
 

@@ -24,6 +24,7 @@ A file without ``spans``, ``phases`` or ``pass_lengths`` is of an earlier versio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,99 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.records import NO_SPANS, EngineSpans, MicroStepRecord, PhaseSpan, Rollout, RolloutTiming
+from tlt_hpc.common.records import (
+    NO_SPANS,
+    EngineSpans,
+    FinishReason,
+    MicroStepRecord,
+    PhaseSpan,
+    Rollout,
+    RolloutTiming,
+    SampleKey,
+)
 from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, put_array, put_attributes, replacing
-from tlt_hpc.storage.rollout_columns import check_counts, put_arrays, read_rollouts, rollout_columns
+
+KEY_COLUMNS = ("seed", "stream", "step", "draw", "sample")
+_SCALARS = {"finish_reason": "i1", "weight_version": "i8", "num_target_passes": "i8", "finished_seconds": "f8"}
+_FLAT: dict[str, tuple[str, type[np.generic]]] = {
+    "prompt_tokens": ("prompt_ends", np.int32),
+    "response_tokens": ("response_ends", np.int32),
+    "log_probs": ("response_ends", np.float32),
+    "pass_lengths": ("pass_ends", np.uint8),
+}
+"""Column -> the column with the places where each response's part ends, and the type."""
+
+
+def key_columns(keys: Sequence[SampleKey]) -> dict[str, NDArray[Any]]:
+    """The parts of keys, each [N] int64."""
+    return {name: np.array([vars(key)[name] for key in keys], np.int64) for name in KEY_COLUMNS}
+
+
+def flat(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Arrays one after another, and where each one ends [N]."""
+    joined = np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="equiv")
+    return joined, np.cumsum([len(array) for array in arrays], dtype=np.int64)
+
+
+def rollout_columns(rollouts: Sequence[Rollout]) -> dict[str, NDArray[Any]]:
+    """The columns of a file's rollouts, by name."""
+    columns = key_columns([rollout.key for rollout in rollouts])
+    columns |= {name: np.array([vars(r)[name] for r in rollouts], kind) for name, kind in _SCALARS.items()}
+    for name, (ends, kind) in _FLAT.items():
+        columns[name], columns[ends] = flat([vars(rollout)[name] for rollout in rollouts], kind)
+    return columns
+
+
+def read_keys(file: CommittedFile, place: str) -> list[SampleKey]:
+    """The keys of a group with ``key_columns``."""
+    parts = [file.array(f"{place}/{name}").tolist() for name in KEY_COLUMNS]
+    return [SampleKey(*key) for key in zip(*parts, strict=True)]
+
+
+def read_rollouts(file: CommittedFile) -> tuple[Rollout, ...]:
+    """What ``rollout_columns`` was given, from the group ``rollouts``."""
+    keys = read_keys(file, "rollouts")
+    parts: dict[str, Any] = {
+        name: np.split(file.array(f"rollouts/{name}"), file.array(f"rollouts/{ends}"))
+        if file.has(f"rollouts/{ends}")
+        else [np.empty(0, kind)] * len(keys)
+        for name, (ends, kind) in _FLAT.items()
+    }
+    scalars: dict[str, list[Any]] = {name: file.array(f"rollouts/{name}").tolist() for name in _SCALARS}
+    reasons = [FinishReason(reason) for reason in scalars.pop("finish_reason")]
+    return tuple(
+        Rollout(
+            key=key,
+            finish_reason=reasons[i],
+            **{name: values[i] for name, values in scalars.items()},
+            **{name: arrays[i] for name, arrays in parts.items()},
+        )
+        for i, key in enumerate(keys)
+    )
+
+
+def check_counts(file: CommittedFile, *further: str) -> None:
+    """Compare the lengths of the columns, and of ``further`` ones, with the number of rollouts that was committed.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    # a file of an earlier version has no pass_ends
+    tables = {name: ends for name, (ends, _) in _FLAT.items() if file.has(f"rollouts/{ends}")}
+    for name in (*KEY_COLUMNS, *_SCALARS, *further, *tables.values()):
+        if (count := file.size(f"rollouts/{name}")) != file.committed:
+            raise ValueError(f"{count} entries of {name}, but {file.committed} rollouts were committed")
+    for name, ends in tables.items():
+        due = int(file.array(f"rollouts/{ends}")[-1]) if file.committed else 0
+        if (count := file.size(f"rollouts/{name}")) != due:
+            raise ValueError(f"{count} {name}, but {due} were committed")
+
+
+def put_arrays(group: Group, arrays: dict[str, NDArray[Any]]) -> None:
+    """Write each as a dataset of the group."""
+    for name, array in arrays.items():
+        put_array(group, name, array)
+
 
 KIND = FileKind("rollout log", schema=2, remedy="delete it and resume the run from a checkpoint of an earlier step")
 
@@ -226,3 +317,75 @@ def _read_shared(file: CommittedFile) -> dict[str, Any]:
         "metrics": file.numbers("metrics"),
         "phases": _read_phases(file),
     }
+
+
+_LATER = ("spans", "phases", "timing/refills", "rollouts/pass_lengths", "rollouts/pass_ends")
+"""What files of earlier versions have not: they tell of none."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What was asked for of one rank's step: arrays and attributes by name; an array that came later may be empty."""
+
+    step: int
+    rank: int
+    num_ranks: int
+    num_rollouts: int
+    arrays: dict[str, NDArray[Any]]
+    attributes: dict[str, float]
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.arrays[name]
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """An array of names."""
+        return tuple(bytes(text).decode() for text in self.arrays[name])
+
+
+def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[str] = ()) -> Columns:
+    """Read ``GROUP/NAME`` arrays and attributes; an attribute of the file itself has no group.
+
+    A metric that the rank did not tell (``metrics/NAME``) is NaN.
+
+    Raises:
+        DamagedFile: as ``rollout_log.read_step``, as far as it was read.
+        FileNotFoundError: no such file.
+    """
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        missing = {group for group in _LATER if not file.has(group)}
+        return Columns(
+            step=int(file.number("step")),
+            rank=int(file.number("rank")),
+            num_ranks=int(file.number("num_ranks")),
+            num_rollouts=file.committed,
+            arrays={name: _array(file, name, missing) for name in arrays},
+            attributes={
+                name: file.number(name, math.nan if name.startswith("metrics/") else None) for name in attributes
+            },
+        )
+
+
+def check_whole(path: Path) -> int:
+    """Read every array of a file, its checksums held against it; returns the bytes that it holds, unpacked.
+
+    Raises:
+        DamagedFile, FileNotFoundError: as ``read_columns``.
+    """
+    num_bytes = 0
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        for place in file.names():
+            for each in file.names(place):
+                num_bytes += file.array(f"{place}/{each}").nbytes
+            file.numbers(place)
+        check_counts(file)
+    return num_bytes
+
+
+def _array(file: CommittedFile, name: str, missing: set[str]) -> NDArray[Any]:
+    if name in missing or name.partition("/")[0] in missing:
+        return np.empty(0)
+    array = file.array(name)
+    group, _, column = name.partition("/")
+    if group == "rollouts" and column not in _FLAT and len(array) != file.committed:
+        raise ValueError(f"{len(array)} entries of {name}, but {file.committed} rollouts were committed")
+    return array

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.run_log import RunLog, read_ranks
-from tlt_hpc.storage.log_columns import Columns, read_columns
+from tlt_hpc.storage.rollout_log import Columns, read_columns
 
 FEW_FILES = 200
 """With fewer files, starting processes takes longer than reading."""

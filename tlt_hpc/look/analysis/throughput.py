@@ -14,7 +14,7 @@ from tlt_hpc.look.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
 from tlt_hpc.look.analysis.survey import StepLogs, Survey
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, seconds, share, span_of
-from tlt_hpc.storage.log_columns import Columns
+from tlt_hpc.storage.rollout_log import Columns
 
 _SPANS = ("spans/strategy_index", "spans/num_tokens", "spans/seconds")
 _PHASES = ("phases/names", "phases/start_seconds", "phases/end_seconds")

@@ -16,8 +16,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import DamagedText, read_toml, told
 from tlt_hpc.look.run_log import read_last_lines
 from tlt_hpc.mpi.owner import read_owner
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.no_run import no_run
+from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.step_lines import Line
 
 SPEED_STEPS = 10

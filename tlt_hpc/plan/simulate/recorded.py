@@ -21,10 +21,9 @@ from tlt_hpc.plan.simulate.lengths import Ints, Logged
 from tlt_hpc.plan.simulate.step import StepPhases
 from tlt_hpc.rollout.costs import CostProfile, read_profile
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.log_columns import Columns, read_columns
-from tlt_hpc.storage.no_run import no_run
+from tlt_hpc.storage.rollout_log import Columns, read_columns
 from tlt_hpc.storage.step_lines import read_lines
 
 MIN_ROUNDS = 4

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tlt_hpc.config import WarmupSection
-from tlt_hpc.storage.drafter_facts import CurvePoint
+from tlt_hpc.storage.records import CurvePoint
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from tlt_hpc.drafting.packing import pack
 from tlt_hpc.models.drafter_file import DRAFTER_FILE
 from tlt_hpc.models.once import read_once
 from tlt_hpc.rollout.settings import EngineSettings
-from tlt_hpc.storage.drafter_facts import DrafterFacts, write_facts
 from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.records import DrafterFacts, write_facts
 from tlt_hpc.studies.warmup.parts import Warmup
 from tlt_hpc.studies.warmup.plan import VALIDATION, validation_tokens
 from tlt_hpc.studies.warmup.progress import Progress, from_json, share_done, to_json

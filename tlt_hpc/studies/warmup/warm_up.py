@@ -18,7 +18,7 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.config import Config
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.mpi.world import World
-from tlt_hpc.storage.drafter_facts import CurvePoint
+from tlt_hpc.storage.records import CurvePoint
 from tlt_hpc.studies.warmup.capture import CaptureReporter, capture, fix_parts, parts_of
 from tlt_hpc.studies.warmup.parts import Warmup, assemble
 from tlt_hpc.studies.warmup.progress import Progress, end_reason, is_over, validation_is_due

@@ -1,0 +1,208 @@
+"""Records of a run that are JSON: a drafter's facts, the end of a run, and a line for each of its starts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.files import LINES_BYTES, Count, DamagedText, parse_json, read_bytes, read_json, told
+from tlt_hpc.storage.folder import WriteError, writing_beside
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
+
+def write_record(path: Path, record: DataclassInstance) -> None:
+    """Write a dataclass.
+
+    Raises:
+        WriteError: no room or no permission; the file is as before.
+    """
+    with writing_beside(path) as part:
+        part.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+
+
+def read_record(path: Path, kind: type[T], remedy: str) -> T | None:
+    """What ``write_record`` wrote; None if there is no file.
+
+    Raises:
+        UserError: it is damaged, with ``remedy``, or cannot be read.
+    """
+    try:
+        return read_json(path, kind)
+    except FileNotFoundError:
+        return None
+    except DamagedText as error:
+        raise UserError(f"{path} is damaged ({error}); {remedy}") from None
+    except OSError as error:
+        raise UserError(told(error)) from None
+
+
+FACTS_FILE = "facts.json"
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One validation of a warm-up; ``loss`` is the mean since the one before, None where nothing was learned yet."""
+
+    updates: int
+    tokens: int
+    """Response tokens trained on so far, repeats counted."""
+    seconds: float
+    """Wall-clock seconds of training so far, validations included."""
+    loss: float | None
+    accept_length: float
+
+
+@dataclass(frozen=True)
+class DrafterFacts:
+    """A warm-up's drafter: what it learned from, for how long, and how well it drafts."""
+
+    target: str
+    data: str
+    init: str
+    num_responses: int
+    num_tokens: int
+    """Response tokens of the data, repeats not counted."""
+    num_updates: int
+    """Behind the weights that were kept."""
+    learning_rate: float
+    batch_tokens: int
+    accept_length: float
+    strategy: str
+    """What validation drafted with."""
+    temperature: float
+    num_validation_prompts: int
+    num_ranks: int
+    curve: tuple[CurvePoint, ...]
+
+
+def write_facts(folder: Path, facts: DrafterFacts) -> None:
+    """Put the facts beside a drafter's weights.
+
+    Raises:
+        WriteError: the disk refused.
+    """
+    write_record(folder / FACTS_FILE, facts)
+
+
+def read_facts(folder: Path) -> DrafterFacts | None:
+    """The facts of a drafter's folder; None if there are none.
+
+    Raises:
+        UserError: the file is broken.
+    """
+    return read_record(folder / FACTS_FILE, DrafterFacts, "remove it")
+
+
+@dataclass(frozen=True)
+class FinishedWord:
+    """How many steps a run has done, and the digest of the policy after them."""
+
+    num_steps: Count
+    policy_sha256: str
+
+
+def write_finished(path: Path, word: FinishedWord) -> None:
+    """Raises ``WriteError`` if there is no room or no permission."""
+    write_record(path, word)
+
+
+def read_finished(path: Path) -> FinishedWord | None:
+    """The record; None if the run has not finished.
+
+    Raises:
+        UserError: it is damaged, or cannot be read.
+    """
+    return read_record(path, FinishedWord, "remove it, and the run looks for itself")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A node, as far as the job has it."""
+
+    name: str
+    num_ranks: Count
+    processor: str
+    num_cores: Count
+    """That the ranks may run on."""
+    memory_bytes: Count
+    """Of the whole node."""
+    gpus: Mapping[str, Count]
+    """Name -> number, of those that ranks use."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What one start of a run ran on; versions are those of rank 0."""
+
+    time: str
+    """ISO 8601, UTC."""
+    version: str
+    commit: str
+    """That is checked out where the package is a clone; else empty."""
+    source: str
+    """Digest of the package's files as they are, which a commit does not tell."""
+    python: str
+    packages: Mapping[str, str]
+    """Those that are installed, of the ones that make a difference."""
+    cuda: str
+    """That torch is built for; empty for CPUs alone."""
+    mpi: str
+    """What the library says of itself."""
+    hosts: tuple[Host, ...]
+    """In the order of their first ranks."""
+    threads: str
+    """OMP_NUM_THREADS, as a rank finds it."""
+    slurm: Mapping[str, str]
+    """Empty outside of a Slurm job."""
+    launcher: str
+    command: tuple[str, ...]
+    """Rank 0's, as the system has it."""
+    energy: Mapping[str, str]
+    """Kind of energy counter -> empty where all nodes let theirs be read, else why not."""
+
+
+def add_environment(path: Path, environment: Environment) -> None:
+    """Add a line in one write, durably; a last line that was cut off is left as it is, on a line of its own.
+
+    Raises:
+        WriteError: no room or no permission.
+    """
+    line = json.dumps(asdict(environment)).encode() + b"\n"
+    try:
+        with path.open("a+b", buffering=0) as file:
+            if end := file.seek(0, os.SEEK_END):
+                file.seek(end - 1)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            if (file.write(line) or 0) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise WriteError(path, error) from error
+
+
+def read_environments(path: Path) -> tuple[list[Environment], list[str]]:
+    """The starts, oldest first, and a line for each thing that cannot be read; both empty where there is no file."""
+    try:
+        lines = read_bytes(path, LINES_BYTES).split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        return [], [told(error)]
+    found, problems = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                found.append(parse_json(line, Environment))
+        except DamagedText as error:
+            problems.append(f"{path}:{number} is cut off or no line that a run writes ({error}), and is left out")
+    return found, problems
