@@ -22,7 +22,6 @@ import tlt_hpc
 from tlt_hpc.common.source import git_commit
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.look.environment import (
-    RankGpu,
     RankPlace,
     environments_in_words,
     find_environment,
@@ -112,9 +111,8 @@ def test_starts_in_words(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
-    one, other = RankGpu("H100", "GPU-1"), RankGpu("H100", "GPU-2")
-    places = [RankPlace(host, "EPYC", cores, 8, gpu) for host, cores, gpu in (
-        ("b", 0b001, one), ("a", 0b1, None), ("b", 0b011, one), ("b", 0b110, other)
+    places = [RankPlace(host, "EPYC", cores, 8, "H100" if gpu else "", gpu) for host, cores, gpu in (
+        ("b", 0b001, "GPU-1"), ("a", 0b1, ""), ("b", 0b011, "GPU-1"), ("b", 0b110, "GPU-2")
     )]  # fmt: skip
     assert hosts_of(places) == (Host("b", 3, "EPYC", 3, 8, {"H100": 2}), Host("a", 1, "EPYC", 1, 8, {}))
 
@@ -134,7 +132,7 @@ def test_who_started_the_ranks(variables: tuple[str, ...], launcher: str) -> Non
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    place = RankPlace.here("here", None)
+    place = RankPlace.here("here")
     assert place.cores.bit_count() == len(os.sched_getaffinity(0)) and place.memory_bytes > 2**28 and place.processor
     found = find_environment(SimpleNamespace(library="MPICH 5\n\0"), [place], "", {"cpu": "none"})
     assert found.version == tlt_hpc.__version__ and found.mpi == "MPICH 5" and found.slurm["job"] == "12"

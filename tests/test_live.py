@@ -252,7 +252,7 @@ def response(draw: int, text: str, pass_lengths: list[int]) -> Rollout:
 def test_drafted_tokens_are_the_coloured_ones(run: RunFolder) -> None:
     rollout = response(0, "12345", [1, 3, 1])
     write_step(run.rollout_log(3, 0), step_record(3, [rollout], [1.0]))
-    (text,) = show_samples(run.path, "embedded:tiny", 5)
+    (text,) = show_samples(run, "embedded:tiny", 5)
     assert text.plain.splitlines()[0].startswith("step 4, prompt 0, sample 0, rank 0  reward 1  5 tokens in 3 passes")
     assert text.plain.endswith("gcd(4,6)=\n12345")
     coloured = "".join(text.plain[span.start : span.end] for span in text.spans if span.style == DRAFTED)
@@ -263,22 +263,20 @@ def test_without_the_model_token_ids_have_to_do_and_old_logs_have_no_colours(run
     rollout = response(0, "12", [])
     assert [is_draft for _, is_draft in pieces_of(rollout)] == [False, False]
     write_step(run.rollout_log(3, 0), step_record(3, [rollout], [0.0]))
-    (text,) = show_samples(run.path, "/nowhere/model", 1)
+    (text,) = show_samples(run, "/nowhere/model", 1)
     assert " ".join(map(str, rollout.response_tokens)) in text.plain
 
 
 def test_the_same_seed_draws_the_same_samples(run: RunFolder) -> None:
     rollouts = [response(draw, "12", [1, 1]) for draw in range(20)]
     write_step(run.rollout_log(3, 0), step_record(3, rollouts, np.zeros(20)))
-    drawn = [[text.plain for text in show_samples(run.path, "embedded:tiny", 3, seed)] for seed in (1, 1, 2)]
+    drawn = [[text.plain for text in show_samples(run, "embedded:tiny", 3, seed)] for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 3
 
 
 def test_a_response_cut_at_the_cap_says_so() -> None:
-    from tlt_hpc.look.live.samples import Sample
-
     cut = replace(response(0, "12", [1, 1]), finish_reason=FinishReason.LENGTH)
-    assert "cut at the longest length" in sample_text(Sample(0, 0, cut, 0.0), None).plain
+    assert "cut at the longest length" in sample_text(0, 0, cut, 0.0, None).plain
 
 
 def test_the_table_of_ranks_says_how_old_it_is(run: RunFolder) -> None:

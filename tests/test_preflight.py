@@ -21,7 +21,7 @@ from preflight_place import FIND_PYTHON, ROOT, SCRIPT, Place, make_place
 
 from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.watch.process import process_state
-from tlt_hpc.config import load_config, to_toml
+from tlt_hpc.config import ConfigError, load_config, to_toml
 from tlt_hpc.plan.preflight import fix, job_checks, job_python, machine, mpi, request, results, system_checks
 from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS
 from tlt_hpc.plan.preflight.program import NoAnswer, ask
@@ -189,12 +189,6 @@ def hanging_driver(place: Place) -> None:
     place.monkeypatch.setattr(machine, "_SECONDS", 0.3)
 
 
-def no_compiler(place: Place) -> None:
-    place.set("model.device=cuda", "optimizer.offload=true")
-    place.torch_for("12.8")
-    place.monkeypatch.setenv("CXX", "no-such-compiler")
-
-
 PLANTED: list[tuple[Plant, str, str]] = [
     (unknown_key, "config", r"unknown key 'rollout.temprature'.*did you mean 'rollout.temperature'"),
     (no_model, "model", r"no config.json.*--model-id"),
@@ -224,7 +218,6 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (torch_for_cpus, "torch", r"is a build for CPUs, and the job runs on GPUs.*install torch's CUDA build"),
     (old_driver, "torch", r"for CUDA 12.8, and the driver .*470.1\) takes CUDA 11.4 at most.*CUDA 11"),
     (hanging_driver, "torch", r"nvidia-smi gave no answer in 0.3 s.*try by hand: nvidia-smi"),
-    (no_compiler, "offload", r"no C\+\+ compiler.*load the modules"),
 ]
 ALSO = {
     no_mpi: {"ranks talk"},
@@ -356,11 +349,6 @@ SLURM_PLANTED: list[tuple[str, Plant, str, str, str]] = [
      "partition", "failure", r"'nowhere' does not exist.*one of main, other"),
     ("no partition of a list is well", lambda p: p.slurm(MaxTime="04:00:00", others={"short": {"MaxTime": "01:00:00"}},
      script=SCRIPT.replace("=main", "=short,main")), "time", "failure", r"10 h .*'short' gives at most 1 h"),
-    ("GPUs for each rank", lambda p: (p.slurm(nodes=f"4|idle|{BARE}", script=SCRIPT.replace(
-        "--mem=16G", "--gpus-per-task=2")), p.set("model.device=cpu")), "gpus", "failure",
-     r"2 GPUs a node are asked for, partition 'main' has none"),
-    ("memory for each core", lambda p: p.slurm(script=SCRIPT.replace("--mem=16G", "-c 8 --mem-per-cpu=40G")), "cores",
-     "failure", r"8 cores \(1 x 8\) and 327680 MB a node"),
     ("time over MaxTime", lambda p: p.slurm(MaxTime="04:00:00"), "time", "failure", r"10 h .*at most 4 h.*04:00:00"),
     ("no time", lambda p: p.slurm(script=SCRIPT.replace("--time", "--mail-user")), "time", "warning", r"give --time"),
     ("more nodes than there are", lambda p: (p.slurm(), p.set("--nodes", "8")), "nodes", "failure",
@@ -413,7 +401,7 @@ SOUND: list[tuple[str, Plant, str, str]] = [
     ("the first partition of a list", lambda p: p.slurm(others={"long": {"MaxTime": "1:00"}}, script=SCRIPT.replace(
         "=main", "=main,long")), "time", "10 h of at most 24 h"),
     ("one kind of two", gpu_job("-N2 --gres=gpu:h100:4"), "gpus", "4 a node, which 3 nodes have (gpu:h100:4)"),
-    ("a feature says which", gpu_job("-N2 -C h100 -G 8"), "gpus", "4 a node, which 7 nodes have"),
+    ("a feature says which", gpu_job("-N2 -C h100 --gpus-per-node=4"), "gpus", "4 a node, which 7 nodes have"),
     ("two kinds for one node", gpu_job("-N1 --gpus-per-node=4"), "gpus", "4 a node, which 7 nodes have"),
 ]  # fmt: skip
 
@@ -503,34 +491,13 @@ def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
     assert (found.seconds, found.memory_mb, found.signal, found.requeue) == (36000, 16384, "USR2@120", True)
     assert found.srun_mpi == "pmi2"
     assert request.make_request(options, {"TLT_SRUN_MPI": "pmix"}).srun_mpi == "pmix"
-    said = {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine", "SBATCH_TIMELIMIT": "5"}
+    said = {"SBATCH_PARTITION": "other", "SBATCH_ACCOUNT": "mine", "SBATCH_TIMELIMIT": "5", "SBATCH_CONSTRAINT": "ib"}
     found = request.make_request(options, said)
-    assert (found.partition, found.account, found.seconds) == ("other", "mine", 300)
+    assert (found.partition, found.account, found.seconds, found.constraint) == ("other", "mine", 300, "ib")
     options.script.write_text(SCRIPT.replace("${TLT_SRUN_MPI:-pmi2}", "$TLT_SRUN_MPI"))
     assert request.make_request(options, {}).srun_mpi == ""
     options.nodes, options.gpus_per_node = 3, 2
     assert (request.make_request(options, {}).nodes, request.make_request(options, {}).gpus_per_node) == (3, 2)
-
-
-@pytest.mark.parametrize(
-    ("asked", "gpus", "megabytes", "ranks"),
-    [
-        ("--ntasks-per-node=4 --gpus-per-task=a100:2 --mem-per-gpu=10G", 8, 81920, 4),
-        ("--ntasks-per-node=4 -G 16 -c 2 --mem-per-cpu=1G", 8, 8192, 4),
-        ("--gpus=16 --gpus-per-task=2", 8, 0, 4),
-        ("--gpus=a100:3", 2, 0, 2),
-        ("--gpus-per-task=1", 1, 0, 1),
-        ("--gres=gpu:a100:4 --mem=7G", 4, 7168, 4),
-        ("--ntasks=6 --mem-per-cpu=100", 0, 300, 3),
-    ],
-)
-def test_gpus_and_memory_are_reckoned_for_a_node(
-    place: Place, asked: str, gpus: int, megabytes: int, ranks: int
-) -> None:
-    script = place.write("asks.sh", f"#!/bin/sh\n#SBATCH -N 2 {asked}\n")
-    names = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank", "partition", "account", "time")
-    found = request.make_request(Namespace(**dict.fromkeys(names), script=script), {})
-    assert (found.gpus_per_node, found.memory_mb, found.ranks_per_node) == (gpus, megabytes, ranks)
 
 
 def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
@@ -544,27 +511,26 @@ def test_sbatch_is_asked_about_the_script_itself(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "variables", "gpus", "kind", "constraint"),
+    ("asked", "gpus", "kind", "ranks", "megabytes"),
     [
-        ("--gpus-per-node=a100:4 -C nvme", {}, 4, "a100", "nvme"),
-        ("--gres=gpu:a100:4", {}, 4, "a100", ""),
-        ("--gres=gpu", {}, 1, "", ""),
-        ("--gres=lscratch:200,gpu:4", {}, 4, "", ""),
-        ("--gres=gpu:4,lscratch:200", {}, 4, "", ""),
-        ("--gres=craynetwork:1,gpu:a100:4", {}, 4, "a100", ""),
-        ("-G h100:16", {}, 16, "h100", ""),
-        ("--gpus-per-task=h100:1", {"SBATCH_CONSTRAINT": "ib"}, 1, "h100", "ib"),
-        ("--gpus-per-node=a100:4 --gres=gpu:h100:4", {"SBATCH_GPUS_PER_NODE": "8"}, 8, "", ""),
-        ("", {}, 0, "", ""),
+        ("--ntasks-per-node=2 --gpus-per-node=a100:4 --mem=7G", 4, "a100", 2, 7168),
+        ("--gpus-per-node=a100:4 --gres=gpu:h100:2", 4, "a100", 4, 0),
+        ("--gres=craynetwork:1,gpu:a100:4,lscratch:200", 4, "a100", 4, 0),
+        ("--gres=gpu", 1, "", 1, 0),
+        ("--ntasks=6 -N 2-4 --mem=100", 0, "", 3, 100),
     ],
 )
-def test_the_kind_of_gpus_and_the_features_are_read(
-    place: Place, asked: str, variables: dict[str, str], gpus: int, kind: str, constraint: str
-) -> None:
-    script = place.write("asks.sh", f"#!/bin/sh\n#SBATCH {asked}\n")
-    names = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank", "partition", "account", "time")
-    found = request.make_request(Namespace(**dict.fromkeys(names), script=script), variables)
-    assert (found.gpus_per_node, found.gpu_kind, found.constraint) == (gpus, kind, constraint)
+def test_gpus_memory_and_ranks_of_a_node_are_read(asked: str, gpus: int, kind: str, ranks: int, megabytes: int) -> None:
+    found = request.request_of(shlex.split(asked))
+    assert (found.gpus_per_node, found.gpu_kind, found.ranks_per_node, found.memory_mb) == (
+        gpus, kind, ranks, megabytes
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ["-G 8", "--gpus-per-task=1", "--mem-per-cpu=1G", "--mem-per-gpu=1G"])
+def test_options_by_another_measure_than_the_node_are_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match=r"^the job asks for --(gpus|mem).*; preflight reads --(gpus-per-node|mem)"):
+        request.request_of(shlex.split(asked))
 
 
 def test_the_recipe_of_the_first_run_asks_for_what_its_script_leaves_open() -> None:
@@ -632,13 +598,6 @@ def test_the_quotas_on_lustre_are_asked_for_and_the_smallest_counts(place: Place
                          f"*) echo '{none}';; esac")  # fmt: skip
     one = place.check()[1]["disk"]
     assert one["level"] == "failure" and one["found"].startswith("0.0 MB free of project 1234's quota on /scratch")
-
-
-def test_quotas_without_limits_are_named(place: Place) -> None:
-    assert place.check()[1]["disk"]["found"].endswith("; no quota is reported")
-    place.prints("quota", f"{machine.mount_of(place.path).source} 1000 0 0 0 17 0 0 0\n")
-    one = place.check()[1]["disk"]
-    assert one["level"] == "ok" and "quotas of your user's quota on" in one["found"]
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:

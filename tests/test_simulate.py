@@ -20,7 +20,7 @@ from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.plan.simulate.costs import TokenCosts, chance_of, expected, with_speed_ups
-from tlt_hpc.plan.simulate.job import SimulatedJob, Watts, kilowatt_hours, read_watts
+from tlt_hpc.plan.simulate.job import SimulatedJob
 from tlt_hpc.plan.simulate.lengths import Logged, LogNormal, deal, read_lengths
 from tlt_hpc.plan.simulate.recorded import costs_by_strategy, fit_line, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, simulate, walk
@@ -91,14 +91,6 @@ def test_a_step_of_two_batches_by_hand() -> None:
 def test_a_place_that_becomes_free_is_taken_at_once() -> None:
     """Places 2, lengths 3, 1, 4, 2: the third starts at 1, the fourth at 3, and both end at 5."""
     assert walk(np.array([[3, 1, 4, 2]]), EVEN, 2)[0].tolist() == [[3.0, 1.0, 5.0, 5.0]]
-
-
-def test_energy_by_phase() -> None:
-    """Of 20 rank-seconds 7 idle, 6 of them in micro-steps; 2 seconds of update on 2 ranks."""
-    setting = Setting(max_live=1, micro_step_seconds=2.0)
-    steps = simulate(lengths_of([3], [10]), costs_of([1.0]), setting, StepPhases(fixed_seconds=2.0))
-    found = kilowatt_hours(steps, Watts(decode=1.0, train=10.0, wait=100.0, update=1000.0)) * 3.6e6
-    assert found == pytest.approx(13 * 1 + 6 * 10 + 1 * 100 + 4 * 1000)
 
 
 # --- laws ---
@@ -424,8 +416,8 @@ def test_the_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tree["rows"]
     assert (one["nodes"], two["nodes"], one["ranks"]) == (1, 2, 8) and one["gain"] > 1
     assert two["rollout_seconds"] < one["rollout_seconds"]
-    assert one["gpu_hours"] == pytest.approx(one["step_seconds"] * 8 * 200 / 3600) and one["kilowatt_hours"] > 0
-    assert {"origin", "rows", "watts"} == set(tree)
+    assert one["gpu_hours"] == pytest.approx(one["step_seconds"] * 8 * 200 / 3600)
+    assert {"origin", "rows"} == set(tree)
 
 
 def test_overrides_count_and_plain_gains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,12 +429,11 @@ def test_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = str(write_run(tmp_path / "known"))
     (row,) = simulated(capsys, "--from", folder, "--nodes", "1", "--steps", "200")["rows"]
     assert row["ranks"] == 2  # as many a node as the run had
-    assert row["kilowatt_hours"] is None  # of no known card
     tokens = read_run(Path(folder)).lengths.sum((1, 2)).mean()
     other = row["step_seconds"] - row["rollout_seconds"]
     assert row["gain"] == 1.0 and other == pytest.approx(2 + 0.1 * tokens, rel=0.2)
-    (row,) = simulated(capsys, "--from", folder, "run.num_steps=7", "--nodes", "1", "--watts", "decode=1")["rows"]
-    assert row["gpu_hours"] == pytest.approx(7 * 2 * row["step_seconds"] / 3600) and row["kilowatt_hours"] > 0
+    (row,) = simulated(capsys, "--from", folder, "run.num_steps=7", "--nodes", "1")["rows"]
+    assert row["gpu_hours"] == pytest.approx(7 * 2 * row["step_seconds"] / 3600)
 
 
 @settings(max_examples=40, deadline=None)
@@ -478,7 +469,6 @@ def test_the_paper_is_predicted_within_a_tenth() -> None:
         ([QWEN, "--gpus", "0"], "--gpus 0"),
         ([QWEN, "--steps", "0"], "--steps 0"),
         ([QWEN, "--median", "nan"], "--median nan"),
-        ([QWEN, "--watts", "cook=3"], "cook"),
         ([QWEN, "--lengths", "/nowhere"], "--lengths /nowhere"),
         ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
         ([QWEN, "--validate", "/nowhere"], "/nowhere does not exist"),
@@ -490,7 +480,3 @@ def test_mistakes_end_as_one_line(capsys: pytest.CaptureFixture[str], arguments:
     status = main(["simulate", *arguments])
     out, err = capsys.readouterr()
     assert status == 2 and not out and words in err and err.startswith("tlt: ") and err.count("\n") == 1
-
-
-def test_watts_are_read() -> None:
-    assert read_watts("decode=300, wait=0") == Watts(decode=300.0, wait=0.0) and read_watts("") == Watts()

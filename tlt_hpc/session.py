@@ -28,7 +28,7 @@ from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy import EnergyMeter
-from tlt_hpc.look.environment import RankGpu, RankPlace, find_environment
+from tlt_hpc.look.environment import RankPlace, find_environment
 from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
@@ -312,12 +312,12 @@ def assemble(config: Config, world: World) -> Job:
 
 def look_around(world: World, device: torch.device) -> tuple[EnergyMeter, Environment | None]:
     """The meter of energy, and on rank 0 what the run runs on; collective."""
-    gpu = None
+    gpu = uuid = ""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        gpu = RankGpu(properties.name, f"GPU-{properties.uuid}")
-    meter = EnergyMeter(world.hostname, gpu.uuid if gpu else "", world.local_rank == 0)
-    ranks = world.allgather((RankPlace.here(world.hostname, gpu), meter.reach))
+        gpu, uuid = properties.name, f"GPU-{properties.uuid}"
+    meter = EnergyMeter(world.hostname, uuid, world.local_rank == 0)
+    ranks = world.allgather((RankPlace.here(world.hostname, gpu, uuid), meter.reach))
     energy = meter.agree([reach for _, reach in ranks], world.rank)
     if world.rank:
         return meter, None

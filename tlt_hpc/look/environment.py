@@ -46,15 +46,6 @@ _STARTED = "TLT_STARTED"
 
 
 @dataclass(frozen=True)
-class RankGpu:
-    """The GPU that a rank uses."""
-
-    name: str
-    uuid: str
-    """``GPU-...``, as the driver names it."""
-
-
-@dataclass(frozen=True)
 class RankPlace:
     """Where a rank runs; all ranks gather these."""
 
@@ -63,14 +54,17 @@ class RankPlace:
     cores: int
     """Bit mask of the cores that the rank may use."""
     memory_bytes: int
-    gpu: RankGpu | None
+    gpu: str
+    """Its name; empty without one."""
+    gpu_uuid: str
+    """``GPU-...``, as the driver names it."""
 
     @classmethod
-    def here(cls, hostname: str, gpu: RankGpu | None) -> RankPlace:
+    def here(cls, hostname: str, gpu: str = "", gpu_uuid: str = "") -> RankPlace:
         """The place of this process."""
         cores = sum(1 << core for core in os.sched_getaffinity(0))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return cls(hostname, processor_name(), cores, memory, gpu)
+        return cls(hostname, processor_name(), cores, memory, gpu, gpu_uuid)
 
 
 def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energy: Mapping[str, str]) -> Environment:
@@ -111,7 +105,7 @@ def _host(ranks: Sequence[RankPlace]) -> Host:
     first, cores = ranks[0], 0
     for rank in ranks:
         cores |= rank.cores
-    gpus = {rank.gpu.uuid: rank.gpu.name for rank in ranks if rank.gpu}
+    gpus = {rank.gpu_uuid: rank.gpu for rank in ranks if rank.gpu}
     counts = dict(Counter(gpus.values()))
     return Host(first.hostname, len(ranks), first.processor, cores.bit_count(), first.memory_bytes, counts)
 

@@ -10,7 +10,6 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 
 WATCHED = {
     "gen": Phase.ROLLOUT,
-    "drafter": Phase.DRAFTER,
     "reward": Phase.REWARD,
     "update_actor": Phase.UPDATE,
     "refresh": Phase.REFRESH,

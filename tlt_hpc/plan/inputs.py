@@ -109,36 +109,15 @@ def open_checked_sets(
 
 
 def describe(config: Config, shape: ModelShape, num_ranks: int) -> str:
-    """The plan in words, then the resolved configuration as TOML."""
-    rollout, algorithm, recipe = config.rollout, config.algorithm, config.algorithm.recipe
+    """What the ranks and the model add to the configuration, in words; then the resolved configuration as TOML."""
+    rollout, parallel = config.rollout, config.rollout.tensor_parallel
     lines = [
         f"run         {config.folder}: {count(config.run.num_steps, 'step')} on {count(num_ranks, 'rank')}, "
         f"seed {config.run.seed}",
         f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
         f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
-        f"data        {config.data.source_name}, prompts of at most {count(config.data.max_prompt_tokens, 'token')}",
-        f"rollout     {count(rollout.prompts_per_step, 'prompt')} x {rollout.group_size} samples a step, at most "
-        f"{count(rollout.max_new_tokens, 'token')}, temperature {rollout.temperature}; "
+        f"rollout     {count(rollout.prompts_per_step, 'prompt')} x {rollout.group_size} samples a step; "
         f"{config.samples_per_step // num_ranks} samples a rank, {rollout.max_live} at a time",
-        f"replicas    {num_ranks // rollout.tensor_parallel} x {rollout.tensor_parallel}: "
-        f"{_replica_in_words(config, shape)}",
-        f"speculation {config.speculation.mode}, off, {', '.join(config.speculation.strategies)}; "
-        f"drafter from {config.drafter.init}",
-        f"update      {algorithm.name}: advantage {recipe.advantage}, {recipe.loss} {recipe.clip_low} and "
-        f"{recipe.clip_high}, {recipe.aggregation}; {algorithm.updates_per_step} optimiser steps a step"
-        f"{', where no ratio reaches a bound' if algorithm.updates_per_step == 1 else ''}, "
-        f"learning rate {config.optimizer.learning_rate}, ZeRO {config.optimizer.zero_stage}",
-        f"checkpoint  every {count(config.checkpoint.every_steps, 'step')}, the last {config.checkpoint.keep} kept",
+        f"replicas    {num_ranks // parallel}, of {count(parallel, 'rank')} each",
     ]
     return "\n".join([*lines, "", to_toml(config)])
-
-
-def _replica_in_words(config: Config, shape: ModelShape) -> str:
-    size = config.rollout.tensor_parallel
-    if size == 1:
-        return "every rank decodes with a whole model"
-    heads, kv_heads = shape.num_heads // size, max(1, shape.num_kv_heads // size)
-    return (
-        f"{count(size, 'rank')} decode together, each with {heads} of {shape.num_heads} heads, {kv_heads} of "
-        f"{shape.num_kv_heads} key-value heads and 1/{size} of the MLP"
-    )

@@ -20,7 +20,6 @@ class Phase(Enum):
     LOADING = "loading"
     CONNECTING = "connecting"
     ROLLOUT = "rollout"
-    DRAFTER = "drafter training"
     REWARD = "reward"
     UPDATE = "update"
     REFRESH = "refresh"
@@ -34,7 +33,6 @@ LIMIT_SECONDS = {
     Phase.LOADING: 3600.0,
     Phase.CONNECTING: 600.0,  # transfers almost nothing: if it takes longer, the network does not connect
     Phase.ROLLOUT: 300.0,  # of one round or prefill, not of the rollout
-    Phase.DRAFTER: 600.0,
     Phase.REWARD: 1800.0,
     Phase.UPDATE: 1800.0,  # of one micro-batch
     Phase.REFRESH: 1800.0,

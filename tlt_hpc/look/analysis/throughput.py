@@ -129,39 +129,27 @@ class Throughput(Analysis):
         return f"{text}{seconds(self.harvested)} of that ({share(self.harvested, self.idle)}) were harvested."
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One step: sums over its ranks, and its times; ``engine`` [2, 3]: tokens and seconds of each of ``ENGINE``."""
-
-    num_ranks: int
-    num_logs: int
-    by_kind: NDArray[np.float64]
-    engine: NDArray[np.float64]
-    tokens: int
-    idle: float
-    harvested: float
-    rollout_seconds: float
-    began: float
-    ended: float
+_Row = dict[str, Any]
+"""One step: sums over its ranks, and its times; ``engine`` [2, 3]: tokens and seconds of each of ``ENGINE``."""
 
 
 def _row(logs: StepLogs) -> _Row:
     rollouts = [_rollouts(rank) for rank in logs.ranks]
     number = min(map(len, rollouts))
     times = np.stack([each[:number] for each in rollouts])  # [ranks, rollouts, 3]
-    return _Row(
-        num_ranks=max(rank.num_ranks for rank in logs.ranks),
-        num_logs=len(logs.ranks),
-        by_kind=np.sum([_by_kind(*each) for each in zip(logs.ranks, rollouts, strict=True)], 0),
-        engine=np.sum([_engine(rank) for rank in logs.counted], 0) + np.zeros((2, 3)),
-        tokens=sum(int(rank[_ENDS][-1]) for rank in logs.ranks if rank.num_rollouts),
-        idle=sum(map(_idle, rollouts)),
-        harvested=sum(rank.attributes[_HARVESTED] for rank in logs.ranks),
-        rollout_seconds=float((times[:, :, 2].max(0) - times[:, :, 0].min(0)).sum()),
-        began=float(times[:, 0, 0].min()),
-        ended=max(float(max(each[-1, 2], rank[_PHASES[2]].max(initial=0.0)))
+    return {
+        "num_ranks": max(rank.num_ranks for rank in logs.ranks),
+        "num_logs": len(logs.ranks),
+        "by_kind": np.sum([_by_kind(*each) for each in zip(logs.ranks, rollouts, strict=True)], 0),
+        "engine": np.sum([_engine(rank) for rank in logs.counted], 0) + np.zeros((2, 3)),
+        "tokens": sum(int(rank[_ENDS][-1]) for rank in logs.ranks if rank.num_rollouts),
+        "idle": sum(map(_idle, rollouts)),
+        "harvested": sum(rank.attributes[_HARVESTED] for rank in logs.ranks),
+        "rollout_seconds": float((times[:, :, 2].max(0) - times[:, :, 0].min(0)).sum()),
+        "began": float(times[:, 0, 0].min()),
+        "ended": max(float(max(each[-1, 2], rank[_PHASES[2]].max(initial=0.0)))
                   for rank, each in zip(logs.ranks, rollouts, strict=True)),
-    )  # fmt: skip
+    }  # fmt: skip
 
 
 def _rollouts(rank: Columns) -> NDArray[np.float64]:
@@ -197,9 +185,9 @@ def _by_kind(rank: Columns, rollouts: NDArray[np.float64]) -> list[float]:
 
 def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
     def column(name: str) -> NDArray[Any]:
-        return np.array([getattr(row, name) for row in rows])
+        return np.array([row[name] for row in rows])
 
-    table = np.array([row.by_kind / row.num_logs for row in rows]).reshape(-1, len(KINDS))
+    table = np.array([row["by_kind"] / row["num_logs"] for row in rows]).reshape(-1, len(KINDS))
     used = np.flatnonzero(table.sum(0) > 1e-4 * table.sum())
     engine = column("engine").reshape(-1, 2, 3)
     kept = np.nan_to_num(run.metric("rollout/kept_tokens", steps))

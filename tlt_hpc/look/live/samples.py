@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from rich.text import Text
 from tokenizers import Tokenizer
@@ -26,27 +24,27 @@ DRAFTED = "black on bright_cyan"
 """Style of accepted draft tokens."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One response of a step and its reward."""
-
-    step: int
-    rank: int
-    rollout: Rollout
-    reward: float
+Sample = tuple[int, Rollout, float]
+"""A rank, its response and the reward."""
 
 
-def draw_samples(folder: RunFolder, count: int, seed: int | None = None) -> list[Sample]:
-    """Draw ``count`` responses of the newest step from all ranks' logs; ordered by key.
+def show_samples(folder: RunFolder, model_path: str, count: int, seed: int | None = None) -> list[Text]:
+    """Draw ``count`` responses of the newest committed step from all ranks' logs; as text, ordered by key.
+
+    Tokens are shown as numbers if the model is not on this machine.
 
     Raises:
         UserError: there is no committed step, or its logs are damaged.
     """
+    try:
+        tokenizer = load_tokenizer(find_model(model_path))
+    except ValueError:
+        tokenizer = None
     committed = read_last_lines(folder.metrics, [])
     for step in reversed(folder.rollout_steps()):
         if step in committed and (samples := list(_of_step(folder, step))):
             drawn = random.Random(seed).sample(samples, min(count, len(samples)))
-            return sorted(drawn, key=lambda sample: sample.rollout.key)
+            return [sample_text(step, *sample, tokenizer) for sample in sorted(drawn, key=lambda one: one[1].key)]
     raise UserError(f"{folder.path} has no committed step with a log yet; wait for the first one")
 
 
@@ -59,25 +57,16 @@ def _of_step(folder: RunFolder, step: int) -> Iterator[Sample]:
         except DamagedFile as error:
             raise UserError(str(error)) from None
         for rollout, reward in zip(record.rollouts, record.rewards.tolist(), strict=True):
-            yield Sample(step, record.rank, rollout, reward)
+            yield record.rank, rollout, reward
 
 
-def tokenizer_of(model_path: str) -> Tokenizer | None:
-    """The model's tokenizer; None if the model is not on this machine, so that token ids are shown."""
-    try:
-        return load_tokenizer(find_model(model_path))
-    except ValueError:
-        return None
-
-
-def sample_text(sample: Sample, tokenizer: Tokenizer | None) -> Text:
+def sample_text(step: int, rank: int, rollout: Rollout, reward: float, tokenizer: Tokenizer | None) -> Text:
     """A headline, the prompt, and the response with accepted draft tokens coloured."""
-    rollout = sample.rollout
     num_tokens, num_passes = len(rollout.response_tokens), max(1, rollout.num_target_passes)
     key = rollout.key
     text = Text.assemble(
-        (f"step {sample.step + 1}, prompt {key.draw}, sample {key.sample}, rank {sample.rank}", "bold"),
-        (f"  reward {sample.reward:g}", "bold green" if sample.reward > 0 else "bold red"),
+        (f"step {step + 1}, prompt {key.draw}, sample {key.sample}, rank {rank}", "bold"),
+        (f"  reward {reward:g}", "bold green" if reward > 0 else "bold red"),
         f"  {count(num_tokens, 'token')} in {count(num_passes, 'pass')} ({num_tokens / num_passes:.2f} a pass)",
         "" if rollout.finish_reason is not FinishReason.LENGTH else "  cut at the longest length",
         "\n",
@@ -115,13 +104,3 @@ def _words(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "".join(f"{token} " for token in tokens)
     return printable(str(tokenizer.decode(tokens, skip_special_tokens=False)))
-
-
-def show_samples(path: Path, model_path: str, count: int, seed: int | None = None) -> list[Text]:
-    """``count`` samples of a run, as text.
-
-    Raises:
-        UserError: as ``draw_samples``.
-    """
-    tokenizer = tokenizer_of(model_path)
-    return [sample_text(sample, tokenizer) for sample in draw_samples(RunFolder(path), count, seed)]

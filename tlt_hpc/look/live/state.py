@@ -6,10 +6,12 @@ Files are only read, without locks: any number of readers do not affect the job.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
 from tlt_hpc.common.errors import UserError
@@ -24,6 +26,7 @@ SPEED_STEPS = 10
 STEP_SECONDS = "timing_s/step"
 _MAX_STEP_SECONDS = 1e9
 """Longer steps are not plausible."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,7 @@ def read_state(path: Path) -> RunState:
     """
     folder, problems = RunFolder(path), list[str]()
     config = _read_config(folder)
-    owner = None
-    try:
-        owner = read_owner(folder.status)
-    except OSError as error:  # a slow file system: the next look may succeed
-        problems.append(told(error))
+    owner = _tried(lambda: read_owner(folder.status), problems)
     records = _read_records(folder.status, owner.start if owner else "", problems)
     start = records[0].start if records else owner.start if owner else ""
     return RunState(
@@ -126,6 +125,17 @@ def read_state(path: Path) -> RunState:
         problems=tuple(problems),
         age=_age_of(folder.status, records),
     )
+
+
+def _tried(read: Callable[[], T], problems: list[str]) -> T | None:
+    """What ``read`` returns; None if a file is not there or, with a line in ``problems``, cannot be read this time."""
+    try:
+        return read()
+    except FileNotFoundError:  # not written yet, or removed in the meantime
+        return None
+    except OSError as error:  # a slow file system: the next look may succeed
+        problems.append(told(error))
+        return None
 
 
 def _read_config(folder: RunFolder) -> WatchedConfig:
@@ -154,23 +164,11 @@ def _read_config(folder: RunFolder) -> WatchedConfig:
 def _read_records(status: Path, start: str, problems: list[str]) -> tuple[Record, ...]:
     """Records by rank; without an owner, those of the first rank's start. Unreadable ones are left out."""
     found: list[Record] = []
-    try:
-        names = {path.name for path in status.iterdir()}
-    except FileNotFoundError:
-        return ()
-    except OSError as error:
-        problems.append(told(error))
-        return ()
+    names = _tried(lambda: {path.name for path in status.iterdir()}, problems) or set()
     for path in (status_file(status, rank) for rank in range(len(names))):
         if path.name not in names:
             break
-        try:
-            record = _read_record(path)
-        except FileNotFoundError:  # removed in the meantime
-            break
-        except OSError as error:
-            problems.append(told(error))
-            continue
+        record = _tried(partial(_read_record, path), problems)
         if record is not None and record.start == (start := start or record.start):  # an earlier start had more ranks
             found.append(record)
     return tuple(found)
@@ -198,9 +196,5 @@ def _age_of(status: Path, records: Sequence[Record]) -> float | None:
 
 def _verdict_of(status: Path, start: str, problems: list[str]) -> str:
     """Why the watch ended this start; verdicts on earlier starts are ignored."""
-    try:
-        word = read_verdict(status)
-    except OSError as error:
-        problems.append(told(error))
-        return ""
+    word = _tried(lambda: read_verdict(status), problems)
     return word[1] if word is not None and word[0] == start else ""

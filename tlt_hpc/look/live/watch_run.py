@@ -14,6 +14,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.live.samples import show_samples
 from tlt_hpc.look.live.state import RunState, read_state
 from tlt_hpc.look.live.view import render
+from tlt_hpc.storage.folder import RunFolder
 
 DEAD_SECONDS = 12.0
 """A run without any heartbeat for this long counts as dead; an active rank beats every HEARTBEAT_SECONDS."""
@@ -41,7 +42,7 @@ def sample(console: Console, options: argparse.Namespace) -> int:
     if options.sample < 1:
         raise UserError(f"--sample {options.sample}: give 1 or more")
     model = read_state(options.run).config.model
-    for text in show_samples(options.run, model, options.sample, options.seed):
+    for text in show_samples(RunFolder(options.run), model, options.sample, options.seed):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()
     return 0

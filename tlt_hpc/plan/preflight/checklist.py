@@ -44,7 +44,6 @@ CHECKS: dict[str, Callable[[PlannedJob], Finding]] = {
     "python": system_checks.check_python,
     "packages": system_checks.check_packages,
     "torch": system_checks.check_torch,
-    "offload": system_checks.check_offload,
     "mpi": mpi.check_launcher,
     "ranks talk": mpi.check_talk,
 }

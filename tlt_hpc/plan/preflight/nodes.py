@@ -6,7 +6,6 @@ One rank of each node gathers the facts. No process is started, because MPI is r
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import platform
 from collections import Counter
@@ -24,8 +23,6 @@ from tlt_hpc.models.tokenizer import find_model
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
 
-logger = logging.getLogger(__name__)
-
 _PACKAGES = ("torch", "numpy", "mpi4py", "deepspeed", "transformers")
 _DRIVER = Path("/proc/driver/nvidia")
 ABSENT = "none"
@@ -37,9 +34,6 @@ _REMEDIES = {
     "model": "copy the same model to all nodes, or set model.path to a folder that they share",
 }
 _REMEDY = "start all ranks from one environment that all nodes share"
-_HARMLESS = ("driver",)
-"""Facts in which nodes may differ: a difference is a warning."""
-
 
 NodeFacts = dict[str, str]
 """What a node has; one text for each fact, so that two can be shown side by side."""
@@ -85,11 +79,8 @@ def report_error(world: World, error: ValueError) -> None:
 def _judge(world: World, own: NodeReport) -> None:
     records = world.allgather(own)
     refuse_errors(records)
-    refused, warned = find_difference({one.hostname: one.facts for one in records if one.facts is not None})
-    if refused:
-        raise UserError(refused)
-    if warned and world.rank == 0:
-        logger.warning("%s", warned)
+    if difference := find_difference({one.hostname: one.facts for one in records if one.facts is not None}):
+        raise UserError(difference)
 
 
 def refuse_errors(records: Sequence[NodeReport]) -> None:
@@ -105,19 +96,16 @@ def refuse_errors(records: Sequence[NodeReport]) -> None:
             raise UserError(record.error if is_everywhere else f"rank {rank} on {record.hostname}: {record.error}")
 
 
-def find_difference(nodes: Mapping[str, NodeFacts]) -> tuple[str, str]:
-    """The first difference that ends the job, and the first that is a warning; empty: none.
+def find_difference(nodes: Mapping[str, NodeFacts]) -> str:
+    """The first difference, which ends the job; empty: none.
 
     Nodes in order of their ranks: the majority is right, or the first of equal groups.
     """
-    refused = warned = ""
     for name in next(iter(nodes.values()), {}):
         values = {hostname: facts[name] for hostname, facts in nodes.items()}
-        if len(set(values.values())) > 1 and name in _HARMLESS:
-            warned = warned or _in_words(name, values)
-        elif len(set(values.values())) > 1:
-            refused = refused or _in_words(name, values)
-    return refused, warned
+        if len(set(values.values())) > 1:
+            return _in_words(name, values)
+    return ""
 
 
 def _in_words(name: str, values: Mapping[str, str]) -> str:
@@ -151,7 +139,6 @@ def gather_facts(config: Config, world: World) -> NodeFacts:
         "source": f"tlt_hpc {tlt_hpc.__version__} ({source_digest()})",
         "mpi": " ".join(world.library.split("\n")[0].split()),
         "gpus": gpus_in_words(os.environ),
-        "driver": _driver(),
         "run folder": _text_or_error(lambda: "is there" if Path(config.run.folder).is_dir() else "is not there"),
         "model": _text_or_error(lambda: model_digest(find_model(config.model.path))),
     }
@@ -179,13 +166,6 @@ def gpus_in_words(environment: Mapping[str, str]) -> str:
 def _model_of(information: str) -> str:
     lines = (line.partition(":") for line in information.splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == "Model"), "GPU")
-
-
-def _driver() -> str:
-    """The driver version in ``NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue ...``."""
-    path = _DRIVER / "version"
-    words = path.read_text(encoding="utf-8").split() if path.is_file() else []
-    return next((word for word in words if word.replace(".", "").isdigit() and "." in word), ABSENT)
 
 
 def _version(name: str) -> str:

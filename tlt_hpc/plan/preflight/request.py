@@ -59,10 +59,15 @@ _VARIABLES = {
     "SBATCH_TIMELIMIT": "--time",
     "SBATCH_CONSTRAINT": "--constraint",
     "SBATCH_GRES": "--gres",
-    "SBATCH_GPUS": "--gpus",
     "SBATCH_GPUS_PER_NODE": "--gpus-per-node",
-    "SBATCH_GPUS_PER_TASK": "--gpus-per-task",
 }
+_NOT_READ = {
+    "gpus": "--gpus-per-node",
+    "gpus_per_task": "--gpus-per-node",
+    "mem_per_cpu": "--mem, of a node",
+    "mem_per_gpu": "--mem, of a node",
+}
+"""sbatch's options for GPUs and memory by another measure than the node, and what to write in their place."""
 
 
 def make_request(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> SlurmRequest:
@@ -93,22 +98,24 @@ def request_of(words: Sequence[str]) -> SlurmRequest:
         ConfigError: an invalid value.
     """
     asked = vars(_parsed(words))
+    for name, instead in _NOT_READ.items():
+        if asked[name]:
+            raise ConfigError(f"the job asks for --{name.replace('_', '-')}={asked[name]}; preflight reads {instead}")
     nodes = _count(asked["nodes"].partition("-")[0]) or 1
-    ranks = _count(asked["ntasks_per_node"]) or -(-_count(asked["ntasks"]) // nodes)
-    gpus = _gpus_per_node(asked, nodes, ranks)
-    ranks = ranks or gpus // (_count(asked["gpus_per_task"]) or 1)
-    cpus = _count(asked["cpus_per_task"]) or 1
+    gpus = asked["gpus_per_node"] and f"gpu:{asked['gpus_per_node']}"
+    kinds = gpu_resources(gpus or asked["gres"])
+    num_gpus = sum(count for _, count in kinds)
     return SlurmRequest(
         nodes=nodes,
-        ranks_per_node=ranks,
-        gpus_per_node=gpus,
-        cpus_per_rank=cpus,
-        memory_mb=_memory_per_node(asked, max(ranks, 1) * cpus, gpus),
+        ranks_per_node=_count(asked["ntasks_per_node"]) or -(-_count(asked["ntasks"]) // nodes) or num_gpus,
+        gpus_per_node=num_gpus,
+        cpus_per_rank=_count(asked["cpus_per_task"]) or 1,
+        memory_mb=megabytes(asked["mem"]),
         partition=asked["partition"],
         account=asked["account"],
         seconds=seconds_of(asked["time"]),
         constraint=asked["constraint"],
-        gpu_kind=_gpu_kind(asked),
+        gpu_kind=kinds[0][0] if kinds else "",
         signal=asked["signal"],
         requeue=asked["requeue"],
     )
@@ -148,9 +155,8 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = _Quiet(add_help=False, allow_abbrev=False)
     for names in (
         *(("-N", "--nodes"), ("-n", "--ntasks"), ("--ntasks-per-node",), ("-c", "--cpus-per-task")),
-        *(("--mem",), ("--mem-per-cpu",), ("--mem-per-gpu",)),
+        *(("--mem",), ("--mem-per-cpu",), ("--mem-per-gpu",), ("-C", "--constraint")),
         *(("--gpus-per-node",), ("--gres",), ("-G", "--gpus"), ("--gpus-per-task",)),
-        *(("-C", "--constraint"),),
         *(("-p", "--partition"), ("-t", "--time"), ("-A", "--account"), ("--signal",)),
     ):
         parser.add_argument(*names, default="")
@@ -159,32 +165,9 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(words)[0]
 
 
-def _gpus_per_node(asked: Mapping[str, str], nodes: int, ranks: int) -> int:
-    """GPUs of a node, requested for a node, for the whole job, or for each of a node's ranks."""
-    whole = -(-_count(asked["gpus"]) // nodes)
-    if asked["gpus_per_node"]:
-        return _count(asked["gpus_per_node"])
-    in_gres = sum(count for _, count in gpu_resources(asked["gres"]))
-    return in_gres or whole or max(ranks, 1) * _count(asked["gpus_per_task"])
-
-
-def _gpu_kind(asked: Mapping[str, str]) -> str:
-    """The requested kind of GPUs, ``a100`` of ``a100:4`` and of ``gpu:a100:4``; empty if any will do."""
-    texts = (asked["gpus_per_node"], asked["gpus"], asked["gpus_per_task"])
-    per_node, whole, per_task = (f"gpu:{text}" if text else "" for text in texts)
-    found = (gpu_resources(gres) for gres in (per_node, asked["gres"], whole, per_task))
-    return next((kinds[0][0] for kinds in found if kinds), "")
-
-
 def gpu_resources(gres: str) -> list[tuple[str, int]]:
     """Kinds and numbers of the GPUs among generic resources, such as ``gpu:a100:4(S:0-1),nvme:1`` or ``gpu:8``."""
     return [(kind, int(count or 1)) for kind, count in _GPU_RESOURCE.findall(gres)]
-
-
-def _memory_per_node(asked: Mapping[str, str], cpus: int, gpus: int) -> int:
-    """Megabytes of a node, requested for the node or for each of its ``cpus`` or ``gpus``."""
-    each = cpus * megabytes(asked["mem_per_cpu"]) or gpus * megabytes(asked["mem_per_gpu"])
-    return megabytes(asked["mem"]) or each
 
 
 def _sbatch_words(script: Path | None) -> list[str]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import getpass
 import grp
-import importlib.util
 import math
 import os
 import re
 import shutil
 import stat
 import sys
-import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -276,20 +274,3 @@ def check_torch(job: PlannedJob) -> Finding:
             f"install torch's build for CUDA {driver.cuda.partition('.')[0]}",
         )
     return ok(f"torch {version} for CUDA {cuda}; {here}, which takes CUDA {driver.cuda or 'of its own'}")
-
-
-def check_offload(job: PlannedJob) -> Finding:
-    """DeepSpeed can compile its CPU optimiser for ZeRO offload: C++, without CUDA's compiler."""
-    if not job.config.optimizer.offload or not job.uses_gpu:
-        raise Skip("nothing is offloaded")
-    tools = {
-        "C++ compiler": shutil.which(os.environ.get("CXX", "c++")) is not None,
-        "ninja": shutil.which("ninja") is not None or importlib.util.find_spec("ninja") is not None,
-        "Python.h": Path(sysconfig.get_path("include"), "Python.h").is_file(),
-    }
-    if lacking := [what for what, is_there in tools.items() if not is_there]:
-        return failure(
-            f"optimizer.offload = true has DeepSpeed compile its optimiser, and there is no {', no '.join(lacking)}",
-            "load the modules that the job loads before preflight, or install cxx-compiler and ninja from conda-forge",
-        )
-    return ok("C++ compiler, ninja and Python.h are there; the first start compiles for a minute")

@@ -1,8 +1,8 @@
-"""A job on a number of ranks: lengths, costs and phases combined, and the seconds, GPU-hours and energy that result."""
+"""A job on a number of ranks: lengths, costs and phases combined, and the seconds, GPU-hours that result."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,8 +43,6 @@ class NodesRow:
     rollout_seconds: float
     step_seconds: float
     gpu_hours: float
-    kilowatt_hours: float | None
-    """None if no watts are known."""
     idle_share: float
     """Share of all rank-seconds."""
     harvested_share: float
@@ -55,7 +53,7 @@ class NodesRow:
     """Seconds of a plain step over those of this one."""
 
 
-def row(job: SimulatedJob, nodes: int, ranks_per_node: int, watts: Watts | None) -> NodesRow:
+def row(job: SimulatedJob, nodes: int, ranks_per_node: int) -> NodesRow:
     """What the job takes on a number of nodes."""
     ranks = nodes * ranks_per_node
     steps, plain = job.run(ranks), job.run(ranks, speculates=False)
@@ -66,47 +64,8 @@ def row(job: SimulatedJob, nodes: int, ranks_per_node: int, watts: Watts | None)
         rollout_seconds=float(steps.rollout_seconds.mean()),
         step_seconds=seconds,
         gpu_hours=seconds * ranks * job.num_steps / 3600,
-        kilowatt_hours=None if watts is None else kilowatt_hours(steps, watts) * job.num_steps,
         idle_share=steps.idle_share,
         harvested_share=steps.harvested_share,
         speculated_share=float(steps.speculated_tokens.sum() / steps.tokens.sum()),
         gain=float(plain.step_seconds.mean()) / seconds,
     )
-
-
-@dataclass(frozen=True)
-class Watts:
-    """Watts of one GPU with its share of the node; assumed, not measured: an H100's limit is 700 W."""
-
-    decode: float = 450.0
-    train: float = 600.0
-    wait: float = 150.0
-    update: float = 650.0
-
-
-def kilowatt_hours(steps: Steps, watts: Watts) -> float:
-    """Energy of an average step, all ranks together."""
-    idle, harvested = float(steps.idle_rank_seconds.mean()), float(steps.harvested_rank_seconds.mean())
-    busy = float(steps.rollout_seconds.mean()) * steps.num_ranks - idle
-    update = float(steps.other_seconds.mean()) * steps.num_ranks
-    joules = busy * watts.decode + harvested * watts.train + (idle - harvested) * watts.wait + update * watts.update
-    return joules / 3.6e6
-
-
-def read_watts(text: str) -> Watts:
-    """Read watts such as ``decode=450,wait=150``.
-
-    Raises:
-        ValueError: an unknown phase, or no number of 0 or more.
-    """
-    known = [field.name for field in fields(Watts)]
-    given: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        try:
-            given[name.strip()] = float(value)
-        except ValueError:
-            given[name.strip()] = -1.0
-    if bad := [name for name, value in given.items() if name not in known or not 0 <= value < 1e6]:
-        raise ValueError(f"--watts {text}: {bad[0]!r} is none of {', '.join(known)} with watts, as in decode=450")
-    return Watts(**given)

@@ -19,7 +19,7 @@ from tlt_hpc.plan.memory.shapes import find_shape
 from tlt_hpc.plan.simulate import recorded
 from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, gpu_phases, speculative_costs
 from tlt_hpc.plan.simulate.costs import TokenCosts
-from tlt_hpc.plan.simulate.job import NodesRow, SimulatedJob, Watts, read_watts, row
+from tlt_hpc.plan.simulate.job import NodesRow, SimulatedJob, row
 from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, LengthSource, LogNormal, read_lengths
 from tlt_hpc.plan.simulate.recorded import RecordedRun, read_run
 from tlt_hpc.plan.simulate.step import StepPhases, setting_from
@@ -45,19 +45,13 @@ def run(options: argparse.Namespace) -> int:
     ranks_per_node = _positive(options.gpus, "--gpus") or (log.num_ranks if log else _GPUS)
     nodes = read_nodes(options.nodes)
     job = simulated_job(config, options, log)
-    watts = read_watts(options.watts) if log is None or options.watts else None
     for count in nodes:
         check_replicas(config, count * ranks_per_node)
-    rows = [row(job, count, ranks_per_node, watts) for count in nodes]
+    rows = [row(job, count, ranks_per_node) for count in nodes]
     if options.json:
-        tree = {
-            "origin": job.origin,
-            "rows": [asdict(one) for one in rows],
-            "watts": asdict(watts) if watts else None,
-        }
-        print(json.dumps(tree, indent=2))
+        print(json.dumps({"origin": job.origin, "rows": [asdict(one) for one in rows]}, indent=2))
     else:
-        show(config.run.name, job, rows, watts, console)
+        show(config.run.name, job, rows, console)
     return 0
 
 
@@ -177,23 +171,21 @@ def _validate(options: argparse.Namespace, console: Console) -> int:
 # --- tables of 80 columns ---
 
 
-def show(name: str, job: SimulatedJob, rows: Sequence[NodesRow], watts: Watts | None, console: Console) -> None:
+def show(name: str, job: SimulatedJob, rows: Sequence[NodesRow], console: Console) -> None:
     """Print where the figures come from, and the table by nodes."""
     _say(console, f"{name}: {job.prompts} x {job.group} responses a step, {job.num_steps} steps; simulated, not run")
     for line in job.origin:
         _say(console, f"  {line}")
-    known = ", ".join(f"{key} {value:g}" for key, value in asdict(watts).items()) if watts else ""
-    _say(console, f"  watts of a GPU (assumed): {known}" if known else "  energy: no watts are known; give --watts")
-    columns = ("nodes", "ranks", "rollout s", "step s", "rank-h", "kWh", "idle", "harvested", "gain")
+    columns = ("nodes", "ranks", "rollout s", "step s", "rank-h", "idle", "harvested", "gain")
     cells = (
         (str(one.nodes), str(one.ranks), _seconds(one.rollout_seconds), _seconds(one.step_seconds), _few(one.gpu_hours),
-         _few(one.kilowatt_hours), f"{one.idle_share:.0%}", f"{one.harvested_share:.0%}", f"{one.gain:.2f}")
+         f"{one.idle_share:.0%}", f"{one.harvested_share:.0%}", f"{one.gain:.2f}")
         for one in rows
     )  # fmt: skip
     console.print(_table("By number of nodes", columns, cells))
     _say(
         console,
-        "rank-h, kWh: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: "
+        "rank-h: of the run, a rank a GPU; idle: of all rank-seconds; harvested: of the idle ones; gain: "
         "plain step over this one. What training the drafter brings to accept lengths is not modelled. To compare "
         "settings, give other values: rollout.max_live=32. tlt plan says whether they fit.",
     )
@@ -224,9 +216,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _few(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _few(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
