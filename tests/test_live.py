@@ -16,10 +16,10 @@ from logged import step_record
 from rich.console import Console
 
 from tlt_hpc.cli.main import main
-from tlt_hpc.cluster.watch.record import HEARTBEAT_SECONDS, Record, claim_verdict, status_file, write_record
+from tlt_hpc.cluster.watch.record import Record, claim_verdict, status_file, write_record
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.look.live import watch_run
-from tlt_hpc.look.live.samples import DRAFTED, pieces_of, sample_text, show_samples
+from tlt_hpc.look.live.samples import DRAFTED, pieces_of, show_samples
 from tlt_hpc.look.live.state import read_state
 from tlt_hpc.look.live.view import render
 from tlt_hpc.look.run_log import read_last_lines
@@ -171,10 +171,6 @@ def test_a_heartbeat_between_two_looks_is_life(run: RunFolder, monkeypatch: pyte
     assert len(reads) == 2, "the first sign of life is enough"
 
 
-def test_a_healthy_rank_is_looked_at_for_longer_than_it_may_be_silent() -> None:
-    assert watch_run._ONCE_SECONDS > HEARTBEAT_SECONDS and watch_run.DEAD_SECONDS > 2 * HEARTBEAT_SECONDS
-
-
 def test_of_a_replica_its_first_rank_alone_counts(run: RunFolder) -> None:
     run.config.write_text(CONFIG + "tensor_parallel = 2\n")
     text = "\n".join(screen(run))
@@ -267,16 +263,11 @@ def test_without_the_model_token_ids_have_to_do_and_old_logs_have_no_colours(run
     assert " ".join(map(str, rollout.response_tokens)) in text.plain
 
 
-def test_the_same_seed_draws_the_same_samples(run: RunFolder) -> None:
+def test_as_many_samples_as_asked_for_are_drawn_in_order(run: RunFolder) -> None:
     rollouts = [response(draw, "12", [1, 1]) for draw in range(20)]
     write_step(run.rollout_log(3, 0), step_record(3, rollouts, np.zeros(20)))
-    drawn = [[text.plain for text in show_samples(run, "embedded:tiny", 3, seed)] for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 3
-
-
-def test_a_response_cut_at_the_cap_says_so() -> None:
-    cut = replace(response(0, "12", [1, 1]), finish_reason=FinishReason.LENGTH)
-    assert "cut at the longest length" in sample_text(0, 0, cut, 0.0, None).plain
+    drawn = [int(text.plain.split()[3].rstrip(",")) for text in show_samples(run, "embedded:tiny", 3)]
+    assert len(drawn) == 3 and drawn == sorted(set(drawn))
 
 
 def test_the_table_of_ranks_says_how_old_it_is(run: RunFolder) -> None:

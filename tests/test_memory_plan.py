@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,6 @@ from tlt_hpc.plan.memory.savings import save_memory
 from tlt_hpc.plan.memory.shapes import find_shape, named_shape
 from tlt_hpc.plan.memory.training import BUCKET_ELEMENTS, drafter_parameters, num_drafter_parameters, training_state
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from live_bytes import LiveBytes
-
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT / "jobs"
 TOOL = str(ROOT / "tools" / "check_memory_plan.py")
@@ -38,21 +34,6 @@ def situation(job: str = "tiny", *overrides: str, ranks: int = 8, device: Any = 
 def bytes_of(plan: MemoryPlan, phase: str, part: str) -> int:
     (found,) = (p for p in plan.phases if p.name == phase)
     return found.parts.get(part, 0)
-
-
-# --- counting ---
-
-
-def test_live_bytes_count_storages_once_and_see_them_go() -> None:
-    kept = torch.zeros(1000)
-    with LiveBytes() as live:
-        view, more = kept[:10], torch.ones(500)
-        del more
-        last = torch.ones(250)
-    assert live.peak - live.at_start == 2000
-    with LiveBytes() as after:
-        pass
-    assert after.at_start - live.at_start == 1000 and view.numel() + last.numel() == 260
 
 
 # --- against the run ---

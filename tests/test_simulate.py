@@ -21,7 +21,7 @@ from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTi
 from tlt_hpc.config import load_config, to_toml
 from tlt_hpc.plan.simulate.costs import TokenCosts, chance_of, expected, with_speed_ups
 from tlt_hpc.plan.simulate.job import SimulatedJob
-from tlt_hpc.plan.simulate.lengths import Logged, LogNormal, deal, read_lengths
+from tlt_hpc.plan.simulate.lengths import Logged, LogNormal, deal
 from tlt_hpc.plan.simulate.recorded import costs_by_strategy, fit_line, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, simulate, walk
 from tlt_hpc.plan.simulate.validate import validate
@@ -183,17 +183,6 @@ def test_logged_groups_are_drawn_whole() -> None:
     assert {tuple(group) for group in drawn} == {(1, 2), (30, 40)}
     larger = known.draw(50, 4, 3, np.random.default_rng(0)).reshape(-1, 3)
     assert all(set(group) <= {1, 2} or set(group) <= {30, 40} for group in larger.tolist())
-
-
-def test_lengths_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "lengths"
-    for text in ("3 5\n900", "3,5,900", "[3, 5, 900]"):
-        file.write_text(text)
-        assert read_lengths(file, 512).groups[:, 0].tolist() == [3, 5, 512]
-    for text in ("", "[]", "three", "0 1", "[[1, 2]]", "nan", '["a"]'):
-        file.write_text(text)
-        with pytest.raises(ValueError, match="lengths"):
-            read_lengths(file, 512)
 
 
 def workload(**changes: Any) -> SimulatedJob:
@@ -469,7 +458,6 @@ def test_the_paper_is_predicted_within_a_tenth() -> None:
         ([QWEN, "--gpus", "0"], "--gpus 0"),
         ([QWEN, "--steps", "0"], "--steps 0"),
         ([QWEN, "--median", "nan"], "--median nan"),
-        ([QWEN, "--lengths", "/nowhere"], "--lengths /nowhere"),
         ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
         ([QWEN, "--validate", "/nowhere"], "/nowhere does not exist"),
         ([QWEN, "speculation.mode=ngram"], "--from RUN"),

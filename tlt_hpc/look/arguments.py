@@ -29,4 +29,3 @@ def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample", type=int, metavar="N", help="print N responses of the newest step instead, drafted tokens coloured"
     )
-    parser.add_argument("--seed", type=int, help="draws the same ones each time")

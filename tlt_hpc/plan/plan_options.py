@@ -65,7 +65,6 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add("--nodes", default="1,2,4,8", metavar="N,N", help="numbers of nodes (default 1,2,4,8)")
     add("--gpus", type=int, metavar="N", help="ranks of a node (default 8; with --from the run's)")
     add("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
-    add("--lengths", type=Path, metavar="FILE", help="a response length each, instead of a log-normal law")
     add("--median", type=float, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
     add("--steps", type=int, default=20, metavar="N", help="steps that are simulated (default 20)")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")

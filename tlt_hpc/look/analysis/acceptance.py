@@ -98,13 +98,9 @@ class AcceptLengths(Analysis):
         )
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One step: tokens by strategy; number, tokens, row passes and seconds of rounds by strategy, [4, buckets]."""
-
-    tokens: dict[str, int]
-    rounds: dict[str, NDArray[np.float64]]
-    accept_length: float
+_Row = tuple[dict[str, int], dict[str, NDArray[np.float64]], float]
+"""One step: tokens by strategy; number, tokens, row passes and seconds of rounds by strategy, [4, buckets]; accept
+length."""
 
 
 def _row(logs: StepLogs) -> _Row:
@@ -122,23 +118,24 @@ def _row(logs: StepLogs) -> _Row:
             rounds[name] = rounds.get(name, np.zeros(1)) + table
     total = sum(int(rank[_ENDS][-1]) for rank in logs.ranks if rank.num_rollouts)
     passes = sum(int(rank[_PASSES].sum()) for rank in logs.ranks)
-    return _Row(dict(tokens), rounds, total / passes if passes else float("nan"))
+    return dict(tokens), rounds, total / passes if passes else float("nan")
 
 
 def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> AcceptLengths:
-    names = tuple(dict.fromkeys(name for row in rows for name in row.tokens))
+    by_name = [counts for counts, _, _ in rows]
+    names = tuple(dict.fromkeys(name for counts in by_name for name in counts))
     none = np.zeros((4, _NUM_BUCKETS))
-    table = np.array([sum((row.rounds.get(name, none) for row in rows), none) for name in names])
+    table = np.array([sum((row[1].get(name, none) for row in rows), none) for name in names])
     table = table.reshape(-1, 4, _NUM_BUCKETS)
     used = np.flatnonzero(table[:, 0].sum(0))
     rounds, tokens, passes, taken = table[:, :, : used[-1] + 1 if len(used) else 0].swapaxes(0, 1)
-    step_tokens = np.array([[row.tokens.get(name, 0) for name in names] for row in rows], np.int64)
+    step_tokens = np.array([[counts.get(name, 0) for name in names] for counts in by_name], np.int64)
     judged = run.metric("drafter/own_sequences", steps) != 0
     return AcceptLengths(
         run=run.name,
         problems=run.problems,
         steps=np.array(steps, np.int64),
-        accept_length=np.array([row.accept_length for row in rows], np.float64),
+        accept_length=np.array([row[2] for row in rows], np.float64),
         own_accept_length=np.where(judged, run.metric("drafter/own_accept_length", steps), np.nan),
         drafter_version=run.metric("drafter/version", steps),
         strategies=names,

@@ -28,7 +28,7 @@ Sample = tuple[int, Rollout, float]
 """A rank, its response and the reward."""
 
 
-def show_samples(folder: RunFolder, model_path: str, count: int, seed: int | None = None) -> list[Text]:
+def show_samples(folder: RunFolder, model_path: str, count: int) -> list[Text]:
     """Draw ``count`` responses of the newest committed step from all ranks' logs; as text, ordered by key.
 
     Tokens are shown as numbers if the model is not on this machine.
@@ -43,7 +43,7 @@ def show_samples(folder: RunFolder, model_path: str, count: int, seed: int | Non
     committed = read_last_lines(folder.metrics, [])
     for step in reversed(folder.rollout_steps()):
         if step in committed and (samples := list(_of_step(folder, step))):
-            drawn = random.Random(seed).sample(samples, min(count, len(samples)))
+            drawn = random.sample(samples, min(count, len(samples)))
             return [sample_text(step, *sample, tokenizer) for sample in sorted(drawn, key=lambda one: one[1].key)]
     raise UserError(f"{folder.path} has no committed step with a log yet; wait for the first one")
 

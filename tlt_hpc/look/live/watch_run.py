@@ -42,7 +42,7 @@ def sample(console: Console, options: argparse.Namespace) -> int:
     if options.sample < 1:
         raise UserError(f"--sample {options.sample}: give 1 or more")
     model = read_state(options.run).config.model
-    for text in show_samples(RunFolder(options.run), model, options.sample, options.seed):
+    for text in show_samples(RunFolder(options.run), model, options.sample):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()
     return 0

@@ -14,16 +14,9 @@ from tlt_hpc.models.shape import ModelShape, read_shape, shape_from
 from tlt_hpc.models.tokenizer import find_model
 
 _FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 151936, 32768, True),
     "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 151936, 131072, True),

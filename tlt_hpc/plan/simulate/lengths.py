@@ -5,10 +5,8 @@ Shapes: ``T`` steps, ``P`` prompts, ``G`` responses of each, ``R`` replicas, ``N
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -65,23 +63,6 @@ class Logged:
             return self.groups[of][:, :, :group]
         members = rng.integers(size, size=(steps, prompts, group))
         return self.groups[of[:, :, None], members]
-
-
-def read_lengths(path: Path, cap: int) -> Logged:
-    """Lengths from a file: numbers separated by white space or commas, or a JSON list; the cap limits them.
-
-    Raises:
-        ValueError: it holds none, or something else.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        raw = json.loads(text) if text.lstrip().startswith("[") else text.replace(",", " ").split()
-        values = np.array(raw, np.float64)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"--lengths {path}: {error}; give a file of numbers, a response length each") from None
-    if values.ndim != 1 or not len(values) or not np.all(np.isfinite(values) & (values >= 1)):
-        raise ValueError(f"--lengths {path}: holds no list of numbers of 1 or more; give a response length each")
-    return Logged(np.minimum(np.rint(values), cap).astype(np.int64)[:, None])
 
 
 def deal(lengths: Ints, num_replicas: int, shard: Shard) -> Ints:

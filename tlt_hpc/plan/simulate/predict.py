@@ -20,7 +20,7 @@ from tlt_hpc.plan.simulate import recorded
 from tlt_hpc.plan.simulate.assumed import GpuFigures, derating_of, gpu_costs, gpu_phases, speculative_costs
 from tlt_hpc.plan.simulate.costs import TokenCosts
 from tlt_hpc.plan.simulate.job import NodesRow, SimulatedJob, row
-from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, LengthSource, LogNormal, read_lengths
+from tlt_hpc.plan.simulate.lengths import MEDIAN_SHARE, LengthSource, LogNormal
 from tlt_hpc.plan.simulate.recorded import RecordedRun, read_run
 from tlt_hpc.plan.simulate.step import StepPhases, setting_from
 from tlt_hpc.plan.simulate.validate import PredictionCheck, validate
@@ -117,8 +117,6 @@ def _lengths(config: Config, options: argparse.Namespace, log: RecordedRun | Non
     cap = config.rollout.max_new_tokens
     if options.median is not None and not 0 <= options.median < math.inf:
         raise ConfigError(f"--median {options.median:g}: give a number of 0 or more")
-    if options.lengths is not None:
-        return read_lengths(options.lengths, cap), f"lengths: {options.lengths}"
     if log is not None and options.median is None:
         known = recorded.lengths_of(log)
         return known, f"lengths: the run's own {known.groups.size:,}, by group, drawn with replacement"
