@@ -59,7 +59,9 @@ _VARIABLES = {
     "SBATCH_TIMELIMIT": "--time",
     "SBATCH_CONSTRAINT": "--constraint",
     "SBATCH_GRES": "--gres",
+    "SBATCH_GPUS": "--gpus",
     "SBATCH_GPUS_PER_NODE": "--gpus-per-node",
+    "SBATCH_GPUS_PER_TASK": "--gpus-per-task",
 }
 _NOT_READ = {
     "gpus": "--gpus-per-node",
