@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -20,21 +19,6 @@ TRAINING = [name.removeprefix("train_") for name in SCRIPTS if name.startswith("
 
 
 # --- the scripts ---
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_are_short_and_edited_at_the_top(name: str) -> None:
-    lines = (ROOT / "sbatch" / f"{name}.sh").read_text().splitlines()
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= 120
-    assert sum(line.lstrip().startswith("srun ") for line in lines) == 1
-    assert {"#SBATCH --signal=USR2@120", "#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(lines)
-    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
-    assert [line.partition("=")[0] for line in lines[first_command : first_command + 3]] == ["PROJECT", "STORE", ""]
-    assert ["YOUR_" in line for line in lines].count(True) == 2
-    assert os.access(ROOT / "sbatch" / f"{name}.sh", os.X_OK)
-    common = ["set -euo pipefail", 'source "$PROJECT/sbatch/env.sh"', 'cd "$STORE"']
-    assert set(common) <= set(lines) and lines[-2].startswith('srun --mpi="$TLT_SRUN_MPI" --kill-on-bad-exit=1 ')
 
 
 @pytest.mark.parametrize("job", TRAINING)
@@ -140,15 +124,6 @@ def venv(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def conda(folder: Path, environment: str) -> Path:
-    """A conda that knows one environment; its programs are on the path, itself a function once it was set up."""
-    place = folder / "conda" / environment / "bin"
-    program(place, "python", SAYS_MPI)
-    hook = f'conda() {{ [[ $2 == {environment} ]] && PATH="{place}:$PATH"; }}'
-    program(folder / "bin", "conda", f"echo '{hook}'")
-    return place / "python"
-
-
 def python_used(folder: Path) -> str:
     return (folder / "called").read_text().splitlines()[-1]
 
@@ -166,8 +141,6 @@ def python_used(folder: Path) -> str:
           "PATH": "{venv}/bin:{conda}/bin:{path}"}, "venv"),
         # left over from a shell that has gone on
         ({"VIRTUAL_ENV": "{venv}", "PATH": "{path}"}, "clone"),
-        # a module that brings a python of its own
-        ({"CONDA_PREFIX": "{conda}", "PATH": "{conda}/bin:{path}", "TLT_MODULES": "python"}, "conda"),
     ],
 )  # fmt: skip
 def test_what_is_active_goes_before_the_environment_of_the_demo(
@@ -179,12 +152,8 @@ def test_what_is_active_goes_before_the_environment_of_the_demo(
         venv(place)
     places["clone"] = tmp_path / "clone" / ".venv"
     venv(places["clone"])
-    program(tmp_path / "module" / "bin", "python", SAYS_MPI)
-    init = tmp_path / "lmod" / "init" / "bash"
-    init.parent.mkdir(parents=True)
-    init.write_text(f'module() {{ PATH="{tmp_path}/module/bin:$PATH"; }}\n')
     filled = {name: value.format(**places, path=f"{tmp_path}/bin:/usr/bin:/bin") for name, value in variables.items()}
-    done = run_script(tmp_path, "smoke", MODULESHOME=str(tmp_path / "lmod"), **filled)
+    done = run_script(tmp_path, "smoke", **filled)
     assert done.returncode == 0, done.stderr
     assert python_used(tmp_path) == f"{places[used]}/bin/python"
 
@@ -260,11 +229,6 @@ def test_evaluation_wants_to_know_what_of(tmp_path: Path) -> None:
     assert (done.returncode, "give a run and its TOML" in done.stderr) == (1, True)
     done = run_script(tmp_path, "evaluate", "runs/a", "runs/a/config.toml")
     assert "\nevaluate\nruns/a\nruns/a/config.toml\n" in done.stdout
-
-
-def test_warming_up_begins_with_a_job_of_the_clone(tmp_path: Path) -> None:
-    assert f"\nwarmup\n{tmp_path}/clone/jobs/qwen7b.toml\n" in run_script(tmp_path, "warmup_drafter").stdout
-    assert "\nwarmup\nmine.toml\na.b=1\n" in run_script(tmp_path, "warmup_drafter", "mine.toml", "a.b=1").stdout
 
 
 # --- a real Slurm ---

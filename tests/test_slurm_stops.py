@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from local_slurm import ENDED
-from slurm_training import Training, wait_for
+from slurm_training import Training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
 
@@ -136,37 +136,3 @@ def test_a_job_that_outlasts_its_time_limit_comes_back_until_it_is_done(slurm, t
     assert stops and all("time limit" in stop or "SIGUSR2" in stop for stop in stops)
     assert len(stops) == training.said().count(f"job {training.job} is queued again and will resume")
     assert training.policy() == straight.policy()
-
-
-PREEMPTED = """
-import os, signal, sys, time
-from tlt_hpc.cluster.time_limit import await_preemption
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(1))
-print("here", flush=True)
-while not told:
-    time.sleep(0.1)
-await_preemption(os.environ)
-print("left", flush=True)
-sys.exit(75)
-"""
-
-
-def test_where_slurm_cancels_what_it_preempts_the_job_says_so_and_leaves(slurm, tmp_path):
-    (tmp_path / "preempted.py").write_text(PREEMPTED)
-    log = tmp_path / "log"
-    said = lambda: log.read_text() if log.exists() else ""  # noqa: E731
-    slurm.run("scontrol", "update", "partitionname=main", "preemptmode=cancel")
-    try:
-        run = ("--requeue", f"--output={log}", f"--wrap=srun python {tmp_path}/preempted.py")
-        job = slurm.sbatch("--partition=main", "--exclusive", "--nodelist=node4", *run)
-        wait_for(lambda: "here" in said(), said)
-        slurm.sbatch("--partition=urgent", "--exclusive", "--nodelist=node4", "--output=/dev/null", "--wrap=true")
-        wait_for(lambda: slurm.state(job) in ENDED, said)
-    finally:
-        slurm.run("scontrol", "update", "partitionname=main", "preemptmode=requeue")
-    told = (
-        f"tlt: job {job} is preempted, and not queued again (PreemptMode=CANCEL): submit the same script, which resumes"
-    )
-    assert f"{told}\nleft\n" in said()
-    assert slurm.show(job)["Restarts"] == "0"

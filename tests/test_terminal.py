@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -23,7 +22,6 @@ from tokenizers.models import WordLevel
 from tlt_hpc.cli.display import Screen, StepReporter, make_console, make_reporter
 from tlt_hpc.cli.show_evaluation import table_of
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
-from tlt_hpc.common.words import count
 from tlt_hpc.config import load_config
 from tlt_hpc.evaluate.figures import Judged, PromptAnswers, figures_of
 from tlt_hpc.evaluate.tally import Results
@@ -210,29 +208,6 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(
     assert done.stderr == "" and done.returncode == 141
 
 
-# -- words ----------------------------------------------------------------------------------------------------------
-
-SPEAK = ("cli", "look/live", "resume/finished", "plan/inputs", "cluster/local", "studies/warmup/plan")
-SPEAK += ("studies/ablate/plan", "evaluate/evaluate", "plan/preflight/checklist", "tools/inspect_run")
-COUNTED = re.compile(r" (steps|ranks|nodes|responses|updates|files|prompts|rows|refills|replicas|runs)\b")
-
-
-def test_one_step_is_no_steps() -> None:
-    """A number before a plural is one that ``words.count`` has put there."""
-    found = []
-    for room in SPEAK:
-        base = ROOT / room if room.startswith("tools/") else ROOT / "tlt_hpc" / room
-        for path in sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]:
-            for text in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                pairs = pairwise(text.values) if isinstance(text, ast.JoinedStr) else ()
-                for number, words in pairs:
-                    if isinstance(words, ast.Constant) and COUNTED.match(words.value) and number is not words:
-                        found.append(f"{path.relative_to(ROOT)}:{words.lineno}: {words.value}")
-    assert not found
-    assert [count(n, "step") for n in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
-    assert [count(n, "pass") for n in (1, 2)] == ["1 pass", "2 passes"]
-
-
 # -- a start --------------------------------------------------------------------------------------------------------
 
 
@@ -278,19 +253,6 @@ def test_a_signal_to_the_group_ends_no_output_before_its_time(tmp_path: Path) ->
     os.killpg(started.pid, signal.SIGTERM)
     assert started.stdout.read().count(b"line") == 5
     assert started.wait(30) == 0 and (tmp_path / "done").exists()
-
-
-@pytest.mark.mpi
-def test_a_training_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
-    shape = ["rollout.max_new_tokens=32", "rollout.prompts_per_step=4", "run.num_steps=2", "speculation.mode=plain"]
-    command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", *shape, f"run.folder={tmp_path}/runs[/b]"]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=environment())
-    assert started.stdout is not None and started.stderr is not None
-    while started.stdout.readline().strip() != b"loading libraries":
-        assert started.poll() is None
-    started.stdout.close()
-    assert started.stderr.read() == b"" and started.wait(120) == 0
-    assert (tmp_path / "runs[" / "b]" / "tiny" / "finished.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -353,12 +315,6 @@ def test_a_rank_that_shows_nothing_prints_nothing(capsys: pytest.CaptureFixture[
         reporter.phase(0, "reward")
         reporter.stepped(summary_of(0))
     assert capsys.readouterr().out == ""
-
-
-def test_logs_have_lines_as_long_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = "a" * 200
-    StepReporter(Screen(True)).started(load_config("jobs/tiny.toml", [f"run.folder={folder}"]), 0, {"b" * 200: 1})
-    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 # -- pages ----------------------------------------------------------------------------------------------------------

@@ -245,16 +245,21 @@ def print_comparison(comparison: Comparison) -> None:
         cells = [f"{comparison.speedup(mode, what):.2f}x" for mode in comparison.modes]
         table.add_row(f"{what} speed, plain = 1", *cells)
     console.print(table)
-    within = f" within {comparison.policy_tolerance:.2g}" if comparison.policy_tolerance else ""
-    verdict = (
-        f"tokens equal: {_yes(comparison.tokens_equal)} ({comparison.mismatched_tokens} mismatched); rewards equal: "
-        f"{_yes(comparison.rewards_equal)}; final policy weights equal{within}: {_yes(comparison.policy_equal)}"
-    )
+    equal = (comparison.tokens_equal, comparison.rewards_equal, comparison.policy_equal)
+    line = equality_line(*equal, comparison.mismatched_tokens)
     if comparison.policy_tolerance:
-        apart = f"{comparison.policy_difference:.2g} apart"
-        verdict += f" ({apart}: algorithm.rollout_correction reads the rollout's last bits)"
-    console.print(verdict, soft_wrap=True)
+        apart = f"{comparison.policy_difference:.2g} apart, of {comparison.policy_tolerance:.2g} that are allowed"
+        line += f" ({apart}: algorithm.rollout_correction reads the rollout's last bits)"
+    console.print(line, soft_wrap=True)
     console.print(f"written to {comparison.folder}", soft_wrap=True)
+
+
+def equality_line(tokens: bool, rewards: bool, policy: bool, num_mismatched: int) -> str:
+    """Whether the runs of a study had the same tokens and rewards, and ended with the same policy."""
+    return (
+        f"tokens equal: {_yes(tokens)} ({num_mismatched} mismatched); rewards equal: {_yes(rewards)}; final policy "
+        f"weights equal: {_yes(policy)}"
+    )
 
 
 def _yes(value: bool) -> str:
@@ -356,11 +361,8 @@ def print_ablation(figures: AblationFigures, written: list[Path]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    console.print(
-        f"tokens equal: {_yes(figures.equal['tokens'])} ({figures.num_mismatched} mismatched); rewards equal: "
-        f"{_yes(figures.equal['rewards'])}; final policy weights equal: {_yes(figures.equal['policy'])}",
-        soft_wrap=True,
-    )
+    equal = (figures.equal[name] for name in ("tokens", "rewards", "policy"))
+    console.print(equality_line(*equal, figures.num_mismatched), soft_wrap=True)
     if verdict(figures):
         console.print(verdict(figures), soft_wrap=True)
     console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)

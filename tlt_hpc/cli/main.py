@@ -52,6 +52,7 @@ from tlt_hpc.studies.ablate import plan as ablation_plan
 if TYPE_CHECKING:
     from tlt_hpc.look.tracking import Tracking
     from tlt_hpc.mpi.world import World
+    from tlt_hpc.plan.inputs import ModelAssets
 
 USER_ERROR = 2
 """Exit status of a mistake in the command or configuration; nothing was written."""
@@ -180,13 +181,19 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     Raises:
         ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
     """
-    if options.command == "warmup":
-        return plan_warmup(config, num_ranks)
-    if options.command == "ablate":
-        return plan_ablation(config, options, num_ranks)
+    from tlt_hpc.plan.inputs import read_assets
+
     if options.command == "evaluate":
         return plan_evaluation(config, options, num_ranks)
-    return plan_run(config, num_ranks)
+    assets = read_assets(config, num_ranks)
+    if options.command == "ablate":
+        return ablation_plan.describe(ablation_plan.plan_ablation(config, options, num_ranks))
+    if options.command == "warmup":
+        from tlt_hpc.studies.warmup import plan
+
+        plan.check_sources(config, assets.tokenizer)
+        return plan.describe(config, assets.shape, num_ranks)
+    return plan_run(config, assets, num_ranks)
 
 
 def check_folder(config: Config) -> str:
@@ -231,50 +238,21 @@ def tell_all_ranks(error: ValueError, rank: int) -> int:
     raise AssertionError("report_error always raises")
 
 
-def plan_run(config: Config, num_ranks: int) -> str:
+def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     """The plan of a run or a comparison in words.
 
     Raises:
         ValueError: as ``plan_command``.
     """
     from tlt_hpc.config.tracking import check_installed
-    from tlt_hpc.plan.inputs import describe, read_assets
+    from tlt_hpc.plan.inputs import describe, open_checked_sets
     from tlt_hpc.plan.memory.summary import summarise
 
-    assets = read_assets(config, num_ranks)
     check_installed(config.tracking)
     if config.evaluation.every_steps:
-        from tlt_hpc.plan.inputs import open_checked_sets
-
         open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
     memory = summarise(config, assets.shape, num_ranks)
     return (f"memory      {memory}\n" if memory else "") + describe(config, assets.shape, num_ranks)
-
-
-def plan_warmup(config: Config, num_ranks: int) -> str:
-    """The same for the warm-up of a job.
-
-    Raises:
-        ValueError: as ``plan_command``.
-    """
-    from tlt_hpc.plan.inputs import read_assets
-    from tlt_hpc.studies.warmup.plan import check_sources, describe
-
-    assets = read_assets(config, num_ranks)
-    check_sources(config, assets.tokenizer)
-    return describe(config, assets.shape, num_ranks)
-
-
-def plan_ablation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:
-    """The same for an ablation: the job's configuration as it is, and its arms.
-
-    Raises:
-        ValueError: as ``plan_command``, or an arm that the job cannot have, or nothing to resume.
-    """
-    from tlt_hpc.plan.inputs import read_assets
-
-    read_assets(config, num_ranks)
-    return ablation_plan.describe(ablation_plan.plan_ablation(config, options, num_ranks))
 
 
 def plan_evaluation(config: Config, options: argparse.Namespace, num_ranks: int) -> str:

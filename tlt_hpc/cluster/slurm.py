@@ -21,7 +21,7 @@ ENDED = (
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 _PREEMPTED = re.compile(r"\bPreemptTime=\d")
 _FIELD = re.compile(r"(\w+)=(\S*)")
-_SETTING = re.compile(r"^(\w+) *= *(\S+)", re.MULTILINE)  # one that is empty must not take the next line for its value
+_KILL_WAIT = re.compile(r"^KillWait *= *(\d+)", re.MULTILINE)
 
 
 class SlurmError(RuntimeError):
@@ -54,18 +54,6 @@ class Allocation:
             SlurmError: ``scontrol`` is not there, does not answer, or knows no such job.
         """
         return _PREEMPTED.search(_show("job", self.job_id)) is not None
-
-    def why_not_requeued(self) -> str:
-        """Why Slurm does not queue it again by itself once it has preempted it; empty where it does.
-
-        Raises:
-            SlurmError: Slurm does not answer, or knows no such job, partition or QOS.
-        """
-        job = dict(_FIELD.findall(_show("job", self.job_id)))
-        if job.get("Requeue") == "0":
-            return "requeueing is off for it"
-        mode = preempt_mode(job.get("Partition", ""), job.get("QOS", ""))
-        return "" if mode == "REQUEUE" else f"PreemptMode={mode}"
 
     def is_waiting(self) -> bool:
         """Whether it is queued, as after ``requeue``.
@@ -138,25 +126,10 @@ def kill_wait() -> float:
     Raises:
         SlurmError: ``scontrol`` is not there, does not answer, or does not tell.
     """
-    return float(_settings("KillWait")["KillWait"])
-
-
-def preempt_mode(partition: str, qos: str) -> str:
-    """What becomes of a job of this partition and QOS that is preempted, e.g. ``REQUEUE`` or ``CANCEL``.
-
-    It is the QOS's or the partition's, by which of them jobs are preempted here, else the cluster's.
-
-    Raises:
-        SlurmError: Slurm does not answer, or does not tell.
-    """
-    settings = _settings("PreemptType", "PreemptMode")
-    if settings["PreemptType"] == "preempt/qos":
-        query = ("show", "qos", qos, "format=PreemptMode")
-        own = _ask("sacctmgr", "--noheader", "--parsable2", *query).strip()
-    else:
-        own = dict(_FIELD.findall(_show("partition", partition))).get("PreemptMode", "")
-    mode = own.upper() if own and own != "cluster" else settings["PreemptMode"]
-    return ",".join(word for word in mode.split(",") if word != "GANG")  # how jobs take turns, not how one ends
+    found = _KILL_WAIT.search(_ask("scontrol", "show", "config"))
+    if found is None:
+        raise SlurmError("`scontrol show config` tells no KillWait")
+    return float(found[1])
 
 
 def parse_time(text: str) -> float | None:
@@ -173,14 +146,6 @@ def parse_time(text: str) -> float | None:
         raise SlurmError(f"Slurm tells {text!r} where a time was asked for")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def _settings(*names: str) -> dict[str, str]:
-    found = dict(_SETTING.findall(_ask("scontrol", "show", "config")))
-    for name in names:
-        if name not in found:
-            raise SlurmError(f"`scontrol show config` tells no {name}")
-    return found
 
 
 def _show(what: str, name: str) -> str:

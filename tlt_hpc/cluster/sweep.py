@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tlt_hpc.config import Config, ConfigError, load_config
 
-_PAIRS = {"[": "]", "{": "}", '"': '"', "'": "'"}
+_VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[[^]]*\]|\{[^}]*\}|[^,])*)""")
 
 
 @dataclass(frozen=True)
@@ -80,25 +80,10 @@ def expand(sweep: str) -> list[str]:
         ConfigError: it is not of that form.
     """
     key, separator, text = sweep.partition("=")
-    values = split_values(text)
+    values = _VALUE.findall(text)
     if not separator or not all(values):
         raise ConfigError(f"--sweep {sweep!r} is not of the form section.key=A,B, e.g. run.seed=0,1,2")
     return [f"{key}={value}" for value in values]
-
-
-def split_values(text: str) -> list[str]:
-    """The parts of a text between commas that stand in no bracket and no quotes."""
-    values, open_ones = [""], ""
-    for letter in text:
-        if open_ones and letter == open_ones[-1]:
-            open_ones = open_ones[:-1]
-        elif letter in _PAIRS and open_ones[-1:] not in ('"', "'"):
-            open_ones += _PAIRS[letter]
-        if letter == "," and not open_ones:
-            values.append("")
-        else:
-            values[-1] += letter
-    return values
 
 
 def label(override: str) -> str:

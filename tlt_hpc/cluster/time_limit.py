@@ -44,15 +44,9 @@ def know_limits(
     job = allocation(environment)
     if job is None or rank:
         return
-    try:
-        flag.set_kill_delay(kill_wait())
-    except SlurmError as error:
-        logger.warning("how soon SIGKILL follows SIGTERM is not known, so %s s are taken: %s", MAX_KILL_SECONDS, error)
-    try:
-        left = job.seconds_left()
-    except SlurmError as error:
-        logger.warning("the time limit is not known, only its signal will tell: %s", error)
-        return
+    warning = f"how soon SIGKILL follows SIGTERM is not known, so {MAX_KILL_SECONDS} s are taken"
+    flag.set_kill_delay(_or_else(kill_wait, MAX_KILL_SECONDS + 1, warning))
+    left = _or_else(job.seconds_left, None, "the time limit is not known, only its signal will tell")
     if left is not None:
         BEAT.ends_at = time.time() + left
 
@@ -60,7 +54,13 @@ def know_limits(
             if progress is not None:
                 print(f"tlt: {queue_again(environment, folder, _told(progress))}", flush=True)
 
-        flag.set_time_limit(left, at_last, partial(_seconds_left, job))
+        def seconds_left(within: float) -> float | None:
+            """What is left now, since an operator may have postponed the end; None where Slurm does not answer."""
+            left = job.seconds_left(within)
+            return math.inf if left is None else left
+
+        warning = "whether the time limit is still the same is not known, and taken for granted"
+        flag.set_time_limit(left, at_last, lambda within: _or_else(partial(seconds_left, within), None, warning))
 
 
 def _told(progress: Callable[[], str]) -> str:
@@ -71,14 +71,14 @@ def _told(progress: Callable[[], str]) -> str:
         return f"unknown at {time.time():.0f}"
 
 
-def _seconds_left(job: Allocation, within: float) -> float | None:
-    """What is left now, for an operator may have put the end off; None where Slurm does not say so soon."""
+def _or_else(ask: Callable[[], T], otherwise: T, warning: str = "") -> T:
+    """What Slurm answers, or ``otherwise`` where it does not, with a ``warning`` unless that is empty."""
     try:
-        left = job.seconds_left(within)
+        return ask()
     except SlurmError as error:
-        logger.warning("whether the time limit is still the same is not known, and taken for granted: %s", error)
-        return None
-    return math.inf if left is None else left
+        if warning:
+            logger.warning("%s: %s", warning, error)
+        return otherwise
 
 
 def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> str:
@@ -102,11 +102,11 @@ def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> 
             file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
         _try_again(partial(_requeue, job))
     except (SlurmError, OSError) as error:
-        return f"job {job.job_id} is not queued again ({error}): {what_goes_on(environment)}"
+        return f"job {job.job_id} is not queued again ({error}): {how_to_resume(environment)}"
     return f"job {job.job_id} is queued again and will resume"
 
 
-def what_goes_on(environment: Mapping[str, str]) -> str:
+def how_to_resume(environment: Mapping[str, str]) -> str:
     """How the work of a job that is not queued again is resumed, in words."""
     return f"`{environment[AGAIN]}` resumes" if AGAIN in environment else "submit the same script, which resumes"
 
@@ -115,7 +115,6 @@ def await_preemption(environment: Mapping[str, str]) -> None:
     """Where this job is being preempted, wait to be killed; for rank 0. Else return at once.
 
     Slurm queues a job again that it had to end, and takes one that left by itself within its grace time for finished.
-    Where it does not queue it again, there is nothing to wait for.
     """
     job = allocation(environment)
     if job is None:
@@ -123,12 +122,12 @@ def await_preemption(environment: Mapping[str, str]) -> None:
     try:
         if not _try_again(job.is_preempted):
             return
-        if why := _why_not_requeued(job):
-            goes_on = what_goes_on(environment)
-            print(f"tlt: job {job.job_id} is preempted, and not queued again ({why}): {goes_on}", flush=True)
-            return
-        print(f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again", flush=True)
-        while _is_still_preempted(job):
+        print(
+            f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again; where "
+            f"PreemptMode is not REQUEUE, {how_to_resume(environment)}",
+            flush=True,
+        )
+        while _or_else(job.is_preempted, True):  # to leave would lose the place in the queue
             time.sleep(PREEMPTION_POLL_SECONDS)
     except SlurmError as error:
         logger.warning("whether job %s is preempted is not known, so it ends: %s", job.job_id, error)
@@ -138,22 +137,8 @@ def _requeue(job: Allocation) -> None:
     try:
         job.requeue()
     except SlurmError:
-        if not _is_waiting(job):  # else the answer alone was lost
+        if not _or_else(job.is_waiting, False):  # else the answer alone was lost
             raise
-
-
-def _is_waiting(job: Allocation) -> bool:
-    try:
-        return job.is_waiting()
-    except SlurmError:
-        return False
-
-
-def _is_still_preempted(job: Allocation) -> bool:
-    try:
-        return job.is_preempted()
-    except SlurmError:  # to leave would give the place in the queue away; killed it will be in any case
-        return True
 
 
 def _try_again(ask: Callable[[], T]) -> T:
@@ -169,14 +154,6 @@ def _try_again(ask: Callable[[], T]) -> T:
             logger.info("asking again: %s", error)
             time.sleep(TRY_AGAIN_SECONDS)
     return ask()
-
-
-def _why_not_requeued(job: Allocation) -> str:
-    try:
-        return job.why_not_requeued()
-    except SlurmError as error:
-        logger.warning("whether Slurm queues job %s again is not known, and taken for granted: %s", job.job_id, error)
-        return ""
 
 
 def read_history(path: Path) -> list[dict[str, object]]:
