@@ -361,8 +361,9 @@ def print_ablation(figures: AblationFigures, written: list[Path]) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    equal = (figures.equal[name] for name in ("tokens", "rewards", "policy"))
-    console.print(equality_line(*equal, figures.num_mismatched), soft_wrap=True)
+    equal = figures.equal
+    line = equality_line(equal["tokens"], equal["rewards"], equal["policy"], figures.num_mismatched)
+    console.print(line, soft_wrap=True)
     if verdict(figures):
         console.print(verdict(figures), soft_wrap=True)
     console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
