@@ -281,6 +281,15 @@ def test_messages_that_a_template_refuses(template: str, reason: str, tmp_path: 
     assert str(caught.value).startswith(f"{path}:1: the chat template refuses the messages: {reason}")
 
 
+def test_a_template_without_end_is_stopped(tmp_path: Path) -> None:
+    """Rows are not to blame, so it does not help to skip them: each would take as long."""
+    path = chat_file(tmp_path, ("user", "1"))
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for skip in ((), ("data.broken_rows=skip",)):
+        with pytest.raises(ConfigError, match="takes over 5 s of CPU time; give another"):
+            all_prompts(path, *skip, chat=ChatFormat(endless))
+
+
 def test_a_chat_that_renders_to_nothing(tmp_path: Path) -> None:
     path = chat_file(tmp_path, ("user", "1"))
     with pytest.raises(RowError) as caught:

@@ -362,7 +362,6 @@ def proposals_of(drafter: Drafter) -> list[tuple[list[int], list[int]]]:
         [Strategy("drafter", 4)],
         rule=SamplingRule(0.0, NUM_TOKENS),
         drafter=drafter,
-        epsilon=0.0,
         max_new_tokens=80,
     )
     engine.drafter_ready = True

@@ -13,6 +13,7 @@ import pytest
 
 from tlt_hpc.common.records import FinishReason, Prompt, Rollout, SampleKey
 from tlt_hpc.config import ConfigError, RewardSection, load_config
+from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rewards import text as texts
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 from tlt_hpc.rewards.judge import judge, kind_for
@@ -239,6 +240,33 @@ def test_mistakes_in_the_configuration(overrides: list[str], message: str) -> No
     with pytest.raises(ConfigError) as caught:
         load_config(TINY, overrides)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        (None, "f", "{path}: No such file or directory; give a file that is there"),
+        ("def f(:", "f", "{path} is not Python: invalid syntax (<unknown>, line 1); fix it"),
+        ("def g(): pass", "f", "{path} has no 'f' at its top level; name one that it has"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named_before_anything_starts(
+    tmp_path: Path, content: str | None, name: str, message: str
+) -> None:
+    path = tmp_path / "own.py"
+    if content is not None:
+        path.write_text(content)
+    config = load_config(TINY, ["reward.default=function", f"reward.function={path}:{name}"])
+    with pytest.raises(ConfigError) as caught:
+        read_assets(config, 1)
+    assert str(caught.value) == f"reward.function = '{path}:{name}': " + message.format(path=path)
+
+
+@pytest.mark.parametrize("content", ["def f(): pass", "f = lambda: 1", "from os import getpid as f", "class f: pass"])
+def test_a_function_may_be_made_in_several_ways(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(content)
+    read_assets(load_config(TINY, ["reward.default=function", f"reward.function={path}:f"]), 1)
 
 
 # --- the scorer ---

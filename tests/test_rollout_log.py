@@ -22,7 +22,15 @@ from tlt_hpc.common.records import (
 )
 from tlt_hpc.storage.folder import part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import StepRecord, is_committed, read_spans, read_step, read_summary, write_step
+from tlt_hpc.storage.rollout_log import (
+    StepRecord,
+    check_whole,
+    is_committed,
+    read_spans,
+    read_step,
+    read_summary,
+    write_step,
+)
 
 
 def make_rollout(rng: np.random.Generator, key: SampleKey) -> Rollout:
@@ -137,6 +145,17 @@ def test_the_spans_are_read_alone_and_an_earlier_versions_file_has_none(tmp_path
     assert len(read_spans(path)) == 0
     assert read_step(path).phases == read_summary(path).phases == ()
     assert all(len(rollout.pass_lengths) == 0 for rollout in read_step(path).rollouts)
+
+
+@pytest.mark.parametrize("column", ["response_ends", "prompt_ends", "rewards", "advantages"])
+def test_a_missing_column_is_noticed(tmp_path: Path, column: str) -> None:
+    path = tmp_path / "a.h5"
+    write_step(path, make_record(3))
+    with h5py.File(path, "r+") as file:
+        del file[f"rollouts/{column}"]
+    for read in (read_step, check_whole):
+        with pytest.raises(DamagedFile):
+            read(path)
 
 
 def test_rollouts_out_of_order_are_a_programmers_error(tmp_path: Path) -> None:

@@ -124,6 +124,11 @@ def test_a_wrong_name_is_an_error(name: str):
         strategy_named(name)
 
 
+def test_a_removed_source_is_named():
+    with pytest.raises(ValueError, match="hybrid strategies were removed; use drafter-4x2v8a1"):
+        strategy_named("hybrid-4x2v8a1.5")
+
+
 def test_chains_of_a_drafter_are_a_family_and_a_tree_is_its_own():
     assert Strategy("drafter", 2).family == Strategy("drafter", 6).family == Strategy("drafter", 6, 1, 3).family
     others = [Strategy("ngram", 2), Strategy("drafter", 2, sharpness=2.0), Strategy("drafter", 2, 2), OFF]

@@ -184,7 +184,7 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     """Build what generates text, without weights; collective.
 
     Raises:
-        ConfigError: on all ranks, if a replica would span several nodes, or a rank has no usable device.
+        ConfigError: a replica would span several nodes, or this rank has no usable device.
     """
     check_nodes(world.allgather(world.hostname), config.rollout.tensor_parallel)
     replica = Replica(world, config.rollout.tensor_parallel)

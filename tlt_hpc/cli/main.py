@@ -375,9 +375,9 @@ def take_sources(options: argparse.Namespace) -> None:
 
 def at_least_one(text: str) -> int:
     """A number of 1 or more; argparse names the option of any other."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers of 1 or more")
+    return int(text)
 
 
 def at_least_one_each(text: str) -> list[int]:

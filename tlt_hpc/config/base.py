@@ -87,9 +87,8 @@ PositiveSeconds = Annotated[float, Field(ge=1e-3, le=MAX_SECONDS), Unit("s")]
 StrategyName = Annotated[str, Field(min_length=1, max_length=64)]
 FilePath = Annotated[str, Field(max_length=MAX_PATH_BYTES), AfterValidator(check_path)]
 SomePath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(check_path)]
-Label = Annotated[str, Field(max_length=128), AfterValidator(_check_label)]
-"""What something is called where it is shown; 128 is Weights & Biases' limit."""
 SomeLabel = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_label)]
+"""What something is called where it is shown; 128 is Weights & Biases' limit."""
 ColumnName = Annotated[str, Field(max_length=1024)]
 Text = Annotated[str, Field(max_length=100_000)]
 """Of a prompt's fixed part."""

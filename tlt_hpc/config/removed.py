@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tlt_hpc.config.base import MAX_SECONDS
 from tlt_hpc.config.recipes import CORRECTION_BOUNDS
 
 
@@ -35,7 +36,7 @@ def _correction_bounds(algorithm: Mapping[str, Any]) -> tuple[float, float] | tu
 
 
 _BOUNDS = "the bounds are 0 and 2, for icepop 0.5 and 5 (CORRECTION_BOUNDS in config/recipes.py)"
-_ABLATION = "`tlt ablate` alone trains the drafter in other ways"
+_ABLATION = "the drafter is always trained in the tail, on its own run's responses"
 REMOVED: dict[str, Removed] = {
     "speculation.depths": Removed(None, "name strategies such as drafter-4 in speculation.strategies"),
     "speculation.sharpness": Removed(None, "write it behind a strategy in speculation.strategies, as in drafter-4a1.5"),
@@ -44,16 +45,20 @@ REMOVED: dict[str, Removed] = {
     "data.template_date": Removed("2024-07-26", "chat templates always get this date (TEMPLATE_DATE in data/chat.py)"),
     "data.task_size": Removed(10_000, "give size in data.task_args"),
     "reward.wall_seconds": Removed(
-        300.0, "it is 60 times reward.cpu_seconds", of=lambda reward: 60.0 * reward.get("cpu_seconds", 5.0)
+        300.0,
+        "it is 60 times reward.cpu_seconds",
+        of=lambda reward: min(60.0 * reward.get("cpu_seconds", 5.0), MAX_SECONDS),
     ),
     "reward.format_pattern": Removed("", "use reward.format_tags, or judge the form in reward.function"),
     "rollout.prefill_tokens": Removed(4096, "it is always 4096", any_value=True),
     "rollout.tie_guard": Removed("auto", "the guard is on for model.dtype = 'float32', and off for 'bfloat16'"),
     "speculation.chooser": Removed("goodput", "strategies are always chosen by goodput", any_value=True),
-    "speculation.epsilon": Removed(0.05, "it is always 0.05 (rollout/settings.py)", any_value=True),
-    "speculation.window": Removed(128, "it is always 128 (rollout/settings.py)", any_value=True),
+    "speculation.epsilon": Removed(0.05, "it is always 0.05 (EPSILON in rollout/chooser.py)", any_value=True),
+    "speculation.window": Removed(128, "it is always 128 (WINDOW in rollout/chooser.py)", any_value=True),
     "speculation.ngram_orders": Removed([12, 8, 6, 4, 2, 1], "they are ORDERS in models/ngram.py", any_value=True),
-    "speculation.ngram_history_tokens": Removed(200_000, "it is always 200000 (rollout/settings.py)", any_value=True),
+    "speculation.ngram_history_tokens": Removed(
+        200_000, "it is always 200000 (HISTORY_TOKENS in rollout/ngram_drafts.py)", any_value=True
+    ),
     "drafter.feature_loss_weight": Removed(1.0, "it is always 1 (LossSettings in drafting/loss.py)"),
     "drafter.token_loss_weight": Removed(0.1, "it is always 0.1 (LossSettings in drafting/loss.py)"),
     "drafter.unroll_steps": Removed(0, "it is 1 for drafter.form = 'eagle' and 7 for 'eagle3'"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ TEMPLATE_DATE = "2024-07-26"
 """The date that templates write as today's, Llama 3.1's own, so that no prompt depends on the day of the run."""
 _MAX_BYTES = 2**20
 """Of a template; the longest of known models has 20 KB."""
+_CPU_SECONDS = 5
+"""Of one prompt; known templates take a millisecond."""
 
 
 class ChatError(ValueError):
@@ -58,11 +63,35 @@ class ChatTemplate:
         plain = json.loads(json.dumps(list(messages), default=lambda value: f"<{type(value).__name__}>"))
         chat = [_with_reasoning(message) for message in plain]
         try:
-            return str(self._template.render(messages=chat, add_generation_prompt=True, **self._values))
+            with _cpu_limit():
+                return str(self._template.render(messages=chat, add_generation_prompt=True, **self._values))
+        except ConfigError:  # which is a ValueError
+            raise
         except (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
             raise ChatError(_first_line(error)) from None
         except (RecursionError, MemoryError) as error:
             raise ChatError(f"{type(error).__name__} {_first_line(error)}") from None
+
+
+@contextmanager
+def _cpu_limit() -> Iterator[None]:
+    """Stop a template that loops without end; only the main thread, which renders, can receive the signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise ConfigError(
+            f"the chat template takes over {_CPU_SECONDS} s of CPU time; give another in data.chat_template"
+        )
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:

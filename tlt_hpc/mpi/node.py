@@ -66,17 +66,6 @@ class NodeGroup:
             raise UserError(shared.text)
         return shared
 
-    def alike(self, mark: int) -> NodeGroup:
-        """The node's ranks that pass the same ``mark`` as this one; collective over the node."""
-        if self._comm is None or self.size == 1:
-            return self
-        marks = np.empty(self.size, np.int64)
-        wait(self._comm.Iallgather(np.array([mark], np.int64), marks), "marks within the node", scope="node")
-        if (marks == mark).all():
-            return self
-        # all have arrived, so that none spins in Split; the first rank of a group is its color
-        return NodeGroup(self._comm.Split(int(np.flatnonzero(marks == mark)[0]), self.rank))
-
     def broadcast(self, values: NDArray[np.uint8]) -> None:
         """Write the first rank's bytes [N] into the others' of the same size, a block at a time."""
         if self._comm is None or self.size == 1:

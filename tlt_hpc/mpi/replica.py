@@ -69,15 +69,10 @@ class ReplicaPulse(Pulse):
     the first rank of a replica reports the tokens that the replica generates.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Comm,
-        replica: Replica,
-        mark: Callable[[], int] = lambda: 0,
-        busy_seconds: float = BUSY_SECONDS,
-    ) -> None:
+    def __init__(self, comm: MPI.Comm, replica: Replica, busy_seconds: float = BUSY_SECONDS) -> None:
         super().__init__(comm, busy_seconds)
-        self.mark, self._replica = mark, replica
+        self.mark: Callable[[], int] = lambda: 0
+        self._replica = replica
         self._seen: Roster | None = None
         self._last_running: Roster | None = None
 

@@ -19,6 +19,7 @@ from tlt_hpc.models.folder import check_weights, end_token_ids, find_model, load
 from tlt_hpc.models.shape import ModelShape, read_shape
 from tlt_hpc.models.tokenizer import read_chat_format
 from tlt_hpc.plan.shape_checks import check_shape, check_strategies
+from tlt_hpc.rewards.functions import check_function
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.node import NodeGroup
@@ -52,6 +53,7 @@ def read_assets(config: Config, num_ranks: int) -> Assets:
     shape = read_shape(folder)
     check_shape(config, shape, num_ranks)
     check_strategies(config)
+    check_reward_function(config)
     tokenizer = load_tokenizer(folder)
     prompts = open_prompts(config, tokenizer, read_chat_format(folder))
     return Assets(folder, shape, tokenizer, check_files(folder, shape), prompts)
@@ -89,6 +91,19 @@ def read_assets_once(config: Config, num_ranks: int, node: NodeGroup) -> Assets:
     return Assets(given.folder, given.shape, given.tokenizer, given.eos_token_ids, prompts)
 
 
+def check_reward_function(config: Config) -> None:
+    """Check the file of the user's reward function, if there is one, without running it.
+
+    Raises:
+        ConfigError: with the key and the remedy.
+    """
+    try:
+        if config.reward.function:
+            check_function(config.reward.function)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def open_checked_sets(
     config: Config, folder: Path, shape: ModelShape, tokenizer: Tokenizer
 ) -> tuple[EvaluationSet, ...]:
@@ -97,6 +112,7 @@ def open_checked_sets(
     Raises:
         ValueError: as ``open_sets``, or a response of full length would not fit the model.
     """
+    check_reward_function(config)
     sets = open_sets(config, tokenizer, read_chat_format(folder))
     total = longest_prompt(sets) + longest_response(config)
     if total > shape.max_positions:

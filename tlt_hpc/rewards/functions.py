@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import json
@@ -12,6 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from tlt_hpc.common.files import read_bytes
 from tlt_hpc.rewards.answer import Answer, Failure, Verdict
 
 RewardFunction = Callable[..., Any]
@@ -20,6 +22,26 @@ MAX_REWARD = 1e6
 """Either way: the sums and squares of a step's rewards stay finite in float32."""
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """verl's."""
+
+
+def check_function(spec: str) -> None:
+    """Compare ``path.py:name`` with the file, without running it.
+
+    Raises:
+        ValueError: no such file, it does not parse, or it has no such function.
+    """
+    path, _, name = spec.rpartition(":")
+    try:
+        tree = ast.parse(read_bytes(Path(path)))
+    except OSError as error:
+        raise ValueError(f"reward.function = {spec!r}: {path}: {error.strerror}; give a file that is there") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"reward.function = {spec!r}: {path} is not Python: {error}; fix it") from None
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {(node.asname or node.name).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    if name not in names:
+        raise ValueError(f"reward.function = {spec!r}: {path} has no {name!r} at its top level; name one that it has")
 
 
 def load_function(spec: str) -> RewardFunction:

@@ -40,10 +40,6 @@ class RoundMeasures:
         self._occupy(batch, slots_needed(replace(strategy, depth=depth)))
         return self._rounds.time_draft(replace(strategy, depth=depth))
 
-    def close(self) -> None:
-        """Empty the rows."""
-        self._scheduler.abort()
-
     def _occupy(self, batch: int, num_slots: int) -> None:
         """Make ``batch`` rows live with pages for the pass, or as many as the pool holds."""
         if self._scheduler.rows.num_live != batch:

@@ -86,6 +86,8 @@ def strategy_named(name: str) -> Strategy:
     if name == OFF.name:
         return OFF
     match = _NAME.fullmatch(name)
+    if match is not None and match["source"] == "hybrid":
+        raise ValueError(f"strategy {name!r}: hybrid strategies were removed; use {name.replace('hybrid', 'drafter')}")
     sources: dict[str, Source] = {source: source for source in get_args(Source) if source != "off"}
     if match is None or match["source"] not in sources:
         raise ValueError(

@@ -85,9 +85,10 @@ def read_keys(file: CommittedFile, place: str) -> list[SampleKey]:
 def read_rollouts(file: CommittedFile) -> tuple[Rollout, ...]:
     """What ``rollout_columns`` was given, from the group ``rollouts``."""
     keys = read_keys(file, "rollouts")
+    # a file of an earlier version has no pass_ends
     parts: dict[str, Any] = {
         name: np.split(file.array(f"rollouts/{name}"), file.array(f"rollouts/{ends}"))
-        if file.has(f"rollouts/{ends}")
+        if ends != "pass_ends" or file.has("rollouts/pass_ends")
         else [np.empty(0, kind)] * len(keys)
         for name, (ends, kind) in _FLAT.items()
     }
@@ -111,7 +112,7 @@ def check_counts(file: CommittedFile, *further: str) -> None:
         ValueError: with both numbers.
     """
     # a file of an earlier version has no pass_ends
-    tables = {name: ends for name, (ends, _) in _FLAT.items() if file.has(f"rollouts/{ends}")}
+    tables = {name: ends for name, (ends, _) in _FLAT.items() if ends != "pass_ends" or file.has("rollouts/pass_ends")}
     for name in (*KEY_COLUMNS, *_SCALARS, *further, *tables.values()):
         if (count := file.size(f"rollouts/{name}")) != file.committed:
             raise ValueError(f"{count} entries of {name}, but {file.committed} rollouts were committed")
@@ -166,7 +167,7 @@ class StepRecord(_Step):
 
     ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
     an advantage is NaN if dynamic sampling left the response out of the update. ``decisions`` [D, 2] int32 are the
-    rounds in order, live sequences and index of the strategy, from which the rank's rollout can be repeated.
+    rounds in order: live sequences and index of the strategy (``spans`` has more of each).
     """
 
     rollouts: tuple[Rollout, ...]
@@ -377,7 +378,7 @@ def check_whole(path: Path) -> int:
             for each in file.names(place):
                 num_bytes += file.array(f"{place}/{each}").nbytes
             file.numbers(place)
-        check_counts(file)
+        check_counts(file, *_JUDGED)
     return num_bytes
 
 

@@ -94,8 +94,7 @@ def _time(found: RunFindings) -> Iterator[Advice]:
             f"{change} tlt simulate --from RUN estimates the effect.",
         )
     trains = found.mode == "full" and log.setting("drafter", "train") is not False
-    in_tail = trains and log.setting("drafter", "place") != "serial"
-    if in_tail and idle >= 0.05 * rollout and harvested < _LITTLE_USED * idle:
+    if trains and idle >= 0.05 * rollout and harvested < _LITTLE_USED * idle:
         yield Advice(
             f"Only {share(harvested, idle)} of the waiting was used to train the drafter.",
             "See drafter.min_idle (how many ranks must wait first), drafter.schedule (which steps train) and "
