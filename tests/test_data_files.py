@@ -65,10 +65,6 @@ def test_a_pattern_takes_its_files_by_name(tmp_path: Path, monkeypatch: pytest.M
     assert texts(all_prompts("part-?.parquet")) == ALL
 
 
-def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
-    assert texts(all_prompts(write_saved(tmp_path / "one", [FIRST, SECOND]))) == ALL
-
-
 def test_a_folder_of_splits_that_datasets_saved(tmp_path: Path) -> None:
     write_saved(tmp_path / "train", [FIRST])
     write_saved(tmp_path / "test", [SECOND])
@@ -116,10 +112,18 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         assert refusal(source) == f"data.source = {source!r} does not exist; give {CHOICE}"
 
 
-@pytest.mark.parametrize("task", ["embedded:gcd", "reasoning-gym:leg_counting"])
-def test_a_task_in_a_list(task: str, tmp_path: Path) -> None:
-    path = str(write_jsonl(tmp_path / "a.jsonl", FIRST))
-    assert refusal([path, task]) == (f"data.source = '{path}, {task}': {task!r} cannot be in a list; give it alone")
+def test_sources_that_cannot_be_read_together_or_at_all(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", FIRST)
+    table, text = tmp_path / "a.csv", write_jsonl(tmp_path / "b.jsonl", ["prompt,answer", "1=,1"])
+    table.touch()
+    for source, said in (
+        ([str(path), str(path)], f"names {path} twice; name it once"),
+        ([str(path), "embedded:gcd"], "'embedded:gcd' cannot be in a list; give it alone"),
+        ([str(path), "reasoning-gym:leg_counting"], "'reasoning-gym:leg_counting' cannot be in a list; give it alone"),
+        (table, f"{table} is of an unknown kind; give {CHOICE}"),
+        (text, f"{text}:1: no JSON object (Expecting value"),
+    ):
+        assert said in refusal(source)
 
 
 def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
@@ -127,11 +131,6 @@ def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path: Path) ->
     with path.open("wb") as file:
         file.truncate(2**36)
     assert refusal(path) == f"data.source: {path}:1: over 67108864 bytes; give one JSON object a line"
-
-
-def test_a_file_without_one_good_row_names_its_first(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["prompt,answer", "1=,1"])
-    assert refusal(path).startswith(f"data.source: {path}:1: no JSON object (Expecting value")
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,11 +153,6 @@ def test_a_folder_of_several_data_sets(tmp_path: Path) -> None:
     assert refusal(tmp_path) == (
         f"data.source = {str(tmp_path)!r} holds several data sets; give one of {tmp_path}/main, {tmp_path}/socratic"
     )
-
-
-def test_a_file_of_an_unknown_kind(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("prompt,answer\n")
-    assert refusal(tmp_path / "a.csv") == f"data.source: {tmp_path}/a.csv is of an unknown kind; give {CHOICE}"
 
 
 @pytest.mark.parametrize(("name", "kind"), [("a.parquet", "parquet"), ("a.arrow", "arrow")])
@@ -190,11 +184,6 @@ def test_a_column_twice(tmp_path: Path) -> None:
         writer.write_table(table)
     for name in ("a.parquet", "a.arrow"):
         assert 'Field "prompt" exists 2 times in schema' in refusal(tmp_path / name)
-
-
-def test_a_file_named_twice(tmp_path: Path) -> None:
-    path = str(write_jsonl(tmp_path / "a.jsonl", FIRST))
-    assert refusal([path, path]) == f"data.source = '{path}, {path}' names {path} twice; name it once"
 
 
 def test_a_saved_folder_that_is_damaged(tmp_path: Path) -> None:

@@ -56,13 +56,6 @@ def test_broken_rows_are_named_and_status_is_1(tmp_path: Path, capsys: Captured)
     assert out.endswith("... and 2 more broken rows\n")
 
 
-def test_a_job_file_says_what_to_look_at(tmp_path: Path, capsys: Captured) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [gcd_row(1), gcd_row(1)])
-    status, out, _ = inspected(capsys, str(TINY), f"data.source={path}")
-    assert status == 0
-    assert "prompts over data.max_prompt_tokens = 16: 0\n" in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -99,12 +92,6 @@ def test_mistakes_are_one_line_and_status_2(
     status, out, err = inspected(capsys, *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err == message + "\n"
-
-
-def test_an_unknown_option_is_refused(capsys: Captured) -> None:
-    with pytest.raises(SystemExit):
-        main(["data", "inspect", "a.jsonl", "--modle", "x"])
-    assert "unknown argument --modle; see tlt data --help" in capsys.readouterr().err
 
 
 def test_nothing_heavy_is_loaded(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.cluster.watch.last import warn_of_last
+from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count
 from tlt_hpc.config import Config, ConfigError, UserError, check_replicas, to_toml
@@ -22,7 +23,7 @@ from tlt_hpc.data.evaluation_sets import EvaluationSet, left_out, longest_prompt
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.answering import answer
 from tlt_hpc.evaluate.figures import to_json
-from tlt_hpc.evaluate.folder import WEIGHTS, EvaluationFolder, add_json_line, has_json_line, write_json
+from tlt_hpc.evaluate.folder import WEIGHTS, EvaluationFolder
 from tlt_hpc.evaluate.requests import Wanted, sampling_params, wanted_responses
 from tlt_hpc.evaluate.subject import Subject, config_for, load_weights, open_checkpoint
 from tlt_hpc.evaluate.tally import Results, tally
@@ -47,6 +48,7 @@ from tlt_hpc.session import (
 )
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import make_folder
+from tlt_hpc.storage.records import add_json_line, write_json
 
 
 class EvaluationReporter(Protocol):
@@ -306,7 +308,8 @@ def report(folder: EvaluationFolder, log: Path, results: Results, facts: dict[st
     is_new = not folder.results.exists() or folder.results.read_text(encoding="utf-8") != text
     if is_new:
         write_json(folder.results, tree)
-    if is_new or not has_json_line(log, line):  # a kill may have come between the two
+    logged = read_text(log, LINES_BYTES).splitlines() if log.exists() else []
+    if is_new or json.dumps(line) not in logged:  # a kill may have come between the two
         add_json_line(log, line)
 
 

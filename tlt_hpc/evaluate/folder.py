@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, read_json, read_text, told
+from tlt_hpc.common.files import DamagedText, read_json, told
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import ConfigError
 from tlt_hpc.storage.evaluation_log import JudgedResponse, read_responses, write_responses
-from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.hdf5 import DamagedFile
+from tlt_hpc.storage.records import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -122,29 +122,3 @@ def changed_facts(old: Facts, new: Facts) -> tuple[str, Any, Any] | None:
     plain = json.loads(json.dumps(new))
     differing = (name for name in plain if name in old and old[name] != plain[name])
     return next(((name, old[name], plain[name]) for name in differing), None)
-
-
-def write_json(path: Path, tree: Any) -> None:
-    """Write a document, whole or not at all.
-
-    Raises:
-        WriteError: no room or no permission.
-    """
-    with writing_beside(path) as part:
-        part.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-
-
-def has_json_line(path: Path, tree: Any) -> bool:
-    """Whether ``add_json_line`` has added this line."""
-    return path.exists() and json.dumps(tree) in read_text(path, LINES_BYTES).splitlines()
-
-
-def add_json_line(path: Path, tree: Any) -> None:
-    """Add a line to a file of them.
-
-    Raises:
-        WriteError: no room or no permission.
-    """
-    before = read_text(path, LINES_BYTES) if path.exists() else ""
-    with writing_beside(path) as part:
-        part.write_text(before + json.dumps(tree) + "\n", encoding="utf-8")

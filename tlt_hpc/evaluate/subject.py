@@ -146,7 +146,7 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
     Raises:
         ValueError: they are not those of the decoder's shape.
     """
-    fingerprint, cuts = Fingerprint(decoder.shape.tied_head), decoder.weight_cuts()
+    samples, cuts = dict[str, str](), decoder.weight_cuts()
 
     def parts() -> Iterator[tuple[str, Tensor]]:
         for number, (name, read) in enumerate(readers_once(world.node_group, _readers(subject, checkpoint))):
@@ -156,11 +156,12 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
                 continue
             whole = read(None).to(decoder.dtype)
             cut.check(name, whole.shape)
-            fingerprint.note(name, whole)
+            samples[name] = _sampled(whole)
             yield name, whole[cut.slices]
 
     decoder.load(parts(), 0, are_cut=True)
-    return fingerprint.with_others(world).digest()
+    every = {name: sample for own in world.allgather(samples) for name, sample in own.items()}
+    return _digest(every, decoder.shape.tied_head)
 
 
 def _readers(subject: Subject, checkpoint: Checkpoint | None) -> Iterator[tuple[str, ReadCut]]:
@@ -175,41 +176,19 @@ def policy_readers(checkpoint: Checkpoint) -> Iterator[tuple[str, ReadCut]]:
             yield name.removesuffix(_MASTER), partial(checkpoint.read, "policy", name)
 
 
-class Fingerprint:
-    """Of weights on their way: elements spread evenly over each tensor, so that it costs next to nothing.
-
-    A policy that was trained has moved everywhere, if only in the last bits.
-    """
-
-    def __init__(self, tied_head: bool) -> None:
-        self._tied_head, self._parts = tied_head, dict[str, str]()
-
-    def note(self, name: str, tensor: Tensor) -> None:
-        """Take in a whole weight."""
-        if not (self._tied_head and name == "lm_head.weight"):  # some files have it twice
-            self._parts[name] = _sampled(tensor)
-
-    def with_others(self, world: World) -> Fingerprint:
-        """Of all that the ranks have noted together; collective."""
-        every = Fingerprint(self._tied_head)
-        for parts in world.allgather(self._parts):
-            every._parts |= parts
-        return every
-
-    def digest(self) -> str:
-        """Of all that was noted, in whatever order."""
-        return hashlib.sha256(repr(sorted(self._parts.items())).encode()).hexdigest()[:32]
-
-
 def fingerprint_of(weights: Iterable[tuple[str, Tensor]], tied_head: bool) -> str:
     """The fingerprint of weights that nobody else reads."""
-    fingerprint = Fingerprint(tied_head)
-    for name, tensor in weights:
-        fingerprint.note(name, tensor)
-    return fingerprint.digest()
+    return _digest({name: _sampled(tensor) for name, tensor in weights}, tied_head)
+
+
+def _digest(samples: dict[str, str], tied_head: bool) -> str:
+    """Of the digests of all weights by name, in whatever order."""
+    parts = sorted(part for part in samples.items() if not (tied_head and part[0] == "lm_head.weight"))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def _sampled(tensor: Tensor) -> str:
+    """Of elements spread evenly over a tensor: training moves all of them, if only in the last bits."""
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu() + 0.0  # so that no zero has a sign
     return hashlib.sha256(some.numpy().tobytes() + str(tuple(tensor.shape)).encode()).hexdigest()

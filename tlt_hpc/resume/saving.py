@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.costs import to_json
 from tlt_hpc.session import DRAFTER_FILE, Drafting, Job, calibrate, calibration_requests
 from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.records import write_json
 from tlt_hpc.storage.step_lines import drop_lines
 
 if TYPE_CHECKING:
@@ -214,8 +214,7 @@ def save_cost_profile(job: Job) -> None:
         WriteError: it cannot be written.
     """
     if job.world.rank == 0 and job.engine.costs is not None:
-        with writing_beside(job.folder.cost_profile) as part:
-            part.write_text(json.dumps(to_json(job.engine.costs), indent=1) + "\n", encoding="utf-8")
+        write_json(job.folder.cost_profile, to_json(job.engine.costs))
 
 
 def _read_once(node: NodeGroup, checkpoint: Checkpoint, part: str, name: str) -> Tensor:

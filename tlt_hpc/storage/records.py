@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, Count, DamagedText, parse_json, read_bytes, read_json, told
@@ -26,8 +26,17 @@ def write_record(path: Path, record: DataclassInstance) -> None:
     Raises:
         WriteError: no room or no permission; the file is as before.
     """
+    write_json(path, asdict(record))
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Write a document, whole or not at all.
+
+    Raises:
+        WriteError: no room or no permission; the file is as before.
+    """
     with writing_beside(path) as part:
-        part.write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
 def read_record(path: Path, kind: type[T], remedy: str) -> T | None:
@@ -171,13 +180,13 @@ class Environment:
     """Kind of energy counter -> empty where all nodes let theirs be read, else why not."""
 
 
-def add_environment(path: Path, environment: Environment) -> None:
+def add_json_line(path: Path, tree: Any) -> None:
     """Add a line in one write, durably; a last line that was cut off is left as it is, on a line of its own.
 
     Raises:
         WriteError: no room or no permission.
     """
-    line = json.dumps(asdict(environment)).encode() + b"\n"
+    line = json.dumps(tree).encode() + b"\n"
     try:
         with path.open("a+b", buffering=0) as file:
             if end := file.seek(0, os.SEEK_END):
@@ -188,6 +197,11 @@ def add_environment(path: Path, environment: Environment) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise WriteError(path, error) from error
+
+
+def add_environment(path: Path, environment: Environment) -> None:
+    """Add a start of the run; as ``add_json_line``."""
+    add_json_line(path, asdict(environment))
 
 
 def read_environments(path: Path) -> tuple[list[Environment], list[str]]:

@@ -25,7 +25,8 @@ from tlt_hpc.rollout.feature_outbox import FeatureSink
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.storage.feature_cache import FeatureCache
-from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.storage.records import write_json
 from tlt_hpc.studies.warmup.parts import Warmup
 from tlt_hpc.studies.warmup.texts import Text
 
@@ -133,8 +134,7 @@ def fix_parts(warmup: Warmup, made: Sequence[CapturePart]) -> None:
     Raises:
         WriteError: the disk refused.
     """
-    with writing_beside(warmup.features / _LIST_FILE) as part:
-        part.write_text(json.dumps({"parts": [each.index for each in made]}) + "\n", encoding="utf-8")
+    write_json(warmup.features / _LIST_FILE, {"parts": [each.index for each in made]})
 
 
 def _fixed_parts(warmup: Warmup) -> set[int] | None:
@@ -148,8 +148,7 @@ def _part_size(warmup: Warmup, num_texts: int) -> int:
     if path.is_file():
         return int(json.loads(path.read_text(encoding="utf-8"))["size"])
     size = part_size(num_texts, warmup.replica.count, _MAX_FILLINGS * warmup.config.rollout.max_live)
-    with writing_beside(path) as part:
-        part.write_text(json.dumps({"size": size}) + "\n", encoding="utf-8")
+    write_json(path, {"size": size})
     return size
 
 
