@@ -1,12 +1,9 @@
 """The decoder against transformers: logits, features, the cache, families, and what it refuses."""
 
-import json
 from copy import deepcopy
-from functools import partial
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from tiny import CPU, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, paged_attention
 from transformers import (
@@ -19,15 +16,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tlt_hpc.models import decoder as decoder_module
 from tlt_hpc.models import drafter as drafter_module
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.models.folder import DTYPES, folder_weights
-from tlt_hpc.models.rotary import HalvesRows
-from tlt_hpc.models.shape import read_shape, shape_from
-from tlt_hpc.rollout.device_cache import make_cache
+from tlt_hpc.models.shape import read_shape
 
 SIZES = {
     "vocab_size": 61,
@@ -119,20 +113,6 @@ def test_random_models_of_every_family_agree_with_transformers(name, tmp_path):
     assert decoder.weight_bytes >= 4 * decoder.shape.num_parameters
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_fused_layers_of_a_gpu_agree_too(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoder_module, "in_pairs", lambda dtype, device: False)
-    monkeypatch.setattr(tiny, "make_cache", partial(make_cache, attention="paged-kernel"))
-    model = saved(name, tmp_path)
-    tokens = torch.randint(61, (3, 120))
-    logits, features = reference(model, tokens)
-    decoder = loaded(tmp_path)
-    monkeypatch.setattr(HalvesRows, "rotate", None)  # only the kernel rotates
-    hidden = decode_in_pieces(decoder, tokens, [50, 1, 1, 4, 64])
-    torch.testing.assert_close(hidden, features, atol=1e-4, rtol=0)
-    torch.testing.assert_close(decoder.logits(hidden), logits, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(dtype, tmp_path):
     model = saved("qwen3-biased", tmp_path)
@@ -218,28 +198,3 @@ def test_weights_load_in_place_and_wrong_ones_are_refused():
         decoder.load({"model.foo": torch.zeros(1)}.items(), 4)
     with pytest.raises(ValueError, match=r"shape \[2\], config.json asks for \[128\]"):
         decoder.load({"model.norm.weight": torch.zeros(2)}.items(), 4)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window = true is not supported"),
-        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention' is not"),
-        ({"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window = true is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ],
-)
-def test_features_the_decoder_lacks_are_refused_by_name(change, message):
-    raw = json.loads((embedded_folder() / "config.json").read_text())
-    with pytest.raises(ValueError, match=message):
-        shape_from({**raw, **change}, "config.json")
-
-
-def test_a_missing_size_is_named():
-    raw = json.loads((embedded_folder() / "config.json").read_text())
-    del raw["intermediate_size"]
-    with pytest.raises(ValueError, match=r"config\.json: intermediate_size is missing"):
-        shape_from(raw, "config.json")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_engine import full_engine
 from test_kv_cache import CPU, SHAPE, D, G, R
-from tiny import embedded_decoder, gcd_requests, generate, make_engine, texts
+from tiny import attend_by_shape_alone, embedded_decoder, gcd_requests, generate, make_engine, texts
 
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels import dispatch
@@ -21,8 +21,8 @@ from tlt_hpc.models.rotary import HalvesRows
 from tlt_hpc.models.shape import shape_from
 from tlt_hpc.rollout import device_cache, noise
 from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width, chain_blocks, make_cache
-from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes, page_bytes
-from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes
+from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.tree import tree
 
 
@@ -203,11 +203,7 @@ def test_flash_attention_is_taken_where_it_can_run(monkeypatch):
 def test_no_pass_waits_for_the_device(monkeypatch):
     """Tensors of the meta device have no values: whoever asks for one fails."""
     meta = torch.device("meta")
-    monkeypatch.setattr(
-        device_cache,
-        "paged_tree_attention",
-        lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
-    )
+    attend_by_shape_alone(monkeypatch)
     cache = make_cache(SHAPE, PoolSizes(12, 16, 3, 64, 1), torch.float32, meta, "paged-kernel")
     assert isinstance(cache, DevicePagedCache)
     layout = cache.layout([[0], [1], [2, 3]], 4)
@@ -383,11 +379,7 @@ def test_a_drafter_that_learns_is_not_fused(monkeypatch, fused_calls):
 
 def test_no_fused_layer_waits_for_the_device(monkeypatch, fused_calls):
     meta = torch.device("meta")
-    monkeypatch.setattr(
-        device_cache,
-        "paged_tree_attention",
-        lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
-    )
+    attend_by_shape_alone(monkeypatch)
     models = empty_models("qwen3-biased", torch.bfloat16, meta)
     for out in all_passes(models):
         assert out.device == meta
@@ -396,41 +388,10 @@ def test_no_fused_layer_waits_for_the_device(monkeypatch, fused_calls):
 
 # -- engines ----------------------------------------------------------------------------------------------------------
 
-REQUESTS = gcd_requests(4, 4)
-PAGES_OF_8 = page_bytes(embedded_decoder().shape, 8, torch.float32, 1)
-ENGINES = {
-    "plain": ([OFF], {}),
-    "chains": ([Strategy("drafter", 4), Strategy("ngram", 3)], {"max_live": 6}),
-    "trees": ([Strategy("drafter", 4, 2, 9), Strategy("drafter", 3, 4, 7, 1.5)], {"max_live": 6}),
-    "trees of more nodes than a mask has bits": ([Strategy("drafter", 9, 9, 70)], {"max_live": 8}),
-    "shared prompts": ([Strategy("drafter", 3, 2, 5), OFF], {"max_live": 12, "page_size": 4}),
-    "preempted": ([Strategy("drafter", 3, 2, 5), OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 25}),
-    "prefilled three at a time": ([Strategy("drafter", 3), OFF], {"max_live": 5, "prefill_tokens": 3}),
-}
-
-
-@pytest.fixture(scope="module")
-def plain():
-    return {rollout.key: rollout for rollout in generate(make_engine(max_new_tokens=60), REQUESTS)}
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_on_the_kernel_says_the_same(name, plain):
-    strategies, options = ENGINES[name]
-    engine = full_engine(strategies, max_new_tokens=60, chooser="random", attention="paged-kernel", **options)
-    assert isinstance(engine._cache, DevicePagedCache)
-    rollouts = generate(engine, list(reversed(REQUESTS)))
-    assert texts(rollouts) == texts(plain.values())
-    for rollout in rollouts:
-        wanted = torch.from_numpy(plain[rollout.key].log_probs)
-        torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
-    assert (engine.take_counts().num_preempted > 0) == (name == "preempted")
-    assert engine._scheduler.pool.num_used == 0
-
 
 def test_prompts_of_one_token():
     """Their drafter has nothing to read yet, and a tree's root stands before position 0."""
-    requests = [replace(request, prompt_tokens=request.prompt_tokens[:1]) for request in REQUESTS[:4]]
+    requests = [replace(request, prompt_tokens=request.prompt_tokens[:1]) for request in gcd_requests(1, 4)]
     strategies = [Strategy("drafter", 3, 2, 5), Strategy("drafter", 3)]
     wanted = texts(generate(make_engine(max_new_tokens=20), requests))
     engine = full_engine(strategies, max_new_tokens=20, chooser="random", attention="paged-kernel")

@@ -17,6 +17,7 @@ from tests.tiny import (
     EOS,
     NUM_TOKENS,
     KeptFeatures,
+    attend_by_shape_alone,
     embedded_decoder,
     embedded_folder,
     embedded_tokenizer,
@@ -30,7 +31,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import make_drafter
 from tlt_hpc.models.folder import embedded, folder_weights
 from tlt_hpc.models.sharding import Sharding
-from tlt_hpc.rollout import device_cache, graph_round
+from tlt_hpc.rollout import graph_round
 from tlt_hpc.rollout.device_rounds import DeviceRounds
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.graph_round import NUM_TOLD, batch_buckets
@@ -78,6 +79,8 @@ ENGINES = {
     "a drafter that rests for long": ([CHAIN, OFF, OFF], {"max_live": 3, "seed": 5}),
     "shared prompts": ([TREE, OFF], {"max_live": 12, "page_size": 4}),
     "pages of four": ([CHAIN, Strategy("drafter", 8)], {"max_live": 6, "page_size": 4}),
+    "trees of more nodes than a mask has bits": ([Strategy("drafter", 9, 9, 70)], {"max_live": 8}),
+    "prefilled three at a time": ([CHAIN, OFF], {"max_live": 5, "prefill_tokens": 3}),
     "preempted": ([TREE, OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 25}),
 }
 
@@ -349,11 +352,7 @@ def test_no_wait_and_no_shape_from_data(monkeypatch):
     """On the meta device a value cannot be read, so whatever would wait for the device fails."""
     meta, host = torch.device("meta"), device_engine([CHAIN, TREE, OFF])
     rows = host._rows
-    monkeypatch.setattr(
-        device_cache,
-        "paged_tree_attention",
-        lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
-    )
+    attend_by_shape_alone(monkeypatch)
     graphs, learned = host._rounds._graphs, host._learned
     for holder in (host._rows, host._noise, host._cache, learned, learned.chances, graphs):
         for name, value in list(vars(holder).items()):

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from launch_ranks import run_on_ranks
-from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, texts
+from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document, texts
 
 from tlt_hpc import rollout_loop as tail
 from tlt_hpc.config import DrafterSection, UserError
@@ -21,67 +20,18 @@ from tlt_hpc.drafting.loss import LossSettings, drafter_loss
 from tlt_hpc.drafting.packing import Excerpt, pack, whole
 from tlt_hpc.drafting.pool import TrainingPool, training_weights
 from tlt_hpc.drafting.spot import SpotTrainer
-from tlt_hpc.models.documents import attend_documents
 from tlt_hpc.models.eagle import Eagle
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.storage.feature_cache import Document, FeatureCache
+from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 
 WEIGHTS = LossSettings("feature", 1.0, 0.1)
-
-
-def to_bits(features):
-    return features.to(torch.bfloat16).view(torch.uint16).numpy()
-
-
-def random_document(length, prompt_length, seed):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(20, (length,), generator=generator).numpy().astype(np.int32)
-    features = torch.randn(length - 1, 1, 128, generator=generator)
-    return Document(tokens, prompt_length, to_bits(features), 0)
-
-
-def loss_by_definition(drafter, document):
-    """Sum over response pairs and their number, pair by pair, for one document."""
-    decoder = embedded_decoder()
-    h = torch.from_numpy(document.features[:, 0]).view(torch.bfloat16).float()
-    tokens = torch.from_numpy(document.tokens).long()
-    n = len(h) - 1
-    embedded = F.embedding(tokens[1 : n + 1], decoder.embedding)
-    z = drafter(embedded, h[:n], torch.arange(n), attend_documents(None))
-    total, count = torch.zeros(()), 0
-    for i in range(n):
-        if i + 2 < document.prompt_length:
-            continue
-        difference = (z[i] - h[i + 1]).abs()
-        smooth = torch.where(difference < 1, 0.5 * difference**2, difference - 0.5).mean()
-        target = torch.softmax(decoder.head @ h[i + 1], 0)
-        cross = -(target * torch.log_softmax(decoder.head @ z[i], 0)).sum()
-        total = total + WEIGHTS.feature_weight * smooth + WEIGHTS.token_weight * cross
-        count += 1
-    return total, count
 
 
 def gradients(drafter):
     out = torch.cat([p.grad.flatten() for p in drafter.parameters()])
     drafter.zero_grad()
     return out
-
-
-def test_packed_loss_and_gradient_equal_the_documents_one_by_one():
-    drafter = Eagle(embedded_decoder().shape, 0, torch.float32, CPU)
-    documents = [
-        random_document(length, prompt, i) for i, (length, prompt) in enumerate([(30, 9), (7, 4), (61, 2), (3, 1)])
-    ]
-    decoder = embedded_decoder()
-    packed = drafter_loss(drafter, pack([whole(d) for d in documents], CPU), decoder.embedding, decoder.head, WEIGHTS)
-    packed.backward()
-    got = gradients(drafter)
-    sums = [loss_by_definition(drafter, document) for document in documents]
-    alone = sum(total for total, _ in sums) / sum(count for _, count in sums)
-    alone.backward()
-    assert packed.item() == pytest.approx(alone.item(), abs=1e-5)
-    torch.testing.assert_close(got, gradients(drafter), atol=1e-5, rtol=1e-4)
 
 
 def make_trainer(tmp_path, rank=0, **settings):

@@ -7,7 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_drafting import FakeWorld, gradients
-from tiny import CPU, NUM_TOKENS, embedded_decoder, embedded_folder, gcd_requests, generate, make_engine, texts
+from tiny import (
+    CPU,
+    NUM_TOKENS,
+    embedded_decoder,
+    embedded_folder,
+    gcd_requests,
+    generate,
+    make_engine,
+    random_document,
+    texts,
+)
 from transformers import AutoModelForCausalLM
 
 from tlt_hpc.config import ConfigError, DrafterSection, load_config, parse_config
@@ -24,7 +34,7 @@ from tlt_hpc.models.eagle3 import Eagle3
 from tlt_hpc.plan.inputs import read_assets
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.session import choose_vocabulary
-from tlt_hpc.storage.feature_cache import Document, FeatureCache
+from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 
 REQUESTS = gcd_requests(4, 4)
@@ -123,13 +133,6 @@ def test_vocabularies_that_cannot_work(ids, options, words):
 # --- the loss ---
 
 
-def random_document(length, prompt_length, seed, num_layers=4):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(NUM_TOKENS, (length,), generator=generator).numpy().astype(np.int32)
-    features = torch.randn(length - 1, num_layers, 128, generator=generator).to(torch.bfloat16)
-    return Document(tokens, prompt_length, features.view(torch.uint16).numpy(), 0)
-
-
 def documents_of(form):
     sizes = [(30, 9), (7, 4), (61, 2), (3, 1), (150, 140), (2, 1), (12, 1)]
     return [random_document(*size, i, 4 if form == "eagle3" else 1) for i, size in enumerate(sizes)]
@@ -221,32 +224,9 @@ def make_trainer(tmp_path, **settings):
     return SpotTrainer(embedded_decoder(), cache, options, 0, 0, torch.arange(NUM_TOKENS)), cache
 
 
-def test_training_along_its_own_path_makes_drafts_that_are_accepted(tmp_path, monkeypatch):
-    monkeypatch.setattr(DrafterSection, "num_unrolled", 2)
-    trainer, cache = make_trainer(tmp_path, micro_step_tokens=1024)
-    collector = make_engine([OFF], drafter=eagle3(ids=torch.arange(NUM_TOKENS)), max_live=32)
-    collector.feature_sink = cache.begin_step(0, 0).append
-    generate(collector, gcd_requests(16, 4))
-    trainer.begin(0)
-    for _ in range(70):
-        assert trainer.micro_step()
-    trainer.end()
-    cache.end_step()
-
-    def accept_length(weights):
-        engine = engine_of([Strategy("drafter", 3)], eagle3(ids=torch.arange(NUM_TOKENS)))
-        engine.load_drafter(weights)
-        generate(engine, gcd_requests(4, 4, 7))
-        counts = engine.take_counts()
-        return counts.num_tokens / counts.num_row_passes
-
-    untrained = accept_length(eagle3(ids=torch.arange(NUM_TOKENS)).state_dict())
-    assert accept_length(trainer.drafter.state_dict()) > untrained + 0.2
-
-
 def test_an_untrained_one_begins_with_the_policys_head_as_it_is_then(tmp_path):
     trainer, cache = make_trainer(tmp_path)
-    document = random_document(40, 5, 0)
+    document = random_document(40, 5, 0, 4)
     cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
     before = trainer.drafter.head.detach().clone()
     trainer.begin(0)
@@ -279,7 +259,7 @@ def test_ranks_of_which_none_trained_are_equal_after_the_merge(tries, tmp_path):
 
 def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_path, monkeypatch, caplog):
     trainer, cache = make_trainer(tmp_path, micro_step_tokens=2048)
-    document = random_document(40, 5, 0)
+    document = random_document(40, 5, 0, 4)
     cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
     trainer.begin(0)
     before = trainer.sha256()

@@ -190,9 +190,9 @@ def test_repair_changes_nothing_else(folder: RunFolder, inspect_run: Any, case: 
         before += b" and more"
         folder.metrics.write_bytes(before)
         with pytest.raises(UserError, match="a run is active"):
-            inspect_run.repair(run, print)
+            inspect_run.repair(run)
     else:
-        assert not inspect_run.repair(run, print)
+        assert not inspect_run.repair(run)
     assert folder.metrics.read_bytes() == before
 
 

@@ -49,30 +49,29 @@ def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return err[5:-1]
 
 
+NO_SLIDING = "is not supported; use a model without sliding windows"
+COUNT = "is no count from 1 to 2147483647" + TAKE
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of qwen2, qwen3, llama"),
         ({"model_type": None}, "model_type 'missing' is not supported; use one of qwen2, qwen3, llama"),
+        ({"use_sliding_window": True}, f"use_sliding_window = true {NO_SLIDING}"),
+        ({"model_type": "qwen3", "use_sliding_window": True}, f"use_sliding_window = true {NO_SLIDING}"),
         (
-            {"use_sliding_window": True},
-            "use_sliding_window = true is not supported; use a model without sliding windows",
+            {"sliding_window": 64, "layer_types": ["sliding_attention"]},
+            f"layer_types with 'sliding_attention' {NO_SLIDING}",
         ),
-        (
-            {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
-            "layer_types with 'sliding_attention' is not supported; use a model without sliding windows",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rope_type 'yarn' is not supported; use 'default' or 'llama3'",
-        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported; use 'default' or 'llama3'"),
         ({"mlp_bias": True}, "mlp_bias = true is not supported; use a model without MLP biases"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; use a model with 'silu'"),
         ({"hidden_size": None}, "hidden_size is missing" + TAKE),
-        ({"hidden_size": "128"}, "hidden_size = '128' is no count from 1 to 2147483647" + TAKE),
-        ({"hidden_size": 128.5}, "hidden_size = 128.5 is no count from 1 to 2147483647" + TAKE),
-        ({"hidden_size": 10**18}, "hidden_size = 1000000000000000000 is no count from 1 to 2147483647" + TAKE),
-        ({"intermediate_size": True}, "intermediate_size = True is no count from 1 to 2147483647" + TAKE),
+        ({"hidden_size": "128"}, f"hidden_size = '128' {COUNT}"),
+        ({"hidden_size": 128.5}, f"hidden_size = 128.5 {COUNT}"),
+        ({"hidden_size": 10**18}, f"hidden_size = 1000000000000000000 {COUNT}"),
+        ({"intermediate_size": True}, f"intermediate_size = True {COUNT}"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x' is no number above 0 to 2147483647" + TAKE),
         (
             {"rope_parameters": {"rope_theta": float("inf")}},
@@ -81,14 +80,11 @@ def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
         ({"rope_parameters": 3}, "rope_scaling = 3 is no object" + TAKE),
         ({"layer_types": 3}, "layer_types = 3 is no list" + TAKE),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no' is neither true nor false" + TAKE),
-        ({"num_hidden_layers": -1}, "num_hidden_layers = -1 is no count from 1 to 2147483647" + TAKE),
-        ({"num_attention_heads": 0}, "num_attention_heads = 0 is no count from 1 to 2147483647" + TAKE),
-        ({"num_key_value_heads": 0}, "num_key_value_heads = 0 is no count from 1 to 2147483647" + TAKE),
+        ({"num_hidden_layers": -1}, f"num_hidden_layers = -1 {COUNT}"),
+        ({"num_attention_heads": 0}, f"num_attention_heads = 0 {COUNT}"),
+        ({"num_key_value_heads": 0}, f"num_key_value_heads = 0 {COUNT}"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not divisible by num_key_value_heads = 3" + TAKE),
-        (
-            {"num_attention_heads": 6, "num_key_value_heads": 2},
-            "hidden_size = 128 is not divisible by num_attention_heads = 6" + TAKE,
-        ),
+        ({"num_attention_heads": 6}, "hidden_size = 128 is not divisible by num_attention_heads = 6" + TAKE),
     ],
 )
 def test_shapes_that_no_decoder_has(
@@ -98,67 +94,35 @@ def test_shapes_that_no_decoder_has(
     assert said(capsys) == f"mine/config.json: {message}"
 
 
-NO_JSON = "is not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"
-LATIN = "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (CONFIG, b"{", f"mine/config.json {NO_JSON}; download it again"),
+        (CONFIG, b"{", "mine/config.json is not valid JSON ("),
         (CONFIG, b"[]", "mine/config.json is no JSON object; download it again"),
-        (CONFIG, b"\xff", f"mine/config.json is not UTF-8 ({LATIN}); download it again"),
-        ("generation_config.json", b"{", f"mine/generation_config.json {NO_JSON}; download it again"),
-        ("tokenizer_config.json", b"{", f"mine/tokenizer_config.json {NO_JSON}; download it again"),
-        ("tokenizer.json", b"{", f"mine/tokenizer.json {NO_JSON}; download it again"),
-        (
-            "tokenizer.json",
-            b"{}",
-            "mine/tokenizer.json is no tokenizer (Model missing. at line 1 column 2); save it again with "
-            "save_pretrained",
-        ),
-        (
-            "model.safetensors",
-            b"version https://git-lfs",
-            "mine/model.safetensors is no whole safetensors file (Error while deserializing header: header too "
-            "large); download it again",
-        ),
+        (CONFIG, b"\xff", "mine/config.json is not UTF-8 ("),
+        (CONFIG, None, "model.path = 'mine': no config.json in that folder; download the model there first"),
+        ("generation_config.json", b"{", "mine/generation_config.json is not valid JSON ("),
+        ("tokenizer_config.json", b"{", "mine/tokenizer_config.json is not valid JSON ("),
+        ("tokenizer.json", b"{", "mine/tokenizer.json is not valid JSON ("),
+        ("tokenizer.json", b"{}", "mine/tokenizer.json is no tokenizer (Model missing."),
+        ("tokenizer.json", None, "model folder mine has no tokenizer.json; save the fast tokenizer there"),
+        ("model.safetensors", b"version https://git-lfs", "mine/model.safetensors is no whole safetensors file ("),
+        ("model.safetensors", None, f"model folder mine has no model.safetensors and no {INDEX}; convert the weights"),
     ],
 )
-def test_files_that_are_damaged(
-    file: str, content: bytes, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+def test_files_that_are_damaged_or_missing(
+    file: str, content: bytes | None, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / file).write_bytes(content)
-    assert said(capsys) == message
-
-
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        (
-            CONFIG,
-            "model.path = 'mine': no config.json in that folder; download the model there first (compute nodes have "
-            "no internet) or use 'embedded:tiny'",
-        ),
-        (
-            "tokenizer.json",
-            "model folder mine has no tokenizer.json; save the fast tokenizer there with save_pretrained",
-        ),
-        (
-            "model.safetensors",
-            f"model folder mine has no model.safetensors and no {INDEX}; convert the weights with save_pretrained",
-        ),
-    ],
-)
-def test_files_that_are_missing(file: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / file).unlink()
-    assert said(capsys) == message
+    if content is not None:
+        (folder / file).write_bytes(content)
+    assert said(capsys).startswith(message)
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", f"mine/{INDEX} {NO_JSON}; download it again"),
+        ("{", f"mine/{INDEX} is not valid JSON ("),
         ("{}", f"mine/{INDEX} has no 'weight_map'; download it again"),
         (
             '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}',
@@ -169,28 +133,21 @@ def test_files_that_are_missing(file: str, message: str, folder: Path, capsys: p
 def test_shards_that_are_missing(index: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model.safetensors").unlink()
     (folder / INDEX).write_text(index)
-    assert said(capsys) == message
+    assert said(capsys).startswith(message)
 
 
 @pytest.mark.parametrize(
     ("token", "message"),
     [
-        (None, "model folder mine names no eos_token_id; add one to its generation_config.json"),
-        (
-            99,
-            "model folder mine: eos_token_id 99 is none of the model's tokens 0 to 23; fix its generation_config.json",
-        ),
-        (
-            "<end>",
-            "model folder mine: eos_token_id '<end>' is none of the model's tokens 0 to 23; fix its "
-            "generation_config.json",
-        ),
+        (None, "names no eos_token_id; add one to its"),
+        (99, "eos_token_id 99 is none of the model's tokens 0 to 23; fix its"),
+        ("<end>", "eos_token_id '<end>' is none of the model's tokens 0 to 23; fix its"),
     ],
 )
 def test_ends_that_are_no_tokens(token: object, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in (CONFIG, "generation_config.json"):
         change(folder / file, eos_token_id=token)
-    assert said(capsys) == message
+    assert f"{message} generation_config.json" in said(capsys)
 
 
 OTHER_WEIGHTS = (

@@ -235,7 +235,7 @@ def test_logged_steps_end_in_the_same_policy_and_generate_nothing(reference_run:
     before = [logs(broken, step) for step in range(STEPS)]
     shown = train(broken)
     for step in range(SAVED, STEPS):
-        assert f"step {step}: its update repeated" in shown
+        assert f"step {step + 1}: its update repeated" in shown
     assert f"resuming from step {STEPS}" in shown
     assert [logs(broken, step) for step in range(STEPS)] == before
     assert_same_policy(broken, reference_run)
@@ -269,7 +269,7 @@ def test_a_damaged_log_is_named_and_its_step_generated_again(reference_run: Path
     content[len(content) // 2] ^= 0xFF
     damaged.write_bytes(content)
     shown = train(broken)
-    assert "step 2: its update repeated" in shown
+    assert "step 3: its update repeated" in shown
     assert "step 3 and those after it are generated again" in shown and damaged.name in shown
     assert "resuming from step 3" in shown
     assert dict(logs(broken, 3))[damaged] != inode

@@ -15,7 +15,7 @@ import torch
 from launch_ranks import run_on_ranks
 from logged import step_record
 from safetensors.torch import load_file
-from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine
+from tiny import CPU, embedded_decoder, gcd_requests, generate, make_engine, random_document
 
 from tlt_hpc import session as job
 from tlt_hpc.cli.main import main
@@ -325,13 +325,6 @@ class Alone(TwoRanks):
 
 def make_trainer() -> SpotTrainer:
     return SpotTrainer(embedded_decoder(), None, DrafterSection(learning_rate=1e-2), seed=0, rank=0)
-
-
-def random_document(length: int, prompt_length: int, seed: int) -> Document:
-    source = np.random.default_rng(seed)
-    features = torch.from_numpy(source.normal(size=(length - 1, 1, 128)).astype(np.float32))
-    tokens = source.integers(0, 20, length).astype(np.int32)
-    return Document(tokens, prompt_length, features.bfloat16().view(torch.uint16).numpy(), 0)
 
 
 def test_an_update_is_that_of_all_documents_in_one_pass():

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
@@ -20,6 +21,7 @@ from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
+from tlt_hpc.rollout import device_cache
 from tlt_hpc.rollout.costs import Agree
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import RolloutEngine
@@ -27,6 +29,7 @@ from tlt_hpc.rollout.kv_cache import PoolSizes
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
+from tlt_hpc.storage.feature_cache import Document
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 20
@@ -117,6 +120,23 @@ def paged_attention(decoder: Decoder, num_rows: int, num_positions: int) -> Call
         cache.set_table(row, table)
     layout = cache.layout(tables, num_rows * each)
     return lambda positions: cache.attend(layout, cache.tables, positions)
+
+
+def random_document(length: int, prompt_length: int, seed: int, num_layers: int = 1) -> Document:
+    """A document of random tokens and features [length - 1, num_layers, 128]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(NUM_TOKENS, (length,), generator=generator).numpy().astype(np.int32)
+    features = torch.randn(length - 1, num_layers, 128, generator=generator).to(torch.bfloat16)
+    return Document(tokens, prompt_length, features.view(torch.uint16).numpy(), 0)
+
+
+def attend_by_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the attention kernel by one that makes its output without a value, as the meta device needs."""
+    monkeypatch.setattr(
+        device_cache,
+        "paged_tree_attention",
+        lambda query, *_: query.new_empty(*query.shape[:2], query.shape[2] * query.shape[3]),
+    )
 
 
 class KeptFeatures:

@@ -24,8 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-from look import write_json
-
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, read_toml, told
 from tlt_hpc.common.words import count
@@ -53,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
     parser.add_argument("--check", action="store_true", help="read every file whole, with its checksums")
     parser.add_argument("--repair", action="store_true", help="remove an incomplete last line of metrics.jsonl")
-    parser.add_argument("--json", metavar="FILE", help="write what was found as JSON, too; - for standard output")
     options = parser.parse_args(arguments)
     return ending("inspect_run", partial(inspect, options))
 
@@ -64,17 +61,14 @@ def inspect(options: argparse.Namespace) -> int:
     Raises:
         UserError: there is no run, or it is active while it should be repaired.
     """
-    say = partial(print, file=sys.stderr if options.json == "-" else sys.stdout)
     if options.repair:
-        repair(RunLog(options.run), say)
+        repair(RunLog(options.run))
     found = analyse_integrity(RunLog(options.run), read_whole=options.check)
-    say(found.verdict)
+    print(found.verdict)
     for fault in found.faults:
-        say(f"  {fault}")
+        print(f"  {fault}")
     for path in found.parts:
-        say(f"  half written: {path}")
-    if options.json:
-        write_json(found.to_json(), options.json)
+        print(f"  half written: {path}")
     return 0 if found.is_sound else 1
 
 
@@ -207,8 +201,8 @@ def _faults_of_documents(folder: RunFolder) -> list[str]:
     return faults + read_environments(folder.environment)[1]
 
 
-def repair(run: RunLog, say: Callable[[str], None]) -> bool:
-    """Remove an incomplete last line of metrics.jsonl, and ``say`` what is removed; False if there is none.
+def repair(run: RunLog) -> bool:
+    """Remove an incomplete last line of metrics.jsonl, and print what is removed; False if there is none.
 
     The removed text is kept in ``metrics.torn``. A line that lacks only its line feed is complete and stays.
 
@@ -219,13 +213,13 @@ def repair(run: RunLog, say: Callable[[str], None]) -> bool:
     path, kept = run.folder.metrics, run.folder.metrics.with_suffix(".torn")
     torn = run.step_lines.torn[1] if run.step_lines.torn else b""
     if not torn:
-        say("nothing to repair: metrics.jsonl has no incomplete last line")
+        print("nothing to repair: metrics.jsonl has no incomplete last line")
         return False
     data = read_bytes(path, LINES_BYTES)
     if not data.endswith(b"\n" + torn) and data != torn:
         raise UserError(f"{path} has changed since it was read: a run is active; repair it when that has ended")
     shown = torn[:_SHOWN_BYTES].decode(errors="replace") + ("..." if len(torn) > _SHOWN_BYTES else "")
-    say(
+    print(
         f"{path}: removing its last {count(len(torn), 'byte')}, a line that was cut off ({shown!r}); "
         f"{count(len(run.lines), 'committed step')} before it stay; kept as {kept.name}"
     )

@@ -181,6 +181,7 @@ class RolloutEngine:
         checked = [(request, request.params or self.settings.params) for request in requests]
         for request, params in checked:
             check_request(request, params, self.settings, self.decoder.shape.vocab_size, self._cache.num_pages)
+            self._stops_of(params)  # refuses an empty stop string before anything is queued
         for request, params in checked:
             if params.max_tokens == 0:
                 if self.keeps(request.key):
@@ -190,21 +191,22 @@ class RolloutEngine:
             self._scheduler.wait(self._response(request, params))
 
     def _response(self, request: Request, params: SamplingParams) -> Response:
-        s = self.settings
-        stops = None
-        if params.stop_strings:
-            assert s.detokenize is not None
-            if params.stop_strings not in self._stops:
-                self._stops[params.stop_strings] = StopStrings(params.stop_strings, s.detokenize)
-            stops = self._stops[params.stop_strings]
         return Response(
             request=request,
             params=params,
             rule=self._rule(params),
             order=self._num_submitted,
-            stops=stops,
+            stops=self._stops_of(params),
             text=request.prompt_tokens.tolist(),
         )
+
+    def _stops_of(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop_strings:
+            return None
+        assert self.settings.detokenize is not None
+        if params.stop_strings not in self._stops:
+            self._stops[params.stop_strings] = StopStrings(params.stop_strings, self.settings.detokenize)
+        return self._stops[params.stop_strings]
 
     def _rule(self, params: SamplingParams) -> SamplingRule:
         return SamplingRule(
