@@ -42,6 +42,11 @@ def test_each_fact_that_differs_is_named_with_both_values(name: str) -> None:
     assert FACTS[name] in line and "; " in line and "\n" not in line
 
 
+def test_of_a_list_only_what_differs_is_shown() -> None:
+    refused = find_difference(cluster(n2={"packages": "torch 2.13.0, numpy 2.4.5"}))
+    assert refused.startswith("node n2: packages numpy 2.4.5, where 3 other nodes have numpy 2.4.6; start all")
+
+
 def test_the_majority_is_right_and_of_a_draw_the_first() -> None:
     most = {name: {"python": "3.12.1"} for name in ("n1", "n3", "n4")}
     assert find_difference(cluster(**most)).startswith("node n2: python 3.11.7, where 3 other nodes have 3.12.1;")

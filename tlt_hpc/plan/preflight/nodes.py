@@ -115,12 +115,20 @@ def _in_words(name: str, values: Mapping[str, str]) -> str:
     hosts = [hostname for hostname, value in values.items() if value == odd]
     others = sum(value == usual for value in values.values())
     where = f"node {hosts[0]}" if len(hosts) == 1 else f"nodes {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
+    theirs, ours = _where_they_differ(odd, usual)
     more = len(values) - len(hosts) - others
     return (
-        f"{where}: {name} {odd}, where {others} other node{'s' * (others != 1)} "
-        f"ha{'ve' if others != 1 else 's'} {usual}{f' ({more} more differ)' if more else ''}; "
+        f"{where}: {name} {theirs}, where {others} other node{'s' * (others != 1)} "
+        f"ha{'ve' if others != 1 else 's'} {ours}{f' ({more} more differ)' if more else ''}; "
         f"{_REMEDIES.get(name, _REMEDY)}"
     )
+
+
+def _where_they_differ(one: str, other: str) -> tuple[str, str]:
+    """The entries of two comma-separated lists that are not in both."""
+    ones, others = one.split(", "), other.split(", ")
+    mine, theirs = ([item for item in items if item not in rest] for items, rest in ((ones, others), (others, ones)))
+    return ", ".join(mine) or one, ", ".join(theirs) or other
 
 
 def gather_facts(config: Config, world: World) -> NodeFacts:
