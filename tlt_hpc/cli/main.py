@@ -680,7 +680,7 @@ COMMANDS = {
         module="tlt_hpc.plan.memory.summary",
     ),
     "simulate": Command(
-        "predict seconds, GPU-hours and energy of a run by number of nodes",
+        "predict seconds and GPU-hours of a run by number of nodes",
         plan_options.add_simulate_options,
         module="tlt_hpc.plan.simulate.predict",
     ),
