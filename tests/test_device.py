@@ -162,7 +162,7 @@ def test_what_killed_ranks_have_left_is_removed_and_what_is_in_use_is_not(tmp_pa
     for name in ("tlt-me-3-0", "tlt-me-4-0", "tlt-me-notes", "tlt-you-6-0"):
         (tmp_path / name).mkdir()
     for name in ("tlt-me-3-0", "tlt-me-notes", "tlt-you-6-0"):
-        (tmp_path / name / f".made-on-{socket.gethostname()}").touch()
+        (tmp_path / name / f".made-on-{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}").touch()
     (tmp_path / "tlt-me-3-0" / ".made-on-another-node").touch()
     for killed in ranks[:3]:
         killed.kill()

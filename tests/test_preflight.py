@@ -114,6 +114,10 @@ def odd_ranks(place: Place) -> None:
     place.set("--nodes", "3", "--ranks-per-node", "1")
 
 
+def read_only_cache(place: Place) -> None:
+    place.set("drafter.cache_folder=/sys/no/such/place")
+
+
 def small_gpus(place: Place) -> None:
     place.set("model.device=cuda", "--gpu-memory", "0.1")
     place.torch_for("12.8")
@@ -209,6 +213,7 @@ PLANTED: list[tuple[Plant, str, str]] = [
     (small_quota, "disk", r"0.0 MB free of your user's quota on .*make room"),
     (few_files, "disk", r"1 more files fit on your user's quota.*the run makes about"),
     (small_group_quota, "disk", r"0.0 MB free of group \w+'s quota on .*make room"),
+    (read_only_cache, "run folder", r"drafter.cache_folder: /sys .*not permitted.*set drafter.cache_folder"),
     (read_only_folder, "run folder", r"/sys .*not permitted.*set run.folder"),
     (no_mpi, "mpi", r"mpi4py does not load: .*libmpi.so.*load your site's MPI module"),
     (foreign_mpiexec, "mpi", r"is Open MPI's and mpi4py loads MPICH.*first on PATH"),

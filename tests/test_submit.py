@@ -99,6 +99,9 @@ def test_commas_within_brackets_part_nothing(text: str, values: list[str]) -> No
         (["rollout.temprature=1"], "did you mean"),
         (["--nodes", "0"], "--nodes 0"),
         (["--at-once", "0"], "--at-once 0"),
+        (["--gpus-per-node", "-1"], "--gpus-per-node -1"),
+        (["--time", "one day"], "write it as Slurm does"),
+        (["--partition", "gpu\n#SBATCH --x"], "leave out quotes"),
         (["--sbatch=qos=long"], "is no option of sbatch"),
     ],
 )

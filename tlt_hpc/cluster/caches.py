@@ -17,7 +17,7 @@ from tlt_hpc.config import UserError
 FOLDER = "TLT_NODE_CACHE"
 """Set by ``sbatch/env.sh``, which also points the caches of Triton, torch and Hugging Face below it."""
 MARK = ".made-on-"
-"""A file in it, followed by the host: on a disk that nodes share, no node removes another's folder."""
+"""A file in it, followed by host and PID namespace: processes of another node or container cannot be seen from here."""
 _NAME = re.compile(r"(tlt-.+-)\d+-\d+")
 """User, job, and how often it was restarted."""
 
@@ -41,7 +41,7 @@ def make_node_cache(environment: Mapping[str, str]) -> None:
             is_first = False
         if not is_own(folder):  # its owner could replace the programs that are compiled there
             raise OSError("it is not this user's own folder")
-        (folder / f"{MARK}{socket.gethostname()}").touch(0o600)
+        (folder / f"{MARK}{_seen_from()}").touch(0o600)
     except OSError as error:
         raise UserError(
             f"cannot keep caches in {folder} on {socket.gethostname()}: {error.strerror or error}; name another disk "
@@ -70,8 +70,13 @@ def left_behind(folder: Path) -> Iterator[Path]:
     for other in others:
         is_idle = other != folder and _NAME.fullmatch(other.name) and os.fsencode(other) not in used
         hosts = [path.name.removeprefix(MARK) for path in other.glob(f"{MARK}*")]
-        if is_idle and hosts == [socket.gethostname()] and is_own(other):
+        if is_idle and hosts == [_seen_from()] and is_own(other):
             yield other
+
+
+def _seen_from() -> str:
+    """Host and PID namespace of this process."""
+    return f"{socket.gethostname()}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def folders_in_use() -> set[bytes]:

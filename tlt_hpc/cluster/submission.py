@@ -20,6 +20,7 @@ from tlt_hpc.storage.folder import writing_beside
 FILE = "submission.json"
 SIGNAL_SECONDS = 120
 """How long before its time limit a job is told to save and stop."""
+_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,13 @@ class Resources:
         for name in ("nodes", "ranks_per_node", "cpus_per_rank", "at_once"):
             if (count := vars(self)[name]) is not None and count < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {count}: give 1 or more")
+        if self.gpus_per_node < 0:
+            raise ConfigError(f"--gpus-per-node {self.gpus_per_node}: give 0 or more")
+        if not _TIME.fullmatch(self.time):
+            raise ConfigError(f"--time {self.time!r}: write it as Slurm does, e.g. 2-00:00:00 or 90 (minutes)")
+        for name in ("partition", "account", "mem"):
+            if not re.fullmatch(r"[^\s'\"\\]*", text := vars(self)[name]):
+                raise ConfigError(f"--{name} {text!r}: leave out quotes, backslashes, blanks and line ends")
         for option in self.sbatch:
             if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
                 raise ConfigError(f"{option!r} is no option of sbatch; write it with its value, e.g. --qos=long")

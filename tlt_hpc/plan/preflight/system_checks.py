@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from tlt_hpc.plan.preflight.machine import Mount, size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ask
 from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning, worst
-from tlt_hpc.storage.folder import WriteError
+from tlt_hpc.storage.folder import WriteError, node_folder
 
 _MB, _KIB = 2**20, 1024
 _QUOTA_SECONDS = 30.0
@@ -160,7 +161,29 @@ def _left(used: int, soft: int, hard: int) -> float:
 
 
 def check_run_folder(job: PlannedJob) -> Finding:
-    """An HDF5 file can be written, synced, renamed and read back there, without locks as in a run."""
+    """HDF5 files can be written, synced, renamed and read back in the run's folder and in the feature cache's own."""
+    template = job.config.drafter.cache_folder
+    return worst([_try_run_folder(job), *([_try_cache_folder(template, job.config.folder)] if template else [])])
+
+
+def _try_cache_folder(template: str, run: Path) -> Finding:
+    remedy = "set drafter.cache_folder to another place on the nodes' disks"
+    try:
+        folder = machine.nearest_folder(node_folder(template, run, socket.gethostname()))
+    except ValueError as error:  # the job may set the variable
+        text, _, remedy = str(error).partition("; ")
+        return warning(text, remedy)
+    mount = machine.mount_of(folder)
+    try:
+        _try_file(folder)
+    except OSError as error:
+        said = error.fact if isinstance(error, WriteError) else error.strerror or str(error)
+        return failure(f"drafter.cache_folder: {folder} ({mount.kind}): {said}", remedy)
+    words = f"drafter.cache_folder: {folder} ({mount.kind})"
+    return warning(f"{words} is in memory", remedy) if mount.is_memory else ok(words)
+
+
+def _try_run_folder(job: PlannedJob) -> Finding:
     folder = machine.nearest_folder(job.config.folder)
     mount = machine.mount_of(folder)
     try:
