@@ -23,9 +23,10 @@ from tlt_hpc.cli.display import Screen, StepReporter, make_console, make_reporte
 from tlt_hpc.cli.show_evaluation import table_of
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import load_config
-from tlt_hpc.evaluate.figures import Judged, PromptAnswers, figures_of
+from tlt_hpc.evaluate.figures import PromptAnswers, figures_of
 from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.look.metrics import StepMetrics
+from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 
@@ -92,9 +93,11 @@ def a_run(folder: Path, name: str = "run", words: str = "word") -> RunFolder:
 
 
 def results_of(source: str) -> Results:
-    judged = Judged(True, 1.0, 10, False, 0)
-    figures = figures_of([PromptAnswers(source, True, judged, (judged, judged))], (1, 2))
-    return Results({source: figures}, 3, 30, 1.0, {})
+    judged = [
+        JudgedResponse(SampleKey(0, 1, 0, 0, sample), np.zeros(10, np.int32), FinishReason.EOS, 1, 1.0)
+        for sample in range(3)
+    ]
+    return Results({source: figures_of([PromptAnswers(judged, (0, 0, 0))], (1, 2))}, 3, 30, 1.0, {})
 
 
 def no_control(text: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tlt_hpc.config import Config, ConfigError, load_config
 
-_VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[[^]]*\]|\{[^}]*\}|[^,])*)""")
+_VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[(?:[^][]|\[[^]]*\])*\]|\{[^}]*\}|[^,])*)""")
 
 
 @dataclass(frozen=True)
