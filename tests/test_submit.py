@@ -80,6 +80,7 @@ def test_a_list_that_names_no_run_is_one_line(text: str, tmp_path: Path) -> None
         ('["off", "ngram-4"],["drafter-4"]', ['["off", "ngram-4"]', '["drafter-4"]']),
         ("{a = [1,2]},x", ["{a = [1,2]}", "x"]),
         ('"a,]",b', ['"a,]"', "b"]),
+        ("[[1,2],[3]],4", ["[[1,2],[3]]", "4"]),
     ],
 )
 def test_commas_within_brackets_part_nothing(text: str, values: list[str]) -> None:
