@@ -71,6 +71,7 @@ def plain():
     return {rollout.key: rollout for rollout in generate(make_engine(max_new_tokens=60), REQUESTS)}
 
 
+WIDE = "trees of more nodes than a mask has bits"
 ENGINES = {
     "plain": ([OFF], {}),
     "chains": ([CHAIN], {"max_live": 6}),
@@ -79,7 +80,7 @@ ENGINES = {
     "a drafter that rests for long": ([CHAIN, OFF, OFF], {"max_live": 3, "seed": 5}),
     "shared prompts": ([TREE, OFF], {"max_live": 12, "page_size": 4}),
     "pages of four": ([CHAIN, Strategy("drafter", 8)], {"max_live": 6, "page_size": 4}),
-    "trees of more nodes than a mask has bits": ([Strategy("drafter", 9, 9, 70)], {"max_live": 8}),
+    WIDE: ([Strategy("drafter", 9, 9, 70)], {"max_live": 8}),
     "prefilled three at a time": ([CHAIN, OFF], {"max_live": 5, "prefill_tokens": 3}),
     "preempted": ([TREE, OFF], {"page_size": 8, "kv_bytes": PAGES_OF_8 * 25}),
 }
@@ -99,7 +100,8 @@ def test_a_round_read_late_changes_nothing(name, is_trained, plain):
         wanted = torch.from_numpy(plain[rollout.key].log_probs)
         torch.testing.assert_close(torch.from_numpy(rollout.log_probs), wanted, atol=2e-4, rtol=2e-4)
         assert rollout.finish_reason == plain[rollout.key].finish_reason
-    assert max(overlaps) == 1, "no round was launched before the one before was read"
+    if name != WIDE:  # its rounds leave the graphs
+        assert max(overlaps) == 1, "no round was launched before the one before was read"
     counts = engine.take_counts()
     assert counts.num_tokens == sum(len(rollout.response_tokens) for rollout in rollouts)
     assert counts.num_row_passes == sum(rollout.num_target_passes for rollout in rollouts)

@@ -93,7 +93,7 @@ def leave_together(num_rollouts: int) -> list[list[int]]:
     """Rounds that this rank took in each rollout, of which every round is a collective of its replica."""
     world = World.connect()
     replica = Replica(world, 2)
-    pulse = ReplicaPulse(world.private_comm(), replica, lambda: 0, busy_seconds=1e-3)
+    pulse = ReplicaPulse(world.private_comm(), replica, busy_seconds=1e-3)
     told = []
     for epoch in range(num_rollouts):
         source = random.Random(f"{epoch}/{replica.number}")

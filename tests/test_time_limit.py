@@ -294,7 +294,7 @@ def test_an_end_that_was_put_off_is_the_one_that_counts(command, tmp_path):
 )
 def test_asked_again_at_the_end(command, tmp_path, answer, kind):
     command("scontrol", 'echo "KillWait = 5"')
-    command("squeue", f"{counting(tmp_path)}; [ $n = 1 ] && echo 0:05 || {{ {answer}; }}")
+    command("squeue", f"{counting(tmp_path)}; [ $n = 1 ] && echo 0:09 || {{ {answer}; }}")
     flag = StopFlag()
     know_limits(flag, JOB, 0, tmp_path, None)
     for timer in flag.timers:
