@@ -16,7 +16,7 @@ from tlt_hpc.config import load_config
 from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.models.folder import embedded
 from tlt_hpc.models.tokenizer import load_tokenizer, read_chat_format
-from tlt_hpc.studies.bench import WayFigures, requests_of, rotated
+from tlt_hpc.studies.bench import WayFigures, requests_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "jobs" / "tiny.toml")
@@ -34,7 +34,6 @@ def test_every_way_decodes_the_same_text(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     tree = json.loads(path.read_text())
     assert list(tree["batch"]) == ["1", "2"] and tree["num_ranks"] == ranks
-    assert tree["environment"]["hosts"][0]["num_ranks"] == ranks
     for ways in tree["batch"].values():
         assert list(ways) == ["plain", "ngram-4", "drafter-3", "adaptive"]
         assert {way["tokens"] for way in ways.values()} == {ways["plain"]["tokens"]}
@@ -50,7 +49,6 @@ def test_every_way_decodes_the_same_text(tmp_path: Path) -> None:
 def test_figures_are_medians_of_all_repetitions() -> None:
     figures = WayFigures([4.0, 1.0, 2.0], tokens=100, passes=25)
     assert (figures.tokens_per_second, figures.accept_length) == (50.0, 4.0)
-    assert [rotated(["plain", "b", "c"], by) for by in (0, 1, 4)] == [["plain", "b", "c"]] + [["b", "c", "plain"]] * 2
 
 
 def test_replicas_share_the_prompts() -> None:

@@ -2,84 +2,82 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from logged import step_record
 
-from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
+from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, SampleKey
 from tlt_hpc.config import load_config
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
 from tlt_hpc.storage.step_lines import add_line
-from tlt_hpc.studies.compare import MODES, num_mismatched, read_comparison, write_json
+from tlt_hpc.studies.compare import MODES, Comparison, config_of, num_mismatched, read_comparison, rows_of, to_tree
 
-JOB = Path(__file__).parent.parent / "jobs" / "tiny.toml"
-CONFIG = load_config(JOB)
-SECONDS = {"plain": 8.0, "ngram": 5.0, "full": 4.0}
+CONFIG = load_config(Path(__file__).parent.parent / "jobs" / "tiny.toml")
 
 
-def write_run(parent: Path, mode: str, tokens: list[list[int]], rewards: list[float]) -> None:
-    rollouts = tuple(
-        Rollout(
-            key=SampleKey(0, 0, 0, draw, 0),
-            prompt_tokens=np.array([4, 5], np.int32),
-            response_tokens=np.array(response, np.int32),
-            log_probs=np.zeros(len(response), np.float32),
-            finish_reason=FinishReason.EOS,
-            weight_version=0,
-            num_target_passes=len(response) if mode == "plain" else 1,
-            finished_seconds=0.0,
-        )
-        for draw, response in enumerate(tokens)
-    )
-    record = step_record(0, list(rollouts), rewards, harvested_seconds=0.5)
-    folder = RunFolder(parent / mode)
+def write_run(
+    path: Path, num_steps: int = 1, seconds: float = 4.0, passes: int = 2, token: int = 7, reward: float = 1.0
+) -> None:
+    """A run of two ranks whose responses have the same four tokens but the first, which is ``token`` on rank 1."""
+    folder = RunFolder(path)
     folder.create()
-    write_step(folder.rollout_log(0, 0), record)
-    add_line(
-        folder.metrics,
-        {"training/global_step": 0, "rollout/seconds": SECONDS[mode], "timing_s/step": SECONDS[mode] + 2},
-    )
+    for step in range(num_steps):
+        for rank in (0, 1):
+            rollout = Rollout(
+                key=SampleKey(0, 0, step, rank, 0),
+                prompt_tokens=np.array([4, 5], np.int32),
+                response_tokens=np.array([token if rank else 7, 8, 9, 1], np.int32),
+                log_probs=np.zeros(4, np.float32),
+                finish_reason=FinishReason.EOS,
+                weight_version=0,
+                num_target_passes=passes,
+                finished_seconds=0.0,
+            )
+            updates = (MicroStepRecord(3.0, 3.1, 50, 0.5), MicroStepRecord(3.1, 3.2, 60, 0.4))
+            scores = [reward if rank else 0.0]
+            record = step_record(step, [rollout], scores, micro_steps=updates, harvested_seconds=0.5)
+            write_step(folder.rollout_log(step, rank), record)
+        line = {"rollout/seconds": seconds, "timing_s/update_actor": 1.0, "timing_s/step": seconds + 2}
+        add_line(folder.metrics, {"training/global_step": step, **line})
 
 
-def compare(parent: Path, *, change_token=False, change_reward=False, change_policy=False):
-    for mode in MODES:
-        tokens, rewards = [[7, 8, 1], [9, 1]], [1.0, 0.0]
-        if mode == "full":
-            tokens[0][1] += change_token
-            rewards[1] += change_reward
-        write_run(parent, mode, tokens, rewards)
-    digests = {mode: "b" if change_policy and mode == "ngram" else "a" for mode in MODES}
-    return read_comparison(CONFIG, parent, 1, 1, digests)
+def compared(
+    parent: Path, names: tuple[str, ...] = MODES, digest: str = "same", tie_guard: bool = True, **changes
+) -> Comparison:
+    """Runs of which the last has the changes; the first is the slowest if it is plain."""
+    for name in names:
+        own = changes if name == names[-1] else {}
+        write_run(parent / name, **{"seconds": 8.0, "passes": 4} if name == "plain" else own)
+    dtype = "float32" if tie_guard else "bfloat16"
+    config = CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"dtype": dtype})})
+    return read_comparison(config, parent, 1, 2, {name: digest if name == names[-1] else "same" for name in names})
 
 
-def test_equal_runs_are_equal(tmp_path):
-    comparison = compare(tmp_path)
-    assert comparison.all_equal
-    assert comparison.mismatched_tokens == 0
+def test_equal_runs_are_equal_and_their_figures_are_the_logs(tmp_path):
+    comparison = compared(tmp_path)
+    assert all(comparison.equal.values()) and comparison.mismatched_tokens == 0
     assert comparison.speedup("full", "rollout") == 2.0
-    assert comparison.speedup("ngram", "step") == pytest.approx(10 / 7)
-    assert comparison.modes["plain"].accept_length == 1.0
-    assert comparison.modes["full"].accept_length == 2.5
-    assert comparison.modes["full"].idle_rank_seconds == 1.0
+    assert comparison.speedup("ngram", "step") == pytest.approx(10 / 6)
+    plain, full = comparison.runs["plain"], comparison.runs["full"]
+    assert (plain.accept_length, full.accept_length, full.tokens, full.reward_mean) == (1.0, 2.0, 8, 0.5)
+    assert (full.idle_rank_seconds, full.harvested_rank_seconds, full.drafter_steps) == (2.0, 1.0, 4)
+    assert (full.rollout_seconds, full.step_seconds, full.update_seconds) == (4.0, 6.0, 1.0)
+    rows = rows_of(comparison)
+    assert rows["accept length"] == ["1.000", "2.000", "2.000"]
+    assert rows["rollout speed, plain = 1"] == ["1.00x", "2.00x", "2.00x"]
 
 
-@pytest.mark.parametrize("change", ["change_token", "change_reward", "change_policy"])
-def test_one_difference_is_seen_and_written(tmp_path, change):
-    comparison = compare(tmp_path, **{change: True})
-    assert not comparison.all_equal
-    write_json(comparison, tmp_path / "figures.json")
-    equal = json.loads((tmp_path / "figures.json").read_text())["equal"]
-    assert equal == {
-        "tokens": change != "change_token",
-        "mismatched_tokens": int(change == "change_token"),
-        "rewards": change != "change_reward",
-        "policy": change != "change_policy",
-    }
+@pytest.mark.parametrize(
+    ("change", "unequal", "mismatched"),
+    [({"token": 6}, "tokens", 1), ({"reward": 0.0}, "rewards", 0), ({"digest": "other"}, "policy", 0)],
+)
+def test_one_difference_is_seen_and_written(tmp_path, change, unequal, mismatched):
+    equal = to_tree(compared(tmp_path, **change))["equal"]
+    assert equal.pop("mismatched_tokens") == mismatched
+    assert [name for name, is_equal in equal.items() if not is_equal] == [unequal]
 
 
 def test_mismatches_count_missing_tokens_and_samples():
@@ -90,31 +88,7 @@ def test_mismatches_count_missing_tokens_and_samples():
     assert num_mismatched(left, left) == 0
 
 
-class FinalWeights:
-    """Stands in for a mode's last checkpoint."""
-
-    def __init__(self, value: float) -> None:
-        self._value = value
-
-    def names(self, part: str) -> list[str]:
-        return [f"{part}.a.exp_avg", f"{part}.a.master", f"{part}.b.master"]
-
-    def read(self, part: str, name: str) -> torch.Tensor:
-        assert name.endswith(".master")
-        return torch.tensor([1.0, self._value if name == f"{part}.b.master" else 0.0])
-
-
-@pytest.mark.parametrize(("distance", "is_equal"), [(0.5, True), (2.0, False)])
-def test_a_policy_that_read_the_rollouts_probabilities_is_equal_within_a_tolerance(
-    distance: float, is_equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(JOB, ["algorithm.rollout_correction=tis"])
-    allowed = 0.001 * config.optimizer.learning_rate * config.algorithm.updates_per_step
-    ends = {"plain": 1.0, "ngram": 1.0 + 2 * distance * allowed, "full": 1.0}
-    monkeypatch.setattr("tlt_hpc.studies.compare.last_checkpoint", lambda _, mode, __: FinalWeights(ends[mode]))
-    for mode in MODES:
-        write_run(tmp_path, mode, [[7, 8, 1]], [1.0])
-    comparison = read_comparison(config, tmp_path, 1, 1, {"plain": "a", "ngram": "b", "full": "a"})
-    assert comparison.policy_tolerance == pytest.approx(allowed)
-    assert comparison.policy_difference == pytest.approx(distance * allowed, rel=1e-2)
-    assert comparison.all_equal is is_equal
+def test_a_comparison_leaves_out_the_correction_that_reads_the_rollouts_last_bits(tmp_path):
+    algorithm = CONFIG.algorithm.model_copy(update={"rollout_correction": "tis"})
+    config = config_of(CONFIG.model_copy(update={"algorithm": algorithm}), "ngram", 3, tmp_path)
+    assert config.algorithm == CONFIG.algorithm and config.speculation.mode == "ngram"

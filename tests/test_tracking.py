@@ -23,7 +23,7 @@ from tlt_hpc.mpi import ending
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import add_line, drop_lines, read_lines
 from tlt_hpc.studies import compare
-from tlt_hpc.studies.ablate.plan import ARMS, Ablation
+from tlt_hpc.studies.ablation_plan import ARMS, Ablation
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
@@ -308,7 +308,7 @@ def test_a_run_that_fails_closes_its_job_first_then_the_trackers(closes, tmp_pat
 def test_runs_that_are_held_together_have_neither_trackers_nor_evaluations(tmp_path):
     config = config_for(tmp_path, "tracking.tensorboard=true", "tracking.wandb=online", "evaluation.every_steps=2")
     runs = [compare.config_of(config, mode, 1, tmp_path) for mode in compare.MODES]
-    runs += [Ablation(tmp_path, config, ARMS, 1, 1).config_of(arm) for arm in ARMS]
+    runs += [Ablation(config, tuple(ARMS), 1).config_of(arm) for arm in ARMS]
     for each in runs:
         assert (each.tracking.tensorboard, each.tracking.wandb, each.evaluation.every_steps) == (False, "off", 0)
 

@@ -41,15 +41,15 @@ def summarise(runs: list[Figures]) -> Figures:
     """Counts of equal runs, medians of ratios and of seconds."""
 
     def median(mode: str, name: str) -> float:
-        return float(statistics.median(run["modes"][mode][name] for run in runs))
+        return float(statistics.median(run["runs"][mode][name] for run in runs))
 
-    idle = sum(run["modes"]["full"]["idle_rank_seconds"] for run in runs)
-    harvested = sum(run["modes"]["full"]["harvested_rank_seconds"] for run in runs)
+    idle = sum(run["runs"]["full"]["idle_rank_seconds"] for run in runs)
+    harvested = sum(run["runs"]["full"]["harvested_rank_seconds"] for run in runs)
     return {
         "runs": len(runs),
         "equal": {name: sum(bool(run["equal"][name]) for run in runs) for name in ("tokens", "rewards", "policy")},
-        "tokens": sum(run["modes"]["plain"]["tokens"] for run in runs),
-        "policies": sorted({m["policy_sha256"][:12] for run in runs for m in run["modes"].values()}),
+        "tokens": sum(run["runs"]["plain"]["tokens"] for run in runs),
+        "policies": sorted({m["policy_sha256"][:12] for run in runs for m in run["runs"].values()}),
         "speedup": {
             mode: {what: statistics.median(run["speedup"][mode][what] for run in runs) for what in ("rollout", "step")}
             for mode in ("ngram", "full")
@@ -57,7 +57,7 @@ def summarise(runs: list[Figures]) -> Figures:
         "rollout_seconds": {mode: median(mode, "rollout_seconds") for mode in ("plain", "ngram", "full")},
         "accept_length": {mode: median(mode, "accept_length") for mode in ("plain", "ngram", "full")},
         "harvested_share": harvested / idle if idle else 0.0,
-        "guarded_near_ties": sum(m["guarded_near_ties"] for run in runs for m in run["modes"].values()),
+        "guarded_near_ties": sum(m["guarded_near_ties"] for run in runs for m in run["runs"].values()),
     }
 
 

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.live import Live
 from rich.table import Table
@@ -20,9 +19,7 @@ from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import CurvePoint
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate.ablate import StoppedAblation
-from tlt_hpc.studies.ablate.figures import AblationFigures, cells_of, verdict
-from tlt_hpc.studies.compare import Comparison, ModeFigures
+from tlt_hpc.studies.compare import Comparison, equality_of
 from tlt_hpc.studies.warmup.progress import Progress, share_done
 from tlt_hpc.studies.warmup.texts import Texts
 from tlt_hpc.studies.warmup.warm_up import WarmupReporter, WarmupResult
@@ -217,53 +214,20 @@ def print_result(config: Config, result: RunResult) -> None:
     console.print(text, soft_wrap=True)
 
 
-def print_comparison(comparison: Comparison) -> None:
-    """The table of ``tlt compare``."""
+def print_comparison(comparison: Comparison, rows: Mapping[str, Sequence[str]], *last_lines: str) -> None:
+    """The table of ``tlt compare`` and ``tlt ablate``, and whether the runs were equal."""
     console = make_console()
     guard = "on" if comparison.tie_guard else "off"
     table = Table(
         title=f"{count(comparison.num_steps, 'step')} on {count(comparison.num_ranks, 'rank')}, tie guard {guard}"
     )
-    table.add_column("")
-    for mode_name in comparison.modes:
-        table.add_column(mode_name, justify="right")
-    rows: dict[str, Callable[[ModeFigures], str]] = {
-        "tokens": lambda m: f"{m.tokens:,}",
-        "reward, mean": lambda m: f"{m.reward_mean:.4f}",
-        "policy sha256": lambda m: m.policy_sha256[:12],
-        "guarded near-ties": lambda m: f"{m.guarded_near_ties}",
-        "accept length": lambda m: f"{m.accept_length:.3f}",
-        "rollout seconds": lambda m: f"{m.rollout_seconds:.2f}",
-        "step seconds": lambda m: f"{m.step_seconds:.2f}",
-        "idle rank-seconds": lambda m: f"{m.idle_rank_seconds:.2f}",
-        "harvested rank-seconds": lambda m: f"{m.harvested_rank_seconds:.2f}",
-        "drafter steps": lambda m: f"{m.drafter_steps}",
-    }
-    for name, cell in rows.items():
-        table.add_row(name, *(cell(mode) for mode in comparison.modes.values()))
-    for what in ("rollout", "step"):
-        cells = [f"{comparison.speedup(mode, what):.2f}x" for mode in comparison.modes]
-        table.add_row(f"{what} speed, plain = 1", *cells)
+    for name in ("", *comparison.runs):
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
     console.print(table)
-    equal = (comparison.tokens_equal, comparison.rewards_equal, comparison.policy_equal)
-    line = equality_line(*equal, comparison.mismatched_tokens)
-    if comparison.policy_tolerance:
-        apart = f"{comparison.policy_difference:.2g} apart, of {comparison.policy_tolerance:.2g} that are allowed"
-        line += f" ({apart}: algorithm.rollout_correction reads the rollout's last bits)"
-    console.print(line, soft_wrap=True)
-    console.print(f"written to {comparison.folder}", soft_wrap=True)
-
-
-def equality_line(tokens: bool, rewards: bool, policy: bool, num_mismatched: int) -> str:
-    """Whether the runs of a study had the same tokens and rewards, and ended with the same policy."""
-    return (
-        f"tokens equal: {_yes(tokens)} ({num_mismatched} mismatched); rewards equal: {_yes(rewards)}; final policy "
-        f"weights equal: {_yes(policy)}"
-    )
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "NO"
+    for line in (equality_of(comparison), *filter(None, last_lines), f"written to {comparison.folder}"):
+        console.print(line, soft_wrap=True)
 
 
 # -- tlt warmup -----------------------------------------------------------------------------------------------------
@@ -345,32 +309,3 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
         f"kept in {drafter}\nnext: tlt train {config_path} drafter.form={form} drafter.init={drafter}",
         soft_wrap=True,
     )
-
-
-# -- tlt ablate -----------------------------------------------------------------------------------------------------
-
-
-def print_ablation(figures: AblationFigures, written: list[Path]) -> None:
-    """The table of ``tlt ablate``, whether the text was equal, and what it comes to."""
-    console = make_console()
-    guard = "on" if figures.tie_guard else "off"
-    table = Table(title=f"{count(figures.num_steps, 'step')} on {count(figures.num_ranks, 'rank')}, tie guard {guard}")
-    head, *rows = cells_of(figures)
-    for name in head:
-        table.add_column(name, justify="right" if name else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    equal = figures.equal
-    line = equality_line(equal["tokens"], equal["rewards"], equal["policy"], figures.num_mismatched)
-    console.print(line, soft_wrap=True)
-    if verdict(figures):
-        console.print(verdict(figures), soft_wrap=True)
-    console.print(f"written: {', '.join(map(str, written))}", soft_wrap=True)
-
-
-def print_stopped_ablation(ending: StoppedAblation, config_path: str) -> None:
-    """How to resume it."""
-    folder = ending.ablation.folder
-    text = f"stopped early ({ending.reason}); resume with: tlt ablate {config_path} --resume {folder}"
-    make_console().print(f"{text}, and the same overrides", soft_wrap=True)

@@ -47,7 +47,7 @@ from tlt_hpc.plan import plan_options
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
-from tlt_hpc.studies.ablate import plan as ablation_plan
+from tlt_hpc.studies import ablation_plan
 
 if TYPE_CHECKING:
     from tlt_hpc.look.tracking import Tracking
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_ranks = launched_count(os.environ) or config.run.ranks
         config = config_of(config, options)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
-        if rank is None and options.command in ("train", "compare", "bench"):
+        if rank is None and options.command in ("train", "compare", "ablate", "bench"):
             check_drafter(config)  # the ranks read it for themselves
         if rank is None and options.command == "train":
             finished = check_folder(config)
@@ -187,7 +187,7 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
         return plan_evaluation(config, options, num_ranks)
     assets = read_assets(config, num_ranks)
     if options.command == "ablate":
-        return ablation_plan.describe(ablation_plan.plan_ablation(config, options, num_ranks))
+        return ablation_plan.describe(ablation_plan.plan_ablation(config, options), num_ranks)
     if options.command == "warmup":
         from tlt_hpc.studies.warmup import plan
 
@@ -532,7 +532,8 @@ def run_compare(config: Config, options: argparse.Namespace, flag: StopFlag) -> 
     world = connect(config, options, flag)
     from tlt_hpc.cli.display import make_reporter, print_comparison
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.studies.compare import compare, write_json
+    from tlt_hpc.storage.records import write_json
+    from tlt_hpc.studies.compare import compare, rows_of, to_tree
 
     with make_reporter(world.rank == 0, lambda: world.stop_requested) as reporter:
         comparison = compare(config, options.steps, world, reporter)
@@ -544,10 +545,10 @@ def run_compare(config: Config, options: argparse.Namespace, flag: StopFlag) -> 
         return 1
     if world.rank == 0:
         if options.json is not None:
-            write_json(comparison, options.json)
-        print_comparison(comparison)
+            write_json(options.json, to_tree(comparison))
+        print_comparison(comparison, rows_of(comparison))
     world.leave()  # a non-zero status ends the other ranks: not before the last word is out
-    return 0 if comparison.all_equal else 1
+    return 0 if all(comparison.equal.values()) else 1
 
 
 def run_warmup(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
@@ -592,36 +593,37 @@ def run_ablate(config: Config, options: argparse.Namespace, flag: StopFlag) -> i
     """``tlt ablate`` on this rank."""
     start_rewards(config)
     world = connect(config, options, flag)
-    from tlt_hpc.cli.display import make_reporter, print_ablation, print_stopped_ablation
+    from tlt_hpc.cli.display import make_reporter, print_comparison
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.studies.ablate.ablate import StoppedAblation, ablate
-    from tlt_hpc.studies.ablate.figures import write_report
+    from tlt_hpc.studies.ablate import ablate, write_figures
 
-    ablation = ablation_plan.plan_ablation(config, options, world.size)
-    ending = ablate(ablation, world, lambda: make_reporter(world.rank == 0))
+    figures = ablate(ablation_plan.plan_ablation(config, options), world, lambda: make_reporter(world.rank == 0))
     leave_process_group()
-    if isinstance(ending, StoppedAblation):
+    if figures is None:
+        reason = world.first_stop_reason()
         if world.rank == 0:
-            print_stopped_ablation(ending, options.config)
+            print(f"stopped early ({reason}); the same command resumes", flush=True)
         world.leave()
         return STOPPED_EARLY
     if world.rank == 0:
-        print_ablation(ending, write_report(ending))
+        write_figures(figures)
+        print_comparison(figures.comparison, figures.rows(), figures.verdict())
     world.leave()
-    return 0 if ending.as_promised else 1
+    return 0 if figures.as_promised else 1
 
 
 def run_bench(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt bench rollout`` on this rank."""
     world = connect(config, options, flag)
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.studies.bench import bench_rollout, table, write_json
+    from tlt_hpc.storage.records import write_json
+    from tlt_hpc.studies.bench import bench_rollout, table
 
     figures = bench_rollout(config, world, options.batches, options.sequences, options.repeats)
     leave_process_group()
     if world.rank == 0 and figures is not None:
         if options.json is not None:
-            write_json(figures, options.json)
+            write_json(options.json, figures)
         print(table(figures))
     if world.rank == 0 and figures is None:
         print("tlt: the measurement was stopped; a new one starts over", file=sys.stderr, flush=True)

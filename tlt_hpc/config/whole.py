@@ -224,10 +224,14 @@ def check_sequence_parallel(config: Config, num_heads: int, num_kv_heads: int, n
 
 
 def without_side_effects(config: Config) -> Config:
-    """The same steps without what runs beside them, evaluations and trackers: for runs that are held together."""
+    """The job without evaluations, trackers and rollout correction, for runs that are compared with each other.
+
+    A correction reads the rollout's own probabilities, whose last bits depend on how the text was decoded.
+    """
+    algorithm = config.algorithm.model_copy(update={"rollout_correction": "none"})
     evaluation = config.evaluation.model_copy(update={"every_steps": 0})
     tracking = config.tracking.model_copy(update={"tensorboard": False, "wandb": "off"})
-    return config.model_copy(update={"evaluation": evaluation, "tracking": tracking})
+    return config.model_copy(update={"algorithm": algorithm, "evaluation": evaluation, "tracking": tracking})
 
 
 def check_model_limits(config: Config, max_positions: int) -> None:

@@ -5,14 +5,12 @@ All ways answer the same prompts on all ranks. They are interleaved, and a figur
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,6 @@ from tlt_hpc.session import (
     calibration_requests,
     initial_serving_drafter,
     load_folder,
-    look_around,
     open_session,
 )
 from tlt_hpc.studies.compare import num_mismatched
@@ -66,14 +63,14 @@ class WayFigures:
         return self.tokens / self.passes
 
 
-Figures = dict[int, dict[str, WayFigures]]
-"""Batch size -> way -> figures."""
+Ways = dict[str, tuple[Strategy, ...]]
+"""Way to decode -> the strategies that it chooses from."""
 
 
 def bench_rollout(
     config: Config, world: World, batches: Sequence[int], num_sequences: int | None, repeats: int
 ) -> dict[str, Any] | None:
-    """Measure a job's rollouts; collective. Returns JSON on rank 0; None on all ranks if a stop was requested.
+    """Measure a job's rollouts; collective. Returns the figures as JSON; None if a stop was requested.
 
     Args:
         batches: sequences that each replica decodes at a time.
@@ -86,27 +83,23 @@ def bench_rollout(
         strategies = strategies_of(config.speculation.mode, config.speculation.strategies)
         if drafter is None:
             strategies = tuple(strategy for strategy in strategies if not strategy.has_drafter)
-        ways: dict[str, tuple[Strategy, ...]] = {PLAIN: (OFF,), **{s.name: (s,) for s in strategies if s != OFF}}
+        ways: Ways = {PLAIN: (OFF,), **{s.name: (s,) for s in strategies if s != OFF}}
         if len(strategies) > 1:
             ways[ADAPTIVE] = strategies
-        figures: Figures = {}
+        tree: dict[str, Any] = {}
         for batch in batches:
             world.say(f"{batch} sequences at a time")
             size = num_sequences or max(_MIN_SEQUENCES, _SEQUENCES_PER_ROW * batch)
             found = _measure(session, assets.prompts, drafter, ways, batch, size, repeats)
             if found is None:
                 return None
-            figures[batch] = found
-        _, environment = look_around(world, session.decoder.device)
-    if environment is None:
-        return {}
+            tree[str(batch)] = _tree(found)
     return {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "num_ranks": world.size,
         "repeats": repeats,
-        "environment": asdict(environment),
-        "batch": {str(batch): _tree(found) for batch, found in figures.items()},
+        "batch": tree,
     }
 
 
@@ -114,7 +107,7 @@ def _measure(
     session: Session,
     prompts: PromptSource,
     drafter: Drafter | None,
-    ways: dict[str, tuple[Strategy, ...]],
+    ways: Ways,
     batch: int,
     size: int,
     repeats: int,
@@ -124,9 +117,8 @@ def _measure(
     others = requests_of(session, prompts, _WARM_UP_STEP, min(size, 2 * batch + 2))
     figures = {way: WayFigures() for way in ways}
     reference: dict[SampleKey, np.ndarray] = {}
-    for repeat in range(repeats):
-        for way in rotated(list(ways), repeat):
-            strategies = ways[way]
+    for _ in range(repeats):
+        for way, strategies in ways.items():
             settings = replace(session.settings(), max_live=batch, strategies=strategies)
             own_drafter = drafter if any(strategy.has_drafter for strategy in strategies) else None
             texts = _roll_out(session, settings, own_drafter, others, requests, figures[way])
@@ -178,12 +170,6 @@ def requests_of(session: Session, prompts: PromptSource, first_step: int, size: 
     ]
 
 
-def rotated(ways: list[str], by: int) -> list[str]:
-    """The ways, beginning with another one each time but plain in the first: none always follows the same one."""
-    by %= len(ways)
-    return ways[by:] + ways[:by]
-
-
 def _tree(figures: dict[str, WayFigures]) -> dict[str, Any]:
     plain = figures[PLAIN].tokens_per_second
     return {
@@ -205,8 +191,3 @@ def table(tree: dict[str, Any]) -> str:
         for batch, ways in tree["batch"].items() for way, found in ways.items()
     ]  # fmt: skip
     return "\n".join("  ".join(f"{cell:>19}" for cell in row) for row in (_COLUMNS, *rows))
-
-
-def write_json(tree: dict[str, Any], path: Path) -> None:
-    """Write the figures as JSON."""
-    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

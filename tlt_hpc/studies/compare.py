@@ -1,21 +1,18 @@
-"""The proof as a command: the same steps plain, with n-gram speculation and in full, compared with each other.
+"""Compares runs of the same steps; ``tlt compare`` runs them plain, with n-gram speculation and in full.
 
-Everything is read back from the runs' own permanent logs, not from memory.
+Everything is read back from the runs' own logs, not from memory.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from tlt_hpc.checkpoint.manifest import Checkpoint
-from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.config import Config, without_side_effects
 from tlt_hpc.mpi.world import World
@@ -26,69 +23,68 @@ from tlt_hpc.train import Reporter, run
 
 Mode = Literal["plain", "ngram", "full"]
 MODES: tuple[Mode, ...] = ("plain", "ngram", "full")
+WARM_UP = "warm-up"
+"""Name of a run of one step that does not count: the first run of a process is slower than the others."""
 
 
 @dataclass(frozen=True)
-class ModeFigures:
-    """What one mode's run gave; seconds are sums over its steps."""
+class RunFigures:
+    """What one run gave; tokens, seconds and updates are sums over its steps."""
 
     tokens: int
     reward_mean: float
     policy_sha256: str
     rollout_seconds: float
     step_seconds: float
+    update_seconds: float
     accept_length: float
     idle_rank_seconds: float
     harvested_rank_seconds: float
     drafter_steps: int
     guarded_near_ties: int
+    mismatched_tokens: int
+    """Response tokens that differ from the first run's."""
+    rewards_equal: bool
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The modes' figures and whether they agree."""
+    """The runs' figures by name, and whether they agree with the first run's."""
 
     folder: Path
     num_steps: int
     num_ranks: int
     tie_guard: bool
-    modes: dict[Mode, ModeFigures]
-    mismatched_tokens: int
-    rewards_equal: bool
-    policy_difference: float = 0.0
-    """Root mean square of the final weights' distances from plain's, of the mode that is furthest."""
-    policy_tolerance: float = 0.0
-    """How large that may be: above 0 where the update reads the rollout's own probabilities."""
+    runs: dict[str, RunFigures]
 
     @property
-    def tokens_equal(self) -> bool:
-        return self.mismatched_tokens == 0
+    def mismatched_tokens(self) -> int:
+        return sum(run.mismatched_tokens for run in self.runs.values())
 
     @property
-    def policy_equal(self) -> bool:
-        if self.policy_tolerance:
-            return self.policy_difference <= self.policy_tolerance
-        return len({mode.policy_sha256 for mode in self.modes.values()}) == 1
+    def equal(self) -> dict[str, bool]:
+        """What is compared, and whether it is the same in all runs."""
+        return {
+            "tokens": self.mismatched_tokens == 0,
+            "rewards": all(run.rewards_equal for run in self.runs.values()),
+            "policy": len({run.policy_sha256 for run in self.runs.values()}) == 1,
+        }
 
-    @property
-    def all_equal(self) -> bool:
-        return self.tokens_equal and self.rewards_equal and self.policy_equal
-
-    def speedup(self, mode: Mode, what: str) -> float:
-        """Plain seconds over the mode's, of the rollouts or of whole steps."""
-        field = f"{what}_seconds"
-        return float(vars(self.modes["plain"])[field] / vars(self.modes[mode])[field])
+    def speedup(self, name: str, what: str) -> float | None:
+        """Plain seconds divided by a run's, for ``what`` = rollout or step; None without a plain run."""
+        if "plain" not in self.runs:
+            return None
+        seconds = {run: float(vars(self.runs[run])[f"{what}_seconds"]) for run in ("plain", name)}
+        return seconds["plain"] / seconds[name]
 
 
 def compare(config: Config, num_steps: int, world: World, reporter: Reporter) -> Comparison | None:
-    """Run all modes one after another on the same seeds; collective. None where a signal stopped one of them."""
+    """Run all modes one after another on the same seeds; collective. None if a signal stopped one of them."""
     stamp = world.broadcast(time.strftime("%Y%m%d-%H%M%S"))
     parent = Path(config.run.folder) / f"{config.run.name}-compare-{stamp}"
-    # a step that is thrown away: the first run of a process is slower, and it would be the plain one
-    warm_up = config_of(config, "plain", 1, parent / "warm-up")
-    if not run(warm_up, world, reporter).finished:
+    if not run(config_of(config, "plain", 1, parent / WARM_UP), world, reporter).finished:
         return None
-    digests: dict[Mode, str] = {}
+    digests: dict[str, str] = {}
     for mode in MODES:
         result = run(config_of(config, mode, num_steps, parent), world, reporter)
         if not result.finished:
@@ -98,7 +94,7 @@ def compare(config: Config, num_steps: int, world: World, reporter: Reporter) ->
 
 
 def config_of(config: Config, mode: Mode, num_steps: int, parent: Path) -> Config:
-    """The configuration of one mode's run: nothing differs but the mode, the length and the place."""
+    """The configuration of one mode's run: only the mode, the length and the folder differ."""
     return without_side_effects(config).model_copy(
         update={
             "run": config.run.model_copy(update={"name": mode, "folder": str(parent), "num_steps": num_steps}),
@@ -108,60 +104,54 @@ def config_of(config: Config, mode: Mode, num_steps: int, parent: Path) -> Confi
 
 
 def read_comparison(
-    config: Config, parent: Path, num_steps: int, num_ranks: int, digests: dict[Mode, str]
+    config: Config, parent: Path, num_steps: int, num_ranks: int, digests: Mapping[str, str]
 ) -> Comparison:
-    """Read the logs of all modes and compare them with the plain one's."""
-    records = {mode: read_records(RunFolder(parent / mode), num_steps, num_ranks) for mode in MODES}
-    tokens = {mode: tokens_by_key(records[mode]) for mode in MODES}
-    rewards = {mode: rewards_by_key(records[mode]) for mode in MODES}
-    tolerance = policy_tolerance(config, num_steps)
-    return Comparison(
-        folder=parent,
-        num_steps=num_steps,
-        num_ranks=num_ranks,
-        tie_guard=config.tie_guard,
-        modes={mode: figures(RunFolder(parent / mode), records[mode], digests[mode]) for mode in MODES},
-        mismatched_tokens=sum(num_mismatched(tokens["plain"], tokens[mode]) for mode in MODES),
-        rewards_equal=all(rewards[mode] == rewards["plain"] for mode in MODES),
-        policy_difference=policy_difference(parent, num_steps, digests) if tolerance else 0.0,
-        policy_tolerance=tolerance,
+    """Read the logs of the runs in ``parent``; ``digests`` are those of their last policies, by the run's name."""
+    folders = {name: RunFolder(parent / name) for name in digests}
+    first = next(iter(folders.values()))
+    runs = {name: read_run(folder, first, num_steps, digests[name]) for name, folder in folders.items()}
+    return Comparison(parent, num_steps, num_ranks, config.tie_guard, runs)
+
+
+def read_run(folder: RunFolder, first: RunFolder, num_steps: int, digest: str) -> RunFigures:
+    """One run's figures, compared step by step with the run in ``first``."""
+    totals = dict.fromkeys(("tokens", "passes", "idle", "harvested", "updates", "guarded", "mismatched"), 0.0)
+    rewards: list[float] = []
+    rewards_equal = True
+    for step in range(num_steps):
+        records, reference = read_records(folder, step), read_records(first, step)
+        scores = rewards_by_key(records)
+        rewards += scores.values()
+        rewards_equal &= scores == rewards_by_key(reference)
+        totals["mismatched"] += num_mismatched(tokens_by_key(reference), tokens_by_key(records))
+        for record in records:
+            totals["tokens"] += sum(len(rollout.response_tokens) for rollout in record.rollouts)
+            totals["passes"] += sum(rollout.num_target_passes for rollout in record.rollouts)
+            totals["idle"] += sum(timing.idle_seconds for timing in (record.timing, *record.refills))
+            totals["harvested"] += record.harvested_seconds
+            totals["updates"] += len(record.micro_steps)
+            totals["guarded"] += record.guarded_near_ties
+    lines = read_lines(folder.metrics).values()
+    return RunFigures(
+        tokens=int(totals["tokens"]),
+        reward_mean=float(np.mean(rewards)),
+        policy_sha256=digest,
+        rollout_seconds=sum(line["rollout/seconds"] for line in lines),
+        step_seconds=sum(line["timing_s/step"] for line in lines),
+        update_seconds=sum(line["timing_s/update_actor"] for line in lines),
+        accept_length=totals["tokens"] / totals["passes"],
+        idle_rank_seconds=totals["idle"],
+        harvested_rank_seconds=totals["harvested"],
+        drafter_steps=int(totals["updates"]),
+        guarded_near_ties=int(totals["guarded"]),
+        mismatched_tokens=int(totals["mismatched"]),
+        rewards_equal=rewards_equal,
     )
 
 
-def policy_tolerance(config: Config, num_steps: int) -> float:
-    """How far final weights may lie apart where a rollout correction reads the rollout's probabilities; otherwise 0.
-
-    By root mean square, a thousandth of the way that Adam can take a weight in the run's updates. Single weights may
-    lie further apart, where a gradient is nothing but rounding.
-    """
-    if config.algorithm.rollout_correction == "none":
-        return 0.0
-    return 0.001 * config.optimizer.learning_rate * config.algorithm.updates_per_step * num_steps
-
-
-def policy_difference(parent: Path, num_steps: int, digests: dict[Mode, str]) -> float:
-    """Largest distance of any mode's final weights from plain's, by root mean square, from their last checkpoints."""
-    different = [mode for mode in MODES if digests[mode] != digests["plain"]]
-    plain = last_checkpoint(parent, "plain", num_steps) if different else None
-    return max((distance(plain, last_checkpoint(parent, mode, num_steps)) for mode in different if plain), default=0.0)
-
-
-def distance(left: Checkpoint, right: Checkpoint) -> float:
-    """Root mean square of the distances of two policies' weights."""
-    names = [name for name in left.names("policy") if name.endswith(".master")]
-    differences = [(left.read("policy", name) - right.read("policy", name)).double() for name in names]
-    squares = sum(float(difference.square().sum()) for difference in differences)
-    return math.sqrt(squares / sum(difference.numel() for difference in differences))
-
-
-def last_checkpoint(parent: Path, mode: Mode, num_steps: int) -> Checkpoint:
-    """The checkpoint that a mode's run has ended with."""
-    return CheckpointStore(RunFolder(parent / mode).checkpoints, keep=1).at(num_steps)
-
-
-def read_records(folder: RunFolder, num_steps: int, num_ranks: int) -> list[StepRecord]:
-    """All ranks' records of all steps."""
-    return [read_step(folder.rollout_log(step, rank)) for step in range(num_steps) for rank in range(num_ranks)]
+def read_records(folder: RunFolder, step: int) -> list[StepRecord]:
+    """All ranks' records of a step."""
+    return [read_step(path) for path in folder.rollout_logs(step)]
 
 
 def tokens_by_key(records: list[StepRecord]) -> dict[SampleKey, np.ndarray]:
@@ -171,11 +161,8 @@ def tokens_by_key(records: list[StepRecord]) -> dict[SampleKey, np.ndarray]:
 
 def rewards_by_key(records: list[StepRecord]) -> dict[SampleKey, float]:
     """Reward of every sample."""
-    return {
-        rollout.key: float(reward)
-        for record in records
-        for rollout, reward in zip(record.rollouts, record.rewards, strict=True)
-    }
+    pairs = (pair for record in records for pair in zip(record.rollouts, record.rewards, strict=True))
+    return {rollout.key: float(reward) for rollout, reward in pairs}
 
 
 def num_mismatched(left: dict[SampleKey, np.ndarray], right: dict[SampleKey, np.ndarray]) -> int:
@@ -189,38 +176,37 @@ def num_mismatched(left: dict[SampleKey, np.ndarray], right: dict[SampleKey, np.
     return total
 
 
-def figures(folder: RunFolder, records: list[StepRecord], digest: str) -> ModeFigures:
-    """One mode's figures, from its log and its metrics."""
-    metrics = list(read_lines(folder.metrics).values())
-    rollouts = [rollout for record in records for rollout in record.rollouts]
-    num_tokens = sum(len(rollout.response_tokens) for rollout in rollouts)
-    return ModeFigures(
-        tokens=num_tokens,
-        reward_mean=float(np.mean(np.concatenate([record.rewards for record in records]))),
-        policy_sha256=digest,
-        rollout_seconds=sum(row["rollout/seconds"] for row in metrics),
-        step_seconds=sum(row["timing_s/step"] for row in metrics),
-        accept_length=num_tokens / sum(rollout.num_target_passes for rollout in rollouts),
-        idle_rank_seconds=sum(timing.idle_seconds for record in records for timing in (record.timing, *record.refills)),
-        harvested_rank_seconds=sum(record.harvested_seconds for record in records),
-        drafter_steps=sum(len(record.micro_steps) for record in records),
-        guarded_near_ties=sum(record.guarded_near_ties for record in records),
-    )
-
-
-def write_json(comparison: Comparison, path: Path) -> None:
+def to_tree(comparison: Comparison) -> dict[str, Any]:
     """The figures as JSON."""
-    tree = {
-        "modes": {mode: asdict(values) for mode, values in comparison.modes.items()},
-        "equal": {
-            "tokens": comparison.tokens_equal,
-            "mismatched_tokens": comparison.mismatched_tokens,
-            "rewards": comparison.rewards_equal,
-            "policy": comparison.policy_equal,
-            **({"policy_difference": comparison.policy_difference} if comparison.policy_tolerance else {}),
-        },
-        "speedup": {
-            mode: {what: comparison.speedup(mode, what) for what in ("rollout", "step")} for mode in ("ngram", "full")
-        },
+    speedups = {
+        name: {what: comparison.speedup(name, what) for what in ("rollout", "step")} for name in comparison.runs
     }
-    path.write_text(json.dumps(tree, indent=2) + "\n")
+    return {
+        "runs": {name: asdict(figures) for name, figures in comparison.runs.items()},
+        "equal": {**comparison.equal, "mismatched_tokens": comparison.mismatched_tokens},
+        "speedup": speedups if "plain" in comparison.runs else {},
+    }
+
+
+def rows_of(comparison: Comparison) -> dict[str, list[str]]:
+    """The table: names of figures, each with a cell for every run."""
+    formats = {
+        "tokens": ",", "reward_mean": ".4f", "policy_sha256": ".12", "guarded_near_ties": ",", "accept_length": ".3f",
+        "rollout_seconds": ".2f", "step_seconds": ".2f", "update_seconds": ".2f", "idle_rank_seconds": ".2f",
+        "harvested_rank_seconds": ".2f", "drafter_steps": ",",
+    }  # fmt: skip
+    runs = comparison.runs
+    rows = {name: [format(vars(run)[name], form) for run in runs.values()] for name, form in formats.items()}
+    for what in ("rollout", "step"):
+        speedups = [comparison.speedup(name, what) for name in runs]
+        rows[f"{what} speed, plain = 1"] = ["-" if speedup is None else f"{speedup:.2f}x" for speedup in speedups]
+    return {name.replace("_", " "): cells for name, cells in rows.items()}
+
+
+def equality_of(comparison: Comparison) -> str:
+    """One line on what is equal in all runs."""
+    words = {name: "yes" if is_equal else "NO" for name, is_equal in comparison.equal.items()}
+    return (
+        f"tokens equal: {words['tokens']} ({comparison.mismatched_tokens} mismatched); rewards equal: "
+        f"{words['rewards']}; final policy weights equal: {words['policy']}"
+    )

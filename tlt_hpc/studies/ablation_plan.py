@@ -1,0 +1,142 @@
+"""Which runs an ablation consists of; checked before anything starts. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt_hpc.common.words import count
+from tlt_hpc.config import (
+    Config,
+    ConfigError,
+    UserError,
+    load_saved_config,
+    parse_config,
+    refuse_replicas,
+    to_toml,
+    without_side_effects,
+)
+from tlt_hpc.rollout.strategy import strategies_of
+from tlt_hpc.storage.folder import RunFolder
+
+ARMS = {
+    "plain": "no speculation",
+    "ngram": "n-grams alone",
+    "frozen": "the drafter as it starts",
+    "tail": "the drafter trained by idle ranks while others generate",
+    "tail-random": "as tail, from random weights",
+}
+"""Arms in the order in which they run, and what they are."""
+WITHOUT_DRAFTER = ("plain", "ngram")
+_DRAFTER_KEYS: dict[str, dict[str, Any]] = {
+    "frozen": {"train": False, "schedule": "always"},
+    "tail": {"train": True},
+    "tail-random": {"train": True, "init": "random"},
+}
+_MAY_CHANGE = ("run.num_steps", "run.folder")
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """The runs that an ablation consists of."""
+
+    config: Config
+    """The job's own."""
+    arms: tuple[str, ...]
+    num_steps: int
+
+    @property
+    def folder(self) -> Path:
+        """The folder of all arms, each of which is a run in it."""
+        return Path(self.config.run.folder) / f"{self.config.run.name}-ablate"
+
+    def config_of(self, arm: str) -> Config:
+        """The configuration of an arm's run: only the arm, the length and the folder differ."""
+        tree = without_side_effects(self.config).model_dump()
+        tree["run"] |= {"name": arm, "folder": str(self.folder), "num_steps": self.num_steps}
+        tree["checkpoint"]["replay"] = False  # it would leave out updates of the drafter, which are what is compared
+        tree["speculation"]["mode"] = arm if arm in WITHOUT_DRAFTER else "full"
+        tree["drafter"] |= _DRAFTER_KEYS.get(arm, {})
+        return parse_config(tree)
+
+
+def add_ablate_options(command: argparse.ArgumentParser) -> None:
+    """Add the options beside the configuration and its overrides."""
+    command.add_argument("--steps", type=int, default=30, metavar="N", help="steps of each arm (default 30)")
+    arms = f"of {','.join(ARMS)} (default: all that the job can have but tail-random)"
+    command.add_argument("--arms", metavar="ARM,...", help=arms)
+
+
+def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
+    """The ablation that the options ask for; writes nothing.
+
+    Raises:
+        UserError: an option that makes no sense, an arm that the job cannot have, or other settings than those of the
+            arms that are there already.
+    """
+    refuse_replicas(config, "tlt ablate")
+    if options.steps < 1:
+        raise UserError(f"--steps {options.steps} compares nothing; use 1 or more")
+    if options.arms is None:
+        arms = tuple(arm for arm in ARMS if arm != "tail-random" and not _obstacle(config, arm))
+    else:
+        asked = options.arms.split(",")
+        if unknown := [name for name in asked if name not in ARMS]:
+            raise UserError(f"--arms {options.arms}: there is no arm {unknown[0]!r}; use {', '.join(ARMS)}")
+        arms = tuple(arm for arm in ARMS if arm in asked)
+    ablation = Ablation(config, arms, options.steps)
+    for arm in arms:
+        if obstacle := _obstacle(config, arm):
+            raise ConfigError(f"arm {arm!r}: {obstacle}")
+        _check_same(ablation.config_of(arm))
+    return ablation
+
+
+def _obstacle(config: Config, arm: str) -> str:
+    """Why the job cannot have an arm, with the remedy; empty if it can."""
+    strategies = strategies_of("full", config.speculation.strategies)
+    if arm == "ngram" and not any(strategy.source == "ngram" for strategy in strategies):
+        return "speculation.strategies has no n-grams; add e.g. 'ngram-4' or leave the arm out of --arms"
+    if arm in WITHOUT_DRAFTER:
+        return ""
+    if not any(strategy.has_drafter for strategy in strategies):
+        return "no strategy uses the drafter; add e.g. 'drafter-4' to speculation.strategies, or use --arms plain,ngram"
+    if arm == "frozen" and config.drafter.init == "random":
+        return "drafter.init = 'random' leaves nothing to freeze; set it to a drafter of tlt warmup or omit the arm"
+    return ""
+
+
+def _check_same(config: Config) -> None:
+    """Refuse to resume an arm with other settings: it would not be comparable.
+
+    Raises:
+        ConfigError: names the first key that differs.
+    """
+    saved = RunFolder(config.folder).config
+    if not saved.is_file():
+        return
+    old, new = _flat(load_saved_config(saved)), _flat(config)
+    if old["run.num_steps"] > new["run.num_steps"]:
+        raise ConfigError(f"{saved} is of {old['run.num_steps']} steps; give --steps {old['run.num_steps']} or more")
+    if changed := [key for key, value in old.items() if value != new[key] and key not in _MAY_CHANGE]:
+        key = changed[0]
+        raise ConfigError(
+            f"{saved} has {key} = {old[key]!r}, now {new[key]!r}; use the same file and overrides, or another run.name"
+        )
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    tree = config.model_dump()
+    return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
+
+
+def describe(ablation: Ablation, num_ranks: int) -> str:
+    """The plan in words, then the job's configuration as TOML."""
+    head = (
+        f"ablation    {ablation.folder}: {count(ablation.num_steps, 'step')} of each arm on "
+        f"{count(num_ranks, 'rank')}, seed {ablation.config.run.seed}"
+    )
+    arms = (f"{arm:11} {ARMS[arm]}" for arm in ablation.arms)
+    return "\n".join([head, *arms, "", to_toml(ablation.config)])
