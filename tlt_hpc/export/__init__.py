@@ -1,1 +1,1 @@
-"""Writes a trained drafter for other engines: SGLang, vLLM, the speculators library and EAGLE's own code."""
+"""Writes a run's policy and its drafter for other programs: transformers, SGLang and vLLM."""

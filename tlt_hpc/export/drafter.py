@@ -5,86 +5,160 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_hpc import __version__
-from tlt_hpc.export.export_options import read_options
-from tlt_hpc.export.formats import Files, lay_out
-from tlt_hpc.export.source import Source, open_source
-from tlt_hpc.export.writer import FILES, check_output, write
-from tlt_hpc.models.drafter_file import TOKEN_IDS
-from tlt_hpc.models.eagle3 import feature_layers
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
-MARK = "<!-- written by tlt export-drafter -->"
-"""Identifies an earlier export, which may be replaced."""
+from tlt_hpc import __version__
+from tlt_hpc.config import EMBEDDED_MODEL, UserError, load_saved_config
+from tlt_hpc.export.export_options import output_of
+from tlt_hpc.export.formats import Files, Target, lay_out, read_target
+from tlt_hpc.export.writer import CARD, CONFIG, MARK, WEIGHTS, check_output, checkpoint_at, write_folder
+from tlt_hpc.models.drafter_file import DRAFTER_FILE, TOKEN_IDS, checked_drafter, read_drafter
+from tlt_hpc.models.folder import embedded
+from tlt_hpc.storage.folder import RunFolder, no_run
+from tlt_hpc.storage.records import read_facts
+from tlt_hpc.storage.step_lines import read_lines
+
 POLICY_FOLDER = "POLICY_FOLDER"
 """Placeholder for the trained policy, which ``tlt export-policy`` writes."""
 SPECULATIVE_TOKENS = 5
 """Length of the chain of drafts in the commands that are proposed."""
+_ACCEPT_LENGTH = "drafter/spec_decode/mean_acceptance_length"
 
 
-def run(given: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Source:
+    """A drafter, its target, and what was recorded of its training."""
+
+    origin: Path
+    drafter: Mapping[str, Tensor]
+    """Tensors by name; with ``token_ids`` it is of the EAGLE-3 form."""
+    target: Target
+    recorded: dict[str, str]
+    is_trained_in_run: bool
+    """Whether its target is the policy of a run, not the model that the run started from."""
+
+    @property
+    def is_eagle3(self) -> bool:
+        return TOKEN_IDS in self.drafter
+
+    @property
+    def title(self) -> str:
+        return f"{'EAGLE-3' if self.is_eagle3 else 'EAGLE'} drafter for {self.target.name}"
+
+
+def run(options: argparse.Namespace) -> None:
     """Export one drafter.
 
     Raises:
         ValueError: nothing to export, a format that cannot carry it, or no place to write; nothing was written.
     """
-    options = read_options(given)
-    check_output(options.output, MARK, FILES.__contains__)
-    source = open_source(options)
+    output = output_of(options, options.kind)
+    check_output(output, {WEIGHTS, CONFIG, CARD}.__contains__)
+    source = find_drafter(options)
+    for name, tensor in source.drafter.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise UserError(
+                f"{source.origin}: drafter tensor {name!r} holds values that are no numbers; take an earlier --step"
+            )
     files = lay_out(options.kind, source.drafter, source.target)
-    rows = [*describe(source), ("weights", weights_line(files)), *source.rows]
-    command = serving_command(source, options.kind, options.output)
-    write(options.output, files, card(source, rows, options.kind, command))
-    print(f"wrote {options.output}: {form_name(source)} drafter for {options.kind}, {weights_line(files)}")
-    for name, tensor in sorted(files.tensors.items()):
-        print(f"  {name:45}  {str(tensor.dtype).removeprefix('torch.'):8}  {list(tensor.shape)}")
-    print("\n".join(f"{name:15} {value}" for name, value in [("from", str(source.origin)), *rows]))
+    command = serving_command(source, options.kind, output)
+
+    def fill(part: Path) -> Iterator[Path]:
+        save_file(files.tensors, part / WEIGHTS, metadata={"format": "pt"})
+        (part / CONFIG).write_text(json.dumps(files.config, indent=2) + "\n", encoding="utf-8")
+        (part / CARD).write_text(card(source, files, options.kind, command), encoding="utf-8")
+        yield from (part / WEIGHTS, part / CONFIG, part / CARD)
+
+    write_folder(output, fill)
+    print(f"wrote {output}: {source.title}, for {options.kind}, from {source.origin}")
+    print("\n".join(f"{name:15} {value}" for name, value in source.recorded.items()))
     print(f"next: {command}\n{advice(source)}")
 
 
-def form_name(source: Source) -> str:
-    """EAGLE or EAGLE-3."""
-    return "EAGLE-3" if TOKEN_IDS in source.drafter else "EAGLE"
+def find_drafter(options: argparse.Namespace) -> Source:
+    """The drafter that the options name.
+
+    Raises:
+        ValueError: there is none, a file is broken, or the target is unknown; one line with the remedy.
+    """
+    place = str(options.place)
+    folder = embedded("tiny_drafter") if place == EMBEDDED_MODEL else Path(place)
+    run = RunFolder(folder)
+    target = find_target(options, run)
+    if options.step is None and (folder / DRAFTER_FILE).is_file():
+        return _in_file(folder, target, False)
+    checkpoint = checkpoint_at(run, options.step)
+    if checkpoint is not None and checkpoint.names("drafter"):
+        names = [name for name in checkpoint.names("drafter") if name.endswith(".weight") or name == TOKEN_IDS]
+        stored = {name: checkpoint.read("drafter", name) for name in names}
+        drafter = checked_drafter(stored, target.shape, str(checkpoint.folder))
+        line = read_lines(run.metrics).get(checkpoint.step - 1, {})
+        recorded = {
+            "target": f"the policy after {checkpoint.step:,} RL steps from {target.name}",
+            "updates": f"{int(checkpoint.read('drafter', 'num_steps')):,}",
+        }
+        if _ACCEPT_LENGTH in line:
+            recorded["accept length"] = f"{line[_ACCEPT_LENGTH]:.2f} in the run's last rollout, with all strategies"
+        return Source(checkpoint.folder, drafter, target, recorded, True)
+    if options.step is None and (folder / "drafter" / DRAFTER_FILE).is_file():
+        return _in_file(folder / "drafter", target, run.metrics.is_file())
+    raise UserError(
+        f"{place} has no drafter; give a run with speculation.mode = 'full' that has saved a checkpoint, or a folder "
+        f"that has a {DRAFTER_FILE}"
+    )
 
 
-def describe(source: Source) -> list[tuple[str, str]]:
-    """The form of a drafter."""
-    shape = source.target.shape
-    if TOKEN_IDS not in source.drafter:
-        return [("form", "EAGLE: one layer on [embedding; last hidden state], with the target's head and embedding")]
-    low, middle, high = feature_layers(shape.num_layers)
-    vocabulary = f"drafting {len(source.drafter[TOKEN_IDS]):,} of {shape.vocab_size:,} tokens"
-    return [
-        ("form", f"EAGLE-3: one layer on the inputs of the target's layers {low}, {middle} and {high}, {vocabulary}")
-    ]
+def find_target(options: argparse.Namespace, run: RunFolder) -> Target:
+    """The model that a drafter drafts for.
+
+    Raises:
+        ValueError: the options and the run name none, or it is not there.
+    """
+    if options.model is not None:
+        return read_target(options.model)
+    if options.place == EMBEDDED_MODEL:
+        return read_target(EMBEDDED_MODEL)
+    if not run.config.is_file():
+        raise UserError(no_run(run.path, "config.toml that names the target model (--model FOLDER)"))
+    return read_target(load_saved_config(run.config).model.path)
 
 
-def weights_line(files: Files) -> str:
-    """Tensors, numbers and bytes of an export."""
-    floats = [tensor for tensor in files.tensors.values() if tensor.is_floating_point()]
-    dtype = str(floats[0].dtype).removeprefix("torch.")
-    size = sum(tensor.nbytes for tensor in files.tensors.values())
-    return f"{len(files.tensors)} tensors, {sum(t.numel() for t in floats):,} weights in {dtype}, {size:,} bytes"
+def _in_file(folder: Path, target: Target, is_trained_in_run: bool) -> Source:
+    """A drafter in a file of its own, with the facts of its warm-up if they are there."""
+    stored = read_drafter(str(folder), target.shape, str(folder))
+    drafter = {name.removesuffix(".weight"): tensor for name, tensor in stored.items()}
+    facts, recorded = read_facts(folder), {"target": target.name}
+    if facts is not None:
+        recorded |= {
+            "data": f"{facts.num_responses:,} responses of {facts.target} to {facts.data}",
+            "updates": f"{facts.num_updates:,}",
+            "accept length": f"{facts.accept_length:.2f} at temperature {facts.temperature:g}, by {facts.strategy} on "
+            f"{facts.num_validation_prompts} held-out prompts",
+        }
+    return Source(folder, drafter, target, recorded, is_trained_in_run)
 
 
-def card(source: Source, rows: list[tuple[str, str]], kind: str, command: str) -> str:
+def card(source: Source, files: Files, kind: str, command: str) -> str:
     """The README.md of an export."""
-    table = "\n".join(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows)
+    rows = {"layout": kind, "bytes": f"{sum(t.nbytes for t in files.tensors.values()):,}", **source.recorded}
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        f"---\ntags:\n- speculative-decoding\n- eagle\n---\n\n{MARK}\n\n"
-        f"# {form_name(source)} drafter for {source.target.name}\n\n| | |\n|---|---|\n| layout | {kind} |\n{table}\n\n"
-        f"{advice(source)}\n\n```\n{command}\n```\n\nWritten by tlt_hpc {__version__} from {source.origin}.\n"
+        f"---\ntags:\n- speculative-decoding\n- eagle\n---\n\n{MARK}-drafter -->\n\n# {source.title}\n\n"
+        f"| | |\n|---|---|\n{table}\n\n{advice(source)}\n\n```\n{command}\n```\n\n"
+        f"Written by tlt_hpc {__version__} from {source.origin}.\n"
     )
 
 
 def serving_command(source: Source, kind: str, output: Path) -> str:
-    """The command that serves the target with the drafter.
-
-    After reinforcement learning the target is the policy, which the user has to export in Hugging Face form.
-    """
-    target = shlex.quote(POLICY_FOLDER if source.num_steps else source.target.path)
-    method = "eagle3" if TOKEN_IDS in source.drafter else "eagle"
+    """The command that serves the target with the drafter."""
+    target = shlex.quote(POLICY_FOLDER if source.is_trained_in_run else source.target.path)
+    method = "eagle3" if source.is_eagle3 else "eagle"
     if kind == "vllm":
         settings = {"method": method, "model": str(output), "num_speculative_tokens": SPECULATIVE_TOKENS}
         return f"vllm serve {target} --speculative-config {shlex.quote(json.dumps(settings))}"
@@ -97,10 +171,9 @@ def serving_command(source: Source, kind: str, output: Path) -> str:
 
 def advice(source: Source) -> str:
     """Which weights to serve the drafter with."""
-    if not source.num_steps:
+    if not source.is_trained_in_run:
         return "The target checks every draft: a drafter that fits it badly makes serving slower, not different."
     return (
-        f"It was trained on that policy's own text and hidden states. {POLICY_FOLDER} stands for the policy's weights "
-        "as a Hugging Face folder, which tlt export-policy writes; with the model that the run started from "
-        f"({source.target.path}) the text is as right, but fewer drafts are accepted."
+        f"{POLICY_FOLDER} stands for the policy that tlt export-policy writes. With the model that the run started "
+        f"from ({source.target.path}) the text is as right, but fewer drafts are accepted."
     )

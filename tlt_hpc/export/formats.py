@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tlt_hpc.config import EMBEDDED_MODEL, UserError
 from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers
-from tlt_hpc.models.folder import embedded
+from tlt_hpc.models.folder import find_model
 from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, shape_from
 
@@ -43,21 +43,18 @@ class Target:
         return str(self.folder) if self.name == EMBEDDED_MODEL else self.name
 
 
-def read_target(name: str, asked: str) -> Target:
-    """The target in a folder, or ``embedded:tiny``; ``asked`` names the setting that named it, for the error.
+def read_target(name: str) -> Target:
+    """The target in a folder, or ``embedded:tiny``.
 
     Raises:
         ValueError: there is no model, or none that a drafter of ours fits.
     """
-    folder = embedded("tiny") if name == EMBEDDED_MODEL else Path(name)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError(f"{asked}: no config.json there; name the target model's folder with --model")
-    raw = read_json(path)
+    folder = find_model(name)
+    raw = read_json(folder / "config.json")
     return Target(
         name=name,
         folder=folder,
-        shape=shape_from(raw, str(path)),
+        shape=shape_from(raw, str(folder / "config.json")),
         dtype=torch.float16 if raw.get("dtype", raw.get("torch_dtype")) == "float16" else torch.bfloat16,
         token_ids={key: raw.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )

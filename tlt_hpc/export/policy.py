@@ -9,27 +9,22 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
-from tlt_hpc.config import Config, UserError
-from tlt_hpc.export.export_options import ExportOptions, read_options
-from tlt_hpc.export.source import checkpoint_at, config_of
-from tlt_hpc.export.writer import CARD, CONFIG, WEIGHTS, check_output, write_folder
+from tlt_hpc.config import Config, UserError, load_saved_config
+from tlt_hpc.export.export_options import output_of
+from tlt_hpc.export.writer import CARD, CONFIG, MARK, WEIGHTS, check_output, checkpoint_at, write_folder
 from tlt_hpc.models.folder import DTYPES, find_model
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.storage.folder import RunFolder, no_run
 
-MARK = "<!-- written by tlt export-policy -->"
 SHARD_BYTES = 5_000_000_000
-"""Most bytes of one file of weights, as in transformers."""
+"""Maximum size of one file of weights, as in transformers."""
 _MASTER = ".master"
 _INDEX = "model.safetensors.index.json"
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -37,25 +32,16 @@ _LARGEST_COMPANION = 64 * 2**20
 """Largest file that is copied from the model's folder; a tokenizer is far smaller."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One file of weights: its name and the tensors that go into it."""
-
-    file: str
-    names: tuple[str, ...]
-
-
-def run(given: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Export one policy.
 
     Raises:
         ValueError: nothing to export, or no place to write; nothing was written.
     """
-    options = read_options(given)
     folder = RunFolder(Path(options.place))
-    config = config_of(folder)
-    if config is None:
-        raise UserError(no_run(Path(options.place), "config.toml"))
+    if not folder.config.is_file():
+        raise UserError(no_run(folder.path, "config.toml"))
+    config = load_saved_config(folder.config)
     checkpoint = checkpoint_at(folder, options.step)
     if checkpoint is None:
         raise UserError(f"{options.place} has no checkpoint yet; train on until it has saved one")
@@ -63,26 +49,26 @@ def run(given: argparse.Namespace) -> None:
     check_model(checkpoint, model)
     companions = companions_of(model)
     ours = {CONFIG, CARD, _INDEX, *(path.name for path in companions)}
-    check_output(options.output, MARK, lambda name: name in ours or name.endswith(".safetensors"))
-    dtype: torch.dtype = DTYPES[options.kind]
-    shards = plan_shards(checkpoint, dtype)
+    output = output_of(options, "policy")
+    check_output(output, lambda name: name in ours or name.endswith(".safetensors"))
 
     def fill(part: Path) -> Iterator[Path]:
         for path in companions:
             shutil.copyfile(path, part / path.name)
             yield part / path.name
-        yield from write_weights(part, checkpoint, shards, dtype)
-        (part / CONFIG).write_text(json.dumps(config_with(model / CONFIG, options.kind), indent=2) + "\n")
-        (part / CARD).write_text(card(config, checkpoint, options), encoding="utf-8")
+        yield from write_weights(part, checkpoint, DTYPES[options.dtype])
+        settings = json.loads((model / CONFIG).read_text(encoding="utf-8"))
+        settings.pop("torch_dtype", None)
+        (part / CONFIG).write_text(json.dumps({**settings, "dtype": options.dtype}, indent=2) + "\n")
+        (part / CARD).write_text(card(config, f"{options.place}, step {checkpoint.step}"), encoding="utf-8")
         yield from (part / CONFIG, part / CARD)
 
-    write_folder(options.output, fill)
+    write_folder(output, fill)
     count = sum(math.prod(shape) for shape in shapes_of(checkpoint).values())
     print(
-        f"wrote {options.output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in "
-        f"{options.kind}, {len(shards)} file{'s' * (len(shards) != 1)} of weights"
+        f"wrote {output}: the policy after {checkpoint.step} steps, {count / 1e6:,.1f} M parameters in {options.dtype}"
     )
-    print(f"next: vllm serve {options.output}\n  or: AutoModelForCausalLM.from_pretrained({str(options.output)!r})")
+    print(f"next: vllm serve {output}\n  or: AutoModelForCausalLM.from_pretrained({str(output)!r})")
 
 
 def shapes_of(checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
@@ -107,8 +93,8 @@ def check_model(checkpoint: Checkpoint, model: Path) -> None:
         )
 
 
-def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Shard]:
-    """Files of at most ``SHARD_BYTES`` each, or of a single larger tensor; named as in transformers."""
+def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, list[str]]:
+    """File -> the weights in it: at most ``SHARD_BYTES`` each, or a single larger tensor; named as in transformers."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes_of(checkpoint).items():
@@ -119,29 +105,27 @@ def plan_shards(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Shard]:
         groups[-1].append(name)
         size += num_bytes
     if len(groups) == 1:
-        return [Shard(WEIGHTS, tuple(groups[0]))]
-    return [
-        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(names))
-        for number, names in enumerate(groups, 1)
-    ]
+        return {WEIGHTS: groups[0]}
+    total = len(groups)
+    return {f"model-{number:05d}-of-{total:05d}.safetensors": names for number, names in enumerate(groups, 1)}
 
 
-def write_weights(folder: Path, checkpoint: Checkpoint, shards: Sequence[Shard], dtype: torch.dtype) -> Iterator[Path]:
-    """Write the shards, and their index if there are several; yields each file when it is written."""
-    for shard in shards:
-        tensors = {name: weight_of(checkpoint, name, dtype) for name in shard.names}
-        save_file(tensors, folder / shard.file, metadata={"format": "pt"})
-        yield folder / shard.file
+def write_weights(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[Path]:
+    """Write the files of weights, and their index if there are several; yields each file when it is written.
+
+    Weights are rounded from the fp32 masters that the optimiser keeps.
+    """
+    shards = plan_shards(checkpoint, dtype)
+    for file, names in shards.items():
+        tensors = {name: checkpoint.read("policy", name + _MASTER).to(dtype).contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        yield folder / file
     if len(shards) > 1:
         total = sum(math.prod(shape) for shape in shapes_of(checkpoint).values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": {n: s.file for s in shards for n in s.names}}
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
         yield folder / _INDEX
-
-
-def weight_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
-    """One weight, rounded from the fp32 master that the optimiser keeps."""
-    return checkpoint.read("policy", name + _MASTER).to(dtype).contiguous()
 
 
 def companions_of(model: Path) -> list[Path]:
@@ -156,26 +140,18 @@ def companions_of(model: Path) -> list[Path]:
     ]
 
 
-def config_with(path: Path, dtype: str) -> dict[str, Any]:
-    """A model's config.json with the type that the exported weights have."""
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    return {**config, "dtype": dtype}
-
-
-def card(config: Config, checkpoint: Checkpoint, options: ExportOptions) -> str:
+def card(config: Config, origin: str) -> str:
     """A short model card."""
-    algorithm = config.algorithm
-    rows: Mapping[str, str] = {
+    algorithm, rollout = config.algorithm, config.rollout
+    rows = {
         "from": config.model.path,
-        "run": f"{options.place}, step {checkpoint.step}",
+        "run": origin,
         "algorithm": f"{algorithm.name} (advantage {algorithm.advantage}, loss {algorithm.loss})",
         "data": config.data.source_name,
-        "samples a step": f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size}",
-        "sampled at": f"temperature {config.rollout.temperature}",
+        "samples a step": f"{rollout.prompts_per_step} prompts x {rollout.group_size}",
+        "sampled at": f"temperature {rollout.temperature}",
         "learning rate": str(config.optimizer.learning_rate),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return (
-        f"{MARK}\n# {config.run.name}\n\nA policy trained with reinforcement learning.\n\n| | |\n|---|---|\n{table}\n"
-    )
+    title = f"# {config.run.name}\n\nA policy trained with reinforcement learning."
+    return f"{MARK}-policy -->\n{title}\n\n| | |\n|---|---|\n{table}\n"
