@@ -119,7 +119,7 @@ def test_the_command_takes_a_gpu_and_says_which(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.folder={tmp_path}"]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert "uses GPU 7" in done.stdout
-    assert "was given GPU 7 and torch sees none" in done.stderr
+    assert "has no CUDA device that torch sees" in done.stderr
     assert done.returncode == 2
 
 

@@ -298,10 +298,10 @@ def test_a_run_that_fails_closes_its_job_first_then_the_trackers(closes, tmp_pat
         raise RuntimeError
 
     monkeypatch.setattr(run, "assemble", lambda *given: Job())
-    monkeypatch.setattr(run, "Tracking", Spy)
     monkeypatch.setattr(run, "take_steps", fail)
-    with pytest.raises(RuntimeError if closes else OSError):
-        run.run(config_for(tmp_path), SimpleNamespace(rank=0), None)
+    config = config_for(tmp_path)
+    with pytest.raises(RuntimeError if closes else OSError), Spy(config, RunFolder(config.folder)) as tracking:
+        run.run(config, SimpleNamespace(rank=0), None, tracking)
     assert said == ["job", "trackers, failed: True"]
 
 

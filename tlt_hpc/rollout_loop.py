@@ -26,20 +26,11 @@ from tlt_hpc.storage.step_lines import read_lines
 
 
 class RollingReporter(Protocol):
-    """Whoever shows a rollout in progress; called on rank 0 alone."""
+    """Shows a rollout in progress; called on rank 0 only."""
 
     def rolling(self, step: int, roster: Roster) -> None: ...
 
     def phase(self, step: int, name: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class RolloutPart:
-    """One rollout of a step: its own, or a refill."""
-
-    timing: RolloutTiming
-    stopped: bool
-    late_seconds: float
 
 
 @dataclass(frozen=True)
@@ -71,20 +62,22 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
     if job.drafting:
         begin_features(job.drafting, job.engine, step)
-    requests, parts = draws.requests(), list[RolloutPart]()
+    requests, timings, late_seconds, stopped = draws.requests(), list[RolloutTiming](), list[float](), False
     while requests:
-        left = take_up(job, requests, keeper, kept)
-        parts.append(generate_part(job, step, left, scorer, keeper, decision.trains, reporter))
-        requests = [] if parts[-1].stopped else refill(job.world, job.engine, draws, scorer)
+        left = take_over_kept(job, requests, keeper, kept)
+        timing, late, stopped = generate_part(job, step, left, scorer, keeper, decision.trains, reporter)
+        timings.append(timing)
+        late_seconds.append(late)
+        requests = [] if stopped else refill(job.world, job.engine, draws, scorer)
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
-    timings = tuple(part.timing for part in parts)
-    late = max(part.late_seconds for part in parts)
-    return Tail(job.engine.collect(), timings, parts[-1].stopped, scorer, decision, late, kept.keys())
+    return Tail(job.engine.collect(), tuple(timings), stopped, scorer, decision, max(late_seconds), kept.keys())
 
 
-def take_up(job: Job, requests: list[Request], keeper: Keeper, kept: Mapping[SampleKey, Rollout]) -> list[Request]:
-    """Those of the requests that are still to be generated.
+def take_over_kept(
+    job: Job, requests: list[Request], keeper: Keeper, kept: Mapping[SampleKey, Rollout]
+) -> list[Request]:
+    """The requests that are still to be generated.
 
     Kept responses to the others join the engine's finished ones on the ranks that own them: they are scored, gathered
     and logged like any other.
@@ -134,8 +127,10 @@ def generate_part(
     keeper: Keeper,
     trains: bool,
     reporter: RollingReporter,
-) -> RolloutPart:
+) -> tuple[RolloutTiming, float, bool]:
     """Generate; once this rank has finished, score and train the drafter until the last rank has finished.
+
+    Returns the times, the seconds from the release until this rank left the loop, and whether a stop vote ended it.
 
     Args:
         requests: all ranks'.
@@ -168,7 +163,7 @@ def generate_part(
     if roster.stopping:
         engine.abort()
     keeper.keep(engine.finished, durable=roster.stopping)  # the update may take long, and may be killed
-    return RolloutPart(timing, roster.stopping, late_seconds)
+    return timing, late_seconds, roster.stopping
 
 
 def use_wait(job: Job, scorer: Scorer, trains: bool) -> bool:
@@ -229,5 +224,5 @@ def decide_training(job: Job, step: int) -> Decision:
 
 
 def past_drafts(folder: RunFolder, step: int) -> list[DraftCounts]:
-    """What the log tells of the learned drafter's rounds in the steps before ``step``."""
+    """The learned drafter's counts of the steps before ``step``, from the log."""
     return [DraftCounts.from_metrics(line) for number, line in read_lines(folder.metrics).items() if number < step]

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its configuration, and takes them down. The loop that uses them is in train.py."""
+"""Builds the parts of a run from its configuration, and closes them. The loop that uses them is in train.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 
 from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import CheckpointStore
+from tlt_hpc.cluster.device import GIVEN as GIVEN_GPU
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
@@ -29,12 +31,12 @@ from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
 from tlt_hpc.look.energy import EnergyMeter
 from tlt_hpc.look.environment import RankPlace, find_environment
-from tlt_hpc.models import drafter_file
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter, serving_drafter
+from tlt_hpc.models.drafter_file import TOKEN_IDS, check_layers, initial_drafter, make_drafter
 from tlt_hpc.models.folder import DTYPES, folder_weights, num_used_tokens, start_model
 from tlt_hpc.models.once import read_all_once, read_once
+from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.models.sharding import WHOLE, Sharding
 from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.owner import claim_owner
@@ -56,10 +58,6 @@ from tlt_hpc.storage.records import Environment, add_environment
 
 logger = logging.getLogger(__name__)
 
-GIVEN_GPU = "TLT_GPU"
-"""Where cluster/device.py says which GPU a rank was left with."""
-
-DRAFTER_FILE = drafter_file.DRAFTER_FILE
 _COUNTED_STEPS = 64
 """Steps whose prompts are counted for a draft vocabulary."""
 CALIBRATION_RESPONSES = 8
@@ -78,13 +76,11 @@ class Drafting:
     """The engine's copy, in the decoder's precision; refreshed after every merge."""
     checkpoints: CheckpointStore
     """Of the drafter alone, between those of the whole."""
-    saved_every: int
-    """Steps from one of those to the next; 0: there are none."""
     warned: list[int] = field(default_factory=list)
     """The step, if any, at which the user was told that one was left out."""
 
     def load(self, checkpoint: Checkpoint, node: NodeGroup) -> None:
-        """Take up the drafter that a checkpoint has; collective over the node.
+        """Load the drafter of a checkpoint; collective over the node.
 
         Raises:
             UserError: it is of another shape.
@@ -103,6 +99,8 @@ class Session:
     assets: ModelAssets
     decoder: Decoder
     pulse: Pulse
+    parts: ExitStack
+    """Closes the session's parts, the last opened first."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -110,7 +108,29 @@ class Session:
 
     def settings(self) -> EngineSettings:
         """The engine's settings in the job's rollouts."""
-        return engine_settings(self.config, self.assets, self.world)
+        rollout, speculation, assets = self.config.rollout, self.config.speculation, self.assets
+        return EngineSettings(
+            params=SamplingParams(
+                max_tokens=rollout.max_new_tokens,
+                temperature=rollout.temperature,
+                top_k=rollout.top_k,
+                top_p=rollout.top_p,
+                min_p=rollout.min_p,
+                min_tokens=rollout.min_new_tokens,
+                stop_strings=rollout.stop_strings,
+            ),
+            num_tokens=num_used_tokens(assets.tokenizer, assets.shape),
+            eos_token_ids=assets.eos_token_ids,
+            max_live=rollout.max_live,
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
+            tie_guard=self.config.tie_guard,
+            kv_bytes=rollout.kv_bytes,
+            page_size=rollout.page_size,
+            prefill_tokens=rollout.prefill_tokens,
+            strategies=strategies_of(speculation.mode, speculation.strategies),
+            seed=self.world.rank,
+            detokenize=assets.tokenizer.decode if rollout.stop_strings else None,
+        )
 
     def make_engine(self, settings: EngineSettings, drafter: Drafter | None = None) -> RolloutEngine:
         """A rollout engine on this rank's decoder.
@@ -122,6 +142,21 @@ class Session:
             return RolloutEngine(self.decoder, settings, drafter, self.replica.agree if self.replica.size > 1 else None)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def calibrate(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
+        """Measure near-ties, and the cost of rounds if there is a choice, on responses that are discarded.
+
+        They have a stream of their own: the requests' true keys would generate the coming texts.
+        """
+        some = [
+            replace(request, key=replace(request.key, stream=Stream.CALIBRATION))
+            for request in requests[:CALIBRATION_RESPONSES]
+        ]
+        self.world.say("calibrating the rollout engine")
+        engine.calibrate(some)
+        if len(engine.settings.strategies) > 1 and self.config.speculation.profile_seconds:
+            self.world.say("measuring what rounds cost")
+            engine.profile(some, self.config.speculation.profile_seconds)
 
     def keeps(self, key: SampleKey) -> bool:
         """Whether this rank keeps a response that its replica generates."""
@@ -176,8 +211,8 @@ class Session:
         return roster
 
     def close(self) -> None:
-        """Take the parts down; the process group stays for a further session of this process."""
-        self.pulse.close()
+        """Close the parts; the process group stays for a further session of this process."""
+        self.parts.close()
 
 
 def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
@@ -192,25 +227,24 @@ def open_session(config: Config, world: World, assets: ModelAssets) -> Session:
     decoder = Decoder(assets.shape, DTYPES[config.model.dtype], device, make_sharding(replica, world, device))
     comm = world.private_comm()
     pulse = ReplicaPulse(comm, replica) if replica.size > 1 else Pulse(comm, BUSY_SECONDS)
-    return Session(config, world, replica, assets, decoder, pulse)
+    parts = ExitStack()
+    parts.callback(pulse.close)
+    return Session(config, world, replica, assets, decoder, pulse, parts)
+
+
+@contextmanager
+def closed_on_error(session: Session) -> Iterator[None]:
+    """Close a session if what is built on it within fails."""
+    with ExitStack() as undo:
+        undo.callback(session.close)
+        yield
+        undo.pop_all()
 
 
 def load_folder(session: Session) -> None:
     """Load the weights of the job's model folder into the decoder; collective over the node."""
     weights = folder_weights(session.assets.folder, session.decoder.weight_cuts(), session.world.node_group)
     session.decoder.load(weights, 0, are_cut=True)
-
-
-def initial_serving_drafter(session: Session) -> Drafter | None:
-    """The drafter that ``drafter.init`` names, laid out for serving; None if it is random. Collective over the node.
-
-    Raises:
-        ConfigError: there is none, or it is of another model.
-    """
-    settings = session.config.drafter
-    init = partial(initial_drafter, settings.init, settings.form, session.decoder.shape)
-    weights = read_all_once(session.world.node_group, init)
-    return None if weights is None else serving_drafter(weights, session.decoder)
 
 
 def engine_status(engine: RolloutEngine, world: World) -> Status:
@@ -257,57 +291,59 @@ class Job(Session):
         assert self.drafting is not None
         self.engine.load_drafter(self.drafting.spot.served(), self.drafting.spot.is_trained)
 
-    def close(self) -> None:
-        """Take the parts down; the process group stays for a further job of this process."""
-        try:
-            self.policy.close()
-        finally:
-            if self.drafting:
-                self.drafting.cache.abandon_step()  # still open if the run failed: its thread ends here
-            self.meter.close()
-            super().close()
-
 
 def assemble(config: Config, world: World) -> Job:
-    """Build all parts of a run; collective."""
+    """Build all parts of a run; collective. If one cannot be built, those before it are closed."""
     bench = open_bench(config, world)
     node = world.node_group
     world.say("reading the model and the data")
     assets = read_assets_once(config, world.size, node)
     if world.rank == 0 and assets.prompts.warning:
         logger.warning("%s", assets.prompts.warning)
-    warm = None
-    if config.speculation.mode == "full":
-        init = partial(initial_drafter, config.drafter.init, config.drafter.form, assets.shape)
-        warm = read_all_once(node, init)
-    folder = RunFolder(config.folder)
-    session = open_session(config, world, assets)
-    device = session.decoder.device
-    drafting = make_drafting(session, assets, folder, warm) if config.speculation.mode == "full" else None
-    meter, environment = look_around(world, device)
-    # last of what may find a mistake of the user's: nothing is written before
-    claim_folder(folder, config, world, assets.prompts, environment)
-    if drafting:
-        drafting.cache.recover()
-    engine = session.make_engine(session.settings(), drafting.served if drafting else None)
-    engine.keeps = session.keeps
-    world.say("joining the process group")
-    join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
-    world.say("loading the policy")
-    is_dealt = config.optimizer.zero_stage == 3
-    start = partial(start_model, assets.folder, config.model.dtype, device, is_dealt, world.rank, node)
-    return Job(
-        **vars(session),
-        folder=folder,
-        prompts=assets.prompts,
-        engine=engine,
-        policy=Policy(start(), config, world, start if config.algorithm.kl_coefficient else None),
-        checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
-        drafting=drafting,
-        bench=bench,
-        mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),
-        meter=meter,
-    )
+    has_drafter = config.speculation.mode == "full"
+    warm = read_initial_drafter(config, assets.shape, node) if has_drafter else None
+    session, folder = open_session(config, world, assets), RunFolder(config.folder)
+    device, parts = session.decoder.device, session.parts
+    with closed_on_error(session):
+        drafting = make_drafting(session, assets, folder, warm) if has_drafter else None
+        if drafting:
+            parts.callback(drafting.cache.abandon_step)  # still open if the run failed: its thread ends here
+        meter, environment = look_around(world, device)
+        parts.callback(meter.close)
+        # last of what may find a mistake of the user's: nothing is written before
+        claim_folder(folder, config, world, assets.prompts, environment)
+        if drafting:
+            drafting.cache.recover()
+        engine = session.make_engine(session.settings(), drafting.served if drafting else None)
+        engine.keeps = session.keeps
+        world.say("joining the process group")
+        join_process_group(world, "cuda" if device.type == "cuda" else "cpu")
+        world.say("loading the policy")
+        is_sharded = config.optimizer.zero_stage == 3
+        start = partial(start_model, assets.folder, config.model.dtype, device, is_sharded, world.rank, node)
+        policy = Policy(start(), config, world, start if config.algorithm.kl_coefficient else None)
+        parts.callback(policy.close)
+        return Job(
+            **vars(session),
+            folder=folder,
+            prompts=assets.prompts,
+            engine=engine,
+            policy=policy,
+            checkpoints=CheckpointStore(folder.checkpoints, config.checkpoint.keep),
+            drafting=drafting,
+            bench=bench,
+            mismatch=MismatchWatch(config.model.dtype, config.algorithm.rollout_correction != "none"),
+            meter=meter,
+        )
+
+
+def read_initial_drafter(config: Config, shape: ModelShape, node: NodeGroup) -> dict[str, torch.Tensor] | None:
+    """The weights that ``drafter.init`` names; None if it is random. Collective over the node.
+
+    Raises:
+        ConfigError: there are none, or they are of another model.
+    """
+    return read_all_once(node, partial(initial_drafter, config.drafter.init, config.drafter.form, shape))
 
 
 def look_around(world: World, device: torch.device) -> tuple[EnergyMeter, Environment | None]:
@@ -373,32 +409,28 @@ def claim_folder(
 
     name, writer = world.once(write_claim)
     try:
-        _check_shared(config, name, writer, world)
-        if prompts is not None:
-            _check_same_prompts(prompts, world)
+        _check_ranks_agree(config, name, writer, prompts, world)
     finally:
         if world.rank == 0:
             probe.unlink(missing_ok=True)
     BEAT.folder = folder.status
 
 
-def _check_shared(config: Config, name: str, writer: str, world: World) -> None:
-    """Refuse a folder in which not every rank finds the file that rank 0 left: a save would wait there for ever."""
-    seen = world.allgather((world.hostname, not hidden_files(config.folder, {name})))
-    for rank, (hostname, is_there) in enumerate(seen):
+def _check_ranks_agree(config: Config, name: str, writer: str, prompts: PromptSource | None, world: World) -> None:
+    """Refuse a folder in which a rank does not find the file that rank 0 wrote, and data that differs between nodes.
+
+    A save would otherwise wait for ever, and ranks would generate, and score, different prompts as one.
+    """
+    drawn = [] if prompts is None else prompts.batch(0)
+    digest = sha256(b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in drawn)).digest()
+    seen = world.allgather((world.hostname, not hidden_files(config.folder, {name}), digest))
+    for rank, (hostname, is_there, found) in enumerate(seen):
         if not is_there:
             raise ConfigError(
                 f"run.folder = {config.run.folder!r}: rank {rank} on {hostname} does not see what rank 0 on "
                 f"{writer} wrote there; use a folder that all nodes share"
             )
-
-
-def _check_same_prompts(prompts: PromptSource, world: World) -> None:
-    """Refuse data that is not the same on all nodes: ranks would generate, and score, different prompts as one."""
-    tokens = b"".join(prompt.tokens.tobytes() + prompt.answer.encode() for prompt in prompts.batch(0))
-    seen = world.allgather((world.hostname, sha256(tokens).digest()))
-    for rank, (hostname, mark) in enumerate(seen):
-        if mark != seen[0][1]:
+        if found != seen[0][2]:
             raise ConfigError(
                 f"data.source: rank {rank} on {hostname} draws other prompts than rank 0 on {seen[0][0]}; "
                 "give all nodes the same files"
@@ -431,15 +463,14 @@ def choose_device(config: Config, world: World) -> torch.device:
     """The rank's device: one CUDA device per local rank where there are any, unless the configuration says otherwise.
 
     Raises:
-        ConfigError: ``cuda`` is asked for and there is none, or the launcher has given this rank one that torch lacks.
+        ConfigError: ``cuda`` is asked for, or the launcher has given this rank a GPU, and torch sees none.
     """
     available = torch.cuda.is_available()
-    if config.model.device == "cuda" and not available:
-        raise ConfigError("model.device = 'cuda' but torch sees no CUDA device; use 'cpu' or fix the allocation")
-    if config.model.device == "auto" and not available and GIVEN_GPU in os.environ:
+    wanted = config.model.device == "cuda" or (config.model.device == "auto" and GIVEN_GPU in os.environ)
+    if wanted and not available:
         raise ConfigError(
-            f"rank {world.rank} on {world.hostname} was given GPU {os.environ[GIVEN_GPU]} and torch sees none; install "
-            "a CUDA build of torch that fits the driver, or give model.device=cpu"
+            f"rank {world.rank} on {world.hostname} has no CUDA device that torch sees; install a CUDA build of torch "
+            "that fits the driver, fix the allocation, or give model.device=cpu"
         )
     if config.model.device == "cpu" or not available:
         return torch.device("cpu")
@@ -472,60 +503,6 @@ def unit_of(config: Config, key: SampleKey) -> int:
     return key.draw if config.rollout.shard == "group" else key.draw * config.rollout.group_size + key.sample
 
 
-def calibration_requests(requests: Sequence[Request]) -> list[Request]:
-    """The first few under keys of a stream of their own: the true keys would give the coming texts away."""
-    return [
-        replace(request, key=replace(request.key, stream=Stream.CALIBRATION))
-        for request in requests[:CALIBRATION_RESPONSES]
-    ]
-
-
-def calibrate(
-    engine: RolloutEngine,
-    requests: list[Request],
-    profile_seconds: float,
-    say: Callable[[str], None] = lambda words: None,
-) -> None:
-    """Measure near-ties, and the cost of rounds where there is a choice, on responses that are discarded.
-
-    Args:
-        profile_seconds: what measuring the costs may take at most; 0: they are not measured.
-        say: told what is being done.
-    """
-    say("calibrating the rollout engine")
-    engine.calibrate(requests)
-    if len(engine.settings.strategies) > 1 and profile_seconds:
-        say("measuring what rounds cost")
-        engine.profile(requests, profile_seconds)
-
-
-def engine_settings(config: Config, assets: ModelAssets, world: World) -> EngineSettings:
-    """The engine's part of the configuration."""
-    rollout, speculation = config.rollout, config.speculation
-    return EngineSettings(
-        params=SamplingParams(
-            max_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            min_tokens=rollout.min_new_tokens,
-            stop_strings=rollout.stop_strings,
-        ),
-        num_tokens=num_used_tokens(assets.tokenizer, assets.shape),
-        eos_token_ids=assets.eos_token_ids,
-        max_live=rollout.max_live,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        tie_guard=config.tie_guard,
-        kv_bytes=rollout.kv_bytes,
-        page_size=rollout.page_size,
-        prefill_tokens=rollout.prefill_tokens,
-        strategies=strategies_of(speculation.mode, speculation.strategies),
-        seed=world.rank,
-        detokenize=assets.tokenizer.decode if rollout.stop_strings else None,
-    )
-
-
 def make_drafting(
     session: Session, assets: Assets, folder: RunFolder, warm: dict[str, torch.Tensor] | None
 ) -> Drafting:
@@ -543,7 +520,7 @@ def make_drafting(
     if warm is not None:
         spot.start_from(warm)
     alone = CheckpointStore(folder.drafter_checkpoints, keep=2)
-    return Drafting(cache, spot, served, alone, saved_every=1 if settings.train else 0)
+    return Drafting(cache, spot, served, alone)
 
 
 def cache_place(config: Config, world: World, folder: RunFolder) -> tuple[RunFolder, int, int]:
@@ -572,16 +549,12 @@ def choose_vocabulary(config: Config, assets: Assets) -> torch.Tensor | None:
     Before a run there is no response to count: the prompts of its first steps and their answers stand for them.
 
     Raises:
-        ConfigError: the model has too few layers for this form.
+        UserError: the model has too few layers for this form.
     """
     if config.drafter.form == "eagle":
         return None
-    num_tokens = num_used_tokens(assets.tokenizer, assets.shape)
-    try:
-        check_layers(assets.shape, "drafter.form = 'eagle3'")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    counted = count_tokens(_texts(config, assets), num_tokens)
+    check_layers(assets.shape, "drafter.form = 'eagle3'")
+    counted = count_tokens(_texts(config, assets), num_used_tokens(assets.tokenizer, assets.shape))
     ids = most_frequent_tokens(counted, config.drafter.vocabulary, assets.eos_token_ids)
     return torch.from_numpy(ids)
 

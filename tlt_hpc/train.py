@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,6 @@ from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROB
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
-from tlt_hpc.mpi.roster import Roster
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.finished import record_finished
 from tlt_hpc.resume.kept import drop_kept
@@ -41,26 +40,23 @@ from tlt_hpc.resume.saving import (
 from tlt_hpc.rewards.scorer import joined
 from tlt_hpc.rl.gather import gather
 from tlt_hpc.rl.update import update_policy
+from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.engine import EngineCounts
-from tlt_hpc.rollout_loop import Tail, end_features, roll_out
+from tlt_hpc.rollout_loop import RollingReporter, Tail, end_features, roll_out
 from tlt_hpc.session import Job, assemble
-from tlt_hpc.storage.folder import RunFolder, rank_of
+from tlt_hpc.storage.folder import rank_of
 from tlt_hpc.storage.rollout_log import StepRecord, write_step
 from tlt_hpc.storage.step_lines import Line, add_line, read_lines
 
 logger = logging.getLogger(__name__)
 
 
-class Reporter(Protocol):
-    """Whoever shows a run to its user; called on rank 0 alone."""
+class Reporter(RollingReporter, Protocol):
+    """Shows a run to its user; called on rank 0 only."""
 
     def replayed(self, step: int) -> None: ...
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
-
-    def rolling(self, step: int, roster: Roster) -> None: ...
-
-    def phase(self, step: int, name: str) -> None: ...
 
     def stepped(self, summary: StepMetrics) -> None: ...
 
@@ -85,35 +81,24 @@ def run(config: Config, world: World, reporter: Reporter, tracking: Tracking | N
     """Run, or resume, the job that ``config`` describes; collective.
 
     Args:
-        tracking: what ``open_tracking`` has opened, where trackers are to outlast the run; else they are closed here.
+        tracking: follows the run's lines; it is not closed here.
 
     Raises:
         ValueError: the user's mistake (configuration, model folder, data), before any step.
     """
-    # the job is closed before the trackers, which may wait for a server that is away
-    trackers = open_tracking(config, world) if tracking is None else nullcontext(tracking)
-    with trackers as told, closing(assemble(config, world)) as job:
-        return take_steps(job, told, reporter)
+    with closing(assemble(config, world)) as job:
+        return take_steps(job, tracking, reporter)
 
 
 def settle_heap() -> None:
-    """Take all that stands before the first step out of the garbage collector's rounds.
+    """Exclude all objects that exist before the first step from garbage collection.
 
-    A full round over libraries, model and engine stops a rank for a third of a second and more, wherever it happens to
-    be; in the middle of a rollout all ranks wait for that.
+    A full collection over libraries, model and engine stops a rank for a third of a second or more; in the middle of a
+    rollout all ranks wait for it.
     """
     gc.unfreeze()  # what an earlier run of this process left
     gc.collect()
     gc.freeze()
-
-
-def open_tracking(config: Config, world: World) -> AbstractContextManager[Tracking | None]:
-    """The trackers of a run, on rank 0 alone.
-
-    Raises:
-        UserError: a package that is asked for is not installed.
-    """
-    return nullcontext() if world.rank else Tracking(config, RunFolder(config.folder))
 
 
 def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunResult:
@@ -128,7 +113,8 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     first = step
     reserve_copy(job)
     if world.rank == 0:
-        reporter.started(config, step, memory_table(job))
+        memory = job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
+        reporter.started(config, step, memory)
     if saved < step:  # so that nothing is replayed twice
         saved = save_checkpoint(job, step, saved)
     agree_on_owner(world, job.folder.status, BEAT.start)
@@ -159,11 +145,6 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     if finished and world.rank == 0:
         record_finished(config, step, digest)
     return RunResult(first, step, finished, digest, world.stop_reason if stop and not finished else "")
-
-
-def memory_table(job: Job) -> dict[str, int]:
-    """Bytes of a rank's rollout engine and, where there is one, of the drafter's training."""
-    return job.engine.memory_table() | (job.drafting.spot.memory_table() if job.drafting else {})
 
 
 def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, timer: PhaseTimer | None = None) -> bool:
@@ -203,7 +184,8 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     with timer("update_actor"), job.pulse.progressing():
         update = update_policy(job.config, job.policy, rollouts, scores)
     with timer("refresh"):
-        merged = finish_merge(job) if merge else unmerged(job)
+        unmerged = job.drafting.spot.unmerged() if job.drafting else None
+        merged = finish_merge(job) if merge else unmerged
         job.load_policy(step + 1)
     own = {rollout.key for rollout in tail.rollouts}
     advantages = np.full(len(rollouts), np.nan, np.float32)  # of what dynamic sampling has left out
@@ -274,11 +256,6 @@ def finish_merge(job: Job) -> MergeReport:
     return report
 
 
-def unmerged(job: Job) -> MergeReport | None:
-    """The report of a step that trains no drafter; None where there is none."""
-    return job.drafting.spot.unmerged() if job.drafting else None
-
-
 def judge_and_track(
     job: Job, evaluation: TrainingEvaluation | None, tracking: Tracking | None, step: int, reporter: Reporter
 ) -> bool:
@@ -327,7 +304,7 @@ def make_record(
     if job.replica.index > 0:
         counts = counts.without_shared_counts()
     micro_steps = tuple(job.drafting.spot.records) if job.drafting else ()
-    names = tuple(counts.strategies)
+    rounds, tokens = np.array([*counts.strategies.values()], np.int64).reshape(-1, 2).T
     kept = [rollout for rollout in tail.rollouts if rollout.key in tail.kept]
     return StepRecord(
         step=step,
@@ -340,9 +317,9 @@ def make_record(
         refills=tail.timings[1:],
         micro_steps=micro_steps,
         harvested_seconds=sum((m.end_seconds - m.start_seconds for m in micro_steps), 0.0),
-        strategy_names=names,
-        strategy_rounds=np.array([counts.strategies[name][0] for name in names], dtype=np.int64),
-        strategy_tokens=np.array([counts.strategies[name][1] for name in names], dtype=np.int64),
+        strategy_names=tuple(counts.strategies),
+        strategy_rounds=rounds,
+        strategy_tokens=tokens,
         decisions=decisions_of(counts),
         spans=counts.spans,
         phases=phases,
@@ -375,11 +352,9 @@ def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts, merged: MergeRep
 
 
 def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:
-    """What came of the learned drafter's drafts: of the family of its strategies that is named first, and no other."""
-    families = [strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter]
-    tally = counts.drafts.get(families[0]) if families else None
-    if tally is None:
-        return DraftCounts((0.0,) * JUDGED_DEPTH, (0.0,) * JUDGED_DEPTH)
+    """How the learned drafter's drafts fared: those of the first family of its strategies."""
+    family = next((strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter), "")
+    tally = counts.drafts.get(family, DraftTally())
     columns = (tuple(map(float, column[:JUDGED_DEPTH])) for column in (tally.reached, tally.accepted))
     return DraftCounts(*columns)
 

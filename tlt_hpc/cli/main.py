@@ -15,7 +15,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -499,7 +499,7 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
 
 def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
     """``tlt train`` on this rank."""
-    from tlt_hpc.look.tracking import start_early
+    from tlt_hpc.look.tracking import Tracking, start_early
 
     start_rewards(config)
     if not launched_rank(os.environ):
@@ -512,9 +512,9 @@ def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> in
         return 0
     from tlt_hpc.cli.display import make_reporter, print_result
     from tlt_hpc.rl.distributed import leave_process_group
-    from tlt_hpc.train import open_tracking, run
+    from tlt_hpc.train import run
 
-    with open_tracking(config, world) as tracking:
+    with nullcontext() if world.rank else Tracking(config, RunFolder(config.folder)) as tracking:
         with make_reporter(world.rank == 0, lambda: world.stop_requested) as reporter:
             result = run(config, world, reporter, tracking)
         leave_process_group()

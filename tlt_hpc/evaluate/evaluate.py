@@ -41,8 +41,6 @@ from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import (
     CALIBRATION_RESPONSES,
     Session,
-    calibrate,
-    calibration_requests,
     open_bench,
     open_session,
 )
@@ -112,8 +110,7 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
         if num_missing:
             engine = make_engine(session, sets, checkpoint)
             some = wanted[:: max(1, len(wanted) // CALIBRATION_RESPONSES)]
-            requests = calibration_requests([each.requests[-1] for each in some])
-            calibrate(engine, requests, config.speculation.profile_seconds)
+            session.calibrate(engine, [each.requests[-1] for each in some])
             start = time.perf_counter()
             if not answer(session, engine, bench, wanted, folder, done, reporter.answering):
                 left = world.once(lambda: len(missing_of(wanted, folder.read())))

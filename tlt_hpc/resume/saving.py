@@ -13,13 +13,14 @@ from tlt_hpc.checkpoint.manifest import Checkpoint
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
+from tlt_hpc.models.drafter_file import DRAFTER_FILE
 from tlt_hpc.models.once import read_once
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.resume.replay import Replayed, replay
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.costs import to_json
-from tlt_hpc.session import DRAFTER_FILE, Drafting, Job, calibrate, calibration_requests
+from tlt_hpc.session import Drafting, Job
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.records import write_json
 from tlt_hpc.storage.step_lines import drop_lines
@@ -38,7 +39,7 @@ def reserve_copy(job: Job) -> None:
     drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job, job.drafting)) if job.drafting else 0
     num_bytes = job.policy.num_shard_bytes + job.policy.num_reference_bytes + drafter_bytes
     job.checkpoints.reserve(job.world, num_bytes, pinned)
-    if job.drafting and job.drafting.saved_every:
+    if job.drafting and job.config.drafter.train:
         job.drafting.checkpoints.reserve(job.world, drafter_bytes, pinned)
 
 
@@ -90,11 +91,11 @@ def begin_save(job: Job, step: int) -> None:
 
 @BEAT.within(Phase.SAVING)
 def save_drafter_if_due(job: Job, step: int) -> None:
-    """Begin to save the drafter alone, and what the chooser has counted, where that is due; collective.
+    """Begin to save the drafter alone, if it is trained, and what the chooser has counted; collective.
 
     No step waits for it: where the last one is still being written, this one is left out, which is warned of once.
     """
-    if job.drafting is None or not job.drafting.saved_every or step % job.drafting.saved_every:
+    if job.drafting is None or not job.config.drafter.train:
         return
     store = job.drafting.checkpoints
     store.advance(job.world.allgather(store.report()))
@@ -199,9 +200,7 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
         job.serve_drafter()
     job.load_policy(step)
     own = job.shard(StepDraws(job.config, job.prompts, step).requests())
-    some = calibration_requests(own[:: job.config.rollout.group_size])
-    profile_seconds = job.config.speculation.profile_seconds
-    calibrate(job.engine, some, profile_seconds, job.world.say)
+    job.calibrate(job.engine, own[:: job.config.rollout.group_size])
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step

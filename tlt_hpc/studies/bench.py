@@ -20,17 +20,16 @@ from tlt_hpc.common.records import Request, SampleKey, Stream
 from tlt_hpc.config import Config
 from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.models.drafter import Drafter
+from tlt_hpc.models.drafter_file import serving_drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import read_assets_once
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of
 from tlt_hpc.session import (
     Session,
-    calibrate,
-    calibration_requests,
-    initial_serving_drafter,
     load_folder,
     open_session,
+    read_initial_drafter,
 )
 from tlt_hpc.studies.compare import num_mismatched
 
@@ -79,7 +78,10 @@ def bench_rollout(
     assets = read_assets_once(config, world.size, world.node_group)
     with closing(open_session(config, world, assets)) as session, BEAT.within(Phase.ROLLOUT):
         load_folder(session)
-        drafter = initial_serving_drafter(session) if config.speculation.mode == "full" else None
+        weights = None
+        if config.speculation.mode == "full":
+            weights = read_initial_drafter(config, session.decoder.shape, world.node_group)
+        drafter = None if weights is None else serving_drafter(weights, session.decoder)
         strategies = strategies_of(config.speculation.mode, config.speculation.strategies)
         if drafter is None:
             strategies = tuple(strategy for strategy in strategies if not strategy.has_drafter)
@@ -142,8 +144,7 @@ def _roll_out(
     """One repetition by a new engine that has answered ``others``; this rank's texts, or None after a stop request."""
     engine = session.make_engine(settings, drafter)
     engine.drafter_ready = drafter is not None
-    profile_seconds = session.config.speculation.profile_seconds
-    calibrate(engine, calibration_requests(others), profile_seconds)
+    session.calibrate(engine, others)
     if session.generate(engine, others).stopping:
         return None
     engine.collect(), engine.take_counts()

@@ -22,7 +22,7 @@ from tlt_hpc.models.folder import num_used_tokens
 from tlt_hpc.models.once import read_all_once
 from tlt_hpc.mpi.world import World
 from tlt_hpc.plan.inputs import Assets, read_assets_once
-from tlt_hpc.session import Session, claim_folder, load_folder, make_drafting, open_session
+from tlt_hpc.session import Session, claim_folder, closed_on_error, load_folder, make_drafting, open_session
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 
@@ -63,19 +63,20 @@ def assemble(config: Config, world: World) -> Warmup:
     warm = read_all_once(node, init)
     texts = choose_texts(config, assets, world)
     session = open_session(config, world, assets)
-    load_folder(session)
-    folder = RunFolder(config.folder)
-    # the cache that comes with it is a run's; a warm-up keeps its features in parts
-    drafting = make_drafting(session, assets, folder, warm)
-    claim(folder, config, world, None if config.warmup.sources else assets.prompts)
-    return Warmup(
-        **vars(session),
-        path=folder.path,
-        texts=texts,
-        trainer=drafting.spot,
-        served=drafting.served,
-        saves=CheckpointStore(training_folder(folder), _NUM_SAVES),
-    )
+    with closed_on_error(session):
+        load_folder(session)
+        folder = RunFolder(config.folder)
+        # the cache that comes with it is a run's; a warm-up keeps its features in parts
+        drafting = make_drafting(session, assets, folder, warm)
+        claim(folder, config, world, None if config.warmup.sources else assets.prompts)
+        return Warmup(
+            **vars(session),
+            path=folder.path,
+            texts=texts,
+            trainer=drafting.spot,
+            served=drafting.served,
+            saves=CheckpointStore(training_folder(folder), _NUM_SAVES),
+        )
 
 
 def choose_texts(config: Config, assets: Assets, world: World) -> Texts:
