@@ -480,7 +480,7 @@ def test_an_export_that_fails_keeps_the_one_before(run, capsys, monkeypatch):
         (("{here}/none", "--format", "sglang"), "none does not exist"),
         (("{here}/empty", "--format", "sglang", "--model", EMBEDDED_MODEL), "has no drafter; give a run"),
         (("{here}/alone", "--format", "sglang"), "--model FOLDER"),
-        (("{here}/alone", "--format", "sglang", "--model", "{here}/empty"), "no config.json there"),
+        (("{here}/alone", "--format", "sglang", "--model", "{here}/empty"), "no config.json in that folder"),
         (("{here}/cut", "--format", "sglang", "--model", EMBEDDED_MODEL), "is no whole safetensors file"),
     ],
 )
