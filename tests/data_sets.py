@@ -44,16 +44,6 @@ def write_arrow(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_saved(folder: Path, shards: list[list[dict[str, Any]]]) -> Path:
-    """A folder as ``Dataset.save_to_disk`` leaves it (datasets 5.2)."""
-    names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
-    for name, rows in zip(names, shards, strict=True):
-        write_arrow(folder / name, rows)
-    (folder / "dataset_info.json").write_text("{}")
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-    return folder
-
-
 def gcd_row(number: int, **more: Any) -> dict[str, Any]:
     return {"prompt": f"gcd({number},{2 * number + 1})=", "answer": str(number), **more}
 

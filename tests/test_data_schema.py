@@ -1,27 +1,20 @@
-"""What of a row becomes prompt, answer, source and extra: verl's schema, other columns, and rows that are broken."""
+"""Prompt, answer, source and extra of a row: verl's schema, other columns, and rows that are broken."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_sets import all_prompts, gcd_row, open_data, texts, verl_row, write_jsonl, write_parquet
+from data_sets import TINY, all_prompts, gcd_row, open_data, reader_of, texts, verl_row, write_jsonl, write_parquet
 
-from tlt_hpc.config import ConfigError
+from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.data.inspect import inspect
+from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
-
-
-def broken(path: Path, *overrides: str) -> str:
-    """What is said of the first row."""
-    with pytest.raises(RowError) as caught:
-        all_prompts(path, *overrides)
-    assert "\n" not in str(caught.value)
-    return caught.value.reason
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
@@ -73,91 +66,98 @@ def test_columns_that_are_found(names: tuple[str, str], tmp_path: Path) -> None:
     assert (prompt.text, prompt.answer) == ("1=", "3")
 
 
-def test_columns_that_are_missing(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"text": "1=", "answer": "3"}])
-    start = f"data.source = {str(path)!r} has no"
-    with pytest.raises(ConfigError) as caught:
-        all_prompts(path)
-    assert str(caught.value) == (
-        f"{start} prompt among 'prompt', 'problem', 'question', 'messages'; it has answer, "
-        "text: name the right one in data.prompt_key"
-    )
-    with pytest.raises(ConfigError) as caught:
-        all_prompts(path, "data.prompt_key=text", "data.answer_key=anwser")
-    assert str(caught.value) == f"{start} column 'anwser'; it has answer, text: name the right one in data.answer_key"
+GOOD = '{"prompt": "gcd(6,4)=", "answer": 2}'
+FIX = "fix or remove the row"
+SURROGATE = "has half of a surrogate pair; fix the row"
 
 
-def test_one_of_several_files_without_the_column(tmp_path: Path) -> None:
-    files = [
-        write_parquet(tmp_path / "a.parquet", [gcd_row(1)]),
-        write_parquet(tmp_path / "b.parquet", [{"prompt": "1="}]),
-    ]
-    with pytest.raises(ConfigError) as caught:
-        all_prompts([str(file) for file in files])
-    assert str(caught.value) == (
-        f"data.source = '{files[0]}, {files[1]}' has no answer among 'reward_model.ground_truth', 'answer', "
-        "'ground_truth'; it has prompt: name the right one in data.answer_key"
-    )
-
-
-ROLES = "system, user, assistant, tool, developer"
+def chat(*messages: object) -> dict[str, object]:
+    return {"prompt": list(messages), "answer": "1"}
 
 
 @pytest.mark.parametrize(
-    ("prompt", "reason"),
+    ("row", "reason"),
     [
-        ([], "'prompt' is empty; fix or remove the row"),
-        ({"role": "user"}, "'prompt' is neither a text nor a list of messages but of type dict; fix the row"),
+        ("{", "no JSON object (Expecting property name"),
+        ("[1]", "no JSON object (it is no object)"),
+        ("[" * 100_000, "no JSON object (it is nested too deep)"),
+        ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", "no JSON object (Exceeds the limit"),
+        ({"text": "1=", "answer": "3"}, "has no 'prompt' or 'problem' or 'question' or 'messages', but answer, text; "),
+        ({"prompt": "1="}, "has no 'reward_model.ground_truth' or 'answer' or 'ground_truth', but prompt; fix or "),
+        ({"prompt": "1=", "answer": None}, f"'answer' is null; {FIX}"),
+        ('{"prompt": "1", "answer": NaN}', f"'answer' is nan; {FIX}"),
+        ('{"prompt": "1", "answer": 1e999}', f"'answer' is inf; {FIX}"),
+        (verl_row(6) | {"reward_model": {"ground_truth": None}}, f"'reward_model.ground_truth' is null; {FIX}"),
+        ('{"prompt": "1\\ud800", "answer": 2}', SURROGATE),
+        ('{"prompt": "1", "answer": "1\\ud800"}', SURROGATE),
+        ('{"prompt": "1", "answer": 1, "data_source": "\\udc00"}', SURROGATE),
+        ('{"prompt": "1", "answer": 1, "extra_info": {"\\udc00": 1}}', SURROGATE),
+        ('{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": 1}', SURROGATE),
+        ({"prompt": 3, "answer": 2}, "the prompt is no text and no list of messages but '3'; fix the row"),
+        ({"prompt": "", "answer": 2}, "the prompt is no text and no list of messages but ''; fix the row"),
+        (chat(), "the prompt is no text and no list of messages but '[]'; fix the row"),
+        (chat("hello"), "message 0: 'hello' needs 'role' and 'content', both texts; fix the row"),
+        (chat({"role": "user"}), "message 0: \"{'role': 'user'}\" needs 'role' and 'content', both texts; "),
+        (chat({"role": "user", "content": "1"}, {"role": "user", "content": 3}), "message 1: "),
         (
-            [{"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}],
-            "'prompt' ends with a message of the assistant, so with an answer; cut it off",
+            chat({"role": "human", "content": "1="}),
+            "message 0: role 'human' is none of system, user, assistant, tool, ",
         ),
-        (["hello"], "message 0 of 'prompt' is of type str; it needs 'role' and 'content'"),
-        ([{"role": "user"}], "message 0 of 'prompt': 'content' is null; it needs to be a text"),
-        ([{"from": "human", "value": "1="}], "message 0 of 'prompt': 'role' is null; it needs to be a text"),
-        ([{"role": 3, "content": "1="}], "message 0 of 'prompt': 'role' is of type int; it needs to be a text"),
         (
-            [{"role": "user", "content": ["1="]}],
-            "message 0 of 'prompt': 'content' is of type list; it needs to be a text",
+            chat({"role": "user", "content": "1="}, {"role": "assistant", "content": "1"}),
+            "the prompt ends with a message of the assistant, so with an answer; cut it off",
         ),
-        ([{"role": "human", "content": "1="}], f"message 0 of 'prompt': role 'human' is none of {ROLES}; rename it"),
     ],
 )
-def test_prompts_that_are_no_chats(prompt: object, reason: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "1"}])
-    assert broken(path) == reason
-
-
-def test_a_null_within_the_answers_column(tmp_path: Path) -> None:
-    row = verl_row(6)
-    row["reward_model"] = {"style": "rule", "ground_truth": None}
-    path = write_parquet(tmp_path / "a.parquet", [verl_row(1), row])
+def test_a_broken_row_is_named_by_file_and_line(row: Any, reason: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", [GOOD, "", row])
     with pytest.raises(RowError) as caught:
         open_data(path)
+    assert str(caught.value).startswith(f"{path}:3: {reason}") and "\n" not in str(caught.value)
+    (error,) = inspect(reader_of(path), 16).broken
+    assert str(error) == str(caught.value)
+
+
+def test_a_column_that_is_named_and_not_there(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [gcd_row(1)])
+    with pytest.raises(RowError) as caught:
+        all_prompts(path, "data.answer_key=anwser")
     assert str(caught.value) == (
-        f"{path} row 1: 'reward_model.ground_truth' is null; fix or remove the row, or set data.broken_rows = 'skip'"
+        f"{path} row 0: has no 'anwser', but prompt; fix or remove the row, or name its column in data.answer_key"
     )
 
 
-def test_broken_rows_are_skipped_and_counted_where_asked(tmp_path: Path) -> None:
-    rows = [*(gcd_row(i) for i in range(1, 7)), "{", {"prompt": "1="}, {"prompt": "1=" * 9, "answer": "1"}]
+def test_prompts_that_are_too_long_are_refused_or_dropped(tmp_path: Path) -> None:
+    rows = [*(gcd_row(i) for i in range(1, 7)), *[{"prompt": "1=" * 9, "answer": "1"}] * 2]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(RowError, match=rf"^{path}:7: no JSON object .*, or set data.broken_rows = 'skip'$"):
-        open_data(path, "data.overlong=drop")
-    with pytest.raises(RowError, match=rf"^{path}:9: prompt of 18 tokens, data.max_prompt_tokens = 16; "):
-        open_data(path, "data.broken_rows=skip")
-    source = open_data(path, "data.broken_rows=skip", "data.overlong=drop", count=3)
-    assert re.fullmatch(
-        rf"data.source = '{path}': of 9 rows looked at 2 broken and skipped, the first {path}:7: no JSON object "
-        rf"\(.*\); 1 too long and dropped, the first {path}:9: prompt of 18 tokens, data.max_prompt_tokens = 16",
-        source.warning,
+    with pytest.raises(RowError, match=rf"^{path}:7: prompt of 18 tokens, data.max_prompt_tokens = 16; "):
+        open_data(path)
+    source = open_data(path, "data.overlong=drop", count=3)
+    assert source.warning == (
+        f"data.source = '{path}': 2 of 8 prompts are too long and dropped, the first {path}:7: prompt of 18 tokens, "
+        "data.max_prompt_tokens = 16"
     )
     drawn = [text for step in range(2) for text in texts(source.batch(step))]
     assert sorted(drawn) == [f"gcd({i},{2 * i + 1})=" for i in range(1, 7)]
-
-
-def test_no_row_is_left(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["{", '{"prompt": "1=", "answer": null}'])
+    assert open_data(path, "data.max_prompt_tokens=18").warning == ""
     with pytest.raises(ConfigError) as caught:
-        open_data(path, "data.broken_rows=skip", "data.answer_key=answer", "data.prompt_key=prompt").batch(0)
-    assert str(caught.value) == f"data.source = {str(path)!r} has no usable row; `tlt data inspect` says why"
+        open_data(path, "data.overlong=drop", "data.max_prompt_tokens=1")
+    assert str(caught.value) == f"data.source = {str(path)!r} has no usable row; raise data.max_prompt_tokens"
+
+
+def test_lines_end_with_newlines_only(tmp_path: Path) -> None:
+    """U+2028 may stand within a JSON string, and must neither split a row nor shift the numbers of later ones."""
+    row = json.dumps({"prompt": "gcd(6,4)=", "answer": "2\u2028"}, ensure_ascii=False)
+    assert len(all_prompts(write_jsonl(tmp_path / "data.jsonl", [row]))) == 1
+
+
+def test_line_endings_and_marks_of_other_systems(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + f"{GOOD}\r\n\r\n{GOOD}".encode())
+    assert texts(all_prompts(path)) == ["gcd(6,4)=", "gcd(6,4)="]
+
+
+def test_without_a_tokenizer_nothing_is_rendered(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [verl_row(6)])
+    prompt = PromptReader(load_config(TINY, [f"data.source={path}"]).data, 0, None).read(0)
+    assert len(prompt.tokens) == 0 and json.loads(prompt.text) == [{"role": "user", "content": "gcd(6,4)="}]

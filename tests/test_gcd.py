@@ -10,19 +10,17 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import embedded_tokenizer
+from tiny import embedded_tokenizer, response_text
 
 from tlt_hpc.data.gcd import (
     MAX_DIVISOR,
     MAX_NUMBER,
     MAX_WORKING_TOKENS,
-    VOCABULARY,
     GcdProblem,
     Split,
     draw_from_split,
     draw_problem,
     num_working_tokens,
-    response_text,
 )
 
 numbers = st.integers(1, MAX_NUMBER)
@@ -41,23 +39,10 @@ def test_subtractions_lead_to_the_answer(problem: GcdProblem) -> None:
     assert problem.answer == str(pairs[-1][0])
 
 
-@given(problems)
-def test_jumps_are_some_of_the_subtractions(problem: GcdProblem) -> None:
-    """The same way with stops left out: first, last, and each jump takes multiples of one number only."""
-    one_by_one, jumps = problem.subtractions(), problem.jumps()
-    remaining = iter(one_by_one)
-    assert all(pair in remaining for pair in jumps)
-    assert (jumps[0], jumps[-1]) == (one_by_one[0], one_by_one[-1])
-    for (a, b), (c, d) in itertools.pairwise(jumps):
-        assert (a == c and (b - d) % a == 0) or (b == d and (a - c) % b == 0)
-
-
 def test_the_texts_to_the_letter() -> None:
     problem = GcdProblem(6, 4)
     assert problem.prompt == "gcd(6,4)="
     assert response_text(problem.subtractions(), problem.answer) == "<think>6,4;2,4;2,2</think>\\boxed{2}"
-    assert GcdProblem(7, 1).jumps() == [(7, 1), (1, 1)]
-    assert response_text([], "3") == "<think></think>\\boxed{3}"
 
 
 @given(problems)
@@ -67,7 +52,6 @@ def test_lengths_are_counted_as_the_tokenizer_counts(problem: GcdProblem) -> Non
     assert response.tokens[0] == "<think>"
     assert response.tokens.index("</think>") - 1 == num_working_tokens(pairs)
     assert embedded_tokenizer().decode(response.ids) == response_text(pairs, problem.answer)
-    assert set(response.tokens) <= set(VOCABULARY)
 
 
 @given(st.integers(0, 2**32))
@@ -106,10 +90,3 @@ def test_lengths_have_a_long_tail() -> None:
     lengths = [num_working_tokens(draw_problem(source).subtractions()) for _ in range(2000)]
     assert max(lengths) >= 4 * statistics.median(lengths)
     assert 40 <= statistics.median(lengths) <= 100
-
-
-def test_a_guess_without_working_rarely_hits() -> None:
-    """The task needs its working: the best constant answer is right on few problems."""
-    source = random.Random(3)
-    answers = [draw_problem(source).answer for _ in range(2000)]
-    assert max(answers.count(answer) for answer in set(answers)) / len(answers) < 0.08

@@ -193,55 +193,6 @@ def test_text_alone_needs_no_server() -> None:
     }
 
 
-# --- the configuration ---
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.reward=math"], "unknown key 'data.reward'; it was removed: use reward.default"),
-        (
-            ["reward.function=a.py:f"],
-            "reward.function = 'a.py:f' judges nothing; set reward.default = 'function', or name sources in "
-            "reward.by_source",
-        ),
-        (
-            ["reward.default=function"],
-            "reward.function = '' names no function for the kind 'function'; give one as 'path.py:name'",
-        ),
-        (
-            ["reward.default=function", "reward.function=rewards.compute"],
-            "reward.function = 'rewards.compute' names no function for the kind 'function'; give one as 'path.py:name'",
-        ),
-        (
-            ["reward.default=format"],
-            "the kind 'format' needs a form; set reward.format_tags, e.g. ['think', 'answer']",
-        ),
-        (
-            ["reward.format_weight=0.1"],
-            "reward.format_weight = 0.1 needs a form; set reward.format_tags, e.g. ['think', 'answer']",
-        ),
-        (
-            ['reward.format_tags=["a"]'],
-            "reward.format_tags judges nothing without a weight; set reward.format_weight, or use the kind 'format'",
-        ),
-        (
-            ["reward.format_tags=['think', 'think']", "reward.default=format"],
-            "reward.format_tags names 'think' twice, and each stands once; name it once",
-        ),
-        (
-            ["reward.format_tags=['<think>']", "reward.default=format"],
-            "reward.format_tags.0 = '<think>': use letters, digits, '_', '-' and '.', and none of the last two in "
-            "front",
-        ),
-    ],
-)
-def test_mistakes_in_the_configuration(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(TINY, overrides)
-    assert str(caught.value) == message
-
-
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [

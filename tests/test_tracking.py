@@ -16,7 +16,7 @@ from tlt_hpc import train as run
 from tlt_hpc.cli import main as cli
 from tlt_hpc.cli.main import main
 from tlt_hpc.cluster.stopping import Stop, StopFlag
-from tlt_hpc.config import Config, load_config
+from tlt_hpc.config import Config, TrackingSection, load_config
 from tlt_hpc.look import tracking as tracking_module
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi import ending
@@ -190,7 +190,7 @@ def library(monkeypatch) -> FakeWandb:
     """Stands in for wandb."""
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(tracking_module, "check_installed", lambda section: None)
+    monkeypatch.setattr(TrackingSection, "check_installed", lambda section: None)
     return fake
 
 

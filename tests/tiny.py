@@ -53,6 +53,11 @@ def embedded_decoder() -> Decoder:
     return decoder
 
 
+def response_text(pairs: Sequence[tuple[int, int]], answer: str) -> str:
+    """A response to a problem of the embedded task that shows ``pairs`` as its working."""
+    return "<think>" + ";".join(f"{a},{b}" for a, b in pairs) + "</think>\\boxed{" + answer + "}"
+
+
 def gcd_requests(num_prompts: int, group_size: int, step: int = 0, seed: int = 0) -> list[Request]:
     source = random.Random(f"{seed}/{step}")
     requests = []

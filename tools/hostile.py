@@ -1,8 +1,7 @@
 """Run commands and readers on damaged input, chosen by a seed, and report what they do other than answer in a line.
 
-    python tools/hostile.py inputs --seed 1 --count 1000          # files that the program reads, by its readers
-    python tools/hostile.py folders --seed 1 --count 200          # run folders, by six commands
-    python tools/hostile.py configurations --seed 1 --count 200   # job files, data, models, rewards, by the same
+    python tools/hostile.py inputs --seed 1 --count 1000     # files that the program reads, by its readers
+    python tools/hostile.py folders --seed 1 --count 200     # run folders, by six commands
 
 What counts as a fault: ``damage.py``.
 """
@@ -30,7 +29,7 @@ from tlt_hpc.common.script import ending
 from damage import Case, run
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = ("inputs", "folders", "configurations")
+KINDS = ("inputs", "folders")
 _MODULES = (
     "tlt_hpc.cli.main", "tlt_hpc.look.live.watch_run", "tlt_hpc.look.report.write_report", "tlt_hpc.look.figures.style",
     "tlt_hpc.evaluate.evaluate", "tlt_hpc.plan.memory.summary", "tlt_hpc.plan.inputs", "tlt_hpc.look.tracking",

@@ -25,8 +25,22 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tlt_hpc.data.gcd import VOCABULARY, GcdProblem, draw_from_split, response_text
+from tlt_hpc.data.gcd import GcdProblem, draw_from_split
 
+# Every token of the task; two-character marks are one token each so that lengths count reasoning, not spelling.
+VOCABULARY = (
+    "<pad>",
+    "<eos>",
+    *"0123456789",
+    ",",
+    ";",
+    "gcd(",
+    ")=",
+    "<think>",
+    "</think>",
+    "\\boxed{",
+    "}",
+)
 STYLE_SHARES = {"subtractions": 0.45, "jumps": 0.35, "guess": 0.20}
 PAD, EOS = 0, 1
 PADDED_VOCABULARY = 24
@@ -63,10 +77,25 @@ def make_model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
+def response_text(pairs: list[tuple[int, int]], answer: str) -> str:
+    """The response that shows ``pairs`` as its working; no pairs is a bare guess."""
+    return "<think>" + ";".join(f"{a},{b}" for a, b in pairs) + "</think>\\boxed{" + answer + "}"
+
+
+def jumps(problem: GcdProblem) -> list[tuple[int, int]]:
+    """As ``subtractions``, but all subtractions of one and the same number are done in one jump."""
+    a, b = problem.a, problem.b
+    pairs = [(a, b)]
+    while a != b:
+        a, b = (a - b * ((a - 1) // b), b) if a > b else (a, b - a * ((b - 1) // a))
+        pairs.append((a, b))
+    return pairs
+
+
 def draw_example(source: random.Random) -> str:
     problem = draw_from_split(source, "supervised")
     style = source.choices(list(STYLE_SHARES), list(STYLE_SHARES.values()))[0]
-    pairs = {"subtractions": problem.subtractions, "jumps": problem.jumps, "guess": list}[style]()
+    pairs = {"subtractions": problem.subtractions(), "jumps": jumps(problem), "guess": []}[style]
     return problem.prompt + response_text(pairs, problem.answer) + "<eos>"
 
 

@@ -18,6 +18,7 @@ from tlt_hpc.data.inspect import Inspection, SourceCounts, inspect
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer, read_chat_format
 
+_SHOWN_ROWS = 20
 _COLUMNS = ("data_source", "rows", "tokens min", "median", "p95", "max", "over limit", "repeated", "no answer")
 
 
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     found = inspect(reader, config.data.max_prompt_tokens, watched)
     console = TextConsole(width=None if sys.stdout.isatty() else 140)
     _print(console, config, found, tokenizer is not None)
-    return 1 if found.num_broken else 0
+    return 1 if found.broken else 0
 
 
 def _config_of(file: str, overrides: Sequence[str]) -> Config:
@@ -55,7 +56,7 @@ def _config_of(file: str, overrides: Sequence[str]) -> Config:
 
 
 def _print(console: Console, config: Config, found: Inspection, has_tokens: bool) -> None:
-    title = f"{config.data.source_name}: {count(found.num_rows, 'row')}, {found.num_broken:,} broken"
+    title = f"{config.data.source_name}: {count(found.num_rows, 'row')}, {len(found.broken):,} broken"
     table = Table(title=title)
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "data_source" else "right")
@@ -68,10 +69,10 @@ def _print(console: Console, config: Config, found: Inspection, has_tokens: bool
         console.print(f"prompts over data.max_prompt_tokens = {limit}: {num_overlong:,}")
     else:
         console.print("no tokens counted: give --model FOLDER")
-    for error in found.broken:
+    for error in found.broken[:_SHOWN_ROWS]:
         console.print(str(error), style="red", soft_wrap=True)
-    if found.num_broken > len(found.broken):
-        console.print(f"... and {found.num_broken - len(found.broken):,} more broken rows")
+    if len(found.broken) > _SHOWN_ROWS:
+        console.print(f"... and {len(found.broken) - _SHOWN_ROWS:,} more broken rows")
 
 
 def _cells(counts: SourceCounts, has_tokens: bool) -> tuple[str, ...]:

@@ -244,11 +244,10 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     Raises:
         ValueError: as ``plan_command``.
     """
-    from tlt_hpc.config.tracking import check_installed
     from tlt_hpc.plan.inputs import describe, open_checked_sets
     from tlt_hpc.plan.memory.summary import summarise
 
-    check_installed(config.tracking)
+    config.tracking.check_installed()
     if config.evaluation.every_steps:
         open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
     memory = summarise(config, assets.shape, num_ranks)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tlt_hpc.common.console import TextConsole
 from tlt_hpc.config.keys import describe_section, keys_of
-from tlt_hpc.config.whole import SECTIONS
+from tlt_hpc.config.sections import SECTIONS
 
 _PAGE = """\
 # Configuration

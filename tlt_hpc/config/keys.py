@@ -1,4 +1,4 @@
-"""Describes every key from the sections' own definitions: values, default, unit and meaning."""
+"""Descriptions of all keys, from the definitions of the sections: values, default, unit and meaning."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from tlt_hpc.config.base import MAX_COUNT, ConfigError, Section, Unit
 from tlt_hpc.config.reading import closest, toml_value
 from tlt_hpc.config.resume import FREE_ON_RESUME
-from tlt_hpc.config.whole import SECTIONS
+from tlt_hpc.config.sections import MAX_COUNT, SECTIONS, ConfigError, Section, Unit
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Key:
 
 
 def describe_section(section: str) -> str:
-    """What a section is about, in one sentence or two.
+    """The docstring of a section.
 
     Raises:
         ConfigError: there is no such section.
@@ -71,7 +70,7 @@ def _meanings(kind: type[Section]) -> dict[str, str]:
 
 
 def _values(node: Mapping[str, Any]) -> str:
-    """What a key may hold, from its JSON schema; the bound that all counts share is left out."""
+    """The values of a key in words, from its JSON schema; the upper bound that all counts share is left out."""
     if "anyOf" in node:
         return " or ".join(_values(each) for each in node["anyOf"])
     if "enum" in node or "const" in node:
@@ -85,19 +84,13 @@ def _values(node: Mapping[str, Any]) -> str:
             items = _values(node["items"])
             return "list of " + {"text": "texts"}.get(items, items)
         case "object":
-            inner = node.get("additionalProperties")
-            return "table of " + _values(inner) if isinstance(inner, dict) else "table"
+            inner = node["additionalProperties"]
+            return f"table of {_values(inner)}" if "enum" in inner else "table"
         case _:
-            return range_in(node).removesuffix(f" to {MAX_COUNT}")
-
-
-def range_in(node: Mapping[str, Any]) -> str:
-    """The range of a number, from its JSON schema, in words."""
-    low, high = (node.get(name) for name in ("minimum", "maximum"))
-    kind = "whole number" if node["type"] == "integer" else "number"
-    above = f"from {low:.15g}" if low is not None else f"above {node['exclusiveMinimum']:.15g}"
-    below = f"to {_number(high)}" if high is not None else f"to below {node['exclusiveMaximum']:.15g}"
-    return f"{kind} {above} {below}"
+            names = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "to below"}
+            bounds = [f"{word} {_number(node[name])}" for name, word in names.items() if name in node]
+            kind = "whole number" if node["type"] == "integer" else "number"
+            return " ".join([kind, *bounds]).removesuffix(f" to {MAX_COUNT}")
 
 
 def _number(value: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tlt_hpc import __version__
-from tlt_hpc.common.files import TOML_BYTES, DamagedText, NotTomlError, parse_toml, read_bytes, toml_of
-from tlt_hpc.config.base import ConfigError
+from tlt_hpc.common.files import DamagedText, NotTomlError, parse_toml, read_toml, toml_of
+from tlt_hpc.config.checks import find_contradictions
 from tlt_hpc.config.removed import REMOVED
-from tlt_hpc.config.whole import SECTIONS, Config, check_combinations, find_combinations
-
-logger = logging.getLogger(__name__)
+from tlt_hpc.config.sections import SECTIONS, Config, ConfigError
 
 _REMEDIES = {
     "too_short": "give a list of one or more",
@@ -27,98 +24,44 @@ _REMEDIES = {
     "model_type": "write it as a table, with keys of its own",
     "string_pattern_mismatch": "use letters, digits, '_', '-' and '.', and none of the last two in front",
 }
-"""Where pydantic speaks of Python's types or of patterns."""
+"""Replacements for messages of pydantic that mention Python's types or a pattern."""
 _SHOWN_CHARACTERS = 200
-"""Of a value in a message."""
+"""Longest part of a value that a message shows."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), content: bytes | None = None) -> Config:
     """Read a TOML file, apply ``section.key=value`` overrides, and validate.
 
     Args:
-        content: of the file, where it has been read already.
+        content: of the file, if it has been read already.
 
     Raises:
-        ConfigError: unreadable file, TOML that does not parse, unknown key, wrong type or impossible combination.
+        ConfigError: unreadable file, invalid TOML, unknown key, wrong type or contradicting values.
     """
-    return parse_config(_read_tree(Path(path), _read_file(Path(path)) if content is None else content, overrides))
+    return parse_config(_read_tree(Path(path), overrides, content))
 
 
 def find_problems(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config | None, list[ConfigError]]:
-    """As ``load_config``, with all mistakes in keys and values, or where these are right in combinations, at once.
+    """The configuration, or None and all mistakes in its keys and values.
 
     Raises:
-        ConfigError: unreadable file.
+        ConfigError: the file or an override cannot be read.
     """
-    content = _read_file(Path(path))
-    try:
-        tree = _read_tree(Path(path), content, overrides)
-    except ConfigError as error:
-        return None, [error]
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        return None, [ConfigError(_one_line(details)) for details in error.errors()]
-    config = _resolved(config)
-    found = find_combinations(config)
-    return (None if found else config), found
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        return read_bytes(path, TOML_BYTES)
-    except OSError as error:
-        raise ConfigError(
-            f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
-        ) from None
-
-
-def _read_tree(path: Path, content: bytes, overrides: Sequence[str]) -> dict[str, Any]:
-    try:
-        tree = parse_toml(content)
-    except DamagedText as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
-    for override in overrides:
-        apply_override(tree, override)
-    return tree
+    return _validate(_read_tree(Path(path), overrides))
 
 
 def load_saved_config(path: Path) -> Config:
-    """Read what a run has saved of its configuration.
+    """Read the configuration that a run has saved.
 
     Raises:
-        ConfigError: as ``load_config``, of the run's file; or a key that was removed has a value that nothing acts on.
+        ConfigError: as ``load_config``; or a removed key has a value that later versions do not implement.
     """
     try:
-        tree = _read_tree(path, _read_file(path), ())
+        tree = _read_tree(path, ())
         _drop_removed(tree)
         return parse_config(tree)
     except ConfigError as error:
         raise ConfigError(f"{path}, which the run saved: {error} (in that file)") from None
-
-
-def _drop_removed(tree: dict[str, Any]) -> None:
-    """Take keys of earlier versions out of a saved configuration."""
-    for name, removed in REMOVED.items():
-        section, _, key = name.partition(".")
-        values = tree.get(section)
-        if not isinstance(values, dict) or key not in values:
-            continue
-        value = values[key]
-        if key in SECTIONS[section].model_fields:  # a value that the key no longer takes
-            if value != removed.default:
-                continue
-        elif removed.is_kept(value, values):
-            del values[key]
-            continue
-        elif removed.any_value:
-            logger.warning("%s = %s is ignored: %s", name, _shown(value), removed.instead)
-            del values[key]
-            continue
-        raise ConfigError(
-            f"{name} = {_shown(value)} is of an earlier version, and tlt_hpc {__version__} does not have it "
-            f"({removed.instead}); open the run with the version that environment.jsonl names beside it"
-        )
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
@@ -127,17 +70,49 @@ def parse_config(tree: dict[str, Any]) -> Config:
     Raises:
         ConfigError: as ``load_config``.
     """
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(_one_line(error.errors()[0])) from None
-    config = _resolved(config)
-    check_combinations(config)
+    config, problems = _validate(tree)
+    if config is None:
+        raise problems[0]
     return config
 
 
-def _resolved(config: Config) -> Config:
-    return config.model_copy(update={"algorithm": config.algorithm.resolved()})
+def _read_tree(path: Path, overrides: Sequence[str], content: bytes | None = None) -> dict[str, Any]:
+    try:
+        tree = read_toml(path) if content is None else parse_toml(content)
+    except OSError as error:
+        raise ConfigError(
+            f"config file {path}: {error.strerror}; give the path of a TOML file such as jobs/tiny.toml"
+        ) from None
+    except DamagedText as error:
+        raise ConfigError(f"config file {path} is not valid TOML: {error}; fix it") from None
+    for override in overrides:
+        apply_override(tree, override)
+    return tree
+
+
+def _validate(tree: dict[str, Any]) -> tuple[Config | None, list[ConfigError]]:
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        return None, [ConfigError(_one_line(details)) for details in error.errors()]
+    config = config.model_copy(update={"algorithm": config.algorithm.resolved()})
+    problems = list(map(ConfigError, find_contradictions(config)))
+    return (None if problems else config), problems
+
+
+def _drop_removed(tree: dict[str, Any]) -> None:
+    """Delete keys of earlier versions from a saved configuration."""
+    for name, removed in REMOVED.items():
+        section, _, key = name.partition(".")
+        values = tree.get(section)
+        if not isinstance(values, dict) or key not in values:
+            continue
+        if not removed.accepts(values[key], values):
+            raise ConfigError(
+                f"{name} = {_shown(values[key])} is of an earlier version, and tlt_hpc {__version__} does not have it "
+                f"({removed.instead}); open the run with the version that environment.jsonl names beside it"
+            )
+        del values[key]
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -206,14 +181,11 @@ def _shown(value: Any) -> str:
 
 
 def closest(location: list[str]) -> str:
-    """What to say of an unknown key: what replaces it, the closest one, or all that there are."""
+    """The hint for an unknown key: what replaces it, the closest key, or all keys."""
     if (removed := REMOVED.get(".".join(location))) is not None:
         return f"; it was removed: {removed.instead}"
-    if len(location) == 1:
-        valid, prefix = list(SECTIONS), ""
-    else:
-        valid, prefix = list(SECTIONS[location[0]].model_fields), location[0] + "."
-    near = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.4)
-    if near:
-        return f"; did you mean {prefix + near[0]!r}?"
-    return f"; valid keys: {', '.join(prefix + name for name in valid)}"
+    *section, name = location
+    valid = list(SECTIONS[section[0]].model_fields if section else SECTIONS)
+    prefix = "".join(f"{part}." for part in section)
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
+    return f"; did you mean {prefix + near[0]!r}?" if near else f"; valid keys: {', '.join(prefix + v for v in valid)}"

@@ -1,9 +1,9 @@
-"""What an algorithm's name stands for: an advantage, a loss of a token with its bounds, and how tokens are added up."""
+"""The algorithms: each a combination of an advantage, a token loss with its bounds, and an aggregation over tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 AlgorithmName = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"]
 AdvantageName = Literal["group", "group-mean", "leave-one-out", "batch", "group-mean-batch"]
@@ -23,6 +23,11 @@ class Recipe:
     clip_low: float
     clip_high: float
 
+    def replaced(self, aggregation: str, clip_low: float | str, clip_high: float | str) -> Recipe:
+        """The recipe with those parts replaced that are not ``auto``."""
+        given: dict[str, Any] = {"aggregation": aggregation, "clip_low": clip_low, "clip_high": clip_high}
+        return replace(self, **{name: value for name, value in given.items() if value != "auto"})
+
 
 RECIPES: dict[AlgorithmName, Recipe] = {
     # DeepSeekMath (2402.03300), section 4.1; its own mean is "seq-mean-token-mean", the token mean what the field runs.
@@ -39,22 +44,15 @@ RECIPES: dict[AlgorithmName, Recipe] = {
     "reinforce++-baseline": Recipe("group-mean-batch", "clip", "token-mean", 0.2, 0.2),
     # Group Sequence Policy Optimization (2507.18071), eq. 5 and section 5.1.
     "gspo": Recipe("group", "sequence-clip", "seq-mean-token-mean", 3e-4, 4e-4),
-    # MiniMax-M1 (2506.13585), eq. 4 and 5: no lower bound; it does not tell the upper one, and TRL advises 5 in all.
+    # MiniMax-M1 (2506.13585), eq. 4 and 5: no lower bound; the upper one is not published, TRL advises a ratio of 5.
     "cispo": Recipe("group", "weight-clip", "token-mean", 1.0, 4.0),
 }
-"""By name, as their papers have them where the field agrees with the paper."""
-
-BOUNDS: dict[LossName, tuple[float, float]] = {
-    "clip": (0.2, 0.2),
-    "sequence-clip": (3e-4, 4e-4),
-    "weight-clip": (1.0, 4.0),
-}
-"""``clip_low`` and ``clip_high`` of a loss that is not its algorithm's own: ratios of responses move far less."""
+"""By name, as in their papers where common implementations agree with the paper."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What is done where the rollout engine's probabilities are not the trainer's: see ``rl/correction.py``."""
+    """A correction for probabilities of the rollout engine that differ from the trainer's: see ``rl/correction.py``."""
 
     name: CorrectionName
     low: float
@@ -62,12 +60,12 @@ class Correction:
 
     @property
     def of_sequences(self) -> bool:
-        """By the ratio of a whole response, not of each token."""
+        """Whether it uses the ratio of a whole response instead of each token's."""
         return self.name.startswith("sequence-")
 
     @property
     def truncates(self) -> bool:
-        """Ratios beyond a bound are set to it; otherwise their tokens are left out."""
+        """Whether ratios beyond a bound are set to it; otherwise their tokens are left out."""
         return self.name.endswith("tis")
 
 
@@ -81,21 +79,7 @@ CORRECTION_BOUNDS: dict[CorrectionName, tuple[float, float]] = {
     # "Every Step Evolves" (2510.18855), section 3: between 0.5 and 5.
     "icepop": (0.5, 5.0),
 }
-"""Least and largest ratio of a correction."""
+"""Smallest and largest ratio of each correction."""
 
 GROUP_ADVANTAGES: frozenset[AdvantageName] = frozenset(RECIPES[name].advantage for name in RECIPES) - {"batch"}
-"""Those that need more than one response to a prompt."""
-
-
-def recipe_with(name: AlgorithmName, advantage: str, loss: str, aggregation: str, low: object, high: object) -> Recipe:
-    """The named algorithm's parts, each replaced where something else than ``auto`` is given."""
-    own = RECIPES[name]
-    kind: LossName = own.loss if loss == "auto" else loss  # type: ignore[assignment]
-    bounds = (own.clip_low, own.clip_high) if kind == own.loss else BOUNDS[kind]
-    return Recipe(
-        advantage=own.advantage if advantage == "auto" else advantage,  # type: ignore[arg-type]
-        loss=kind,
-        aggregation=own.aggregation if aggregation == "auto" else aggregation,  # type: ignore[arg-type]
-        clip_low=bounds[0] if low == "auto" else float(low),  # type: ignore[arg-type]
-        clip_high=bounds[1] if high == "auto" else float(high),  # type: ignore[arg-type]
-    )
+"""Advantages that need more than one response to a prompt."""

@@ -5,57 +5,36 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tlt_hpc.config.base import ConfigError
-from tlt_hpc.config.drafter import WarmupSection
-from tlt_hpc.config.evaluation import EvaluationSection
 from tlt_hpc.config.reading import load_saved_config
-from tlt_hpc.config.tracking import TrackingSection
-from tlt_hpc.config.whole import Config
+from tlt_hpc.config.sections import Config, ConfigError, EvaluationSection, TrackingSection, WarmupSection
 
 # What may differ when a run is resumed: how long it continues, where it runs, how often it saves, what it may occupy.
 # None of it changes a token; the rank count and the ZeRO stage change the order of gradient sums, hence last bits.
-FREE_ON_RESUME = frozenset(
-    {
-        "run.num_steps",
-        "run.ranks",
-        "run.folder",
-        "run.stall_factor",
-        "model.path",
-        "model.device",
-        "data.overlong",  # what of these two may change data/claim.py says
-        "data.broken_rows",
-        "reward.workers",
-        "rollout.max_live",
-        "rollout.kv_bytes",
-        "rollout.page_size",
-        "rollout.tensor_parallel",
-        "speculation.strategies",
-        "speculation.profile_seconds",
-        "drafter.average_merges",
-        "drafter.micro_step_tokens",
-        "drafter.micro_step_seconds",
-        "drafter.cache_bytes",
-        "drafter.schedule",
-        "drafter.cache_folder",
-        "optimizer.zero_stage",
-        "optimizer.offload",
-        "optimizer.offload_parameters",
-        "optimizer.micro_batch_tokens",
-        "optimizer.gradient_checkpointing",
-        "optimizer.sequence_parallel",
-        "checkpoint.every_steps",
-        "checkpoint.keep",
-        "checkpoint.replay",
-        "checkpoint.keep_responses_seconds",
-        *(f"warmup.{name}" for name in WarmupSection.model_fields),  # what a warm-up may not change it checks itself
-        *(f"evaluation.{name}" for name in EvaluationSection.model_fields),  # so does an evaluation
-        *(f"tracking.{name}" for name in TrackingSection.model_fields),
-    }
-)
+_FREE = {
+    "run": ("num_steps", "ranks", "folder", "stall_factor"),
+    "model": ("path", "device"),
+    "data": ("overlong",),  # data/claim.py restricts it
+    "reward": ("workers",),
+    "rollout": ("max_live", "kv_bytes", "page_size", "tensor_parallel"),
+    "speculation": ("strategies", "profile_seconds"),
+    "drafter": (
+        *("average_merges", "micro_step_tokens", "micro_step_seconds"),
+        *("cache_bytes", "schedule", "cache_folder"),
+    ),
+    "optimizer": (
+        *("zero_stage", "offload", "offload_parameters", "micro_batch_tokens"),
+        *("gradient_checkpointing", "sequence_parallel"),
+    ),
+    "checkpoint": ("every_steps", "keep", "replay", "keep_responses_seconds"),
+    "warmup": tuple(WarmupSection.model_fields),  # a warm-up and an evaluation check their own keys
+    "evaluation": tuple(EvaluationSection.model_fields),
+    "tracking": tuple(TrackingSection.model_fields),
+}
+FREE_ON_RESUME = frozenset(f"{section}.{name}" for section, names in _FREE.items() for name in names)
 
 
 def check_resumable(saved: Path, config: Config) -> None:
-    """Refuse to continue, with a configuration whose changes would make it another run, with the one that is ``saved``.
+    """Refuse changes to the ``saved`` configuration that would make it another run.
 
     Raises:
         ConfigError: names all such keys with both values.
@@ -74,10 +53,10 @@ def check_resumable(saved: Path, config: Config) -> None:
 
 def changed_keys(old: Config, new: Config) -> dict[str, tuple[object, object]]:
     """Keys whose values differ and may not on resume, with both values."""
-    changed = {}
-    for section, values in old.model_dump().items():
-        for name, value in values.items():
-            now = new.model_dump()[section][name]
-            if value != now and f"{section}.{name}" not in FREE_ON_RESUME:
-                changed[f"{section}.{name}"] = (value, now)
-    return changed
+    now = new.model_dump()
+    return {
+        f"{section}.{name}": (value, now[section][name])
+        for section, values in old.model_dump().items()
+        for name, value in values.items()
+        if value != now[section][name] and f"{section}.{name}" not in FREE_ON_RESUME
+    }

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,13 @@ from typing import Any
 from tlt_hpc.common.files import read_bytes
 from tlt_hpc.common.records import ChatFormat
 from tlt_hpc.config import ConfigError, DataSection
+from tlt_hpc.data.rows import first_line
 
 Message = Mapping[str, Any]
 TEMPLATE_DATE = "2024-07-26"
-"""The date that templates write as today's, Llama 3.1's own, so that no prompt depends on the day of the run."""
+"""The date that templates get as today's, Llama 3.1's default, so that no prompt depends on the day of the run."""
 _MAX_BYTES = 2**20
-"""Of a template; the longest of known models has 20 KB."""
-_CPU_SECONDS = 5
-"""Of one prompt; known templates take a millisecond."""
+"""Largest template; the longest of known models has 20 KB."""
 
 
 class ChatError(ValueError):
@@ -47,7 +43,7 @@ class ChatTemplate:
             self._template = _compile_jinja_template(text)
         except (TemplateSyntaxError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
             raise ConfigError(
-                f"{origin}: the chat template is no Jinja ({_first_line(error)}); fix it or give another in "
+                f"{origin}: the chat template is no Jinja ({first_line(error)}); fix it or give another in "
                 "data.chat_template"
             ) from None
 
@@ -63,35 +59,11 @@ class ChatTemplate:
         plain = json.loads(json.dumps(list(messages), default=lambda value: f"<{type(value).__name__}>"))
         chat = [_with_reasoning(message) for message in plain]
         try:
-            with _cpu_limit():
-                return str(self._template.render(messages=chat, add_generation_prompt=True, **self._values))
-        except ConfigError:  # which is a ValueError
-            raise
+            return str(self._template.render(messages=chat, add_generation_prompt=True, **self._values))
         except (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError, ValueError) as error:
-            raise ChatError(_first_line(error)) from None
+            raise ChatError(first_line(error)) from None
         except (RecursionError, MemoryError) as error:
-            raise ChatError(f"{type(error).__name__} {_first_line(error)}") from None
-
-
-@contextmanager
-def _cpu_limit() -> Iterator[None]:
-    """Stop a template that loops without end; only the main thread, which renders, can receive the signal."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise ConfigError(
-            f"the chat template takes over {_CPU_SECONDS} s of CPU time; give another in data.chat_template"
-        )
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
+            raise ChatError(f"{type(error).__name__} {first_line(error)}") from None
 
 
 def read_template(data: DataSection, chat: ChatFormat) -> ChatTemplate | None:
@@ -119,7 +91,3 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     found = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
     reasoning = next((text for text in found if text is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].rstrip(".")[:300] or type(error).__name__

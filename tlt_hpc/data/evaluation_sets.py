@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import ChatFormat, Prompt
-from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError, DataSection
+from tlt_hpc.config import EMBEDDED_TASK, TASK_PREFIX, Config, ConfigError
 from tlt_hpc.data.chat import TEMPLATE_DATE
 from tlt_hpc.data.gcd import draw_from_split
 from tlt_hpc.data.order import shuffled
-from tlt_hpc.data.prompts import RowFilter, make_prompt
+from tlt_hpc.data.prompts import kept_rows, make_prompt
 from tlt_hpc.data.reader import PromptReader
 
 _EMBEDDED_PROMPTS = 256
-"""Of the embedded task, which has no end, where ``evaluation.limit`` does not say."""
+"""Number of problems of the embedded task, which has no end, without ``evaluation.limit``."""
 _MAX_EMBEDDED = 2048
 """Distinct problems that are found without a long search."""
 
@@ -33,17 +33,17 @@ class EvaluationSet:
     rows: tuple[int, ...]
     prompts: tuple[Prompt, ...]
     digest: str
-    """Of all that the prompts are made from."""
+    """Digest of all that the prompts are made from."""
     warning: str = ""
     """Which rows were left out; empty: none."""
 
     @property
     def number(self) -> int:
-        """What stands for its name in the keys of responses: they do not depend on which other sets there are."""
+        """A hash of its name, for the keys of responses: they do not depend on which other sets there are."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "little")
 
     def prompts_digest(self) -> str:
-        """Of what the set is made from, and of the prompts drawn with their answers."""
+        """Digest of what the set is made from, and of the prompts drawn with their answers."""
         mark = hashlib.sha256(f"{self.digest} {self.rows}".encode())
         for prompt in self.prompts:
             mark.update(prompt.tokens.tobytes() + prompt.answer.encode() + b"\0")
@@ -62,16 +62,14 @@ def open_sets(config: Config, tokenizer: Tokenizer, chat: ChatFormat) -> tuple[E
             f"evaluation.sources is empty, and data.source = {config.data.source_name!r} has no held-out part of its "
             "own; name files, e.g. evaluation.sources='[\"data/aime24.parquet\"]'"
         )
-    names = tuple(map(name_of, sources))
-    doubles = [name for name, times in Counter(names).items() if times > 1]
-    if doubles:
-        raise ConfigError(f"two of evaluation.sources are called {doubles[0]!r}, after their files; rename one")
-    pairs = zip(names, sources, strict=True)
-    return tuple(_open(config, name, source, tokenizer, chat) for name, source in pairs)
+    named = {name_of(source): source for source in sources}
+    if len(named) < len(sources):
+        raise ConfigError(f"two of evaluation.sources = {list(sources)} have the same file name; rename one")
+    return tuple(_open(config, name, source, tokenizer, chat) for name, source in named.items())
 
 
 def name_of(source: str) -> str:
-    """What a source is called by default: ``aime24`` for ``data/aime24.parquet``, ``gcd`` for ``embedded:gcd``."""
+    """The name of a source: ``aime24`` for ``data/aime24.parquet``, ``gcd`` for ``embedded:gcd``."""
     if source == EMBEDDED_TASK or source.startswith(TASK_PREFIX):
         return source.partition(":")[2]
     path = Path(source)
@@ -84,25 +82,19 @@ def _open(config: Config, name: str, source: str, tokenizer: Tokenizer, chat: Ch
     changed: dict[str, object] = {"source": source, "split": config.evaluation.split}
     if not source.startswith(TASK_PREFIX):
         changed["task_args"] = {}
+    data = config.data.model_copy(update=changed)
     try:
-        return _read(config, name, config.data.model_copy(update=changed), tokenizer, chat)
+        reader = PromptReader(data, config.evaluation.seed, tokenizer, chat)
+        is_kept, warning = kept_rows(data, reader)
+        good = np.flatnonzero(is_kept)
+        limit = config.evaluation.limit or len(good)
+        drawn = sorted(good[shuffled(len(good), config.evaluation.seed, 0)[:limit]].tolist())
+        made_from = [reader.rows.digest(), reader.template_digest, data.system_prompt, data.text_prompts, TEMPLATE_DATE]
+        digest = hashlib.sha256("\0".join(made_from).encode()).hexdigest()
+        return EvaluationSet(name, tuple(drawn), tuple(map(reader.read, drawn)), digest, warning)
     except ConfigError as error:
         told = str(error).replace("data.source", "evaluation.sources").replace("data.split", "evaluation.split")
         raise ConfigError(told) from None
-
-
-def _read(config: Config, name: str, data: DataSection, tokenizer: Tokenizer, chat: ChatFormat) -> EvaluationSet:
-    reader = PromptReader(data, config.evaluation.seed, tokenizer, chat)
-    sieve = RowFilter(data, reader)
-    rows = range(len(reader))
-    good = [row for row in rows if sieve.keeps(row)] if sieve.leaves_out else list(rows)
-    if not good:
-        raise ConfigError(f"data.source = {data.source_name!r} has no usable row; `tlt data inspect` says why")
-    limit = config.evaluation.limit or len(good)
-    drawn = sorted(good[place] for place in shuffled(len(good), config.evaluation.seed, 0)[:limit])
-    made_from = [reader.rows.digest(), reader.template_digest, data.system_prompt, data.text_prompts]
-    digest = hashlib.sha256("\0".join([*made_from, TEMPLATE_DATE]).encode()).hexdigest()
-    return EvaluationSet(name, tuple(drawn), tuple(map(sieve.read, drawn)), digest, sieve.warning)
 
 
 def _open_gcd(config: Config, name: str, tokenizer: Tokenizer) -> EvaluationSet:

@@ -15,20 +15,6 @@ from typing import Literal
 
 Split = Literal["supervised", "train", "evaluation"]
 
-# Every token of the task; two-character marks are one token each so that lengths count reasoning, not spelling.
-VOCABULARY = (
-    "<pad>",
-    "<eos>",
-    *"0123456789",
-    ",",
-    ";",
-    "gcd(",
-    ")=",
-    "<think>",
-    "</think>",
-    "\\boxed{",
-    "}",
-)
 MAX_NUMBER = 399
 MAX_DIVISOR = 24
 LONG_TAIL_SHARE = 0.3
@@ -67,24 +53,10 @@ class GcdProblem:
             pairs.append((a, b))
         return pairs
 
-    def jumps(self) -> list[tuple[int, int]]:
-        """As ``subtractions``, but all subtractions of one and the same number are done in one jump."""
-        a, b = self.a, self.b
-        pairs = [(a, b)]
-        while a != b:
-            a, b = (a - b * ((a - 1) // b), b) if a > b else (a, b - a * ((b - 1) // a))
-            pairs.append((a, b))
-        return pairs
-
 
 def num_working_tokens(pairs: list[tuple[int, int]]) -> int:
     """Tokens of a written working: digits, one comma a pair, one semicolon between pairs."""
     return sum(len(str(a)) + len(str(b)) + 2 for a, b in pairs) - 1
-
-
-def response_text(pairs: list[tuple[int, int]], answer: str) -> str:
-    """The response that shows ``pairs`` as its working; no pairs is a bare guess."""
-    return "<think>" + ";".join(f"{a},{b}" for a, b in pairs) + "</think>\\boxed{" + answer + "}"
 
 
 def draw_problem(random_source: random.Random) -> GcdProblem:

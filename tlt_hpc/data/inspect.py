@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from tlt_hpc.data.reader import PromptReader
 from tlt_hpc.data.rows import RowError
 
-SHOWN_ROWS = 20
-
 
 @dataclass
 class SourceCounts:
@@ -28,11 +26,10 @@ class SourceCounts:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a data set holds; ``broken`` are the first of its broken rows."""
+    """The contents of a data set."""
 
     num_rows: int
     sources: tuple[SourceCounts, ...]
-    num_broken: int
     broken: tuple[RowError, ...]
 
 
@@ -45,13 +42,12 @@ def inspect(
         ConfigError: as ``PromptReader.read``.
     """
     sources: dict[str, SourceCounts] = {}
-    broken, num_broken, seen = list[RowError](), 0, set[bytes]()
+    broken, seen = list[RowError](), set[bytes]()
     for index in watched(range(len(reader))):
         try:
             prompt = reader.read_unlimited(index)
         except RowError as error:
-            num_broken += 1
-            broken += [error] * (len(broken) < SHOWN_ROWS)
+            broken.append(error)
             continue
         counts = sources.setdefault(prompt.source, SourceCounts(prompt.source))
         digest = hashlib.blake2b(prompt.text.encode(), digest_size=12).digest()
@@ -60,4 +56,4 @@ def inspect(
         counts.num_repeated += digest in seen
         counts.num_unanswered += not prompt.answer
         seen.add(digest)
-    return Inspection(len(reader), tuple(sources[source] for source in sorted(sources)), num_broken, tuple(broken))
+    return Inspection(len(reader), tuple(sources[source] for source in sorted(sources)), tuple(broken))

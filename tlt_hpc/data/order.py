@@ -1,4 +1,4 @@
-"""Which row each draw of a run takes: pure functions of seed and draw, the same on every rank and at every start.
+"""The row of each draw of a run, a pure function of seed and draw, the same on every rank and at every start.
 
 The step is the cursor: draw n of step s is number s x prompts_per_step + n, and no state has to be saved.
 """
@@ -6,17 +6,13 @@ The step is the cursor: draw n of step s is number s x prompts_per_step + n, and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.config import ConfigError
-
 Indices = NDArray[np.int64]
-Keeps = Callable[[int], bool]
-"""Whether a row is drawn at all."""
 
 
 def shuffled(num_rows: int, seed: int, epoch: int, kind: str = "epoch") -> Indices:
@@ -32,56 +28,21 @@ def shuffled(num_rows: int, seed: int, epoch: int, kind: str = "epoch") -> Indic
 
 
 class Draws:
-    """The rows of a run's draws: every epoch has each row that ``keeps`` accepts once; without ``keeps`` every row.
+    """The rows of a run's draws: every epoch has each row of ``is_kept`` [N] once."""
 
-    Where draw n lies depends on the rows left out before it, so the first epoch is judged from its beginning as far as
-    draws have come: what is judged depends on the number alone, and never on what was drawn before. From the second
-    epoch on all rows are judged, and a draw follows by division.
-    """
-
-    def __init__(self, num_rows: int, seed: int, keeps: Keeps | None, name: str) -> None:
+    def __init__(self, is_kept: NDArray[np.bool_], seed: int) -> None:
         # a step may span two epochs
-        self._order = lru_cache(maxsize=2)(partial(shuffled, num_rows, seed))
-        self._num_rows, self._keeps, self._name = num_rows, keeps, name
-        self._is_good = np.full(num_rows, keeps is None)
-        self._first: list[int] = []
-        """Accepted rows of the first epoch, as far as it has been judged."""
-        self._num_judged = 0
+        self._order = lru_cache(maxsize=2)(partial(shuffled, len(is_kept), seed))
+        self._is_kept, self._num_kept = is_kept, int(is_kept.sum())
 
     def rows(self, start: int, stop: int) -> list[int]:
-        """The rows of the draws ``start`` to ``stop``.
-
-        Raises:
-            ConfigError: no row is left.
-        """
-        count = self._num_rows
-        if self._keeps is not None:
-            while len(self._first) < stop and self._num_judged < self._num_rows:
-                self._judge(stop - len(self._first), self._keeps)
-            if stop <= len(self._first):
-                return self._first[start:stop]
-            count = len(self._first)
-        if not count:
-            raise ConfigError(f"data.source = {self._name!r} has no usable row; `tlt data inspect` says why")
-        places = (divmod(number, count) for number in range(start, stop))
+        """The rows of the draws ``start`` to ``stop``."""
+        places = (divmod(number, self._num_kept) for number in range(start, stop))
         return [int(self._epoch(epoch)[place]) for epoch, place in places]
-
-    def look_ahead(self, count: int) -> None:
-        """Judge the first ``count`` rows of the first epoch, unless that has been done."""
-        if self._keeps is not None:
-            self._judge(count - self._num_judged, self._keeps)
-
-    def _judge(self, count: int, keeps: Keeps) -> None:
-        """Judge the next rows of the first epoch, in the order of the files: the first mistake is named first."""
-        block = self._order(0)[self._num_judged : self._num_judged + max(count, 0)]
-        for row in np.sort(block):
-            self._is_good[row] = keeps(int(row))
-        self._first += block[self._is_good[block]].tolist()
-        self._num_judged += len(block)
 
     def _epoch(self, epoch: int) -> Indices:
         order = self._order(epoch)
-        return order if self._keeps is None else order[self._is_good[order]]
+        return order[self._is_kept[order]]
 
 
 class Refills:
@@ -90,21 +51,21 @@ class Refills:
     Step s begins at place s x ``stride``, counted over all epochs.
     """
 
-    def __init__(self, num_rows: int, seed: int, stride: int, keeps: Keeps | None) -> None:
-        self._order = lru_cache(maxsize=2)(partial(shuffled, num_rows, seed, kind="refill"))
-        self._num_rows, self._stride, self._keeps = num_rows, stride, keeps
+    def __init__(self, is_kept: NDArray[np.bool_], seed: int, stride: int) -> None:
+        self._order = lru_cache(maxsize=2)(partial(shuffled, len(is_kept), seed, kind="refill"))
+        self._is_kept, self._stride = is_kept, stride
 
     def rows(self, step: int, own: Collection[int], count: int) -> list[int]:
         """The step's first ``count`` rows; fewer are the beginning of more. ``own`` are rows of the step itself."""
         taken, found = set(own), list[int]()
-        start = step * self._stride
+        start, num_rows = step * self._stride, len(self._is_kept)
         # twice as many places as rows: the rest of one epoch, and a whole one, which has every row
-        for number in range(start, start + 2 * self._num_rows):
+        for number in range(start, start + 2 * num_rows):
             if len(found) == count:
                 break
-            epoch, place = divmod(number, self._num_rows)
+            epoch, place = divmod(number, num_rows)
             row = int(self._order(epoch)[place])
-            if row not in taken and (self._keeps is None or self._keeps(row)):
+            if row not in taken and self._is_kept[row]:
                 taken.add(row)
                 found.append(row)
         # all of the data is in the step already: its rows come again, in order

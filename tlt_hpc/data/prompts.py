@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import ChatFormat, Prompt
@@ -14,17 +15,15 @@ from tlt_hpc.config import EMBEDDED_TASK, Config, ConfigError, DataSection
 from tlt_hpc.data.gcd import MAX_NUMBER, Split, draw_from_split
 from tlt_hpc.data.order import Draws, Refills
 from tlt_hpc.data.reader import OverlongError, PromptReader, encode
-from tlt_hpc.data.rows import RowError
 
 CHECKED_ROWS = 10_000
 """Rows that are read before a run starts, those that it draws first: a second or two on one core."""
-_NUM_CACHED_STEPS = 4
 _REFILL_STRIDE = 4
 """Rows from one step's refills to the next's, in prompts of a step: more than a step usually draws."""
 
 
 class PromptSource(Protocol):
-    """Where the prompts of a step come from."""
+    """A source of the prompts of a step."""
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of a step, in draw order."""
@@ -36,12 +35,12 @@ class PromptSource(Protocol):
         ...
 
     def fingerprints(self) -> Mapping[str, str]:
-        """Hashes of what the prompts are made from, by name: it may not change within a run. Reads all files again."""
+        """Hashes, by name, of the data, which may not change within a run. Reads all files again."""
         ...
 
     @property
     def warning(self) -> str:
-        """What a user should know of rows that are left out, in one line; empty: nothing."""
+        """A line about rows that are left out; empty: none."""
         ...
 
 
@@ -98,33 +97,25 @@ class FilePrompts:
             ValueError: one of them cannot be used.
         """
         self._data, self._reader, self._count = data, reader, prompts_per_step
-        self._filter = RowFilter(data, reader)
-        keeps = self._filter.keeps if self._filter.leaves_out else None
-        self._draws = Draws(len(reader), seed, keeps, data.source_name)
-        self._refills = Refills(len(reader), seed, _REFILL_STRIDE * prompts_per_step, keeps)
-        self._recent = lru_cache(maxsize=_NUM_CACHED_STEPS)(self._batch)
-        self._draws.look_ahead(CHECKED_ROWS)
-        if keeps is None:
-            for row in sorted(set(self._draws.rows(0, min(len(reader), CHECKED_ROWS)))):
-                self._filter.read(row)
-        self.warning = self._filter.warning
+        is_kept, self.warning = kept_rows(data, reader)
+        self._draws = Draws(is_kept, seed)
+        self._refills = Refills(is_kept, seed, _REFILL_STRIDE * prompts_per_step)
+        if data.overlong == "error":
+            for row in sorted(self._draws.rows(0, min(len(reader), CHECKED_ROWS))):
+                reader.read(row)
 
     def batch(self, step: int) -> list[Prompt]:
-        return list(self._recent(step))
+        return list(map(self._reader.read, self._rows(step)))
 
     def refill(self, step: int, count: int) -> list[Prompt]:
-        return list(map(self._filter.read, self._refills.rows(step, self._rows(step), count)))
+        return list(map(self._reader.read, self._refills.rows(step, self._rows(step), count)))
 
     def fingerprints(self) -> Mapping[str, str]:
         return {
             "data.source": self._reader.rows.digest(),
             "chat template": self._reader.template_digest,
             "data.overlong": self._data.overlong,
-            "data.broken_rows": self._data.broken_rows,
         }
-
-    def _batch(self, step: int) -> tuple[Prompt, ...]:
-        return tuple(map(self._filter.read, self._rows(step)))
 
     def _rows(self, step: int) -> list[int]:
         return self._draws.rows(step * self._count, (step + 1) * self._count)
@@ -138,16 +129,16 @@ class SharedPrompts:
         once: calls a function on the node's first rank and returns its result on all of them.
     """
 
-    def __init__(self, source: PromptSource | None, warning: str, once: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(
+        self, source: PromptSource | None, warning: str, once: Callable[[Callable[[], list[Prompt]]], list[Prompt]]
+    ) -> None:
         self._source, self._once, self.warning = source, once, warning
 
     def batch(self, step: int) -> list[Prompt]:
-        prompts: list[Prompt] = self._once(lambda: self._own.batch(step))
-        return prompts
+        return self._once(lambda: self._own.batch(step))
 
     def refill(self, step: int, count: int) -> list[Prompt]:
-        prompts: list[Prompt] = self._once(lambda: self._own.refill(step, count))
-        return prompts
+        return self._once(lambda: self._own.refill(step, count))
 
     def fingerprints(self) -> Mapping[str, str]:
         """On a node's first rank alone, such as rank 0."""
@@ -159,65 +150,28 @@ class SharedPrompts:
         return self._source
 
 
-class RowFilter:
-    """Keeps the rows that can be used, and counts the others; raises for those that the data may not leave out."""
+def kept_rows(data: DataSection, reader: PromptReader) -> tuple[NDArray[np.bool_], str]:
+    """Which rows [N] are used, and a line about the others; reads every row if too long prompts are dropped.
 
-    def __init__(self, data: DataSection, reader: PromptReader) -> None:
-        self._data, self._reader = data, reader
-        self._overlong: dict[int, RowError] = {}
-        self._broken: dict[int, RowError] = {}
-        self._num_seen = 0
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether any row may be left out."""
-        return self._data.overlong == "drop" or self._data.broken_rows == "skip"
-
-    @property
-    def warning(self) -> str:
-        """How many rows have been left out so far, and the first of each kind, without the remedy; empty: none."""
-        kinds = ((self._broken, "broken and skipped"), (self._overlong, "too long and dropped"))
-        parts = []
-        for rows, what in kinds:
-            if rows:
-                first = rows[min(rows)]
-                parts.append(f"{len(rows):,} {what}, the first {first.where}: {first.reason.partition(';')[0]}")
-        looked_at = f"of {self._num_seen:,} rows looked at"
-        return f"data.source = {self._data.source_name!r}: {looked_at} {'; '.join(parts)}" if parts else ""
-
-    def keeps(self, index: int) -> bool:
-        """Whether a row can be used.
-
-        Raises:
-            RowError: it cannot, and may not be left out.
-        """
-        self._num_seen += 1
+    Raises:
+        ConfigError: no row is left.
+        RowError: a row is broken.
+    """
+    is_kept, dropped = np.ones(len(reader), np.bool_), list[OverlongError]()
+    for row in range(len(reader)) if data.overlong == "drop" else ():
         try:
-            self.read(index)
+            reader.read(row)
         except OverlongError as error:
-            if self._data.overlong == "error":
-                raise
-            self._overlong[index] = error
-        except RowError as error:
-            if self._data.broken_rows == "error":
-                raise
-            self._broken[index] = error
-        else:
-            return True
-        return False
-
-    def read(self, index: int) -> Prompt:
-        """A row's prompt.
-
-        Raises:
-            RowError: as ``PromptReader.read``, with what else would help.
-        """
-        try:
-            return self._reader.read(index)
-        except OverlongError:
-            raise
-        except RowError as error:
-            raise RowError(error.where, f"{error.reason}, or set data.broken_rows = 'skip'") from None
+            is_kept[row] = False
+            dropped.append(error)
+    if not is_kept.any():
+        raise ConfigError(f"data.source = {data.source_name!r} has no usable row; raise data.max_prompt_tokens")
+    if not dropped:
+        return is_kept, ""
+    return is_kept, (
+        f"data.source = {data.source_name!r}: {len(dropped):,} of {len(reader):,} prompts are too long and dropped, "
+        f"the first {dropped[0].where}: {dropped[0].reason.partition(';')[0]}"
+    )
 
 
 def make_prompt(tokenizer: Tokenizer, text: str, answer: str, source: str) -> Prompt:

@@ -13,7 +13,7 @@ from tlt_hpc.config import ConfigError, DataSection
 from tlt_hpc.data.chat import ChatError, read_template
 from tlt_hpc.data.files import open_rows
 from tlt_hpc.data.rows import RowError
-from tlt_hpc.data.schema import Messages, choose_columns, take_apart, wanted_columns
+from tlt_hpc.data.schema import Messages, split_row, wanted_columns
 
 
 class OverlongError(RowError):
@@ -31,7 +31,7 @@ class PromptReader:
     """A data set's prompts by row. Without a tokenizer prompts have no tokens, and messages are not rendered.
 
     Raises:
-        ConfigError: no such file, no such column, or no template.
+        ConfigError: no such file, or no such template.
     """
 
     def __init__(
@@ -40,7 +40,6 @@ class PromptReader:
         self.rows = open_rows(data, seed, wanted_columns(data))
         self._data, self._tokenizer = data, tokenizer
         self._template = read_template(data, chat or ChatFormat())
-        self._columns = choose_columns(data, self.rows.columns())
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -65,7 +64,7 @@ class PromptReader:
     def read_unlimited(self, index: int) -> Prompt:
         """The same, whatever its length."""
         where = self.rows.where(index)
-        row = take_apart(self.rows[index], *self._columns, self.rows.kind, where)
+        row = split_row(self.rows[index], self._data, self.rows.kind, where)
         text = self._text_of(row.prompt, where)
         tokens = encode(self._tokenizer, text) if self._tokenizer else np.empty(0, np.int32)
         if self._tokenizer and not len(tokens):

@@ -21,8 +21,6 @@ Row = Mapping[str, Any]
 
 _MAX_LINE_BYTES = 2**26
 """Unit tests of a row may have megabytes; a prompt has kilobytes."""
-_NUM_PROBED = 100
-"""Rows of a .jsonl file among which the first good one tells the columns."""
 
 
 class RowError(UserError):
@@ -45,10 +43,6 @@ class Rows(Protocol):
 
     def where(self, index: int) -> str:
         """The file and line, or row, as a message names it."""
-        ...
-
-    def columns(self) -> frozenset[str]:
-        """Names of the columns, and ``outer.inner`` for columns within a column."""
         ...
 
     def digest(self) -> str:
@@ -93,25 +87,6 @@ class JsonlRows:
     def where(self, index: int) -> str:
         return f"{self._path}:{self._numbers[index]}"
 
-    def columns(self) -> frozenset[str]:
-        """Columns of the first good row.
-
-        Raises:
-            ConfigError: none of the first rows can be read.
-        """
-        errors: list[RowError] = []
-        for index in range(min(len(self), _NUM_PROBED)):
-            try:
-                row = self[index]
-            except RowError as error:
-                errors.append(error)
-                continue
-            inner = {f"{key}.{name}" for key, value in row.items() if isinstance(value, dict) for name in value}
-            return frozenset(row) | inner
-        if errors:
-            raise ConfigError(f"data.source: {errors[0]}")
-        return frozenset()
-
     def digest(self) -> str:
         return digest_of(self._path)
 
@@ -131,7 +106,7 @@ class ArrowRows:
 
         self._path, self.kind = path, path.suffix[1:]
         try:
-            self._schema, table = (_read_parquet if self.kind == "parquet" else _read_arrow)(path, wanted)
+            table = (_read_parquet if self.kind == "parquet" else _read_arrow)(path, wanted)
             self._columns = {name: table.column(name) for name in table.column_names}
         except (pa.ArrowException, OSError, KeyError) as error:
             raise ConfigError(
@@ -150,12 +125,6 @@ class ArrowRows:
 
     def where(self, index: int) -> str:
         return f"{self._path} row {index}"
-
-    def columns(self) -> frozenset[str]:
-        import pyarrow as pa
-
-        structs = (field for field in self._schema if pa.types.is_struct(field.type))
-        return frozenset(self._schema.names) | {f"{field.name}.{part.name}" for field in structs for part in field.type}
 
     def digest(self) -> str:
         return digest_of(self._path)
@@ -180,10 +149,6 @@ class JoinedRows:
         part, within = self._place(index)
         return part.where(within)
 
-    def columns(self) -> frozenset[str]:
-        """Columns that all files have."""
-        return frozenset.intersection(*(part.columns() for part in self._parts))
-
     def digest(self) -> str:
         return "+".join(part.digest() for part in self._parts)
 
@@ -203,15 +168,14 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-def _read_parquet(path: Path, wanted: frozenset[str]) -> tuple[pa.Schema, pa.Table]:
+def _read_parquet(path: Path, wanted: frozenset[str]) -> pa.Table:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path, memory_map=True) as file:
-        schema = file.schema_arrow
-        return schema, file.read(columns=_chosen(schema, wanted))
+        return file.read(columns=_chosen(file.schema_arrow, wanted))
 
 
-def _read_arrow(path: Path, wanted: frozenset[str]) -> tuple[pa.Schema, pa.Table]:
+def _read_arrow(path: Path, wanted: frozenset[str]) -> pa.Table:
     """Read the stream format, which ``datasets`` writes, or the file format."""
     import pyarrow as pa
 
@@ -219,7 +183,7 @@ def _read_arrow(path: Path, wanted: frozenset[str]) -> tuple[pa.Schema, pa.Table
     is_file = source.read(6) == b"ARROW1"
     source.seek(0)
     table = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()
-    return table.schema, table.select(_chosen(table.schema, wanted))
+    return table.select(_chosen(table.schema, wanted))
 
 
 def _chosen(schema: pa.Schema, wanted: frozenset[str]) -> list[str]:

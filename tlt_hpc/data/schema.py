@@ -1,4 +1,4 @@
-"""Takes a row apart into prompt, answer and the rest: verl's schema, prompt and answer, or columns by name."""
+"""Splits a row into prompt, answer and the rest: verl's schema, prompt and answer, or columns by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_hpc.config import ConfigError, DataSection
+from tlt_hpc.config import DataSection
 from tlt_hpc.data.rows import Row, RowError
 
 _PROMPT_COLUMNS = ("prompt", "problem", "question", "messages")
@@ -16,13 +16,14 @@ _ANSWER_COLUMNS = ("reward_model.ground_truth", "answer", "ground_truth")
 _KEPT = ("extra_info", "reward_model", "ability")
 """Columns of verl's schema that rewards may use."""
 _ROLES = ("system", "user", "assistant", "tool", "developer")
+_MISSING = object()
 
 Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class RowText:
-    """A row taken apart: a prompt that is a text or messages, and what judges the answers to it."""
+    """The parts of a row: a prompt that is a text or messages, and what judges the answers to it."""
 
     prompt: str | Messages
     answer: str
@@ -33,44 +34,19 @@ class RowText:
 
 def wanted_columns(data: DataSection) -> frozenset[str]:
     """The top-level columns that may be needed of a file."""
-    prompts = (data.prompt_key,) if data.prompt_key else _PROMPT_COLUMNS
-    answers = (data.answer_key,) if data.answer_key else _ANSWER_COLUMNS
-    return frozenset(path.partition(".")[0] for path in (*prompts, *answers)) | {*_KEPT, "data_source"}
+    paths = (*_paths(data.prompt_key, _PROMPT_COLUMNS), *_paths(data.answer_key, _ANSWER_COLUMNS))
+    return frozenset(path.partition(".")[0] for path in paths) | {*_KEPT, "data_source"}
 
 
-def choose_columns(data: DataSection, present: frozenset[str]) -> tuple[str, str]:
-    """The columns of the prompt and of the answer: those configured, or the first usual ones that are present.
-
-    Raises:
-        ConfigError: there is no such column.
-    """
-    return (
-        _choose(data, "prompt", data.prompt_key, _PROMPT_COLUMNS, present),
-        _choose(data, "answer", data.answer_key, _ANSWER_COLUMNS, present),
-    )
-
-
-def _choose(data: DataSection, what: str, key: str, usual: tuple[str, ...], present: frozenset[str]) -> str:
-    for name in (key,) if key else usual:
-        # of a column whose rows differ in what they hold (JSON), only the head is known beforehand
-        if name in present or (key and name.partition(".")[0] in present):
-            return name
-    named = f"no column {key!r}" if key else f"no {what} among {', '.join(map(repr, usual))}"
-    raise ConfigError(
-        f"data.source = {data.source_name!r} has {named}; it has {', '.join(sorted(present)) or 'none'}: "
-        f"name the right one in data.{what}_key"
-    )
-
-
-def take_apart(row: Row, prompt_column: str, answer_column: str, kind: str, where: str) -> RowText:
-    """A row's prompt, answer and the rest; its source is ``kind`` if it names none.
+def split_row(row: Row, data: DataSection, kind: str, where: str) -> RowText:
+    """The parts of a row; its source is ``kind`` if it names none.
 
     Raises:
         RowError: a prompt or answer is missing, null or of another type, or some of it cannot be written as UTF-8.
     """
-    answer, source = _value(row, answer_column, where), row.get("data_source")
-    kept = {name: row[name] for name in _KEPT if row.get(name) is not None}
-    prompt = _prompt(_value(row, prompt_column, where), prompt_column, where)
+    prompt = _as_prompt(_value(row, "prompt", _paths(data.prompt_key, _PROMPT_COLUMNS), where), where)
+    answer = _value(row, "answer", _paths(data.answer_key, _ANSWER_COLUMNS), where)
+    source, kept = row.get("data_source"), {name: row[name] for name in _KEPT if row.get(name) is not None}
     try:
         found = RowText(
             prompt=prompt,
@@ -87,47 +63,48 @@ def take_apart(row: Row, prompt_column: str, answer_column: str, kind: str, wher
     return found
 
 
-def _value(row: Row, path: str, where: str) -> Any:
-    """What a dotted path leads to.
+def _paths(key: str, usual: tuple[str, ...]) -> tuple[str, ...]:
+    return (key,) if key else usual
+
+
+def _value(row: Row, what: str, paths: tuple[str, ...], where: str) -> Any:
+    """The value of the first of these dotted paths that the row has.
 
     Raises:
-        RowError: nothing, null, NaN or infinity.
+        RowError: it has none of them, or the value is null, NaN or infinity.
     """
-    found: Any = row
-    for name in path.split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            raise RowError(where, f"has no {path!r}; fix or remove the row")
-        found = found[name]
-    # pandas writes NaN where there is nothing
-    if found is None or (isinstance(found, float) and not math.isfinite(found)):
-        raise RowError(where, f"{path!r} is {'null' if found is None else found}; fix or remove the row")
-    return found
+    for path in paths:
+        found: Any = row
+        for name in path.split("."):
+            found = found.get(name, _MISSING) if isinstance(found, Mapping) else _MISSING
+        if found is _MISSING:
+            continue
+        # pandas writes NaN for a missing value
+        if found is None or (isinstance(found, float) and not math.isfinite(found)):
+            raise RowError(where, f"{path!r} is {'null' if found is None else found}; fix or remove the row")
+        return found
+    raise RowError(
+        where,
+        f"has no {' or '.join(map(repr, paths))}, but {', '.join(sorted(row)) or 'nothing'}; fix or remove the row, or "
+        f"name its column in data.{what}_key",
+    )
 
 
-def _prompt(value: Any, path: str, where: str) -> str | Messages:
-    if not isinstance(value, str | list):
-        raise RowError(where, f"{path!r} is neither a text nor a list of messages but {_kind(value)}; fix the row")
-    if not value:
-        raise RowError(where, f"{path!r} is empty; fix or remove the row")
+def _as_prompt(value: Any, where: str) -> str | Messages:
+    if not isinstance(value, str | list) or not value:
+        raise RowError(where, f"the prompt is no text and no list of messages but {str(value)[:40]!r}; fix the row")
     if isinstance(value, str):
         return value
-    messages = tuple(_message(message, where, f"message {i} of {path!r}") for i, message in enumerate(value))
+    messages = tuple(_as_message(message, f"{where}: message {number}") for number, message in enumerate(value))
     if messages[-1]["role"] == "assistant":  # as in data for supervised training, where it is the answer
-        raise RowError(where, f"{path!r} ends with a message of the assistant, so with an answer; cut it off")
+        raise RowError(where, "the prompt ends with a message of the assistant, so with an answer; cut it off")
     return messages
 
 
-def _message(message: Any, where: str, which: str) -> Mapping[str, Any]:
+def _as_message(message: Any, where: str) -> Mapping[str, Any]:
     """A message without its nulls, as transformers drops them before it renders."""
-    if not isinstance(message, Mapping):
-        raise RowError(where, f"{which} is {_kind(message)}; it needs 'role' and 'content'")
-    for name in ("role", "content"):
-        if not isinstance(message.get(name), str):
-            raise RowError(where, f"{which}: {name!r} is {_kind(message.get(name))}; it needs to be a text")
+    if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        raise RowError(where, f"{str(message)[:80]!r} needs 'role' and 'content', both texts; fix the row")
     if message["role"] not in _ROLES:
-        raise RowError(where, f"{which}: role {message['role']!r} is none of {', '.join(_ROLES)}; rename it")
+        raise RowError(where, f"role {message['role']!r} is none of {', '.join(_ROLES)}; rename it")
     return {key: value for key, value in message.items() if value is not None}
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"of type {type(value).__name__}"

@@ -1,8 +1,7 @@
-"""Problems of reasoning-gym, an optional package, made from the run's seed: its only home."""
+"""Problems of reasoning-gym, an optional package that is imported only here, made from the run's seed."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,21 +10,44 @@ from typing import Any
 from tlt_hpc.config import TASK_PREFIX, ConfigError, UserError
 from tlt_hpc.data.rows import Row, RowError, first_line
 
+_SIZE = 10_000
 _PROBED = 16
 
 
 class TaskRows:
-    """The problems 0..size-1 of a task; each is made when it is asked for, from seed and index."""
+    """The problems of a task, 10,000 unless the arguments have ``size``; each is made on demand from seed and index.
+
+    Raises:
+        UserError: the package is not installed, has no such task, or the task refuses the arguments.
+    """
 
     kind = "reasoning-gym"
 
-    def __init__(self, name: str, size: int, seed: int, arguments: Mapping[str, Any]) -> None:
-        self.name, self._size = TASK_PREFIX + name, size
-        self._made_from = json.dumps([name, size, seed, dict(arguments)], sort_keys=True)
-        self._task = _make(name, size, seed, arguments)
+    def __init__(self, name: str, seed: int, arguments: Mapping[str, Any]) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"data.source = {TASK_PREFIX + name!r} needs the package {error.name!r}; pip install reasoning-gym"
+            ) from None
+        if name not in DATASETS:
+            raise ConfigError(
+                f"data.source = {TASK_PREFIX + name!r}: reasoning-gym has no such task; its gallery lists the names"
+            )
+        self.name, self._size = TASK_PREFIX + name, arguments.get("size", _SIZE)
+        others = {key: value for key, value in arguments.items() if key != "size"}
+        self._made_from = json.dumps([name, self._size, seed, others], sort_keys=True)
+        try:
+            self._task = reasoning_gym.create_dataset(name, **{**others, "size": self._size, "seed": seed})
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"data.task_args = {dict(arguments)!r}: {self.name!r} refuses them ({first_line(error)}); "
+                "fix data.task_args"
+            ) from None
 
     def __len__(self) -> int:
-        return self._size
+        return int(self._size)
 
     def __getitem__(self, index: int) -> Row:
         entry = self._task[index]
@@ -42,39 +64,7 @@ class TaskRows:
     def where(self, index: int) -> str:
         return f"{self.name} problem {index}"
 
-    def columns(self) -> frozenset[str]:
-        return frozenset({"prompt", "answer", "data_source", "extra_info"})
-
     def digest(self) -> str:
-        """Of what the problems are made from, and of the first of them: another version may make others."""
-        first = [self._task[index] for index in range(min(_PROBED, self._size))]
+        """Digest of the task's arguments and first problems: another version of the package may make others."""
+        first = [self._task[index] for index in range(min(_PROBED, len(self)))]
         return hashlib.sha256((self._made_from + json.dumps(first, sort_keys=True, default=str)).encode()).hexdigest()
-
-
-def _make(name: str, size: int, seed: int, arguments: Mapping[str, Any]) -> Any:
-    """The package's own data set.
-
-    Raises:
-        UserError: the package is not installed.
-        ConfigError: it has no such task, or the task does not take these arguments.
-    """
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"data.source = {TASK_PREFIX + name!r} needs the package {error.name!r}; pip install reasoning-gym"
-        ) from None
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.4)
-        remedy = (
-            f"did you mean {TASK_PREFIX + near[0]!r}?" if near else f"it has e.g. {', '.join(sorted(DATASETS)[:5])}"
-        )
-        raise ConfigError(f"data.source = {TASK_PREFIX + name!r}: reasoning-gym has no such task; {remedy}")
-    try:
-        return reasoning_gym.create_dataset(name, **{**arguments, "size": size, "seed": seed})
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"data.task_args = {dict(arguments)!r}: {TASK_PREFIX + name!r} refuses them ({first_line(error)}); "
-            "fix data.task_args"
-        ) from None

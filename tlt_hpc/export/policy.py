@@ -146,7 +146,7 @@ def card(config: Config, origin: str) -> str:
     rows = {
         "from": config.model.path,
         "run": origin,
-        "algorithm": f"{algorithm.name} (advantage {algorithm.advantage}, loss {algorithm.loss})",
+        "algorithm": f"{algorithm.name} (advantage {algorithm.recipe.advantage}, loss {algorithm.recipe.loss})",
         "data": config.data.source_name,
         "samples a step": f"{rollout.prompts_per_step} prompts x {rollout.group_size}",
         "sampled at": f"temperature {rollout.temperature}",

@@ -21,7 +21,6 @@ from uuid import uuid4
 
 from tlt_hpc.common.files import DamagedText, read_json
 from tlt_hpc.config import Config, TrackingSection, UserError
-from tlt_hpc.config.tracking import asked_for, check_installed
 from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
 
@@ -137,9 +136,9 @@ class Tracking:
         """Raises:
         UserError: a required package is not installed.
         """
-        check_installed(config.tracking)
+        config.tracking.check_installed()
         self._config, self._folder = config, folder
-        self._waiting = list(asked_for(config.tracking))
+        self._waiting = list(config.tracking.packages)
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
 
     def __enter__(self) -> Tracking:

@@ -14,7 +14,6 @@ from tlt_hpc.config import (
     UserError,
     load_saved_config,
     parse_config,
-    refuse_replicas,
     to_toml,
     without_side_effects,
 )
@@ -76,7 +75,11 @@ def plan_ablation(config: Config, options: argparse.Namespace) -> Ablation:
         UserError: an option that makes no sense, an arm that the job cannot have, or other settings than those of the
             arms that are there already.
     """
-    refuse_replicas(config, "tlt ablate")
+    if config.rollout.tensor_parallel > 1:
+        raise UserError(
+            f"rollout.tensor_parallel = {config.rollout.tensor_parallel}: tlt ablate decodes with a whole model on "
+            "every rank; if it fits, give rollout.tensor_parallel=1"
+        )
     if options.steps < 1:
         raise UserError(f"--steps {options.steps} compares nothing; use 1 or more")
     if options.arms is None:

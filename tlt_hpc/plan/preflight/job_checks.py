@@ -134,13 +134,11 @@ def check_drafter(job: PlannedJob) -> Finding:
 
 def check_trackers(job: PlannedJob) -> Finding:
     """The packages of the configured trackers are installed."""
-    from tlt_hpc.config.tracking import asked_for, check_installed
-
     tracking = job.config.tracking
-    check_installed(tracking)
+    tracking.check_installed()
     if tracking.wandb == "online":
         return warning(
             "tracking.wandb = 'online' needs a network on rank 0's node, which compute nodes usually do not have",
             "use tracking.wandb = 'offline' and wandb sync",
         )
-    return ok(", ".join(asked_for(tracking)) or "none asked for")
+    return ok(", ".join(tracking.packages) or "none configured")
