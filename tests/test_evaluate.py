@@ -271,11 +271,8 @@ def test_sets_and_the_sources_within_them(two_sets, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["evaluation.temperature=0"], "evaluation.temperature = 0 with evaluation.samples = 8"),
-        (["evaluation.every_steps=2", "data.source=x.jsonl"], "there is nothing to evaluate on; name files in"),
-        (["evaluation.every_steps=2", "evaluation.max_new_tokens=513"], "room for rollout.max_new_tokens = 512; lower"),
         (["evaluation.sources=['no.parquet']"], "evaluation.sources = 'no.parquet' does not exist"),
-        (["evaluation.sources=['embedded:gcd','embedded:gcd']"], "two of evaluation.sources are called 'gcd'"),
+        (["evaluation.sources=['embedded:gcd','embedded:gcd']"], "'embedded:gcd'] have the same file name; rename one"),
         (["data.source=x.jsonl"], "evaluation.sources is empty, and data.source = 'x.jsonl' has no held-out part"),
         (["evaluation.max_new_tokens=5000"], "set evaluation.max_new_tokens = 1015 or less"),
         (["evaluation.limit=5000"], "'embedded:gcd' holds out 2048 at most; lower it"),

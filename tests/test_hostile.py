@@ -1,4 +1,4 @@
-"""A short form of ``tools/hostile.py``; that it sees what it looks for; and configurations in more numbers."""
+"""A short form of ``tools/hostile.py``, and tests that it sees what it looks for."""
 
 from __future__ import annotations
 
