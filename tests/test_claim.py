@@ -11,7 +11,6 @@ import pytest
 
 from tlt_hpc import session as job
 from tlt_hpc.config import Config, UserError, load_config
-from tlt_hpc.mpi.node import NodeGroup
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder
 
@@ -25,7 +24,6 @@ class ThreadWorld:
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.hostname = rank, 2, f"node{rank}"
-        self.node_group = NodeGroup(None)
         self._board, self._barrier = board, barrier
 
     def allgather(self, item: Any) -> list[Any]:

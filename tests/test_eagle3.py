@@ -219,7 +219,7 @@ def test_total_variation_is_the_share_of_accepted_drafts():
 
 
 def make_trainer(tmp_path, **settings):
-    cache = FeatureCache(RunFolder(tmp_path), 0, 4, 128, 10**9)
+    cache = FeatureCache(RunFolder(tmp_path), 0, 4, 128, 10**9, num_ranks=1)
     options = DrafterSection(**{"form": "eagle3", "micro_step_seconds": 9.0, "learning_rate": 3e-3, **settings})
     return SpotTrainer(embedded_decoder(), cache, options, 0, 0, torch.arange(NUM_TOKENS)), cache
 

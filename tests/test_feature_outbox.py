@@ -15,7 +15,8 @@ from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.rollout import feature_outbox
 from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.rollout.transfer import PendingHostCopy
-from tlt_hpc.storage.feature_cache import FeatureCache, FeatureCacheReader
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.feature_file import FeatureCacheReader
 from tlt_hpc.storage.folder import RunFolder
 
 REQUESTS = gcd_requests(5, 4, step=3)
@@ -45,7 +46,7 @@ def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way):
     requests = REQUESTS[shard]
     engine = make(STRATEGIES, **{"max_live": 10, "chooser": "random", "seed": 5, **options})
     engine.load_policy(folder_weights(embedded_folder()), 17)
-    cache = FeatureCache(RunFolder(tmp_path), 0, 1, 128, 10**9)
+    cache = FeatureCache(RunFolder(tmp_path), 0, 1, 128, 10**9, num_ranks=1)
     engine.feature_sink = cache.begin_step(3, engine.decoder.version).append
     rollouts = [np.concatenate([r.prompt_tokens, r.response_tokens]).tolist() for r in generate(engine, requests)]
     counts = engine.take_counts()

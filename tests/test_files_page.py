@@ -20,7 +20,7 @@ from tlt_hpc.cluster.watch.record import Record, decode
 from tlt_hpc.common.records import FinishReason, RolloutTiming, SampleKey
 from tlt_hpc.storage.evaluation_log import JudgedResponse, write_responses
 from tlt_hpc.storage.feature_writer import FeatureCacheWriter
-from tlt_hpc.storage.kept_responses import KeptFile, write_kept
+from tlt_hpc.storage.kept_responses import write_kept
 from tlt_hpc.storage.records import CurvePoint, DrafterFacts
 from tlt_hpc.storage.rollout_log import write_step
 
@@ -94,7 +94,7 @@ def test_the_rollout_log_is_as_the_page_says(tmp_path: Path) -> None:
 
 
 def test_kept_responses_are_as_the_page_says(tmp_path: Path) -> None:
-    write_kept(tmp_path / "kept.h5", KeptFile("a" * 32, small_record(1, 0).rollouts), durable=False)
+    write_kept(tmp_path / "kept.h5", "a" * 32, small_record(1, 0).rollouts, durable=False)
     log = {name: kind for name, kind in documented("The rollout log").items() if name.startswith("rollouts/")}
     own = documented("Kept responses")
     assert "but for `rewards` and `advantages`" in section("Kept responses")
@@ -104,7 +104,7 @@ def test_kept_responses_are_as_the_page_says(tmp_path: Path) -> None:
 
 
 def test_the_feature_cache_is_as_the_page_says(tmp_path: Path) -> None:
-    writer = FeatureCacheWriter(tmp_path / "rank-0000.h5", 2, 8, step=4, weight_version=9)
+    writer = FeatureCacheWriter(tmp_path / "rank-0000.h5", 2, 8, step=4, weight_version=9, max_bytes=10**6)
     tokens, features = np.arange(12, dtype=np.int32), np.zeros((11, 2, 8), np.uint16)
     writer.append(tokens, 5, features)
     writer.close()

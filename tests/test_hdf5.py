@@ -83,7 +83,7 @@ for limit in [0, 10, 1000, 2000, 3000, 500_000, 2**20, 2**20 + 3000, *range(1_54
     try:
         with writing_beside(path) as part:
             file = hdf5.NewFile(part, kind)
-            rows = hdf5.growing_array(file.root, "rows", np.dtype("u2"), (256,))
+            rows = hdf5.growing_array(file.root, "rows", np.dtype("u2"), (256,), 10**6)
             for block in range(3):
                 hdf5.write_rows(rows, len(rows), np.full((1000, 256), block, "u2"))
             file.commit(3000)
@@ -113,7 +113,7 @@ def test_an_error_in_the_body_publishes_nothing_and_keeps_what_was_there(tmp_pat
     with pytest.raises(KeyError), writing_beside(path) as part:
         part.write_text("new")
         raise KeyError
-    with pytest.raises(WriteError, match=r"a\.h5: No space left on device; what was there is as before: make room"):  # noqa: SIM117
+    with pytest.raises(WriteError, match=r"a\.h5: No space left on device; nothing was changed: make room"):  # noqa: SIM117
         with writing_beside(path) as part:
             part.write_text("new")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -124,7 +124,7 @@ def test_an_error_in_the_body_publishes_nothing_and_keeps_what_was_there(tmp_pat
 def test_where_one_may_not_write_room_is_no_remedy(tmp_path: Path, number: int) -> None:
     error = WriteError(tmp_path / "a", OSError(number, os.strerror(number)))
     assert str(error).endswith(
-        "as before: see to it that you may write there (or set run.folder to another place) and start again"
+        "nothing was changed: make sure that you can write there or set run.folder to another place, and restart"
     )
 
 
@@ -179,7 +179,7 @@ def test_what_leads_out_of_a_file_is_not_followed(tmp_path: Path, kind: str) -> 
         else:
             struck["a"] = struck["/"]
     with (
-        pytest.raises(hdf5.DamagedFile, match=r"a.h5: damaged .*(a link to|not stored as|would have)"),
+        pytest.raises(hdf5.DamagedFile, match=r"a.h5: damaged .*(is a link|not stored as|would have)"),
         hdf5.CommittedFile(path, KIND) as file,
         file.naming_damage(),
     ):

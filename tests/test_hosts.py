@@ -113,6 +113,7 @@ runpy.run_module("tlt_hpc", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.ci
 def test_a_run_on_two_hosts(hosts: Path, tmp_path: Path) -> None:
     """Each host has a first rank, a monitor of its own, and features on its own disk."""
     script = tmp_path / "training.py"

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_world import OneRank
 from launch_ranks import run_on_ranks
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.common.records import FinishReason, Request, Rollout, SampleKey
 from tlt_hpc.config import UserError, load_config
-from tlt_hpc.models.folder import find_model
 from tlt_hpc.resume import kept as kept_module
-from tlt_hpc.resume.kept import Keeper, describe_progress, drop_kept, origin_of, origin_of_start
+from tlt_hpc.resume.kept import Keeper, describe_progress, drop_kept, open_keeper, origin_of, origin_of_start
 from tlt_hpc.rollout_loop import still_to_do
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.kept_responses import KeptFile, merged, read_kept, write_kept
+from tlt_hpc.storage.kept_responses import read_kept, write_kept
 from tlt_hpc.storage.step_lines import add_line, read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,42 +55,21 @@ def same(wanted: Rollout, got: Rollout) -> bool:
 # -- files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("durable", [True, False])
-def test_what_was_kept_comes_back(tmp_path, durable):
-    rollouts = (response(0), response(1, length=0), response(2, length=50))
-    write_kept(tmp_path / "k.h5", KeptFile("here", rollouts), durable)
-    found = read_kept(tmp_path / "k.h5")
-    assert found.origin == "here" and len(found.rollouts) == 3
-    assert all(same(*pair) for pair in zip(rollouts, found.rollouts, strict=True))
-
-
-def test_a_damaged_file_is_named_and_not_believed(tmp_path):
-    path = tmp_path / "k.h5"
-    write_kept(path, KeptFile("here", tuple(response(draw) for draw in range(9))), True)
-    whole = path.read_bytes()
-    num_caught = 0
-    for offset in range(0, len(whole), max(1, len(whole) // 60)):
-        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0x10]) + whole[offset + 1 :])
+def test_what_was_kept_comes_back_and_a_damaged_file_is_named(tmp_path):
+    path, rollouts = tmp_path / "k.h5", [response(draw, length=25 * draw) for draw in range(3)]
+    write_kept(path, "here", rollouts, True)
+    whole, num_caught = path.read_bytes(), 0
+    for offset in (None, *range(0, len(whole), max(1, len(whole) // 60))):
+        if offset is not None:
+            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 0x10]) + whole[offset + 1 :])
         try:
-            found = read_kept(path)
+            origin, found = read_kept(path)
         except DamagedFile as error:
             num_caught += 1
-            assert str(path) in str(error) and "\n" not in str(error)
-        else:  # a bit that nothing reads
-            assert all(same(response(draw), got) for draw, got in enumerate(found.rollouts))
+            assert offset is not None and str(path) in str(error) and "\n" not in str(error)
+        else:  # whole, or a bit that nothing reads
+            assert origin == "here" and len(found) == 3 and all(map(same, rollouts, found))
     assert num_caught > 20
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DamagedFile):
-        read_kept(path)
-
-
-def test_only_responses_of_the_runs_own_weights_count_and_each_once():
-    files = [
-        KeptFile("here", (response(3), response(1))),
-        KeptFile("there", (response(2),)),
-        KeptFile("here", (response(1),)),
-    ]
-    assert [rollout.key.draw for rollout in merged(files, "here")] == [1, 3]
 
 
 def test_weights_are_named_by_their_step_or_their_files(tmp_path):
@@ -136,7 +115,7 @@ def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     keeper.keep([*finished, response(5), response(3)])
     paths = folder.kept_parts(5)
     assert [path.name for path in paths] == ["rank-0002-000000.h5", "rank-0002-000001.h5"]
-    assert [[r.key.draw for r in read_kept(path).rollouts] for path in paths] == [[4], [3, 5]]
+    assert [[r.key.draw for r in read_kept(path)[1]] for path in paths] == [[4], [3, 5]]
     drop_kept(folder)
     assert folder.kept_parts(5) == [] and not folder.kept.exists()
     drop_kept(folder)
@@ -177,30 +156,33 @@ def test_a_kept_response_to_another_prompt_ends_the_run():
 # -- how far a run has come ------------------------------------------------------------------------------------------
 
 
-def keep(folder: RunFolder, step: int, number: int, origin: str, count: int) -> None:
-    write_kept(folder.kept_part(step, 0, number), KeptFile(origin, tuple(map(response, range(count)))), False)
-
-
-def test_of_what_is_kept_only_that_counts_which_the_next_start_takes_up(tmp_path):
+def test_progress_is_the_steps_and_what_is_kept_of_the_next(tmp_path):
     config = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={tmp_path}"])
     folder = RunFolder(tmp_path / "tiny")
-    assert describe_progress(config) == "step 0 and 0 of the next one's responses"
-    keep(folder, 0, 0, origin_of_start(find_model(config.model.path)), 2)
-    assert describe_progress(config) == "step 0 and 2 of the next one's responses"
-    add_line(folder.metrics, {"training/global_step": 0, "timing_s/gen": 1.5})
+    assert describe_progress(config) == "step 0 and 0 bytes of the next one's responses"
+    for step in range(2):
+        add_line(folder.metrics, {"training/global_step": step})
+    for step in (1, 2):
+        write_kept(folder.kept_part(step, 0, 0), "here", [response(1)], False)
+    size = folder.kept_part(2, 0, 0).stat().st_size
+    assert describe_progress(config) == f"step 2 and {size} bytes of the next one's responses"
+    (folder.checkpoints / "step-000000").mkdir(parents=True)
+    again = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"replay": False})})
+    assert describe_progress(again) == "step 0 and 0 bytes of the next one's responses", "both steps are done again"
+
+
+def test_the_next_start_takes_responses_of_its_own_weights_from_whole_files(tmp_path, caplog):
+    config, folder = load_config(ROOT / "jobs" / "tiny.toml", [f"run.folder={tmp_path}"]), RunFolder(tmp_path)
     add_line(folder.metrics, {"training/global_step": 1, "timing_s/gen": 2.5})
     own = origin_of(read_lines(folder.metrics)[1])
-    keep(folder, 2, 0, own, 3)
-    keep(folder, 2, 1, own, 1)
-    for number in range(2, 9):
-        keep(folder, 2, number, "another", 9)
-    folder.kept_part(2, 0, 9).write_bytes(folder.kept_part(2, 0, 0).read_bytes()[:900])
-    assert describe_progress(config) == "step 2 and 4 of the next one's responses"
-    keep(folder, 2, 10, own, 5)
-    assert describe_progress(config) == "step 2 and 9 of the next one's responses"
-    (folder.checkpoints / "step-000001").mkdir(parents=True)
-    again = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"replay": False})})
-    assert describe_progress(again) == "step 1 and 0 of the next one's responses", "the second step is done again"
+    for number, (origin, draws) in enumerate([(own, (3, 1)), ("another", (2,)), (own, (1, 4)), (own, (5,))]):
+        write_kept(folder.kept_part(2, 0, number), origin, list(map(response, draws)), False)
+    folder.kept_part(2, 0, 3).write_bytes(b"cut off")
+    keeper, kept = open_keeper(config, folder, OneRank(), 2)
+    assert sorted(key.draw for key in kept) == [1, 3, 4]
+    assert "its responses are generated again" in caplog.text
+    keeper.keep([response(9)])
+    assert read_kept(folder.kept_part(2, 0, 4))[0] == own, "behind those that are there"
 
 
 # -- a run ----------------------------------------------------------------------------------------------------------
@@ -261,7 +243,7 @@ def take_one_step(folder: str, stop_at: int, changes: list[str]) -> dict[str, An
         tokens |= {str(r.key): r.response_tokens.tolist() for r in read_step(path).rollouts}
     found = {
         "was whole": was_whole,
-        "kept": [r.key.draw * 4 + r.key.sample for path in job.folder.kept_parts(0) for r in read_kept(path).rollouts],
+        "kept": [r.key.draw * 4 + r.key.sample for path in job.folder.kept_parts(0) for r in read_kept(path)[1]],
         "policy": job.policy.sha256(),
         "tokens": tokens,
         "generated": job.engine.num_tokens if not was_whole else None,
@@ -272,6 +254,7 @@ def take_one_step(folder: str, stop_at: int, changes: list[str]) -> dict[str, An
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 def test_a_step_that_was_cut_short_twice_generates_no_response_twice(tmp_path):
     straight = run_on_ranks(2, take_one_step, str(tmp_path / "straight"), NEVER, [])[0]
     assert straight["was whole"] and straight["kept"] == [] and len(straight["tokens"]) == 32

@@ -13,8 +13,8 @@ from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
 from tlt_hpc.drafting.offline import batches_of, deal, learning_rate, passes_of, with_noise
 from tlt_hpc.drafting.packing import pack
-from tlt_hpc.storage.feature_cache import Document
-from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_facts
+from tlt_hpc.storage.feature_file import Document
+from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_record
 from tlt_hpc.studies.warmup.capture import part_size
 from tlt_hpc.studies.warmup.progress import (
     Progress,
@@ -219,7 +219,7 @@ FACTS = DrafterFacts(
 
 def test_facts_come_back_equal_and_broken_ones_are_named(tmp_path):
     assert read_facts(tmp_path) is None
-    write_facts(tmp_path, FACTS)
+    write_record(tmp_path / FACTS_FILE, FACTS)
     assert read_facts(tmp_path) == FACTS
     path = tmp_path / FACTS_FILE
     path.write_text(path.read_text().replace('"num_tokens": 100', '"num_tokens": "many"'))

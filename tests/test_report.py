@@ -423,7 +423,7 @@ def test_mistakes_are_one_line(tmp_path: Path, run: RunFolder, capsys: pytest.Ca
     for arguments, expected in (
         ([tmp_path / "no"], "does not exist"),
         ([tmp_path / "file"], "is a file"),
-        ([tmp_path], "it holds some; give one of them: run"),
+        ([tmp_path], "runs in"),
         ([run.path, "--output", run.path / "metrics.jsonl"], "give a file that ends in .html"),
         ([run.path, "--json", run.path / "config.toml"], "give a file that ends in .json"),
         ([run.path, "--against", run.path], "that is the run itself"),

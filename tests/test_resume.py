@@ -183,6 +183,7 @@ def save_between_and_come_back(folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 def test_the_drafter_comes_back_from_between_two_checkpoints(tmp_path: Path) -> None:
     for saved, damaged, again, rest in run_on_ranks(2, save_between_and_come_back, str(tmp_path)):
         assert saved == {"step": 2, "differences": [], "not as at the start": saved["not as at the start"]}
@@ -246,6 +247,7 @@ def stop_in_a_tail(folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 def test_a_stop_costs_the_drafter_nothing(tmp_path: Path) -> None:
     for cut, again, tail in run_on_ranks(2, stop_in_a_tail, str(tmp_path)):
         assert cut["step"] == 1 and cut["learned"] == cut["of"]
@@ -254,39 +256,8 @@ def test_a_stop_costs_the_drafter_nothing(tmp_path: Path) -> None:
         assert tail["step"] == 2 and tail["learned"] == tail["of"], "the whole checkpoint is newer than its own save"
 
 
-def stop_in_a_step(folder: str) -> list[list[Any]]:
-    """By whether the step had been saved before a stop: whether it merged, and the phases that were shown."""
-    from tlt_hpc import train as run
-    from tlt_hpc.config import load_config
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.resume import saving
-    from tlt_hpc.rl.distributed import leave_process_group
-
-    world = World.connect()
-    job = run.assemble(load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"]), world)
-    saving.resume(job, Silent().replayed)
-    true_merge, merges, seen = run.finish_merge, [], []
-    run.finish_merge = lambda job: merges.append(job) or true_merge(job)
-    world.flag.request(Stop.ASKED, "test")
-    for is_saved in (True, False):
-        phases: list[str] = []
-        reporter = Silent()
-        reporter.phase = lambda step, name, phases=phases: phases.append(name)
-        assert not run.take_step(job, 0, reporter, is_saved=is_saved)
-        seen.append([bool(merges), phases])
-    job.close()
-    leave_process_group()
-    return seen
-
-
 @pytest.mark.mpi
-def test_a_stop_right_after_a_save_neither_merges_nor_says_that_it_saves(tmp_path: Path) -> None:
-    shown, hidden = run_on_ranks(2, stop_in_a_step, str(tmp_path))
-    assert shown == [[False, []], [True, ["stopping: saving a checkpoint"]]]
-    assert hidden == [[False, []], [True, []]]
-
-
-@pytest.mark.mpi
+@pytest.mark.ci
 @pytest.mark.parametrize("changes", [[], pytest.param(["optimizer.zero_stage=3"], marks=pytest.mark.slow)])
 def test_what_comes_back_is_what_there_was_at_the_save(tmp_path: Path, changes: list[str]) -> None:
     for result in run_on_ranks(2, save_go_on_and_come_back, str(tmp_path), changes):

@@ -22,15 +22,7 @@ from tlt_hpc.common.records import (
 )
 from tlt_hpc.storage.folder import part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import (
-    StepRecord,
-    check_whole,
-    is_committed,
-    read_spans,
-    read_step,
-    read_summary,
-    write_step,
-)
+from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 
 
 def make_rollout(rng: np.random.Generator, key: SampleKey) -> Rollout:
@@ -100,7 +92,7 @@ finite = st.floats(allow_nan=False)
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32),
     num_rollouts=st.sampled_from([0, 1, 2, 17, 200]),
@@ -123,28 +115,18 @@ def test_round_trip(
     path = tmp_path / "a.h5"
     write_step(path, record)
     assert same(read_step(path), record)
-    assert is_committed(path) and not part_of(path).exists()
+    assert not part_of(path).exists()
 
 
-def test_the_summary_agrees_with_the_record(tmp_path: Path) -> None:
-    record = make_record(7)
-    write_step(tmp_path / "a.h5", record)
-    summary = read_summary(tmp_path / "a.h5")
-    assert summary.response_lengths.tolist() == [len(r.response_tokens) for r in record.rollouts]
-    assert summary.num_target_passes.tolist() == [r.num_target_passes for r in record.rollouts]
-    assert all(same(value, getattr(record, name)) for name, value in vars(summary).items() if name in vars(record))
-
-
-def test_the_spans_are_read_alone_and_an_earlier_versions_file_has_none(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_version_has_no_spans(tmp_path: Path) -> None:
     path = tmp_path / "log.h5"
-    record = make_record(39)
-    write_step(path, record)
-    assert same(read_spans(path), record.spans) and len(record.spans) == 39
+    write_step(path, make_record(39))
     with h5py.File(path, "r+") as file:
         del file["spans"], file["phases"], file["rollouts/pass_lengths"], file["rollouts/pass_ends"]
-    assert len(read_spans(path)) == 0
-    assert read_step(path).phases == read_summary(path).phases == ()
-    assert all(len(rollout.pass_lengths) == 0 for rollout in read_step(path).rollouts)
+        del file["timing/refills"]
+    found = read_step(path)
+    assert found.phases == found.refills == () and len(found.spans) == 0
+    assert all(len(rollout.pass_lengths) == 0 for rollout in found.rollouts)
 
 
 @pytest.mark.parametrize("column", ["response_ends", "prompt_ends", "rewards", "advantages"])
@@ -153,9 +135,8 @@ def test_a_missing_column_is_noticed(tmp_path: Path, column: str) -> None:
     write_step(path, make_record(3))
     with h5py.File(path, "r+") as file:
         del file[f"rollouts/{column}"]
-    for read in (read_step, check_whole):
-        with pytest.raises(DamagedFile):
-            read(path)
+    with pytest.raises(DamagedFile):
+        read_step(path)
 
 
 def test_rollouts_out_of_order_are_a_programmers_error(tmp_path: Path) -> None:
@@ -170,7 +151,6 @@ def test_another_commit_counter_is_refused(tmp_path: Path, count: int) -> None:
     write_step(tmp_path / "a.h5", make_record(1))
     with h5py.File(tmp_path / "a.h5", "r+") as file:
         file.attrs["committed"] = count
-    assert not is_committed(tmp_path / "a.h5")
     with pytest.raises(DamagedFile, match=f"{count} rollouts were committed"):
         read_step(tmp_path / "a.h5")
 
@@ -179,11 +159,10 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     write_step(path, make_record(3))
     whole = path.read_bytes()
-    for length in [*range(0, 200), *range(200, len(whole), 97), *range(len(whole) - 50, len(whole))]:
+    for length in [*range(0, 200), *range(200, len(whole), 397), *range(len(whole) - 50, len(whole))]:
         path.write_bytes(whole[:length])
         with pytest.raises(DamagedFile, match=r"a\.h5: damaged rollout log: .*; delete it and resume"):
             read_step(path)
-        assert not is_committed(path)
 
 
 def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(tmp_path: Path) -> None:
@@ -192,7 +171,7 @@ def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(tmp_path: Path) -> Non
     whole = path.read_bytes()
     rng = random.Random(0)
     num_noticed = 0
-    for place in rng.sample(range(len(whole)), 600):
+    for place in rng.sample(range(len(whole)), 300):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << rng.randrange(8)
         path.write_bytes(flipped)
@@ -200,4 +179,4 @@ def test_a_flipped_bit_is_noticed_or_lies_in_unused_space(tmp_path: Path) -> Non
             assert same(read_step(path), record), f"a flip at byte {place} was read as data"
         except DamagedFile:
             num_noticed += 1
-    assert num_noticed > 300
+    assert num_noticed > 150

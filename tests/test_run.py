@@ -9,15 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from textwrap import indent
 
 import numpy as np
 import pytest
 import torch
-from launch_ranks import OWN, forked, mpiexec, tlt
+from launch_ranks import forked, mpiexec, tlt
 from whole_run import SMALL
 
 from tlt_hpc.checkpoint.store import CheckpointStore
@@ -126,6 +124,7 @@ def test_the_log_tells_what_each_rank_did_when(straight):
             assert record.phases[-len(own)].start_seconds <= timing.start_seconds
 
 
+@pytest.mark.ci
 def test_a_run_of_all_modes_is_equal(tmp_path):
     figures = tmp_path / "figures.json"
     done = run_tlt(tmp_path, what="compare", extra=("--steps", "2", "--json", str(figures)))
@@ -143,16 +142,20 @@ def test_a_run_of_all_modes_is_equal(tmp_path):
     assert tree["modes"]["full"]["drafter_steps"] > 0
 
 
-@pytest.mark.parametrize(("ranks", "shard"), [(1, "group"), (4, "group"), (2, "sample")])
+@pytest.mark.ci
+@pytest.mark.parametrize(("ranks", "shard"), [(1, "group"), (3, "sample")])
 def test_the_first_rollout_is_the_same_on_any_rank_count_and_shard(straight, tmp_path, ranks, shard):
     run_tlt(tmp_path, "run.num_steps=1", "speculation.mode=plain", f"rollout.shard={shard}", ranks=ranks)
     assert tokens_of(tmp_path / "tiny", 0, ranks) == tokens_of(straight, 0)
 
 
+@pytest.mark.ci
 def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
+    (tmp_path / "ranks.py").write_text(WAITING)
     process = subprocess.Popen(
-        ranks_with(tmp_path, "if step == 3:\n    time.sleep(600)", forked()), cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True, env=RANKS_ENVIRONMENT,
+        [mpiexec(), "-n", "2", *forked(), str(tmp_path / "ranks.py"), *command(tmp_path, "run.num_steps=4")[3:]],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     wait_for(tmp_path / "tiny" / "checkpoints" / "step-000002", process)
     os.killpg(process.pid, signal.SIGKILL)
@@ -172,26 +175,19 @@ def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
     assert len((resumed / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-RANKS_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+WAITING = """
+import sys, time, tlt_hpc.train as run, tlt_hpc.cli.main as cli
+true_step = run.take_step
+def take_step(job, step, *others, **named):
+    time.sleep(600 * (step == 3))
+    return true_step(job, step, *others, **named)
+run.take_step = take_step
+sys.exit(cli.main())
+"""
 
 
-def ranks_with(folder: Path, statement: str, python: Sequence[str] = OWN) -> list[str]:
-    """Two ranks of a run of four steps that do this before each step, which is ``step`` of ``job``."""
-    program = (
-        "import sys, time, tlt_hpc.train as run, tlt_hpc.cli.main as cli\n"
-        "true_step = run.take_step\n"
-        "def take_step(job, step, *others, **named):\n"
-        f"{indent(statement, '    ')}\n"
-        "    return true_step(job, step, *others, **named)\n"
-        "run.take_step = take_step\n"
-        "sys.exit(cli.main())\n"
-    )
-    (folder / "ranks.py").write_text(program)
-    arguments = command(folder, "run.num_steps=4")[3:]
-    return [mpiexec(), "-n", "2", *python, str(folder / "ranks.py"), *arguments]
-
-
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.ci
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
     process = subprocess.Popen(
         command(tmp_path, "run.num_steps=100", "checkpoint.every_steps=50"), cwd=ROOT,
@@ -212,14 +208,7 @@ def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
         assert tokens_of(tmp_path / "tiny", step) == tokens_of(straight, step)
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_traceback(tmp_path):
-    raises = "if step == 1 and job.world.rank == 1:\n    raise RuntimeError('planted in rank 1')"
-    done = subprocess.run(ranks_with(tmp_path, raises), check=False, **CAPTURED, timeout=240, env=RANKS_ENVIRONMENT)
-    assert done.returncode != 0
-    assert "planted in rank 1" in done.stderr
-    assert "Traceback" in done.stderr
-
-
+@pytest.mark.ci
 def test_a_finished_run_says_so_and_a_changed_one_is_refused(tmp_path):
     run_tlt(tmp_path, "run.num_steps=1")
     done = run_tlt(tmp_path, "run.num_steps=1", own=True)
@@ -239,6 +228,7 @@ def test_a_finished_run_says_so_and_a_changed_one_is_refused(tmp_path):
     assert "rollout.temperature = 1.0, now 0.9" in lines[0]
 
 
+@pytest.mark.ci
 def test_damaged_checkpoints_stop_the_run_with_one_line(tmp_path):
     run_tlt(tmp_path, "run.num_steps=1")
     for path in (tmp_path / "tiny" / "checkpoints").glob("*/policy-*.safetensors"):

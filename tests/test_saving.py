@@ -33,9 +33,9 @@ def disk(monkeypatch) -> Iterator[threading.Event]:
     """A disk that writes nothing before the event is set."""
     ready, true_write = threading.Event(), Save.write
 
-    def write(save: Save, held: Any) -> None:
+    def write(save: Save) -> None:
         assert ready.wait(20)
-        true_write(save, held)
+        true_write(save)
 
     monkeypatch.setattr(Save, "write", write)
     yield ready

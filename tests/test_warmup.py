@@ -26,7 +26,7 @@ from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter_file import DRAFTER_FILE, load_drafter, read_drafter
 from tlt_hpc.mpi.world import World
 from tlt_hpc.rollout.strategy import Strategy
-from tlt_hpc.storage.feature_cache import Document
+from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.folder import RunFolder, part_of
 from tlt_hpc.storage.records import read_facts
 from tlt_hpc.storage.rollout_log import write_step

@@ -18,12 +18,10 @@ from launch_ranks import ROOT, run_on_ranks
 
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.config import ConfigError, UserError
+from tlt_hpc.mpi import progress
 from tlt_hpc.mpi import world as world_module
-from tlt_hpc.mpi.library import MPI
 from tlt_hpc.mpi.world import LaunchError, World, check_rank_count, check_thread_level, place
 from tlt_hpc.storage.folder import WriteError
-
-RANK_COUNTS = pytest.mark.parametrize("num_ranks", [1, 4])
 
 
 def digest(array: np.ndarray) -> str:
@@ -38,18 +36,13 @@ def test_place_counts_nodes_and_ranks_of_a_node() -> None:
     assert [place(hostnames, rank) for rank in range(5)] == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)]
 
 
-@pytest.mark.parametrize(
-    "environment", [{}, {"TLT_RANKS": "2"}, {"SLURM_NTASKS": "2"}, {"TLT_RANKS": "2", "SLURM_NTASKS": "8"}]
-)
-def test_the_right_rank_count_passes(environment: dict[str, str]) -> None:
-    check_rank_count(2, environment)
-
-
-@pytest.mark.parametrize("variable", ["TLT_RANKS", "SLURM_NTASKS"])
-def test_a_wrong_rank_count_names_both_counts_and_the_remedy(variable: str) -> None:
-    with pytest.raises(LaunchError, match=f"MPI sees 1 rank where {variable}=4: .*srun --mpi=.*mpiexec") as caught:
-        check_rank_count(1, {variable: "4"})
-    assert "\n" not in str(caught.value)
+def test_a_wrong_rank_count_names_both_counts_and_the_remedy() -> None:
+    for environment in ({}, {"TLT_RANKS": "2"}, {"SLURM_NTASKS": "2"}, {"TLT_RANKS": "2", "SLURM_NTASKS": "8"}):
+        check_rank_count(2, environment)
+    for variable in ("TLT_RANKS", "SLURM_NTASKS"):
+        with pytest.raises(LaunchError, match=f"MPI sees 1 rank where {variable}=4: .*srun --mpi=.*mpiexec") as caught:
+            check_rank_count(1, {variable: "4"})
+        assert "\n" not in str(caught.value)
 
 
 def test_a_lower_thread_level_is_refused() -> None:
@@ -98,7 +91,7 @@ print("ready", flush=True)
 try:
     while not world.stop_requested:
         time.sleep(0.01)
-    print(world.stop_reason, flush=True)
+    print(world.flag.reason, flush=True)
     sys.stdin.readline()
     print("kept running", flush=True)
 except KeyboardInterrupt:
@@ -107,7 +100,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_sets_the_stop_flag_and_nothing_else(number: signal.Signals) -> None:
     process = start_python(WAIT_FOR_STOP.format(together=1.0))
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -136,44 +129,10 @@ def describe() -> dict[str, Any]:
     return {"rank": world.rank, "size": world.size, "node": world.node, "local_rank": world.local_rank}
 
 
-@pytest.mark.mpi
-@RANK_COUNTS
-def test_every_rank_knows_its_place(num_ranks: int) -> None:
-    expected = [{"rank": r, "size": num_ranks, "node": 0, "local_rank": r} for r in range(num_ranks)]
-    assert run_on_ranks(num_ranks, describe) == expected
-
-
 def named_memory() -> list[str]:
-    """Files of the library's own in memory that would stay behind where this rank was killed now."""
-    World.connect().barrier()
+    """Files of the library's own in memory that would stay behind if this rank were killed now."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if "/dev/shm/mpich" in line and not line.endswith("(deleted)")]
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("num_ranks", (1, 2))
-def test_a_kill_leaves_no_memory_of_the_library_behind(num_ranks: int) -> None:
-    assert run_on_ranks(num_ranks, named_memory) == [[]] * num_ranks
-
-
-def gather_and_broadcast(most_bytes: int) -> list[bool]:
-    world_module.MOST_BYTES = most_bytes
-    world = World.connect()
-
-    def item(rank: int) -> dict[str, Any]:
-        return {"rank": rank, "long": "ab" * (1000 * rank**2), "array": list(range(rank))}
-
-    gathered = world.allgather(item(world.rank))
-    received = [world.broadcast(item(world.rank), root) for root in range(world.size)]
-    world.barrier()
-    expected = [item(rank) for rank in range(world.size)]
-    return [gathered == expected, received == expected]
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize(("num_ranks", "most_bytes"), [(1, 2**30), (4, 2**30), (3, 700)])
-def test_objects_of_unequal_size_arrive_whole_in_rank_order(num_ranks: int, most_bytes: int) -> None:
-    assert run_on_ranks(num_ranks, gather_and_broadcast, most_bytes) == [[True, True]] * num_ranks
 
 
 def contribution(rank: int, dtype: str, length: int) -> np.ndarray:
@@ -181,85 +140,44 @@ def contribution(rank: int, dtype: str, length: int) -> np.ndarray:
     return values.astype(dtype).T  # not C-contiguous
 
 
-def sum_arrays(dtype: str, length: int) -> dict[str, Any]:
-    world = World.connect()
+def sum_arrays(world: World, dtype: str, length: int) -> list[Any]:
     own = contribution(world.rank, dtype, length)
     own_digest = digest(own)
     pending = [world.start_sum(own) for _ in range(2)]
-    copied = not any(np.shares_memory(p._sent, own) for p in pending)
+    assert not any(np.shares_memory(p._sent, own) for p in pending)
     total = world.sum(own)
-    same_again = all(digest(p.wait()) == digest(total) and p.wait().dtype == dtype for p in pending)
+    assert all(digest(p.wait()) == digest(total) and p.wait().dtype == dtype for p in pending)
+    assert digest(own) == own_digest, "what is summed is a copy"
     expected = sum(contribution(rank, dtype, length).astype(np.float64) for rank in range(world.size))
-    return {
-        "digest": digest(total),
-        "right": total.shape == own.shape and bool(np.allclose(total, expected, rtol=1e-5, atol=1e-2)),
-        "same_again": same_again,
-        "input_kept": copied and digest(own) == own_digest,
-    }
+    assert total.shape == own.shape and np.allclose(total, expected, rtol=1e-5, atol=1e-2)
+    return [dtype, digest(total)]
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize(("dtype", "length"), [("float32", 200_003), ("float64", 5), ("int64", 1000)])
-def test_sums_are_right_and_the_same_bits_on_all_ranks(num_ranks: int, dtype: str, length: int) -> None:
-    results = run_on_ranks(num_ranks, sum_arrays, dtype, length)
-    assert all(result["right"] and result["same_again"] and result["input_kept"] for result in results)
-    assert len({result["digest"] for result in results}) == 1
-
-
-class CountedComm:
-    """A communicator that notes the bytes of each sum."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm, self.num_bytes = comm, list[int]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def Iallreduce(self, sent: np.ndarray, received: np.ndarray, op: Any) -> Any:  # noqa: N802 (mpi4py's name)
-        assert sent.nbytes == received.nbytes
-        self.num_bytes.append(sent.nbytes)
-        return self._comm.Iallreduce(sent, received, op)
-
-
-def sum_in_blocks(most_bytes: int) -> dict[str, Any]:
+def use_collectives(most_bytes: int, block_bytes: int) -> dict[str, Any]:
+    world_module.MOST_BYTES, progress.BLOCK_BYTES = most_bytes, block_bytes
     world = World.connect()
-    own = contribution(world.rank, "float32", 5_000)
-    whole = digest(world.sum(own))
-    world_module.MOST_BYTES = most_bytes
-    world._comm = counted = CountedComm(world._comm)  # type: ignore[assignment]
-    time.sleep(0.2 * world.rank)  # the later rank finds the earlier one's blocks under way
-    pending = world.start_sum(own)
-    world.start_sum(np.ones(100_000, np.float32))  # nobody waits, so nobody but the world holds the buffers
-    total = pending.wait()
-    done = all(request == MPI.REQUEST_NULL for request in pending._requests)
-    return {"num_bytes": counted.num_bytes[:11], "equal": digest(total) == whole, "done": done}
 
+    def item(rank: int) -> dict[str, Any]:
+        return {"rank": rank, "long": "ab" * (1000 * rank**2), "array": list(range(rank))}
 
-@pytest.mark.mpi
-def test_a_large_sum_goes_in_blocks_of_the_same_bits() -> None:
-    """Libraries older than MPI 4 count elements in a C int."""
-    assert (
-        run_on_ranks(2, sum_in_blocks, 4096)
-        == [{"num_bytes": [4096] * 9 + [3136, 4096], "equal": True, "done": True}] * 2
-    )
-
-
-def forget_sums(most_bytes: int) -> bool:
-    world_module.MOST_BYTES = most_bytes
-    world = World.connect()
-    time.sleep(0.3 * world.rank)  # the later rank finds the earlier one's sums under way
-    for _ in range(20):
-        world.start_sum(np.ones(100_000))  # nobody waits, so nobody but the world holds the buffers
-    reused = [np.full(100_000, 7.0) for _ in range(60)]  # would lie where freed buffers had been
-    world.sum(np.ones(1))
+    expected = [item(rank) for rank in range(world.size)]
+    assert world.allgather(item(world.rank)) == expected
+    assert [world.broadcast(item(world.rank), root) for root in range(world.size)] == expected
     world.barrier()
-    return all((array == 7.0).all() for array in reused)
+    kinds = (("float32", 200_003), ("float64", 5), ("int64", 1000))
+    return {**describe(), "sums": [sum_arrays(world, *kind) for kind in kinds], "memory": named_memory()}
 
 
 @pytest.mark.mpi
-def test_a_forgotten_sum_keeps_its_buffers() -> None:
-    assert run_on_ranks(2, forget_sums, 100_000) == [True, True]
+@pytest.mark.parametrize(("num_ranks", "most_bytes", "block_bytes"), [(1, 2**30, 2**26), (3, 700, 500)])
+def test_collectives(num_ranks: int, most_bytes: int, block_bytes: int) -> None:
+    """Every rank knows its place, objects arrive whole in order, sums are the same bits, a kill leaves no memory."""
+    ranks = run_on_ranks(num_ranks, use_collectives, most_bytes, block_bytes)
+    first = ranks[0]["sums"]
+    for number, rank in enumerate(ranks):
+        sums, memory = rank.pop("sums"), rank.pop("memory")
+        assert sums == first and memory == []
+        assert rank == {"rank": number, "size": num_ranks, "node": 0, "local_rank": number}
 
 
 def vote(voter: int | None) -> list[Any]:
@@ -269,15 +187,13 @@ def vote(voter: int | None) -> list[Any]:
         world.flag.request(Stop.ASKED, "SIGTERM")
         world.flag.request(Stop.ASKED, "a later reason")
     agreed = world.agree_to_stop()
-    return [before, agreed is Stop.ASKED, world.stop_requested, world.stop_reason]
+    return [before, agreed is Stop.ASKED, world.stop_requested, world.flag.reason]
 
 
 @pytest.mark.mpi
-@RANK_COUNTS
-def test_one_ranks_stop_flag_stops_all(num_ranks: int) -> None:
-    others = [False, True, True, f"rank {num_ranks - 1}: SIGTERM"]
-    expected = [others] * (num_ranks - 1) + [[False, True, True, "SIGTERM"]]
-    assert run_on_ranks(num_ranks, vote, num_ranks - 1) == expected
+def test_one_ranks_stop_flag_stops_all() -> None:
+    others = [False, True, True, "rank 2: SIGTERM"]
+    assert run_on_ranks(3, vote, 2) == [others, others, [False, True, True, "SIGTERM"]]
 
 
 def raise_on(rank: int) -> None:
@@ -304,10 +220,9 @@ def die_on(rank: int) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_fork_that_dies_ends_its_job_and_no_other(rank: int) -> None:
+def test_a_fork_that_dies_ends_its_job_and_no_other() -> None:
     with pytest.raises(AssertionError, match=r"4 ranks of die_on ended with status [1-9]"):
-        run_on_ranks(4, die_on, rank)
+        run_on_ranks(4, die_on, 3)
     assert run_on_ranks(4, describe)[3]["rank"] == 3
 
 
@@ -342,12 +257,11 @@ def is_running(pid: int) -> bool:
 @pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="reads /proc; run on Linux: pytest tests/test_world.py"
 )
-@pytest.mark.parametrize("own", [True, False])
-def test_a_job_past_its_time_is_killed_whole(own: bool, tmp_path: Path) -> None:
+def test_a_job_past_its_time_is_killed_whole(tmp_path: Path) -> None:
     pids = list[int]()
     for seconds in (3, 10, 30, 100):  # until both are at work when their time is over
         with pytest.raises(AssertionError, match=f"ranks of .*note_and_sleep.* ran past {seconds} s"):
-            run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=seconds, own=own)
+            run_on_ranks(2, note_and_sleep, str(tmp_path), timeout=seconds)
         pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
         if len(pids) == 2:
             break
@@ -389,7 +303,7 @@ def fail_on_one_rank(failing: int) -> list[str]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_on_one_rank_is_raised_on_all(failing: int) -> None:
-    full = "UserError: cannot write log.h5: No space left on device; what was there is as before"
+    full = "UserError: cannot write log.h5: No space left on device; nothing was changed: make room there"
     by_rank = run_on_ranks(2, fail_on_one_rank, failing)
     for rank, (write, refuse, nothing, *once) in enumerate(by_rank):
         assert write.startswith(full) and refuse == f"ConfigError: refused by rank {failing}"

@@ -29,7 +29,7 @@ from tlt_hpc.rollout.kv_cache import PoolSizes
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.rollout.strategy import OFF, Strategy
-from tlt_hpc.storage.feature_cache import Document
+from tlt_hpc.storage.feature_file import Document
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 20

@@ -313,7 +313,7 @@ def assemble(config: Config, world: World) -> Job:
         # last of what may find a mistake of the user's: nothing is written before
         claim_folder(folder, config, world, assets.prompts, environment)
         if drafting:
-            drafting.cache.recover()
+            drafting.cache.remove_parts()
         engine = session.make_engine(session.settings(), drafting.served if drafting else None)
         engine.keeps = session.keeps
         world.say("joining the process group")

@@ -144,7 +144,7 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     digest = job.policy.sha256() if finished else ""  # gathers the whole policy
     if finished and world.rank == 0:
         record_finished(config, step, digest)
-    return RunResult(first, step, finished, digest, world.stop_reason if stop and not finished else "")
+    return RunResult(first, step, finished, digest, world.flag.reason if stop and not finished else "")
 
 
 def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, timer: PhaseTimer | None = None) -> bool:

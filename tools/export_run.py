@@ -27,10 +27,9 @@ from tlt_hpc.common.script import ending
 import numpy as np
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.records import EngineSpans
 from tlt_hpc.look.analysis.kinds import KINDS, engine_kinds
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.storage.rollout_log import Columns, StepSummary
+from tlt_hpc.storage.rollout_log import Columns, StepRecord
 
 _KEY = ("seed", "stream", "draw", "sample")
 _RESPONSE = (*_KEY, "finish_reason", "weight_version", "num_target_passes", "finished_seconds", "rewards", "advantages")
@@ -141,10 +140,12 @@ def trace_events(run: RunLog, steps: Sequence[int]) -> Iterator[Event]:
                 named.add(summary.rank)
                 name = {"name": f"rank {summary.rank}"}
                 yield {"ph": "M", "pid": summary.rank, "name": "process_name", "args": name}
-            yield from _rank_events(summary, run.spans(step, summary.rank), zero)
+            yield from _rank_events(summary, zero)
 
 
-def _rank_events(summary: StepSummary, spans: EngineSpans, zero: float) -> Iterator[Event]:
+def _rank_events(summary: StepRecord, zero: float) -> Iterator[Event]:
+    spans = summary.spans
+
     def event(track: str, name: str, start: float, end: float, **more: Any) -> Event:
         times = {"ts": round(1e6 * (start - zero), 1), "dur": max(0.0, round(1e6 * (end - start), 1))}
         return {"ph": "X", "pid": summary.rank, "tid": track, "name": name, **times, "args": more}

@@ -34,7 +34,7 @@ from tlt_hpc.look.words import listed
 from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import read_environments, read_finished
-from tlt_hpc.storage.rollout_log import check_whole, read_columns
+from tlt_hpc.storage.rollout_log import read_columns, read_step
 
 _SHOWN_BYTES = 60
 ALWAYS = (
@@ -146,7 +146,7 @@ def _check_step(task: tuple[int, dict[int, Path]], read_whole: bool) -> tuple[in
             if (log.step, log.rank) != (step, rank):
                 faults.append(f"{path}: it is of step {log.step} and rank {log.rank}")
             elif read_whole:
-                check_whole(path)
+                read_step(path)
             num_bytes += path.stat().st_size
         except (DamagedFile, FileNotFoundError) as error:
             faults.append(str(error))

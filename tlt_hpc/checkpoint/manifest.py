@@ -66,12 +66,6 @@ class File(_Record):
     tensors: list[Stored]
 
 
-class FileList(_Record):
-    """One rank's files."""
-
-    files: list[File]
-
-
 class _Manifest(_Record):
     format: Literal["tlt_hpc checkpoint"] = "tlt_hpc checkpoint"
     version: Literal[2] = 2
@@ -109,37 +103,18 @@ class Checkpoint:
                 "model or drafter; resume with the configuration that wrote it, or choose another run.name"
             )
         pieces = self.tensors[part][name]
-        if cut is not None:
-            cut.check(name, pieces[0][1].shape)
-        if cut is None or not cut.slices:
-            values = [self._read_piece(file, stored.key) for file, stored in pieces]
-            return values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
-        if len(pieces) == 1:
-            return self._read_piece(pieces[0][0], pieces[0][1].key, cut.slices)
-        # a block's elements are in the order of the tensor's, so those of the pieces follow each other
-        parts = [part for file, stored in pieces for part in self._read_part(file, stored, cut)]
-        return torch.cat(parts).view(cut.cut_sizes)
+        values = [self._read_piece(file, stored.key) for file, stored in pieces]
+        tensor = values[0] if len(values) == 1 else torch.cat(values).view(pieces[0][1].shape)
+        if cut is None:
+            return tensor
+        cut.check(name, tensor.shape)
+        return tensor[cut.slices]
 
-    def _read_part(self, file_name: str, stored: Stored, cut: Cut) -> Iterator[Tensor]:
-        """What a flat piece has of a block, [n] if anything; of its rows no others are read than the block's."""
-        width = math.prod(cut.sizes[1:])
-        first, last, _ = cut.slices[0].indices(cut.sizes[0])
-        start, stop = max(stored.start, first * width), min(stored.stop, last * width)
-        if start >= stop:
-            return
-        values = self._read_piece(file_name, stored.key, (slice(start - stored.start, stop - stored.start),))
-        if len(cut.slices) > 1:
-            assert len(cut.sizes) == len(cut.slices) == 2, cut
-            left, right, _ = cut.slices[1].indices(width)
-            columns = torch.arange(start, stop).remainder_(width)
-            values = values[(columns >= left) & (columns < right)]
-        yield values
-
-    def _read_piece(self, file_name: str, key: str, slices: tuple[slice, ...] = ()) -> Tensor:
+    def _read_piece(self, file_name: str, key: str) -> Tensor:
         path = self.folder / file_name
         try:
             with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_slice(key)[slices] if slices else file.get_tensor(key)
+                tensor: Tensor = file.get_tensor(key)
                 return tensor
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read {key!r} from {path}: {error}; remove {self.folder}") from None
@@ -147,7 +122,7 @@ class Checkpoint:
 
 def write_manifest(path: Path, step: int, files: Sequence[File], state: Mapping[str, JSON]) -> None:
     """Write the list of a checkpoint's files, durably."""
-    _index(files)  # sees that they are whole
+    _index(files)  # raises if they are not whole
     manifest = _Manifest(step=step, files=list(files), state=dict(state))
     sealed = manifest.model_copy(update={"digest": _manifest_digest(manifest)})
     path.write_text(json.dumps(sealed.model_dump(), indent=1), encoding="utf-8")

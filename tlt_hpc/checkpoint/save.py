@@ -7,71 +7,102 @@ threads are, and no thread calls MPI.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tlt_hpc.checkpoint.host_buffer import HostBuffer
 from tlt_hpc.checkpoint.manifest import (
     JSON,
     STATE_FILE,
+    Checkpoint,
     CheckpointError,
     File,
-    FileList,
     digest_of,
     open_checkpoint,
     write_manifest,
 )
 from tlt_hpc.checkpoint.shard_file import Held, write_file
-from tlt_hpc.storage.folder import sync
+from tlt_hpc.storage.folder import part_of, sync
+
+if TYPE_CHECKING:
+    from tlt_hpc.mpi.world import World
 
 logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"step-(\d{6,})")
-PART = ".part"
 FIRST_PAUSE_SECONDS = 1e-3
 LONGEST_PAUSE_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
-class Save:
-    """What is saved where, as one rank's thread knows it."""
+class Report:
+    """The state of one rank's save, for the other ranks."""
 
-    folder: Path
-    step: int
-    rank: int
-    num_ranks: int
-    keep: int
-    state: Mapping[str, JSON]
-    given_up: threading.Event = field(default_factory=threading.Event)
-    """Set where another rank could not write."""
+    is_done: bool
+    failure: str = ""
 
-    @property
-    def final(self) -> Path:
-        return self.folder / f"step-{self.step:06d}"
 
-    @property
-    def part(self) -> Path:
-        return part_of(self.final)
+class Save(threading.Thread):
+    """Writes one rank's share of a checkpoint; begins when it is made.
 
-    def write(self, held: Sequence[Held]) -> None:
-        """Write this rank's files, one for each part of which it holds anything; rank 0's thread sees it to its end.
+    It is a daemon: a rank that raises must not wait for its disk at exit.
+    """
+
+    def __init__(
+        self, folder: Path, step: int, keep: int, world: World, state: Mapping[str, JSON],
+        copy: HostBuffer, held: Sequence[Held],
+    ) -> None:  # fmt: skip
+        super().__init__(name="checkpoint", daemon=True)
+        self.final = folder / f"step-{step:06d}"
+        self.given_up = threading.Event()
+        """Set if another rank could not write."""
+        self._part = part_of(self.final)
+        self._folder, self._step, self._keep, self._state = folder, step, keep, state
+        self._rank, self._num_ranks, self._who = world.rank, world.size, f"rank {world.rank} on {world.hostname}"
+        self._copy, self._held = copy, held
+        self._failure = ""
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._copy.wait()
+            self.write()
+        except (OSError, CheckpointError) as error:
+            self._failure = f"{self._who}: {error}"
+        except BaseException as error:  # noqa: BLE001 (whatever it is, ``report`` raises it)
+            self._error = error
+
+    def report(self) -> Report:
+        """How far it is; raises what the thread raised, unless that is a failure to write."""
+        if self.is_alive():
+            return Report(is_done=False)
+        if self._error is not None:
+            raise self._error
+        return Report(is_done=True, failure=self._failure)
+
+    def write(self) -> None:
+        """Write this rank's files, one for each part of which it holds anything; on rank 0, then make the checkpoint.
 
         Raises:
             OSError, CheckpointError: what could not be written.
         """
-        self.part.mkdir(parents=True, exist_ok=True)
-        parts = dict.fromkeys(each.part for each in held)
-        files = [self._write_part(part, [each for each in held if each.part == part]) for part in parts]
+        self._part.mkdir(parents=True, exist_ok=True)
+        parts = dict.fromkeys(each.part for each in self._held)
+        files = [self._write_part(part, [each for each in self._held if each.part == part]) for part in parts]
         self._list(files)
-        if self.rank == 0:
-            self._seal([file for name in self._await_lists() for file in _read_list(self.part / name)])
+        if self._rank == 0:
+            self._seal([file for path in self._await_lists() for file in _read_list(path)])
 
     def _write_part(self, part: str, held: Sequence[Held]) -> File:
-        path = self.part / f"{part}-{self._suffix(self.rank)}.safetensors"
+        path = self._part / f"{part}-{self._suffix(self._rank)}.safetensors"
         try:
             write_file(path, held)
             tensors = sorted((each.stored for each in held), key=lambda stored: stored.name)
@@ -80,53 +111,48 @@ class Save:
             raise CheckpointError(f"{path.name}: {error}") from None
 
     def _suffix(self, rank: int) -> str:
-        return f"{rank:05d}-of-{self.num_ranks:05d}"
+        return f"{rank:05d}-of-{self._num_ranks:05d}"
 
     def _list(self, files: list[File]) -> None:
-        path = self.part / f"{self._suffix(self.rank)}.list"
+        path = self._part / f"{self._suffix(self._rank)}.list"
         beside = part_of(path)
-        beside.write_text(FileList(files=files).model_dump_json(), encoding="utf-8")
+        beside.write_text(json.dumps([file.model_dump() for file in files]), encoding="utf-8")
         beside.rename(path)
 
-    def _await_lists(self) -> list[str]:
-        """The names of all ranks' lists, once they are there."""
-        wanted = {f"{self._suffix(rank)}.list" for rank in range(self.num_ranks)}
+    def _await_lists(self) -> list[Path]:
+        """All ranks' lists, once they are there."""
+        wanted = [self._part / f"{self._suffix(rank)}.list" for rank in range(self._num_ranks)]
         pause = FIRST_PAUSE_SECONDS
-        while not wanted <= {path.name for path in self.part.iterdir()}:
+        while not set(wanted) <= set(self._part.iterdir()):
             if self.given_up.wait(pause):
                 raise CheckpointError("another rank could not write")
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        return sorted(wanted)
+        return wanted
 
     def _seal(self, files: Sequence[File]) -> None:
         """Make a checkpoint of all ranks' files, and remove those beyond ``keep``."""
-        if self.final.exists() and _in_good_order(self.final, self.step):
-            shutil.rmtree(self.part)
+        if self.final.exists() and try_open(self.final, self._step, "replacing"):
+            shutil.rmtree(self._part)
             return
-        for path in self.part.glob("*.list"):
+        for path in self._part.glob("*.list"):
             path.unlink()
-        write_manifest(self.part / STATE_FILE, self.step, files, self.state)
-        sync(self.part)
+        write_manifest(self._part / STATE_FILE, self._step, files, self._state)
+        sync(self._part)
         if self.final.exists():  # a damaged one
             self.final.rename(part_of(self.final.with_name(f"{self.final.name}.damaged")))
-        self.part.rename(self.final)
-        sync(self.folder)
+        self._part.rename(self.final)
+        sync(self._folder)
         self._prune()
 
     def _prune(self) -> None:
-        """Remove leftovers, and the oldest up to this step; a later one is damaged, and is left for its owner."""
-        old = [folder for step, folder in found_in(self.folder) if step <= self.step][: -self.keep]
+        """Remove leftovers, and the oldest up to this step; a later one is damaged, and is left for the user."""
+        old = [folder for step, folder in found_in(self._folder) if step <= self._step][: -self._keep]
         try:
             for folder in old:  # a removal that is killed half-way must not leave a damaged one under a final name
                 folder.rename(part_of(folder))
-            clear_leftovers(self.folder)
+            clear_leftovers(self._folder)
         except OSError as error:
-            logger.warning("cannot remove old checkpoints in %s: %s", self.folder, error)
-
-
-def part_of(path: Path) -> Path:
-    """Where a checkpoint is until it is whole."""
-    return path.with_name(path.name + PART)
+            logger.warning("cannot remove old checkpoints in %s: %s", self._folder, error)
 
 
 def found_in(folder: Path) -> list[tuple[int, Path]]:
@@ -137,24 +163,24 @@ def found_in(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
+def try_open(folder: Path, step: int, verb: str) -> Checkpoint | None:
+    """A checkpoint; None, with a warning, if it is damaged. ``verb``: what becomes of it."""
+    try:
+        return open_checkpoint(folder, step)
+    except CheckpointError as error:
+        logger.warning("%s checkpoint %s: %s", verb, folder, error)
+        return None
+
+
 def clear_leftovers(folder: Path) -> None:
-    """Remove what killed or failed saves left; nothing may be under way.
+    """Remove what killed or failed saves left; no save may be in progress.
 
     Raises:
         OSError: as the disk says.
     """
-    for leftover in folder.glob(f"step-*{PART}"):
+    for leftover in folder.glob("step-*.part"):
         shutil.rmtree(leftover)
 
 
 def _read_list(path: Path) -> list[File]:
-    return FileList.model_validate_json(path.read_bytes()).files
-
-
-def _in_good_order(folder: Path, step: int) -> bool:
-    try:
-        open_checkpoint(folder, step)
-    except CheckpointError as error:
-        logger.warning("replacing checkpoint %s: %s", folder, error)
-        return False
-    return True
+    return [File.model_validate(file) for file in json.loads(path.read_bytes())]

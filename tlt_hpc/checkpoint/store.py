@@ -5,31 +5,27 @@ It is written as ``step-000010.part`` and renamed when it is whole, so a folder 
 the disk has lost something.
 
 The main thread copies this rank's share to host memory (``begin``) and continues; a thread of each rank writes it
-(``save.py``). What became of it all ranks learn in ``advance``, from what each says of its own (``report``): the main
-loop adds that to a collective that it has anyway.
+(``save.py``). All ranks learn in ``advance`` what became of it, from each rank's ``report``: the main loop adds that to
+a collective that it has anyway.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tlt_hpc.checkpoint.host_buffer import HostBuffer
-from tlt_hpc.checkpoint.host_room import check_room
 from tlt_hpc.checkpoint.manifest import JSON, Checkpoint, CheckpointError, open_checkpoint
-from tlt_hpc.checkpoint.save import Save, clear_leftovers, found_in, part_of
+from tlt_hpc.checkpoint.save import Report, Save, clear_leftovers, found_in, try_open
 from tlt_hpc.checkpoint.shard_file import Held
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.models.piece import Piece
+from tlt_hpc.storage.folder import part_of
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -39,41 +35,6 @@ Shard = Mapping[str, Tensor | Piece] | Iterable[tuple[str, Tensor | Piece]]
 
 ASK_EVERY_SECONDS = 0.05
 """How often ranks that wait for a save ask each other."""
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank tells the others of its thread."""
-
-    is_done: bool
-    failure: str = ""
-
-
-class _Task(threading.Thread):
-    """A call that begins when this is made. A daemon: a rank that raises must not wait for its disk at exit."""
-
-    def __init__(self, action: Callable[[], Report]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self._action = action
-        self._report: Report | None = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._report = self._action()
-        except BaseException as error:  # noqa: BLE001 (whatever it is, ``result`` raises it)
-            self._error = error
-
-    def result(self) -> Report:
-        """Wait for the call; return what it returned, or raise what it raised."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-        assert self._report is not None
-        return self._report
 
 
 class CheckpointStore:
@@ -87,7 +48,6 @@ class CheckpointStore:
         self._is_clear = False
         self._is_abandoned = False
         self._save: Save | None = None
-        self._task: _Task | None = None
 
     # -- saving -------------------------------------------------------------------------------------------------
 
@@ -95,14 +55,13 @@ class CheckpointStore:
         """Take the memory of this rank's copies now, ``num_bytes`` of them; collective.
 
         Raises:
-            CheckpointError: on all ranks, where a node has not enough memory for those of its ranks.
+            CheckpointError: on all ranks, if the host of one has not enough.
         """
-        check_room(world, num_bytes)
-        self._copy.reserve(num_bytes, pinned)
+        world.all_or_none(lambda: self._copy.reserve(num_bytes, pinned))
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way, as of the last ``advance``; on all ranks alike."""
+        """Whether a save is in progress, as of the last ``advance``; on all ranks alike."""
         return self._save is not None
 
     def begin(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> None:
@@ -115,36 +74,47 @@ class CheckpointStore:
             state: what rank 0 gives is kept.
 
         Raises:
-            CheckpointError: on all ranks, where rank 0 cannot remove what killed runs have left.
+            UserError: on all ranks, if rank 0 cannot remove what killed runs have left.
+            CheckpointError: this rank has no memory for its copy; never after ``reserve``.
         """
         assert self._save is None, "finish the last save first"
         assert not self._is_abandoned, "a thread may still read the copy"
-        if not self._is_clear:
-            self._clear(world)
+        if not self._is_clear:  # a list of a killed run must not be taken for one of ours
+            world.once(lambda: clear_leftovers(self._folder))
+            self._is_clear = True
+        self._copy.clear()
+        held = [
+            _hold(part, name, tensor if isinstance(tensor, Piece) else Piece.whole(tensor), self._copy)
+            for part, shard in shards.items()
+            for name, tensor in (shard.items() if isinstance(shard, Mapping) else shard)
+        ]
         plain = json.loads(json.dumps(state, allow_nan=False))
-        self._save = Save(self._folder, step, world.rank, world.size, self._keep, plain)
-        action = self._take(shards, self._save)
-        self._task = _Task(partial(_reported, f"rank {world.rank} on {world.hostname}", action))
+        self._save = Save(self._folder, step, self._keep, world, plain, self._copy, held)
 
     def report(self) -> Report | None:
-        """How far this rank is; None where nothing is being saved, on all ranks alike."""
-        if self._task is None:
-            return None
-        return Report(is_done=False) if self._task.is_alive() else self._task.result()
+        """How far this rank is; None if nothing is being saved, on all ranks alike."""
+        return None if self._save is None else self._save.report()
 
     def advance(self, reports: Sequence[Report | None]) -> None:
-        """Take note of all ranks' ``report``: whether the save under way is over, or has failed.
+        """Take note of all ranks' ``report``: whether the save in progress has ended, or has failed.
 
         Raises:
-            CheckpointError: on all ranks, where one could not write; earlier checkpoints are as they were.
+            CheckpointError: on all ranks, if one could not write; earlier checkpoints are unchanged.
         """
-        said = [report for report in reports if report is not None]
-        assert len(said) == (0 if self._save is None else len(reports)), "ranks disagree on whether anything is saved"
-        failure = next((report.failure for report in said if report.failure), "")
-        if self._save is not None and failure:
-            self._give_up(self._save, failure)
-        if all(report.is_done for report in said):
-            self._save = self._task = None
+        found = [report for report in reports if report is not None]
+        assert len(found) == (0 if self._save is None else len(reports)), "ranks disagree on whether anything is saved"
+        if self._save is None:
+            return
+        if failure := next((report.failure for report in found if report.failure), ""):
+            failed, self._save, self._is_clear = self._save, None, False
+            failed.given_up.set()
+            failed.join()
+            raise CheckpointError(
+                f"cannot write checkpoint {failed.final}: {failure}; free space there or choose another run.folder "
+                "(earlier checkpoints are untouched)"
+            )
+        if all(report.is_done for report in found):
+            self._save = None
 
     def finish(self, world: World) -> None:
         """Wait until nothing is being saved; collective.
@@ -153,80 +123,47 @@ class CheckpointStore:
             CheckpointError: as ``advance``.
         """
         with BEAT.asking():
-            while self._task is not None:
-                self._task.join(ASK_EVERY_SECONDS)
+            while self._save is not None:
+                self._save.join(ASK_EVERY_SECONDS)
                 self.advance(world.allgather(self.report()))
 
     def abandon(self) -> None:
-        """Wait no longer for what is being saved, nor for the disk, as before the process ends; on all ranks together.
+        """Stop waiting for the save in progress, before the process ends; on all ranks together.
 
         It becomes a checkpoint if it was written all the same, and else is removed by the next start.
         """
         assert self._save is not None, "nothing is being saved"
         self._save.given_up.set()
-        self._save = self._task = None
+        self._save = None
         self._is_abandoned = True
 
     def save(self, step: int, world: World, shards: Mapping[str, Shard], state: Mapping[str, JSON]) -> Path:
         """``begin`` and ``finish``: the folder of the checkpoint; collective.
 
-        A step that is there in good order already is left as it is: a run's state at a step is one and the same.
+        An undamaged checkpoint of the step is left as it is: a run's state at a step is one and the same.
 
         Raises:
-            CheckpointError: as ``begin`` and ``advance``.
+            UserError: as ``begin`` and ``advance``.
         """
         self.finish(world)
         self.begin(step, world, shards, state)
         self.finish(world)
         return self._folder / f"step-{step:06d}"
 
-    def _clear(self, world: World) -> None:
-        """Have rank 0 remove what killed runs left: a list of theirs must not be taken for one of ours."""
-        report = _reported("rank 0", partial(clear_leftovers, self._folder)) if world.rank == 0 else Report(True)
-        failure = world.allgather(report)[0].failure
-        if failure:
-            raise CheckpointError(f"cannot remove leftovers in {self._folder}: {failure}; remove its *.part folders")
-        self._is_clear = True
-
-    def _take(self, shards: Mapping[str, Shard], save: Save) -> Callable[[], None]:
-        """Copy, and return what is to be done with the copies: to write them, or to say that there was no room."""
-        self._copy.clear()
-        try:
-            held = [
-                _hold(part, name, _as_piece(tensor), self._copy)
-                for part, shard in shards.items()
-                for name, tensor in (shard.items() if isinstance(shard, Mapping) else shard)
-            ]
-        except CheckpointError as error:
-            return partial(_fail, error)
-        return partial(_write, self._copy, save, held)
-
-    def _give_up(self, save: Save, failure: str) -> None:
-        assert self._task is not None
-        save.given_up.set()
-        self._task.result()  # nobody writes any more
-        self._save, self._task, self._is_clear = None, None, False
-        raise CheckpointError(
-            f"cannot write checkpoint {save.final}: {failure}; free space there or choose another run.folder (earlier "
-            "checkpoints are untouched)"
-        )
-
     # -- finding ------------------------------------------------------------------------------------------------
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint in good order, None where there is none of any kind; damaged ones are warned of.
+        """The newest undamaged checkpoint, None if there is none of any kind; damaged ones are named in warnings.
 
         Reads up to 32 MiB of each file, so call it on one rank and broadcast what it returns.
 
         Raises:
-            CheckpointError: there are checkpoints, but none in good order.
+            CheckpointError: there are checkpoints, but all are damaged.
         """
         found = found_in(self._folder)
         for step, folder in reversed(found):
-            try:
-                return open_checkpoint(folder, step)
-            except CheckpointError as error:
-                logger.warning("skipping checkpoint %s: %s", folder, error)
+            if checkpoint := try_open(folder, step, "skipping"):
+                return checkpoint
         if found:
             raise CheckpointError(
                 f"none of the {len(found)} checkpoints in {self._folder} is in good order: restore one of them, or "
@@ -235,15 +172,9 @@ class CheckpointStore:
         return None
 
     def within(self, first: int, last: int) -> dict[int, Checkpoint]:
-        """The checkpoints in good order of these steps, by step; reads as much of each as ``newest``."""
-        good = {}
-        for step, folder in found_in(self._folder):
-            if first <= step <= last:
-                try:
-                    good[step] = open_checkpoint(folder, step)
-                except CheckpointError as error:
-                    logger.warning("skipping checkpoint %s: %s", folder, error)
-        return good
+        """The undamaged checkpoints of these steps, by step; reads as much of each as ``newest``."""
+        steps = [(step, folder) for step, folder in found_in(self._folder) if first <= step <= last]
+        return {step: found for step, folder in steps if (found := try_open(folder, step, "skipping"))}
 
     def drop_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, which are about to be made again; for one rank.
@@ -275,26 +206,5 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {folders[step]} is damaged ({error}); use another one") from None
 
 
-def _as_piece(tensor: Tensor | Piece) -> Piece:
-    return tensor if isinstance(tensor, Piece) else Piece.whole(tensor)
-
-
 def _hold(part: str, name: str, piece: Piece, copy: HostBuffer) -> Held:
     return Held(part, name, piece.shape, piece.start, piece.stop, piece.values.dtype, copy.take(piece.values))
-
-
-def _write(copy: HostBuffer, save: Save, held: Sequence[Held]) -> None:
-    copy.wait()
-    save.write(held)
-
-
-def _fail(error: CheckpointError) -> None:
-    raise error
-
-
-def _reported(who: str, action: Callable[[], None]) -> Report:
-    try:
-        action()
-    except (OSError, CheckpointError) as error:
-        return Report(is_done=True, failure=f"{who}: {error}")
-    return Report(is_done=True)

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 
 from tlt_hpc.drafting.packing import Excerpt, PackedBatch
-from tlt_hpc.storage.feature_cache import Document
+from tlt_hpc.storage.feature_file import Document
 
 
 def batches_of(lengths: Sequence[int], num_tokens: int, seed: int) -> Iterator[list[int]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt_hpc.storage.feature_cache import Document
+from tlt_hpc.storage.feature_file import Document
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.drafting.packing import Excerpt
-from tlt_hpc.storage.feature_cache import Document, Documents, FeatureCache, FeatureCacheReader
+from tlt_hpc.storage.feature_cache import FeatureCache
+from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
+from tlt_hpc.storage.feature_writer import OpenDocuments
 from tlt_hpc.storage.folder import WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
 
@@ -38,7 +40,7 @@ _OPENED_AT_ONCE, _MOST_FILES = 8, 64
 class _Place:
     """Where a document is."""
 
-    source: Documents
+    source: OpenDocuments | FeatureCacheReader
     index: int
     prompt_length: int
     num_pairs: int
@@ -132,7 +134,7 @@ class TrainingPool:
 
     def _weigh(self) -> None:
         """Update the documents and their chances."""
-        sources: list[Documents] = [self._own, *self._readers.values()]
+        sources: list[OpenDocuments | FeatureCacheReader] = [self._own, *self._readers.values()]
         own, *previous = [source.lengths for source in sources]
         first, others = training_weights(own, previous)
         self._places, weights = [], []

@@ -16,18 +16,17 @@ from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, naming, open_regular, read_bytes, read_toml, told
-from tlt_hpc.common.records import NO_SPANS, EngineSpans
 from tlt_hpc.common.words import count
 from tlt_hpc.look.words import first_few
 from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import Environment, FinishedWord, read_environments, read_finished
-from tlt_hpc.storage.rollout_log import Columns, StepSummary, read_columns, read_spans, read_summary
+from tlt_hpc.storage.rollout_log import Columns, StepRecord, read_columns, read_step
 from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
 
 TAIL_BYTES = 1 << 18
 """Size of the end of metrics.jsonl that ``read_last_lines`` reads: some tens of steps."""
-RankFile = TypeVar("RankFile", Columns, StepSummary)
+RankFile = TypeVar("RankFile", Columns, StepRecord)
 
 
 class RunLog:
@@ -98,13 +97,10 @@ class RunLog:
     def files(self, step: int) -> dict[int, Path]:
         """Paths of a step's finished logs, by rank."""
         try:
-            paths, others = self.folder.rollout_files(step)
+            return {rank_of(path): path for path in self.folder.rollout_logs(step)}
         except OSError as error:
             self.note(told(error))
             return {}
-        for other in others:
-            self.note(f"{other}: no rank's log")
-        return {rank_of(path): path for path in paths}
 
     @cached_property
     def step_lines(self) -> StepLines:
@@ -180,20 +176,12 @@ class RunLog:
             self.note(str(error))
             return None
 
-    def ranks(self, step: int) -> list[StepSummary]:
-        """Summaries of a step, one for each rank, ascending."""
-        summaries, problems = read_ranks(step, self.files(step).values(), read_summary)
+    def ranks(self, step: int) -> list[StepRecord]:
+        """The logs of a step, one for each rank, ascending."""
+        records, problems = read_ranks(step, self.files(step).values(), read_step)
         for problem in problems:
             self.note(problem)
-        return summaries
-
-    def spans(self, step: int, rank: int) -> EngineSpans:
-        """Rounds of a rank's engine; empty if the file is damaged or an earlier version wrote it."""
-        try:
-            return read_spans(self.folder.rollout_log(step, rank))
-        except (DamagedFile, FileNotFoundError) as error:
-            self.note(str(error))
-            return NO_SPANS
+        return records
 
     def columns(
         self, arrays: Sequence[str], attributes: Sequence[str] = (), steps: Sequence[int] | None = None

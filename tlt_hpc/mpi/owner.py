@@ -70,12 +70,11 @@ def claim_owner(status: Path, start: str) -> None:
     job, restarts = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "")
     before = read_owner(status)
     is_over = before is not None and bool(job) and before.job == job and before.restarts != restarts
-    if not is_over and (alive := _find_alive(status, start, before)) is not None:
-        where = f"{alive.name} in {alive.place}" if isinstance(alive, Record) else "which has just begun"
+    if not is_over and _is_alive(status, start, QUIET_SECONDS, MAX_WAIT_SECONDS):
         named = "" if before is None else f" ({before.name})"
         raise UserError(
-            f"another start of this{named} is at work in {status.parent}: {where}; wait for it or end it first, or "
-            "give this one another run.name"
+            f"another start of this{named} is at work in {status.parent}; wait for it or end it first, or give "
+            "this one another run.name"
         )
     own = Owner(start, socket.gethostname(), os.getpid(), job, restarts, BEAT.ends_at)
     with writing_beside(status / "owner") as path:
@@ -112,39 +111,36 @@ def agree_on_owner(world: World, status: Path, start: str) -> None:
 
 
 def find_at_work(status: Path) -> str:
-    """Job, process and host of a start that works in a folder now; empty if none moves its heartbeat within 8 s."""
+    """Job, process and host of a start that works in a folder now; empty if none moves its heartbeat."""
     owner = read_owner(status)
-    first, until = _last_sign(status, "", owner), time.monotonic() + HEARTBEAT_WAIT_SECONDS
-    while owner is not None and first is not None and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)
-        if _last_sign(status, "", read_owner(status)) not in (None, first):
-            return owner.name
-    return ""
+    if owner is None or not _is_alive(status, "", HEARTBEAT_WAIT_SECONDS, HEARTBEAT_WAIT_SECONDS + 1.0):
+        return ""
+    return owner.name
 
 
-def _find_alive(status: Path, start: str, before: Owner | None) -> Record | Owner | None:
-    """The record of another start that is alive and does not end, or the owner if it has not left a record yet.
+def _is_alive(status: Path, start: str, quiet_seconds: float, max_wait_seconds: float) -> bool:
+    """Whether another start than ``start`` still moves its heartbeat after ``max_wait_seconds``.
 
-    Returns None at once if every earlier start is known to have ended.
+    Returns False as soon as it has ended, or has left no sign of life for ``quiet_seconds``.
     """
     began = moved = time.monotonic()
-    seen, is_told = _last_sign(status, start, before), False
-    while seen is not None and time.monotonic() - moved < QUIET_SECONDS:
-        if time.monotonic() - began >= MAX_WAIT_SECONDS:
-            return seen
+    seen = _last_sign(status, start)
+    while seen is not None and time.monotonic() - moved < quiet_seconds:
+        if time.monotonic() - began >= max_wait_seconds:
+            return True
         time.sleep(_LOOK_SECONDS)
-        latest = _last_sign(status, start, read_owner(status))
+        latest = _last_sign(status, start)
         if latest is not None and latest != seen:
-            moved = time.monotonic()
-            if not is_told:
+            if start and moved == began:
                 logger.warning("another start is at work in %s: waiting for its end", status.parent)
-            is_told = True
+            moved = time.monotonic()
         seen = latest
-    return None
+    return False
 
 
-def _last_sign(status: Path, start: str, owner: Owner | None) -> Record | Owner | None:
+def _last_sign(status: Path, start: str) -> Record | Owner | None:
     """Rank 0's record of another start that may be alive, or its claim if it has no record yet; else None."""
+    owner = read_owner(status)
     try:
         record = read_record(status, 0)
     except (FileNotFoundError, DamagedRecordError):

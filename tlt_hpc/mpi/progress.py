@@ -1,6 +1,6 @@
 """How a rank waits: it sleeps between tests of a request, and a thread makes MPI progress during a long call.
 
-Treats what is waited for as opaque.
+With the broadcasts that waiting like this makes possible; what is sent is opaque here.
 """
 
 from __future__ import annotations
@@ -10,34 +10,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.errors import UserError
+from tlt_hpc.common.files import told
 from tlt_hpc.mpi.library import MPI
+
+T = TypeVar("T")
 
 FIRST_PAUSE_SECONDS = 50e-6
 MAX_PAUSE_SECONDS = 4e-3
 """A test of a request and the wake-up before it take about 50 us, so that a waiting rank uses 1 to 2 % of its core."""
 PROGRESS_SECONDS = 2e-3
 """From one call of the progress thread to the next."""
+BLOCK_BYTES = 2**26
+"""Size of one broadcast, so that the MPI library's own buffers stay small."""
 
 
-class BackOff:
-    """Pauses that double from 50 microseconds up to 4 milliseconds, so that a waiting rank does not spin."""
-
-    def __init__(self) -> None:
-        self._seconds = FIRST_PAUSE_SECONDS
-
-    def pause(self) -> None:
-        """Sleep once; the next pause is twice as long, up to the maximum."""
-        time.sleep(self._seconds)
-        self._seconds = min(2 * self._seconds, MAX_PAUSE_SECONDS)
-
-    def reset(self) -> None:
-        """Start again with the shortest pause."""
-        self._seconds = FIRST_PAUSE_SECONDS
+def pauses() -> Iterator[float]:
+    """Seconds to sleep between tests of a request: they double up to 4 ms, so that a waiting rank does not spin."""
+    seconds = FIRST_PAUSE_SECONDS
+    while True:
+        yield seconds
+        seconds = min(2 * seconds, MAX_PAUSE_SECONDS)
 
 
 def wait(request: MPI.Request, name: str, scope: str = "world") -> None:
@@ -45,23 +44,57 @@ def wait(request: MPI.Request, name: str, scope: str = "world") -> None:
 
     The watch identifies it by its ``name`` and a running number within its ``scope``, whose ranks all wait for it.
     """
-    back_off = BackOff()
     BEAT.wait_in(name, scope)
-    while not request.Test():
-        back_off.pause()
+    for seconds in pauses():
+        if request.Test():
+            break
+        time.sleep(seconds)
     BEAT.go_on()
 
 
-def broadcast_item(comm: MPI.Comm, item: Any, root: int, block_bytes: int, name: str, scope: str = "world") -> Any:
-    """The picklable ``item`` of rank ``root`` on all ranks of ``comm``, in blocks of at most ``block_bytes``."""
+def broadcast_item(comm: MPI.Comm, item: T, root: int, name: str, scope: str = "world") -> T:
+    """The picklable ``item`` of rank ``root`` on all ranks of ``comm``."""
     payload = bytearray(pickle.dumps(item, pickle.HIGHEST_PROTOCOL)) if comm.rank == root else bytearray()
     length = np.array([len(payload)], np.int64)
     wait(comm.Ibcast(length, root), name, scope)
     payload = payload or bytearray(int(length[0]))
-    buffer = np.frombuffer(payload, np.uint8)
-    for start in range(0, buffer.size, block_bytes):
-        wait(comm.Ibcast(buffer[start : start + block_bytes], root), name, scope)
-    return item if comm.rank == root else pickle.loads(payload)
+    broadcast_bytes(comm, np.frombuffer(payload, np.uint8), root, name, scope)
+    return item if comm.rank == root else pickle.loads(payload)  # type: ignore[no-any-return]
+
+
+def broadcast_bytes(comm: MPI.Comm, values: NDArray[np.uint8], root: int, name: str, scope: str) -> None:
+    """Write rank ``root``'s bytes [N] into the others' of the same size, a block at a time."""
+    for start in range(0, values.size, BLOCK_BYTES):
+        wait(comm.Ibcast(values[start : start + BLOCK_BYTES], root), name, scope)
+
+
+def to_send(error: ValueError | OSError) -> UserError:
+    """An error as it is raised on the other ranks: of its own class if it is a UserError."""
+    if isinstance(error, UserError):
+        return type(error)(str(error))
+    return UserError(told(error) if isinstance(error, OSError) else str(error))
+
+
+def run_once(is_first: bool, work: Callable[[], T], broadcast: Callable[[Any], Any]) -> T:
+    """The picklable result of ``work``, run on the first rank and given to all by ``broadcast``; its failure too.
+
+    Raises:
+        UserError: on all ranks, if the first raised a UserError (of its class) or an OSError; if it raised another
+            ValueError, on the others.
+    """
+    outcome: tuple[UserError | None, Any] = None, None
+    if is_first:
+        try:
+            outcome = None, work()
+        except (ValueError, OSError) as error:
+            broadcast((to_send(error), None))
+            if isinstance(error, OSError):
+                raise to_send(error) from error
+            raise
+    failed, result = broadcast(outcome)
+    if failed is not None:
+        raise failed
+    return result  # type: ignore[no-any-return]
 
 
 class ProgressThread:
@@ -106,8 +139,7 @@ class ProgressThread:
         Raises:
             RuntimeError: the thread has failed; its cause is the MPI error.
         """
-        ended = self._thread.ident is not None and not self._thread.is_alive()
-        if ended and not self._closing:
+        if self._error is not None:
             raise RuntimeError(f"the MPI progress thread has failed: {self._error}") from self._error
 
     def close(self) -> None:

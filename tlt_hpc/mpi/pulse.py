@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.mpi.library import MPI
-from tlt_hpc.mpi.progress import BackOff, ProgressThread
-from tlt_hpc.mpi.roster import Roster, State, Status, StatusTable
+from tlt_hpc.mpi.progress import ProgressThread, pauses
+from tlt_hpc.mpi.roster import Roster, State, Status
 
 BUSY_SECONDS = 50e-3
 """From one look of a rank that decodes to its next, in a run: rounds of a small model take a few milliseconds. A rank
@@ -32,15 +31,12 @@ class Pulse:
         comm: a communicator of all ranks that nothing else uses.
         busy_seconds: a BUSY rank looks at the pulse no more often than this.
 
-    Counters, over all rollouts: ``num_polls``, ``num_rounds``; ``last_round_seconds`` is the time from this rank's
-    post of the last round to its result. ``released_at`` is when this rank learned that the last rollout was over, by
-    ``time.perf_counter``.
+    ``num_rounds`` counts over all rollouts; ``released_at`` is when this rank learned that the last rollout was over,
+    by ``time.perf_counter``.
     """
 
     def __init__(self, comm: MPI.Comm, busy_seconds: float = 0.0) -> None:
-        self.num_polls = 0
         self.num_rounds = 0
-        self.last_round_seconds = 0.0
         self.released_at = 0.0
         self._comm = comm
         self._num_ranks: int = comm.size
@@ -48,10 +44,9 @@ class Pulse:
         self._sent = np.zeros(len(RECORD_FIELDS), np.int64)
         self._received = np.zeros((comm.size, len(RECORD_FIELDS)), np.int64)
         self._request: MPI.Request | None = None
-        self._posted_at = 0.0
         self._busy_seconds = busy_seconds
         self._next_look = 0.0
-        self._back_off = BackOff()
+        self._pauses = pauses()
         self._progress = ProgressThread(self._advance)
         self._thread_status: Status | None = None
         self._reported_over = True
@@ -63,7 +58,7 @@ class Pulse:
         self._roster = Roster.before_first_round(epoch, self._num_ranks)
         self._reported_over = False
         self._next_look = 0.0
-        self._back_off.reset()
+        self._pauses = pauses()
         BEAT.begin_pulse()
 
     def poll(self, status: Status) -> Roster:
@@ -75,7 +70,6 @@ class Pulse:
         Raises:
             RuntimeError: the thread behind ``progressing`` has failed.
         """
-        self.num_polls += 1
         if time.perf_counter() < self._next_look and status.state is State.BUSY and not status.stop:
             BEAT.tick()
             assert self._roster is not None
@@ -101,7 +95,7 @@ class Pulse:
     def back_off(self) -> None:
         """Sleep for a while, at most 4 ms, before the next poll of a rank that has nothing to do."""
         BEAT.stand_by()
-        self._back_off.pause()
+        time.sleep(next(self._pauses))
 
     @contextmanager
     def progressing(self, status: Status | None = None) -> Iterator[None]:
@@ -134,23 +128,16 @@ class Pulse:
         if self._request is not None:
             if not self._request.Test():
                 return
-            roster = self._roster = self._take_roster(roster, self._received.copy())
+            self._request = None
+            self.num_rounds += 1
+            records, expected = self._received.copy(), (roster.epoch, roster.round + 1)
+            assert (records[:, :2] == expected).all(), f"records of epoch and round {expected}: {records[:, :2]}"
+            roster = self._roster = Roster(*expected, records[:, 2:])
+            if roster.over:
+                self._next_look, self.released_at = 0.0, time.perf_counter()
         if not roster.over:
             self._post(roster, status)
 
     def _post(self, roster: Roster, status: Status) -> None:
-        self._posted_at = time.perf_counter()
         self._sent[:] = (roster.epoch, roster.round + 1, *status)
         self._request = self._comm.Iallgather(self._sent, self._received)
-
-    def _take_roster(self, previous: Roster, records: NDArray[np.int64]) -> Roster:
-        self._request = None
-        self.num_rounds += 1
-        now = time.perf_counter()
-        self.last_round_seconds = now - self._posted_at
-        expected = (previous.epoch, previous.round + 1)
-        assert (records[:, :2] == expected).all(), f"records of epoch and round {expected}: {records[:, :2]}"
-        roster = Roster(*expected, StatusTable(records[:, 2:]))
-        if roster.over:
-            self._next_look, self.released_at = 0.0, now
-        return roster

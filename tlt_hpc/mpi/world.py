@@ -9,7 +9,6 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -18,54 +17,33 @@ from numpy.typing import NDArray
 
 from tlt_hpc.cluster.stopping import Stop, StopFlag
 from tlt_hpc.cluster.watch.beat import BEAT, Member
-from tlt_hpc.common.files import told
+from tlt_hpc.common.words import count
 from tlt_hpc.config import UserError
 from tlt_hpc.mpi.library import MPI, remove_shared_memory_names
 from tlt_hpc.mpi.node import NodeGroup
-from tlt_hpc.mpi.progress import broadcast_item, wait
+from tlt_hpc.mpi.progress import broadcast_item, run_once, to_send, wait
 
 T = TypeVar("T")
 
-RANK_COUNT_VARIABLES = ("TLT_RANKS", "SLURM_NTASKS")
-"""Where the number of ranks asked for is found, the first that is set: what ``tlt`` asked mpiexec for, then srun."""
 MOST_BYTES = 2**30
-"""Of one collective: counts and displacements must fit a C int in libraries older than MPI 4."""
-SUMMABLE = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64))
+"""Of one gather: counts and displacements must fit a C int in libraries older than MPI 4."""
 
 
 class LaunchError(UserError):
     """A user's mistake in how the ranks were started; its text is one line with the remedy."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A UserError or OSError of one rank, as the other ranks are told of it."""
-
-    kind: type[UserError]
-    text: str
-
-    @classmethod
-    def of(cls, error: UserError | OSError) -> _Failure:
-        return cls(UserError, told(error)) if isinstance(error, OSError) else cls(type(error), str(error))
-
-
 class PendingSum:
-    """A sum over ranks that is under way; holds its buffers until it has been waited for."""
+    """A sum over ranks in progress; holds its buffers, and must be waited for before it is dropped."""
 
-    def __init__(
-        self, requests: list[MPI.Request], sent: NDArray[Any], received: NDArray[Any], pending: set[PendingSum]
-    ) -> None:
-        self._requests = requests
+    def __init__(self, request: MPI.Request, sent: NDArray[Any], received: NDArray[Any]) -> None:
+        self._request = request
         self._sent = sent
         self._received = received
-        self._pending = pending
-        pending.add(self)  # the library still writes to the buffers of a sum that the caller has forgotten
 
     def wait(self) -> NDArray[Any]:
         """The sum, of the shape and dtype of what was given; sleeps until it is there. May be called again."""
-        for request in self._requests:
-            wait(request, "sum")
-        self._pending.discard(self)
+        wait(self._request, "sum")
         return self._received
 
 
@@ -80,7 +58,6 @@ class World:
     def __init__(self, comm: MPI.Comm, flag: StopFlag | None = None) -> None:
         self._comm = _duplicate(comm)
         self.flag = flag or StopFlag()
-        self._pending_sums: set[PendingSum] = set()
         self._said: set[str] = set()
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -110,7 +87,7 @@ class World:
         return world
 
     def say(self, words: str) -> None:
-        """Have rank 0 print what a start is at, each thing once: the runs that follow in this process start quickly."""
+        """Have rank 0 print what a start does, each thing once: further runs of this process start quickly."""
         if self.rank == 0 and words not in self._said:
             print(f"  {words}", flush=True)
         self._said.add(words)
@@ -123,21 +100,17 @@ class World:
     def allgather(self, item: T) -> list[T]:
         """Every rank's ``item`` (picklable, of any size), in rank order."""
         payload = np.frombuffer(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), np.uint8)
-        lengths = self._allgather_length(payload.size)
-        pickles = [bytearray() for _ in range(self.size)]
-        block = max(1, MOST_BYTES // self.size)
-        for start in range(0, int(lengths.max()), block):
-            counts = np.clip(lengths - start, 0, block)
-            sent, received = payload[start : start + block], np.empty(int(counts.sum()), np.uint8)
-            wait(self._comm.Iallgatherv(sent, [received, counts.tolist()]), "allgather")
-            for whole, piece in zip(pickles, np.split(received, np.cumsum(counts)[:-1]), strict=True):
-                whole += piece.tobytes()
-        return [pickle.loads(whole) for whole in pickles]
+        own, lengths = np.array([payload.size], np.int64), np.empty(self.size, np.int64)
+        wait(self._comm.Iallgather(own, lengths), "allgather")
+        if lengths.sum() > MOST_BYTES:
+            return [self.broadcast(item, root) for root in range(self.size)]
+        received = np.empty(int(lengths.sum()), np.uint8)
+        wait(self._comm.Iallgatherv(payload, [received, lengths.tolist()]), "allgather")
+        return [pickle.loads(each.data) for each in np.split(received, np.cumsum(lengths)[:-1])]
 
     def broadcast(self, item: T, root: int = 0) -> T:
-        """The ``item`` (picklable, of any size) of rank ``root``; what the others give is not looked at."""
-        found: T = broadcast_item(self._comm, item, root, MOST_BYTES, "broadcast")
-        return found
+        """The ``item`` (picklable, of any size) of rank ``root``; what the others give is ignored."""
+        return broadcast_item(self._comm, item, root, "broadcast")
 
     def all_or_none(self, work: Callable[[], T]) -> T:
         """The result of ``work``, run on every rank; if it fails on one rank, all ranks raise. Collective.
@@ -150,28 +123,19 @@ class World:
         try:
             result = work()
         except (UserError, OSError) as error:
-            failure = _Failure.of(error)
+            failure = to_send(error)
         for each in self.allgather(failure):
             if each is not None:
-                raise each.kind(each.text)
+                raise each
         return result
 
     def once(self, work: Callable[[], T]) -> T:
         """The result (picklable) of ``work``, run on rank 0 and given to all ranks; its failure too. Collective.
 
         Raises:
-            UserError: on all ranks, where rank 0 raised a UserError (of its class) or an OSError.
+            UserError: on all ranks, as ``run_once``.
         """
-        outcome: tuple[_Failure | None, Any] = None, None
-        if self.rank == 0:
-            try:
-                outcome = None, work()
-            except (UserError, OSError) as error:
-                outcome = _Failure.of(error), None
-        failure, result = self.broadcast(outcome)
-        if failure is not None:
-            raise failure.kind(failure.text)
-        return result  # type: ignore[no-any-return]
+        return run_once(self.rank == 0, work, self.broadcast)
 
     def sum(self, array: NDArray[Any]) -> NDArray[Any]:
         """The elementwise sum of all ranks' arrays (float32, float64 or int64, equal shapes), the same bits on all."""
@@ -179,22 +143,16 @@ class World:
 
     def start_sum(self, array: NDArray[Any]) -> PendingSum:
         """Begin ``sum`` of a copy of ``array`` and return at once."""
-        assert array.dtype in SUMMABLE, f"sum of {array.dtype}: give float32, float64 or int64"
         sent = np.array(array, order="C", copy=True)
         received = np.empty_like(sent)
-        block = max(1, MOST_BYTES // sent.itemsize)
-        requests = [
-            self._comm.Iallreduce(sent.ravel()[start : start + block], received.ravel()[start : start + block], MPI.SUM)
-            for start in range(0, sent.size, block)
-        ]
-        return PendingSum(requests, sent, received, self._pending_sums)
+        return PendingSum(self._comm.Iallreduce(sent, received, MPI.SUM), sent, received)
 
     def barrier(self) -> None:
-        """Wait, asleep, until every rank has come here."""
+        """Sleep until every rank has called this."""
         wait(self._comm.Ibarrier(), "barrier")
 
     def private_comm(self) -> MPI.Comm:
-        """A duplicate of the world's communicator for one owner, whose traffic meets nobody else's; collective."""
+        """A duplicate of the world's communicator for one owner alone; collective."""
         return _duplicate(self._comm)
 
     @property
@@ -202,14 +160,9 @@ class World:
         """Whether this rank was asked to stop, or all have agreed to."""
         return self.flag.kind is not Stop.NONE
 
-    @property
-    def stop_reason(self) -> str:
-        """Why, empty where no stop was requested."""
-        return self.flag.reason
-
     def first_stop_reason(self) -> str:
         """The stop reason of the lowest rank that has one, the same on all ranks; collective."""
-        return next(filter(None, self.allgather(self.stop_reason)), "")
+        return next(filter(None, self.allgather(self.flag.reason)), "")
 
     def agree_to_stop(self) -> Stop:
         """The most urgent of all ranks' wishes to stop, the same on all, whose flags are raised to it."""
@@ -230,15 +183,10 @@ class World:
         self.flag.is_answered = True
 
     def leave(self) -> None:
-        """Have all ranks end together, and MPI with them, so that a rank's status is its own affair; collective."""
+        """Have all ranks end together, and MPI with them, so that each rank exits with its own status; collective."""
         self.flag.is_left = True
         self.barrier()
         MPI.Finalize()
-
-    def _allgather_length(self, length: int) -> NDArray[np.int64]:
-        sent, received = np.array([length], np.int64), np.empty(self.size, np.int64)
-        wait(self._comm.Iallgather(sent, received), "allgather")
-        return received
 
 
 def place(hostnames: Sequence[str], rank: int) -> tuple[int, int]:
@@ -266,19 +214,14 @@ def check_rank_count(size: int, environment: Mapping[str, str]) -> None:
     Raises:
         LaunchError: with both counts and the remedy.
     """
-    for variable in RANK_COUNT_VARIABLES:
-        if variable in environment:
-            if environment[variable] != str(size):
-                raise LaunchError(_rank_count_message(size, variable, environment[variable]))
-            return
-
-
-def _rank_count_message(size: int, variable: str, asked: str) -> str:
-    return (
-        f"MPI sees {size} rank{'s' * (size != 1)} where {variable}={asked}: the launcher does not belong to this MPI "
-        "library, or there was none; under Slurm start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI), "
-        f"elsewhere with the mpiexec of this environment, or set TLT_RANKS={size} if that number is meant"
-    )
+    variable = "TLT_RANKS" if "TLT_RANKS" in environment else "SLURM_NTASKS"  # what ``tlt`` asked mpiexec for; srun
+    asked = environment.get(variable, str(size))
+    if asked != str(size):
+        raise LaunchError(
+            f"MPI sees {count(size, 'rank')} where {variable}={asked}: the launcher does not belong to this MPI "
+            "library, or there was none; under Slurm start with `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open "
+            f"MPI), elsewhere with the mpiexec of this environment, or set TLT_RANKS={size} if that number is meant"
+        )
 
 
 def _duplicate(comm: MPI.Comm) -> MPI.Comm:

@@ -1,4 +1,4 @@
-"""The finished responses of a step that is under way: written as they come, taken up by the next start.
+"""The finished responses of a step in progress: written as they come, and used by the next start.
 
 They are worth a minute of the machine each, and a step has them long before its update is over and its log written.
 A response is the same whenever it is generated, so a step that begins with some of them ends as it would have. They
@@ -26,7 +26,7 @@ from tlt_hpc.models.folder import find_model
 from tlt_hpc.mpi.world import World
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.kept_responses import KeptFile, count_kept, merged, read_kept, write_kept
+from tlt_hpc.storage.kept_responses import read_kept, write_kept
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _NAMING = (SCORE, TRAINED_TOKENS, PROBS_DIFF, "timing_s/gen")
 class Keeper:
     """Writes what this rank has finished of one step.
 
-    Where the disk refuses, nothing more of the step is kept, which is warned of: a kill then costs the whole step.
+    If the disk refuses, nothing more of the step is kept, with a warning: a kill then costs the whole step.
     """
 
     def __init__(self, folder: RunFolder, step: int, rank: int, origin: str, every_seconds: float) -> None:
@@ -71,9 +71,8 @@ class Keeper:
         new = sorted(finished[self._num_kept :], key=lambda rollout: rollout.key)
         if not self._is_open or not new:
             return
-        path = self._folder.next_kept_part(self._step, self._rank)
         try:
-            write_kept(path, KeptFile(self._origin, tuple(new)), durable)
+            write_kept(self._folder.next_kept_part(self._step, self._rank), self._origin, new, durable)
         except WriteError as error:
             logger.warning("step %d: finished responses are not kept until it ends: %s", self._step, error.fact)
             self._is_open = False
@@ -89,35 +88,21 @@ def open_keeper(config: Config, folder: RunFolder, world: World, step: int) -> t
     # sharded over the ranks, however many wrote them
     files = [file for path in paths[world.rank :: world.size] if (file := _read(path)) is not None]
     every = [file for files in world.allgather(files) for file in files]
-    foreign = sum(file.origin != origin for file in every)
-    if foreign and world.rank == 0:
-        logger.warning(
-            "%d files of kept responses of step %d are of other weights than the run's, and are not used",
-            foreign, step,
-        )  # fmt: skip
-    return keeper, {rollout.key: rollout for rollout in merged(every, origin)}
+    return keeper, {rollout.key: rollout for found, rollouts in every if found == origin for rollout in rollouts}
 
 
 def describe_progress(config: Config) -> str:
-    """How far a run has come, in words: the steps that its next start has no more to do, and what it takes up of the
-    step after them. Kept responses of other weights, or in damaged files, are none of it. For rank 0."""
+    """How far a run has come: the steps that its next start has no more to do, and the responses kept of the step
+    after them. For rank 0."""
     folder = RunFolder(config.folder)
     step = max(read_lines(folder.metrics), default=-1) + 1
     if not config.checkpoint.replay:  # begins from a checkpoint, whatever was done after it
         step = max((saved for saved, _ in found_in(folder.checkpoints)), default=0)
-    counted = [_count(path) for path in folder.kept_parts(step)]
-    own = find_origin(config, folder, step) if counted else ""
-    return f"step {step} and {sum(count for origin, count in counted if origin == own)} of the next one's responses"
+    num_bytes = sum(path.stat().st_size for path in folder.kept_parts(step))
+    return f"step {step} and {num_bytes} bytes of the next one's responses"
 
 
-def _count(path: Path) -> tuple[str, int]:
-    try:
-        return count_kept(path)
-    except (DamagedFile, OSError):  # named by the start that meets it
-        return "", 0
-
-
-def _read(path: Path) -> KeptFile | None:
+def _read(path: Path) -> tuple[str, tuple[Rollout, ...]] | None:
     try:
         return read_kept(path)
     except (DamagedFile, OSError) as error:
@@ -126,7 +111,7 @@ def _read(path: Path) -> KeptFile | None:
 
 
 def find_origin(config: Config, folder: RunFolder, step: int) -> str:
-    """Names the weights that a step's responses are made with; where their line is lost, like no others."""
+    """Names the weights that a step's responses are made with; a new name if their line is lost."""
     if step == 0:
         return origin_of_start(find_model(config.model.path))
     line = read_lines(folder.metrics).get(step - 1)
@@ -146,14 +131,12 @@ def origin_of_start(model: Path) -> str:
 
 
 def drop_kept(folder: RunFolder) -> None:
-    """Remove all that is kept: a step has been committed, so it belongs to the past. For one rank.
+    """Remove all that is kept, once its step has been committed. For one rank.
 
-    What cannot be removed is of other weights from now on, and is not taken up.
+    What cannot be removed is of other weights from now on, and is not used.
     """
-    if folder.kept.is_dir():
-        shutil.rmtree(folder.kept, onerror=_warn)
-
-
-def _warn(function: object, path: str, error: tuple[object, BaseException, object]) -> None:
-    if not isinstance(error[1], FileNotFoundError):
-        logger.warning("cannot remove %s, which is of no use any more: %s", path, error[1])
+    try:
+        if folder.kept.is_dir():
+            shutil.rmtree(folder.kept)
+    except OSError as error:
+        logger.warning("cannot remove %s, which is of no use any more: %s", folder.kept, error)

@@ -1,19 +1,18 @@
 """Repeats the updates of steps that the rollout log has and no checkpoint; nothing is generated again.
 
-A step is committed once its line stands in ``metrics.jsonl``: rank 0 writes it when every rank's log of the step is in
-its place. So what a kill costs is the step under way, however long ago a checkpoint became whole. Knows the log, the
-policy's update and the drafter's micro-steps. These are as many as the log tells of where the drafter was not saved
-since and the step's features are still on disk: those of the last two. They are not the same, for they depended on the
-clock; no text depends on them.
+A step is committed once its line is in ``metrics.jsonl``: rank 0 writes it when every rank's log of the step is in
+place. So a kill costs the step in progress, however old the last whole checkpoint is. Where the drafter was not saved
+since, and the step's features are still on disk (those of the last two), it takes as many micro-steps again as the log
+has. They are not the same ones, for they depended on the clock; no text depends on them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ from tlt_hpc.rl.update import update_policy
 from tlt_hpc.session import Job
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import read_step
+from tlt_hpc.storage.rollout_log import StepRecord, read_step
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 logger = logging.getLogger(__name__)
@@ -43,22 +42,14 @@ class ReplayError(UserError):
     """The rollout log does not belong to the checkpoint; one line with the remedy."""
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """How far a repetition came."""
+def replay(job: Job, step: int, shown: Callable[[int], None]) -> tuple[int, Checkpoint | None]:
+    """Repeat the committed steps' updates from ``step`` on; collective.
 
-    step: int
-    """The first that is still to be generated."""
-    drafter: Checkpoint | None
-    """What the drafter was loaded from on the way."""
+    Returns the first step that is still to be generated, and the checkpoint that the drafter was last loaded from.
 
-
-def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
-    """Repeat the committed steps' updates from ``step`` on. Collective.
-
-    The drafter is taken up wherever the run saved it alone on the way, and trained on the steps after the last such
-    save. Ends before a step whose log is incomplete or damaged, which is warned of, and at a stop vote. ``shown`` is
-    called on rank 0 with every step that was taken up.
+    The drafter is loaded from each checkpoint of it alone on the way, and trained on the steps after the last of these.
+    Ends before a step whose log is incomplete or damaged, with a warning, and at a stop vote. ``shown`` is called on
+    rank 0 with every step that was repeated.
 
     Raises:
         ReplayError: on all ranks, where an update is not the one that the run made.
@@ -67,45 +58,31 @@ def replay(job: Job, step: int, shown: Callable[[int], None]) -> Replayed:
     uncommitted = next(number for number in count(step) if not is_committed(committed.get(number)))
     end, loaded = min(uncommitted, job.config.run.num_steps), None
     # after its step, for what a stop adds in the middle of the next one is in the whole checkpoint alone
-    saves = saved_drafters(job, step + 1, end)
-    missing = next((number for number in range(step) if number not in committed), None)
-    if missing is not None and job.world.rank == 0:
-        logger.warning(
-            "%s has no line of step %d, which the checkpoint of step %d is beyond: what was logged since cannot be "
-            "taken up where its line is missing, and its steps are generated again",
-            job.folder.metrics, missing, step,
-        )  # fmt: skip
+    saves: dict[int, Checkpoint] = {}
+    if job.drafting:
+        saves = job.world.once(partial(job.drafting.checkpoints.within, step + 1, end))
     while True:
         if job.drafting and step in saves:
             loaded = saves.pop(step)
             job.drafting.load(loaded, job.world.node_group)
-        if step >= end or job.world.agree_to_stop():
+        if step >= end or job.world.agree_to_stop() or (logged := read_ranks(job, step)) is None:
             break
-        logged = read_ranks(job, step)
-        if logged is None:
-            break
+        rollouts, rewards, num_micro_steps = logged
         if not saves:
-            train_drafter(job, step, logged.num_micro_steps)
+            train_drafter(job, step, num_micro_steps)
         with BEAT.within(Phase.UPDATE, step):
-            stats = update_policy(job.config, job.policy, logged.rollouts, logged.rewards).stats
-        check_update(job.folder, step, logged.rewards, stats, committed[step])
+            stats = update_policy(job.config, job.policy, rollouts, rewards).stats
+        check_update(job.folder, step, rewards, stats, committed[step])
         if job.world.rank == 0:
             shown(step)
         step += 1
-    return Replayed(step, loaded)
-
-
-def saved_drafters(job: Job, first: int, last: int) -> dict[int, Checkpoint]:
-    """The checkpoints of the drafter alone of these steps, as rank 0 finds them; collective."""
-    if job.drafting is None:
-        return {}
-    return job.world.once(partial(job.drafting.checkpoints.within, first, last))
+    return step, loaded
 
 
 def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
     """Train the drafter on a step's features as often as the run did, the ranks together; collective.
 
-    Nothing where the run did not, or no rank sees the step's features any more. A stop request ends it early.
+    Does nothing if the run did not, or no rank sees the step's features any more. A stop request ends it early.
     """
     if job.drafting is None or not num_micro_steps:
         return
@@ -123,57 +100,47 @@ def train_drafter(job: Job, step: int, num_micro_steps: int) -> None:
 
 
 def is_committed(line: Line | None) -> bool:
-    """Whether a step has a line that its repetition can be compared with; one of an earlier version has not."""
+    """Whether a step has a line that its repetition can be compared with, as those of earlier versions have not."""
     return line is not None and {SCORE, TRAINED_TOKENS, PROBS_DIFF} <= line.keys()
 
 
-@dataclass(frozen=True)
-class LoggedStep:
-    """What all ranks logged of a step, ordered by key."""
+def read_ranks(job: Job, step: int) -> tuple[list[Rollout], NDArray[np.float32], int] | None:
+    """A step from all its files: rollouts and rewards ordered by key, and the drafter's micro-steps on all ranks.
 
-    rollouts: list[Rollout]
-    rewards: NDArray[np.float32]
-    num_micro_steps: int
-    """Of the drafter, of all ranks together."""
-
-
-def read_ranks(job: Job, step: int) -> LoggedStep | None:
-    """A step from all its files; None where the log lacks any response. Collective.
-
-    The files are sharded over the ranks, however many wrote them.
+    None if the log lacks any response. Collective: the files are sharded over the ranks, however many wrote them.
 
     Raises:
-        ReplayError: on all ranks, where a file is there and cannot be read now, or the responses are to other prompts.
+        UserError: on all ranks, if a file exists and cannot be read now, or the responses are to other prompts.
     """
-    paths = job.world.once(lambda: job.folder.rollout_logs(step))
-    rollouts: list[Rollout] = []
-    rewards, num_micro_steps, damaged, unreadable = [np.zeros(0, np.float32)], 0, "", ""
-    for path in paths[job.world.rank :: job.world.size]:
-        try:
-            record = read_step(path)
-        except (DamagedFile, FileNotFoundError) as error:
-            damaged = str(error)
-        except OSError as error:
-            unreadable = f"{path}: {error}"
-        else:
-            rollouts += record.rollouts
-            rewards.append(record.rewards)
-            num_micro_steps += len(record.micro_steps)
-    reports = job.world.allgather((damaged, unreadable, num_micro_steps))
-    everything = gather(job.world, rollouts, np.concatenate(rewards))
-    for _, trouble, _ in reports:
-        if trouble:
-            raise ReplayError(f"{trouble}; nothing was changed: start again when it can be read")
-    lacking = next((trouble for trouble, *_ in reports if trouble), "") or missing_responses(*everything, job, step)
+    world, paths = job.world, job.world.once(lambda: job.folder.rollout_logs(step))
+    found = world.all_or_none(lambda: [_read_log(path) for path in paths[world.rank :: world.size]])
+    records = [record for record in found if isinstance(record, StepRecord)]
+    damage = "".join(error for error in found if isinstance(error, str))
+    reports = world.allgather((damage, sum(len(record.micro_steps) for record in records)))
+    rewards = np.concatenate([np.zeros(0, np.float32), *(record.rewards for record in records)])
+    everything = gather(world, [rollout for record in records for rollout in record.rollouts], rewards)
+    lacking = next((damage for damage, _ in reports if damage), "") or missing_responses(*everything, job, step)
     if lacking:
-        if job.world.rank == 0:
+        if world.rank == 0:
             logger.warning("step %d and those after it are generated again: %s", step, lacking)
         return None
-    return LoggedStep(*everything, sum(count for *_, count in reports))
+    return *everything, sum(count for _, count in reports)
+
+
+def _read_log(path: Path) -> StepRecord | str:
+    """One rank's log of a step, or what is wrong with the file.
+
+    Raises:
+        OSError: it cannot be read now.
+    """
+    try:
+        return read_step(path)
+    except (DamagedFile, FileNotFoundError) as error:
+        return str(error)
 
 
 def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32], job: Job, step: int) -> str:
-    """What the log lacks of the responses to the step's requests by the step's weights; empty where it has all.
+    """What the log lacks of the responses to the step's requests by the step's weights; empty if it has all.
 
     Raises:
         ReplayError: it has responses to other prompts.
@@ -188,7 +155,7 @@ def missing_responses(rollouts: Sequence[Rollout], rewards: NDArray[np.float32],
         requests = draws.refill(np.array([scores[key] for key in asked], np.float32)) if more else []
     for rollout in rollouts:
         if not is_whole and rollout.key.stream == Stream.REFILL:
-            continue  # what was asked for cannot be told without what is lacking
+            continue  # which refills were drawn depends on the scores that are missing
         if asked.get(rollout.key) != rollout.prompt_tokens.astype(np.int32).tobytes():
             raise ReplayError(
                 f"{job.folder.rollouts} has a response of step {step} to another prompt than data.source = "

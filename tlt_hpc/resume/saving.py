@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from tlt_hpc.checkpoint.manifest import Checkpoint
+from torch import Tensor
+
 from tlt_hpc.checkpoint.store import ASK_EVERY_SECONDS, CheckpointStore, Shard
 from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
@@ -17,18 +17,13 @@ from tlt_hpc.models.drafter_file import DRAFTER_FILE
 from tlt_hpc.models.once import read_once
 from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.mpi.owner import agree_on_owner
-from tlt_hpc.resume.replay import Replayed, replay
+from tlt_hpc.resume.replay import replay
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.costs import to_json
 from tlt_hpc.session import Drafting, Job
 from tlt_hpc.storage.folder import writing_beside
 from tlt_hpc.storage.records import write_json
 from tlt_hpc.storage.step_lines import drop_lines
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tlt_hpc.mpi.node import NodeGroup
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +51,9 @@ def should_continue(job: Job) -> bool:
 
 
 def save_checkpoint(job: Job, step: int, saved: int) -> int:
-    """Begin to save what the next step needs; collective.
+    """Begin to save what the next step needs, after the save of step ``saved`` has ended; collective.
 
-    Waits for the save before, and no longer than the copy takes,.
-
-    Args:
-        saved: the step of the save before.
-
-    Returns the step of the last save that was not given up: ``saved`` where a stop left no time to wait for it.
+    Returns the step of the last save that was not given up: ``saved`` if a stop left no time to wait for that one.
 
     Raises:
         CheckpointError: on all ranks, where one could not write.
@@ -93,7 +83,7 @@ def begin_save(job: Job, step: int) -> None:
 def save_drafter_if_due(job: Job, step: int) -> None:
     """Begin to save the drafter alone, if it is trained, and what the chooser has counted; collective.
 
-    No step waits for it: where the last one is still being written, this one is left out, which is warned of once.
+    No step waits for it: if the last one is still being written, this one is left out, with one warning in a run.
     """
     if job.drafting is None or not job.config.drafter.train:
         return
@@ -113,8 +103,7 @@ def save_drafter_if_due(job: Job, step: int) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Waited:
+class Waited(NamedTuple):
     """How a wait for saves ended, on all ranks alike."""
 
     stop: Stop
@@ -138,8 +127,7 @@ def save_at_end(job: Job, saved: int, step: int) -> tuple[Stop, bool]:
     if saved == step or waited.stop is Stop.KILL or waited.is_late:
         return waited.stop, saved == step and waited.is_whole
     begin_save(job, step)
-    waited = finish_saves(job)
-    return waited.stop, waited.is_whole
+    return finish_saves(job)[:2]
 
 
 def finish_saves(job: Job) -> Waited:
@@ -188,14 +176,17 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     if checkpoint is not None:
         saved = checkpoint.step
         node = job.world.node_group
-        read = partial(_read_once, node, checkpoint)
+
+        def read(part: str, name: str) -> Tensor:
+            return read_once(node, partial(checkpoint.read, part, name))
+
         job.policy.load_state(partial(read, "policy"), checkpoint.state["optimizer_steps"])
         if checkpoint.names("reference"):  # else it is still the model that the run began with
             job.policy.load_reference(partial(read, "reference"))
         if job.drafting:
             job.drafting.load(checkpoint, node)
-    replayed = replay(job, saved, shown) if job.config.checkpoint.replay else Replayed(saved, None)
-    step, newest = replayed.step, replayed.drafter or checkpoint
+    step, alone = replay(job, saved, shown) if job.config.checkpoint.replay else (saved, None)
+    newest = alone or checkpoint
     if job.drafting:
         job.serve_drafter()
     job.load_policy(step)
@@ -214,11 +205,6 @@ def save_cost_profile(job: Job) -> None:
     """
     if job.world.rank == 0 and job.engine.costs is not None:
         write_json(job.folder.cost_profile, to_json(job.engine.costs))
-
-
-def _read_once(node: NodeGroup, checkpoint: Checkpoint, part: str, name: str) -> Tensor:
-    """A tensor of a checkpoint, read by the node's first rank."""
-    return read_once(node, lambda: checkpoint.read(part, name))
 
 
 def drop_steps_after(job: Job, step: int) -> None:

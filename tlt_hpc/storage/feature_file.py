@@ -18,26 +18,37 @@ again, so a response may lie in several extents, and rows that no extent names h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.storage import hdf5
-from tlt_hpc.storage.documents import Document
-from tlt_hpc.storage.row_space import Extent
+from tlt_hpc.storage.retention import Span
 
 KIND = hdf5.FileKind("feature cache", schema=2, remedy="delete it; the drafter trains from the other files")
 
-ReadRows = Callable[[int, NDArray[np.uint16]], None]
-"""read(first, out): rows from ``first`` on into ``out``."""
+
+@dataclass(frozen=True)
+class Document:
+    """A prompt and its response, ``tokens`` [T] int32, with ``features`` [T - 1, layer, hidden] uint16 (bits of bf16).
+
+    ``features[i]`` are the target's at position i: the last token was never fed.
+    """
+
+    tokens: NDArray[np.int32]
+    prompt_length: int
+    features: NDArray[np.uint16]
+    weight_version: int
 
 
 class FeatureCacheReader:
-    """A closed file; a ``Documents`` and a context manager.
+    """A closed file.
 
     Raises:
         DamagedFile: truncated, corrupted, half-written, or of another schema.
@@ -45,7 +56,6 @@ class FeatureCacheReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._file = hdf5.CommittedFile(path, KIND)
         try:
             with self._file.naming_damage():
@@ -60,29 +70,30 @@ class FeatureCacheReader:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
+        """Response lengths [N]."""
         return np.diff(self._response_ends)
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]:
+        """Prompt lengths [N]."""
         return np.diff(self._prompt_ends)[self._prompt_of]
 
-    @property
-    def num_tokens(self) -> int:
-        """Of prompts and responses, a shared prompt counted once."""
-        return int(self._prompt_ends[-1] + self._response_ends[-1])
-
     def read(self, index: int, start: int = 0, count: int | None = None) -> Document:
+        """One document.
+
+        With ``start`` and ``count`` the features of those positions alone are read, and the others are zeros that
+        take no memory.
+
+        Raises:
+            DamagedFile: the data do not match their checksum.
+        """
         assert 0 <= index < len(self)
-        prompt = int(self._prompt_of[index])
+        number = int(self._prompt_of[index])
         with self._file.naming_damage():
-            prompt_tokens = _part(self._tokens[0], self._prompt_ends, prompt)
-            tokens = np.concatenate([prompt_tokens, _part(self._tokens[1], self._response_ends, index)])
-            parts = [
-                (len(prompt_tokens) - 1, self._rows_of(prompt)),
-                (len(tokens) - len(prompt_tokens), self._rows_of(len(self._prompt_ends) - 1 + index)),
-            ]
-            features = window(parts, (self.num_layers, self.hidden_size), start, count)
-        return Document(tokens, len(prompt_tokens), features, self.weight_version)
+            prompt = Span(_part(self._tokens[0], self._prompt_ends, number), self._rows_of(number))
+            rows = self._rows_of(len(self._prompt_ends) - 1 + index)
+            response = Span(_part(self._tokens[1], self._response_ends, index), rows)
+            return read_document(self._features, prompt, response, self.weight_version, start, count)
 
     def close(self) -> None:
         self._file.close()
@@ -90,47 +101,40 @@ class FeatureCacheReader:
     def __enter__(self) -> FeatureCacheReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @cached_property
     def _tokens(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         return self._file.array("prompt_tokens"), self._file.array("response_tokens")
 
-    @cached_property
-    def _features(self) -> hdf5.Dataset:
-        return self._file.dataset("features")
-
-    def _rows_of(self, which: int) -> ReadRows:
-        """How to read the rows of a prompt, or of response ``which`` - G."""
-        pairs = _part(self._extents, self._extent_ends, which).tolist()
-        return partial(read_extents, self._features, [Extent(*pair) for pair in pairs])
+    def _rows_of(self, which: int) -> NDArray[np.int64]:
+        """The rows of a prompt, or of response ``which`` - G."""
+        pairs = _part(self._extents, self._extent_ends, which)
+        return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, first + count) for first, count in pairs)])
 
     def _load_tables(self) -> None:
         file = self._file
-        self.step, self.weight_version = int(file.number("step")), int(file.number("weight_version"))
-        self.num_layers, self.hidden_size = int(file.number("num_layers")), int(file.number("hidden_size"))
-        if (compression := file.text("compression")) not in ("none", "lzf", "gzip"):
-            raise ValueError(f"it is compressed by {compression}, which an earlier version could read")
+        self.weight_version = int(file.number("weight_version"))
+        self.shape = (int(file.number("num_layers")), int(file.number("hidden_size")))
         ends = ("prompt_ends", "response_ends", "extent_ends")
         self._prompt_ends, self._response_ends, self._extent_ends = (
             np.concatenate([np.zeros(1, np.int64), file.array(name)]) for name in ends
         )
         self._prompt_of: NDArray[np.int64] = file.array("prompt_of")
         self._extents: NDArray[np.int64] = file.array("extents")
+        self._features = file.dataset("features")
 
     def _check_tables(self) -> None:
-        """Hold the tables against each other and the arrays they point into."""
+        """Compare the tables with each other and with the arrays they point into."""
         num_prompts = len(self._prompt_ends) - 1
         if {len(self), len(self._response_ends) - 1} != {self._file.committed}:
             raise ValueError(f"{len(self)} responses, but {self._file.committed} were committed")
-        if len(self._extent_ends) - 1 != num_prompts + len(self):
-            raise ValueError(f"{len(self._extent_ends) - 1} extents for {num_prompts} prompts, {len(self)} responses")
-        if self._prompt_of.max(initial=-1) >= num_prompts:
-            raise ValueError(f"a response to prompt {self._prompt_of.max()} of {num_prompts}")
+        if len(self._extent_ends) - 1 != num_prompts + len(self) or self._prompt_of.max(initial=-1) >= num_prompts:
+            raise ValueError("its tables are of different lengths")
         held = (self._file.size("prompt_tokens"), self._file.size("response_tokens"))
         due = (self._prompt_ends[-1], self._response_ends[-1])
-        if held != due or self._features.shape[1:] != (self.num_layers, self.hidden_size):
+        if held != due or self._features.shape[1:] != self.shape:
             raise ValueError(f"{held} tokens, but {due} were committed")
         rows = np.concatenate([np.diff(self._prompt_ends) - 1, self.lengths])
         covered = np.add.reduceat(np.append(self._extents[:, 1], 0), self._extent_ends[:-1])
@@ -140,33 +144,37 @@ class FeatureCacheReader:
             raise ValueError("its extents do not cover its tokens")
 
 
-def window(
-    parts: Sequence[tuple[int, ReadRows]], row: tuple[int, int], start: int, count: int | None
-) -> NDArray[np.uint16]:
-    """The features of a document [all rows, *row], given its parts one after another: how many rows each, and how to
-    read them. Only the ``count`` from ``start`` on are read; the others are zeros.
-    """
-    total = sum(num_rows for num_rows, _ in parts)
+def read_document(
+    dataset: hdf5.Dataset, prompt: Span, response: Span, weight_version: int, start: int, count: int | None
+) -> Document:
+    """A prompt and its response, each in memory or in the file, as ``FeatureCacheReader.read``."""
+    total = len(prompt.rows) + len(response.rows)
     end = total if count is None else min(total, start + count)
-    out = np.zeros((total, *row), np.uint16)
+    features = np.zeros((total, *dataset.shape[1:]), np.uint16)
     offset = 0
-    for num_rows, read in parts:
-        low, high = max(start, offset), min(end, offset + num_rows)
+    for span in (prompt, response):
+        low, high = max(start, offset), min(end, offset + len(span.rows))
         if low < high:
-            read(low - offset, out[low:high])
-        offset += num_rows
-    return out
+            _read_rows(dataset, span, low - offset, features[low:high])
+        offset += len(span.rows)
+    return Document(np.concatenate([prompt.tokens, response.tokens]), len(prompt.tokens), features, weight_version)
 
 
-def read_extents(features: hdf5.Dataset, extents: Iterable[Extent], first: int, out: NDArray[np.uint16]) -> None:
-    """Rows ``first`` .. of those that the extents name, one after another, into ``out``."""
-    num_read = 0
-    for extent in extents:
-        skipped = min(first, extent.count)
-        count = min(extent.count - skipped, len(out) - num_read)
-        hdf5.read_rows(features, extent.first + skipped, out[num_read : num_read + count])
-        first, num_read = first - skipped, num_read + count
+def _read_rows(dataset: hdf5.Dataset, span: Span, first: int, out: NDArray[np.uint16]) -> None:
+    held = span.features  # the writing thread drops its reference once they are in the file
+    if held is not None:
+        out[:] = held[first : first + len(out)]
+        return
+    rows = span.rows[first : first + len(out)]
+    for run in runs_of(rows):
+        hdf5.read_rows(dataset, int(rows[run.start]), out[run])
 
 
-def _part(array: NDArray[np.generic], ends: NDArray[np.int64], index: int) -> NDArray[np.generic]:
+def runs_of(rows: NDArray[np.int64]) -> Iterator[slice]:
+    """Slices of ``rows`` [n] in which each number is the last one's successor."""
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    yield from (slice(start, end) for start, end in pairwise([0, *breaks.tolist(), len(rows)]) if start < end)
+
+
+def _part(array: NDArray[Any], ends: NDArray[np.int64], index: int) -> NDArray[Any]:
     return array[ends[index] : ends[index + 1]]

@@ -13,23 +13,7 @@ from pathlib import Path
 PART_SUFFIX = ".part"
 _STEP_NAME = re.compile(r"step-([0-9]{6,9})")
 _RANK_NAME = re.compile(r"rank-([0-9]{4,9})\.h5")
-
-
-_NO_ROOM, _FORBIDDEN = "make room there", "see to it that you may write there"
-_REMEDIES = {
-    errno.ENOSPC: _NO_ROOM,
-    errno.EDQUOT: _NO_ROOM,
-    errno.EFBIG: _NO_ROOM,
-    errno.EACCES: _FORBIDDEN,
-    errno.EPERM: _FORBIDDEN,
-    errno.EROFS: _FORBIDDEN,
-    errno.ELOOP: "remove the link on the way that leads back to itself",
-    errno.ENOTDIR: "move the file away that is where a folder should be",
-    errno.EEXIST: "move the file away that is where a folder should be",
-    errno.EISDIR: "move the folder away that is where a file should be",
-    errno.ENAMETOOLONG: "use a shorter run.name or run.folder",
-}
-"""By the cause of a refusal."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class WriteError(OSError):
@@ -38,86 +22,47 @@ class WriteError(OSError):
     def __init__(self, path: Path, cause: OSError) -> None:
         self.fact = f"cannot write {path}: {cause.strerror or cause}"
         """The text without the remedy, for files that have another."""
-        remedy = _REMEDIES.get(cause.errno or 0, "see what is wrong with the file system")
-        super().__init__(
-            f"{self.fact}; what was there is as before: {remedy} (or set run.folder to another place) and start again"
-        )
+        remedy = "make room there" if cause.errno in _NO_ROOM else "make sure that you can write there"
+        super().__init__(f"{self.fact}; nothing was changed: {remedy} or set run.folder to another place, and restart")
 
 
 class RunFolder:
-    """The paths of one run below ``path``; creates nothing until told to."""
+    """The paths of one run below ``path``; creates nothing until ``create``."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.jsonl"
-
-    @property
-    def finished(self) -> Path:
-        return self.path / "finished.json"
-
-    @property
-    def cost_profile(self) -> Path:
-        """What rounds cost where the newest start ran, as it measured or read them ahead of the first rollout."""
-        return self.path / "cost_profile.json"
-
-    @property
-    def data(self) -> Path:
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.environment = self.path / "environment.jsonl"
+        self.finished = self.path / "finished.json"
+        self.cost_profile = self.path / "cost_profile.json"
+        """What decoding rounds cost, as the newest start measured it before its first rollout."""
+        self.data = self.path / "data.json"
         """Fingerprints of the data that the run draws from."""
-        return self.path / "data.json"
-
-    @property
-    def tracking(self) -> Path:
-        """What each tracker has been told."""
-        return self.path / "tracking.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def drafter_checkpoints(self) -> Path:
-        return self.path / "drafter-checkpoints"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def cache(self) -> Path:
-        return self.path / "cache"
-
-    @property
-    def kept(self) -> Path:
-        return self.path / "kept"
+        self.tracking = self.path / "tracking.json"
+        """What each tracker has been given."""
+        self.checkpoints = self.path / "checkpoints"
+        self.drafter_checkpoints = self.path / "drafter-checkpoints"
+        self.rollouts = self.path / "rollouts"
+        self.cache = self.path / "cache"
+        self.kept = self.path / "kept"
+        self.status = self.path / "status"
+        """What each rank does, or did when it ended."""
 
     def kept_part(self, step: int, rank: int, number: int) -> Path:
-        """Where a rank keeps finished responses of a step that is under way, the ``number``-th time."""
+        """Where a rank keeps finished responses of a step in progress, the ``number``-th time."""
         return _folder_of(self.kept, step) / f"rank-{rank:04d}-{number:06d}.h5"
 
     def next_kept_part(self, step: int, rank: int) -> Path:
-        """The next one that is not there."""
-        names = [path.stem.rpartition("-")[2] for path in self.kept_parts(step, rank)]
-        return self.kept_part(step, rank, max((int(name) for name in names if name.isdecimal()), default=-1) + 1)
+        """The first such file after those that exist."""
+        numbers = [path.stem.rpartition("-")[2] for path in self.kept_parts(step) if rank_of(path) == rank]
+        return self.kept_part(
+            step, rank, max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+        )
 
-    def kept_parts(self, step: int, rank: int | None = None) -> list[Path]:
-        """Such files, of all ranks or of one, in order."""
-        return sorted(_folder_of(self.kept, step).glob(f"rank-{'*' if rank is None else f'{rank:04d}'}-*.h5"))
-
-    @property
-    def status(self) -> Path:
-        """What each rank is at, or was at when it ended."""
-        return self.path / "status"
+    def kept_parts(self, step: int) -> list[Path]:
+        """Such files of all ranks, in order."""
+        return sorted(_folder_of(self.kept, step).glob("rank-*-[0-9]*.h5"))
 
     def create(self) -> None:
         """Make the run's folders; those that exist stay as they are.
@@ -145,12 +90,6 @@ class RunFolder:
     def rollout_logs(self, step: int) -> list[Path]:
         """Closed files of a step, ordered by rank."""
         return _closed_files(self.rollouts, step)
-
-    def rollout_files(self, step: int) -> tuple[list[Path], list[Path]]:
-        """The same, and what else there is of such a kind."""
-        closed, place = self.rollout_logs(step), _folder_of(self.rollouts, step)
-        names = sorted(name for name in _names(place) if name.startswith("rank-") and name.endswith(".h5"))
-        return closed, [place / name for name in names if place / name not in closed]
 
     def feature_caches(self, step: int) -> list[Path]:
         """Closed files of a step, ordered by rank."""
@@ -186,8 +125,8 @@ def node_folder(template: str, run: Path, hostname: str) -> Path:
 
 
 def rank_of(path: Path) -> int:
-    """The rank in a file name such as ``rank-0003.h5`` or ``rank-0003.h5.part``."""
-    return int(path.name.removeprefix("rank-").partition(".")[0])
+    """The rank in a file name such as ``rank-0003.h5``, ``rank-0003.h5.part`` or ``rank-0003-000001.h5``."""
+    return int(re.split(r"[-.]", path.name)[1])
 
 
 def part_of(path: Path) -> Path:
@@ -278,11 +217,8 @@ def _steps(folder: Path) -> list[int]:
 
 def _closed_files(folder: Path, step: int) -> list[Path]:
     place = _folder_of(folder, step)
-    return [place / name for name in sorted(_names(place), key=_in_order) if _RANK_NAME.fullmatch(name)]
-
-
-def _in_order(name: str) -> tuple[int, str]:
-    return len(name), name
+    names = sorted(_names(place), key=lambda name: (len(name), name))
+    return [place / name for name in names if _RANK_NAME.fullmatch(name)]
 
 
 def _names(folder: Path) -> list[str]:
@@ -302,17 +238,11 @@ _MAX_RUNS = 4
 
 
 def no_run(path: Path, lacks: str = "rollouts/ and no metrics.jsonl") -> str:
-    """Why a path is no run's folder (where it is a folder: what it lacks), and what may be meant."""
-    if path.exists() and not path.is_dir():
+    """Why a path is not the folder of a run, and which runs are in it or beside it."""
+    if path.is_file():
         return f"{path} is a file; give a run's folder, with its rollouts/ and metrics.jsonl"
-    if within := _runs_in(path):
-        return f"{path} is no run's folder, it holds some; give one of them: {within}"
     why = f"{path} holds no {lacks}" if path.exists() else f"{path} does not exist"
-    beside = _runs_in(path.parent)
-    return f"{why}; runs in {path.parent}: {beside}" if beside else f"{why}; give a run's folder"
-
-
-def _runs_in(folder: Path) -> str:
-    """The runs in a folder."""
-    names = sorted({mark.parent.name for name in _RUN_MARKS for mark in folder.glob(f"*/{name}")})
-    return ", ".join(names[:_MAX_RUNS]) + (", ..." if len(names) > _MAX_RUNS else "")
+    for folder in (path, path.parent):
+        if names := sorted({mark.parent.name for name in _RUN_MARKS for mark in folder.glob(f"*/{name}")}):
+            return f"{why}; runs in {folder}: {', '.join(names[:_MAX_RUNS])}{', ...' * (len(names) > _MAX_RUNS)}"
+    return f"{why}; give a run's folder"

@@ -146,14 +146,6 @@ class CommittedFile:
         place, _, own = name.rpartition("/")
         return (not place or self.has(place)) and bool(self._group(place).links.exists(own.encode()))
 
-    def names(self, place: str = "") -> list[str]:
-        """What a group, or the file itself, holds.
-
-        Raises:
-            KeyError, OSError, ValueError: it is missing, damaged, or no group.
-        """
-        return [name.decode() for name in self._group(place)]
-
     def array(self, name: str) -> NDArray[Any]:
         """All of an array.
 
@@ -247,9 +239,7 @@ class CommittedFile:
         place, _, own = name.rpartition("/")
         group, key = self._group(place), own.encode()
         if group.links.get_info(key).type != h5l.TYPE_HARD:  # raises KeyError if there is none
-            where = group.links.get_val(key)
-            text = b" ".join(where) if isinstance(where, tuple) else where
-            raise ValueError(f"{own} is a link to {text.decode(errors='replace')}, not data")
+            raise ValueError(f"{own} is a link, not data")
         return h5o.open(group, key)
 
     def _has_attribute(self, name: str) -> bool:
@@ -319,11 +309,9 @@ def put_array(group: Group, name: str, array: NDArray[Any], compression: str | N
     group.create_dataset(name, data=array, chunks=chunks, compression=compression, fletcher32=True)
 
 
-def growing_array(
-    group: Group, name: str, dtype: np.dtype[Any], row: tuple[int, ...], max_chunk_rows: int | None = None
-) -> Dataset:
+def growing_array(group: Group, name: str, dtype: np.dtype[Any], row: tuple[int, ...], max_chunk_rows: int) -> Dataset:
     """An empty array [0, *row] that grows along its first axis, with a checksum per chunk."""
-    rows = min(chunk_rows(dtype, row), max_chunk_rows or 2**31)
+    rows = min(chunk_rows(dtype, row), max_chunk_rows)
     shape = {"shape": (0, *row), "maxshape": (None, *row), "chunks": (rows, *row)}
     return group.create_dataset(name, dtype=dtype, fletcher32=True, **shape)
 
@@ -348,18 +336,17 @@ def chunk_rows(dtype: np.dtype[Any], row: tuple[int, ...]) -> int:
 
 def _check_array(node: Any, name: str) -> None:
     """Refuse an array that is outside of the file, or that is not empty and has no checksum."""
-    if isinstance(node, h5d.DatasetID):
-        made = node.get_create_plist()
-        if made.get_layout() == h5d.CHUNKED:  # which no external or virtual one has
-            is_own = made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None or 0 in node.shape
-        else:
-            is_own = 0 in node.shape and made.get_layout() != h5d.VIRTUAL and not made.get_external_count()
-        num_bytes = math.prod(node.shape) * node.dtype.itemsize
-        if is_own and num_bytes > max(_SMALL_BYTES, _MAX_RATIO * node.get_storage_size()):
-            raise ValueError(f"{name} would have {num_bytes:,} bytes, of which the file holds next to none")
-        if is_own:
-            return
-    raise ValueError(f"{name} is not stored as this project stores data")
+    if not isinstance(node, h5d.DatasetID) or not (0 in node.shape or _has_checksum(node)):
+        raise ValueError(f"{name} is not stored as this project stores data")
+    num_bytes = math.prod(node.shape) * node.dtype.itemsize
+    if num_bytes > max(_SMALL_BYTES, _MAX_RATIO * node.get_storage_size()):
+        raise ValueError(f"{name} would have {num_bytes:,} bytes, of which the file holds next to none")
+
+
+def _has_checksum(array: h5d.DatasetID) -> bool:
+    """Whether it has one for each chunk; an array of another file has no chunks."""
+    made = array.get_create_plist()
+    return made.get_layout() == h5d.CHUNKED and made.get_filter_by_id(h5z.FILTER_FLETCHER32) is not None
 
 
 def _split(name: str) -> tuple[str, str]:

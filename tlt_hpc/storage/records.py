@@ -43,7 +43,7 @@ def read_record(path: Path, kind: type[T], remedy: str) -> T | None:
     """What ``write_record`` wrote; None if there is no file.
 
     Raises:
-        UserError: it is damaged, with ``remedy``, or cannot be read.
+        UserError: it is damaged (with ``remedy``), or cannot be read.
     """
     try:
         return read_json(path, kind)
@@ -94,15 +94,6 @@ class DrafterFacts:
     curve: tuple[CurvePoint, ...]
 
 
-def write_facts(folder: Path, facts: DrafterFacts) -> None:
-    """Put the facts beside a drafter's weights.
-
-    Raises:
-        WriteError: the disk refused.
-    """
-    write_record(folder / FACTS_FILE, facts)
-
-
 def read_facts(folder: Path) -> DrafterFacts | None:
     """The facts of a drafter's folder; None if there are none.
 
@@ -120,11 +111,6 @@ class FinishedWord:
     policy_sha256: str
 
 
-def write_finished(path: Path, word: FinishedWord) -> None:
-    """Raises ``WriteError`` if there is no room or no permission."""
-    write_record(path, word)
-
-
 def read_finished(path: Path) -> FinishedWord | None:
     """The record; None if the run has not finished.
 
@@ -136,13 +122,13 @@ def read_finished(path: Path) -> FinishedWord | None:
 
 @dataclass(frozen=True)
 class Host:
-    """A node, as far as the job has it."""
+    """A node, or the part of it that the job has."""
 
     name: str
     num_ranks: Count
     processor: str
     num_cores: Count
-    """That the ranks may run on."""
+    """Those that the ranks may run on."""
     memory_bytes: Count
     """Of the whole node."""
     gpus: Mapping[str, Count]
@@ -200,7 +186,7 @@ def add_json_line(path: Path, tree: Any) -> None:
 
 
 def add_environment(path: Path, environment: Environment) -> None:
-    """Add a start of the run; as ``add_json_line``."""
+    """Add a start of the run, as ``add_json_line``."""
     add_json_line(path, asdict(environment))
 
 

@@ -43,7 +43,7 @@ from tlt_hpc.common.records import (
     RolloutTiming,
     SampleKey,
 )
-from tlt_hpc.storage.hdf5 import CommittedFile, DamagedFile, FileKind, Group, put_array, put_attributes, replacing
+from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, Group, put_array, put_attributes, replacing
 
 KEY_COLUMNS = ("seed", "stream", "step", "draw", "sample")
 _SCALARS = {"finish_reason": "i1", "weight_version": "i8", "num_target_passes": "i8", "finished_seconds": "f8"}
@@ -137,54 +137,35 @@ _TIMING = ("start_seconds", "last_token_seconds", "release_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
-    """What a whole record and a summary share.
+class StepRecord:
+    """What one rank writes for one step.
 
-    ``rewards`` [N] float32. ``strategy_names`` [S] with ``strategy_rounds`` and ``strategy_tokens`` [S] int64 say how
-    often each speculation strategy ran and how many tokens it emitted.
+    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
+    an advantage is NaN if dynamic sampling left the response out of the update. ``strategy_names`` [S] with
+    ``strategy_rounds`` and ``strategy_tokens`` [S] int64 say how often each speculation strategy ran and how many
+    tokens it emitted. ``decisions`` [D, 2] int32 are the rounds in order: live sequences and index of the strategy
+    (``spans`` has more of each).
     """
 
     step: int
     rank: int
     num_ranks: int
+    rollouts: tuple[Rollout, ...]
     rewards: NDArray[np.float32]
+    advantages: NDArray[np.float32]
     timing: RolloutTiming
     micro_steps: tuple[MicroStepRecord, ...]
     harvested_seconds: float
     strategy_names: tuple[str, ...]
     strategy_rounds: NDArray[np.int64]
     strategy_tokens: NDArray[np.int64]
+    decisions: NDArray[np.int32]
     guarded_near_ties: int
     metrics: dict[str, float]
     refills: tuple[RolloutTiming, ...] = ()
     """As ``timing``, of each refill."""
     phases: tuple[PhaseSpan, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord(_Step):
-    """What one rank writes for one step.
-
-    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
-    an advantage is NaN if dynamic sampling left the response out of the update. ``decisions`` [D, 2] int32 are the
-    rounds in order: live sequences and index of the strategy (``spans`` has more of each).
-    """
-
-    rollouts: tuple[Rollout, ...]
-    advantages: NDArray[np.float32]
-    decisions: NDArray[np.int32]
     spans: EngineSpans = NO_SPANS
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSummary(_Step):
-    """A step's file without its tokens, log-probs and decisions: what an analysis over many files needs.
-
-    ``response_lengths`` and ``num_target_passes`` [N] int64.
-    """
-
-    response_lengths: NDArray[np.int64]
-    num_target_passes: NDArray[np.int64]
 
 
 def write_step(path: Path, record: StepRecord) -> None:
@@ -206,47 +187,27 @@ def read_step(path: Path) -> StepRecord:
         FileNotFoundError: no such file.
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
+        check_counts(file, *_JUDGED)
+        micro_steps = [file.array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
+        refills = file.array("timing/refills").tolist() if file.has("timing/refills") else []
+        spans = {name: file.array(f"spans/{name}") for name in _SPAN_COLUMNS} if file.has("spans") else None
         return StepRecord(
-            **_read_shared(file),
+            **{name: int(file.number(name)) for name in ("step", "rank", "num_ranks", "guarded_near_ties")},
+            harvested_seconds=file.number("harvested_seconds"),
             rollouts=read_rollouts(file),
+            rewards=file.array("rollouts/rewards"),
             advantages=file.array("rollouts/advantages"),
+            timing=RolloutTiming(*(file.number(f"timing/{name}") for name in _TIMING)),
+            refills=tuple(RolloutTiming(*row) for row in refills),
+            micro_steps=tuple(MicroStepRecord(*row) for row in zip(*micro_steps, strict=True)),
+            strategy_names=file.texts("strategy/names"),
+            strategy_rounds=file.array("strategy/rounds"),
+            strategy_tokens=file.array("strategy/tokens"),
             decisions=file.array("strategy/decisions"),
-            spans=_read_spans(file),
+            metrics=file.numbers("metrics"),
+            phases=_read_phases(file),
+            spans=EngineSpans(**spans) if spans else NO_SPANS,
         )
-
-
-def read_spans(path: Path) -> EngineSpans:
-    """When a rank's engine did what in one step; none if the file is of an earlier version.
-
-    Raises:
-        DamagedFile, FileNotFoundError: as ``read_step``.
-    """
-    with CommittedFile(path, KIND) as file, file.naming_damage():
-        return _read_spans(file)
-
-
-def read_summary(path: Path) -> StepSummary:
-    """Read a step's counts, lengths, rewards and timings without its tokens.
-
-    Raises:
-        DamagedFile, FileNotFoundError: as ``read_step``.
-    """
-    with CommittedFile(path, KIND) as file, file.naming_damage():
-        return StepSummary(
-            **_read_shared(file),
-            response_lengths=np.diff(file.array("rollouts/response_ends"), prepend=0),
-            num_target_passes=file.array("rollouts/num_target_passes"),
-        )
-
-
-def is_committed(path: Path) -> bool:
-    """Whether a whole step is there, by its commit counter; payload checksums are left to ``read_step``."""
-    try:
-        with CommittedFile(path, KIND) as file, file.naming_damage():
-            check_counts(file, *_JUDGED)
-    except (DamagedFile, FileNotFoundError):
-        return False
-    return True
 
 
 def _assert_consistent(record: StepRecord) -> None:
@@ -287,12 +248,6 @@ def _as_bytes(names: Sequence[str]) -> NDArray[np.bytes_]:
     return np.array([name.encode() for name in names], dtype=np.bytes_)
 
 
-def _read_spans(file: CommittedFile) -> EngineSpans:
-    if not file.has("spans"):
-        return NO_SPANS
-    return EngineSpans(**{name: file.array(f"spans/{name}") for name in _SPAN_COLUMNS})
-
-
 def _read_phases(file: CommittedFile) -> tuple[PhaseSpan, ...]:
     if not file.has("phases"):
         return ()
@@ -300,28 +255,8 @@ def _read_phases(file: CommittedFile) -> tuple[PhaseSpan, ...]:
     return tuple(map(PhaseSpan, file.texts("phases/names"), *times))
 
 
-def _read_shared(file: CommittedFile) -> dict[str, Any]:
-    """The fields that a record and a summary share."""
-    check_counts(file, *_JUDGED)
-    micro_steps = [file.array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
-    refills = file.array("timing/refills").tolist() if file.has("timing/refills") else []
-    return {
-        **{name: int(file.number(name)) for name in ("step", "rank", "num_ranks", "guarded_near_ties")},
-        "harvested_seconds": file.number("harvested_seconds"),
-        "rewards": file.array("rollouts/rewards"),
-        "timing": RolloutTiming(*(file.number(f"timing/{name}") for name in _TIMING)),
-        "refills": tuple(RolloutTiming(*row) for row in refills),
-        "micro_steps": tuple(MicroStepRecord(*row) for row in zip(*micro_steps, strict=True)),
-        "strategy_names": file.texts("strategy/names"),
-        "strategy_rounds": file.array("strategy/rounds"),
-        "strategy_tokens": file.array("strategy/tokens"),
-        "metrics": file.numbers("metrics"),
-        "phases": _read_phases(file),
-    }
-
-
 _LATER = ("spans", "phases", "timing/refills", "rollouts/pass_lengths", "rollouts/pass_ends")
-"""What files of earlier versions have not: they tell of none."""
+"""What files of earlier versions lack; it is read as empty."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +281,7 @@ class Columns:
 def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[str] = ()) -> Columns:
     """Read ``GROUP/NAME`` arrays and attributes; an attribute of the file itself has no group.
 
-    A metric that the rank did not tell (``metrics/NAME``) is NaN.
+    A metric that the rank did not record (``metrics/NAME``) is NaN.
 
     Raises:
         DamagedFile: as ``rollout_log.read_step``, as far as it was read.
@@ -364,22 +299,6 @@ def read_columns(path: Path, arrays: Sequence[str] = (), attributes: Sequence[st
                 name: file.number(name, math.nan if name.startswith("metrics/") else None) for name in attributes
             },
         )
-
-
-def check_whole(path: Path) -> int:
-    """Read every array of a file, its checksums held against it; returns the bytes that it holds, unpacked.
-
-    Raises:
-        DamagedFile, FileNotFoundError: as ``read_columns``.
-    """
-    num_bytes = 0
-    with CommittedFile(path, KIND) as file, file.naming_damage():
-        for place in file.names():
-            for each in file.names(place):
-                num_bytes += file.array(f"{place}/{each}").nbytes
-            file.numbers(place)
-        check_counts(file, *_JUDGED)
-    return num_bytes
 
 
 def _array(file: CommittedFile, name: str, missing: set[str]) -> NDArray[Any]:

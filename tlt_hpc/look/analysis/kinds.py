@@ -8,8 +8,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_hpc.common.records import PREFILL, EngineSpans, RolloutTiming
-from tlt_hpc.storage.rollout_log import StepSummary
+from tlt_hpc.common.records import PREFILL, RolloutTiming
+from tlt_hpc.storage.rollout_log import StepRecord
 
 OFF = "off"
 """The strategy without drafting."""
@@ -63,22 +63,22 @@ class Pieces:
         return {kind: float(value) for kind, value in zip(KINDS, sums, strict=True) if value > 0}
 
 
-def pieces_of(summary: StepSummary, spans: EngineSpans, zero: float) -> Pieces:
+def pieces_of(record: StepRecord, zero: float) -> Pieces:
     """Cut a rank's step into pieces, in seconds since ``zero``. If two overlap, the later one is shortened."""
-    rollouts = (summary.timing, *summary.refills)
+    spans, rollouts = record.spans, (record.timing, *record.refills)
     rows: Rows = [(Kind.GENERATE, t.start_seconds, t.last_token_seconds) for t in rollouts]
     if len(spans):
-        kinds = [KINDS[i] for i in engine_kinds(spans.strategy_index, summary.strategy_names)]
+        kinds = [KINDS[i] for i in engine_kinds(spans.strategy_index, record.strategy_names)]
         starts, taken = spans.start_seconds, spans.seconds
         rows = list(zip(kinds, starts.tolist(), (starts + taken).tolist(), strict=True))
-    trained = sorted((step.start_seconds, step.end_seconds) for step in summary.micro_steps)
+    trained = sorted((step.start_seconds, step.end_seconds) for step in record.micro_steps)
     harvested = [any(_waits(timing, start) for timing in rollouts) for start, _ in trained]
     rows += [(Kind.TRAIN if h else Kind.SERIAL, *times) for h, times in zip(harvested, trained, strict=True)]
     for timing in rollouts:
         inside = [second for times in trained if _waits(timing, times[0]) for second in times]
         edges = [timing.last_token_seconds, *inside, timing.release_seconds]
         rows += [(Kind.IDLE, *pair) for pair in zip(edges[::2], edges[1::2], strict=True)]
-    rows += [(OF_PHASE[p.name], p.start_seconds, p.end_seconds) for p in summary.phases if p.name in OF_PHASE]
+    rows += [(OF_PHASE[p.name], p.start_seconds, p.end_seconds) for p in record.phases if p.name in OF_PHASE]
     rows.sort(key=lambda row: row[1])
     times = np.array([row[1:] for row in rows], np.float64).reshape(-1, 2)
     ends = np.maximum.accumulate(times[:, 1])

@@ -17,7 +17,7 @@ from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.kinds import Kind, Pieces, pieces_of
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, seconds, share
-from tlt_hpc.storage.rollout_log import StepSummary
+from tlt_hpc.storage.rollout_log import StepRecord
 
 _GRID = 1200
 _NO_TAIL = 0.02
@@ -97,13 +97,12 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
         raise UserError(f"{run.folder.path} has no step in its rollout log yet")
     if chosen is None or chosen not in steps:
         raise UserError(f"{run.folder.path} has no step {chosen} in its rollout log; it has {steps[0]} to {steps[-1]}")
-    summaries = run.ranks(chosen)
-    if not summaries:
+    records = run.ranks(chosen)
+    if not records:
         raise UserError(f"no log of step {chosen} can be read; {run.problems[-1]}")
-    zero = min(summary.timing.start_seconds for summary in summaries)
-    spans = [run.spans(chosen, summary.rank) for summary in summaries]
-    lanes = [_lane(*each, zero) for each in zip(summaries, spans, strict=True)]
-    counted = [(lane, s) for lane, s in zip(lanes, spans, strict=True) if lane.rank % run.replica_size == 0]
+    zero = min(record.timing.start_seconds for record in records)
+    lanes = [_lane(record, zero) for record in records]
+    counted = [(lane, r.spans) for lane, r in zip(lanes, records, strict=True) if lane.rank % run.replica_size == 0]
     times, live = _live(counted, zero)
     num_rollouts = min(len(lane.rollouts) for lane in lanes)
     rollouts = np.stack([lane.rollouts[:num_rollouts] for lane in lanes])
@@ -112,7 +111,7 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
         run=run.name,
         problems=run.problems,
         step=chosen,
-        num_ranks=summaries[0].num_ranks,
+        num_ranks=records[0].num_ranks,
         lanes=tuple(lanes),
         live_seconds=times,
         live=live,
@@ -122,15 +121,15 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
     )
 
 
-def _lane(summary: StepSummary, spans: EngineSpans, zero: float) -> Lane:
-    timings = (summary.timing, *summary.refills)
+def _lane(record: StepRecord, zero: float) -> Lane:
+    timings = (record.timing, *record.refills)
     return Lane(
-        rank=summary.rank,
-        pieces=pieces_of(summary, spans, zero),
+        rank=record.rank,
+        pieces=pieces_of(record, zero),
         rollouts=np.array([[t.start_seconds, t.last_token_seconds, t.release_seconds] for t in timings]) - zero,
         idle_seconds=sum(timing.idle_seconds for timing in timings),
-        harvested_seconds=summary.harvested_seconds,
-        num_micro_steps=len(summary.micro_steps),
+        harvested_seconds=record.harvested_seconds,
+        num_micro_steps=len(record.micro_steps),
     )
 
 

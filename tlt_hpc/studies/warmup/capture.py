@@ -168,7 +168,7 @@ def begin_file(warmup: Warmup, part: CapturePart, own: Sequence[CapturePart]) ->
     size, num_features = warmup.decoder.shape.hidden_size, warmup.served.num_features
     # a cache has half of its bytes for one step, and this one has no other
     cache = FeatureCache(part.folder, 0, num_features, size, 2 * room, num_ranks=1)
-    cache.recover()
+    cache.remove_parts()
     return cache
 
 

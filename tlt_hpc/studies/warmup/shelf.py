@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.config import UserError
-from tlt_hpc.storage.feature_cache import Document, FeatureCacheReader
+from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
 
 _LEAST_LENGTH = 2
 """Of a response: a pair that predicts one of its tokens needs the feature after it."""

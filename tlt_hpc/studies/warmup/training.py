@@ -18,7 +18,7 @@ from tlt_hpc.models.drafter_file import DRAFTER_FILE
 from tlt_hpc.models.once import read_once
 from tlt_hpc.rollout.settings import EngineSettings
 from tlt_hpc.storage.folder import writing_beside
-from tlt_hpc.storage.records import DrafterFacts, write_facts
+from tlt_hpc.storage.records import FACTS_FILE, DrafterFacts, write_record
 from tlt_hpc.studies.warmup.parts import Warmup
 from tlt_hpc.studies.warmup.plan import VALIDATION, validation_tokens
 from tlt_hpc.studies.warmup.progress import Progress, from_json, share_done, to_json
@@ -128,7 +128,7 @@ def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
         num_ranks=warmup.world.size,
         curve=progress.curve,
     )
-    write_facts(warmup.drafter, facts)
+    write_record(warmup.drafter / FACTS_FILE, facts)
 
 
 def save(warmup: Warmup, progress: Progress) -> None:
