@@ -119,14 +119,11 @@ def test_new_responses_are_written_every_so_often_each_once(tmp_path, clock):
     drop_kept(folder)
     assert folder.kept_parts(5) == [] and not folder.kept.exists()
     drop_kept(folder)
-
-
-def test_never_where_it_is_switched_off_but_at_the_end(tmp_path, clock):
-    keeper = Keeper(RunFolder(tmp_path), 5, 0, "here", 0.0)
+    off = Keeper(folder, 5, 0, "here", 0.0)
     clock.now += 1e6
-    assert not keeper.is_due([response(1)])
-    keeper.keep([response(1)])
-    assert len(RunFolder(tmp_path).kept_parts(5)) == 1
+    assert not off.is_due([response(1)])
+    off.keep([response(1)])
+    assert len(folder.kept_parts(5)) == 1, "at the end, and at a stop"
 
 
 def test_a_full_disk_costs_the_keeping_and_not_the_run(tmp_path, clock, monkeypatch, caplog):
@@ -188,7 +185,7 @@ def test_the_next_start_takes_responses_of_its_own_weights_from_whole_files(tmp_
 # -- a run ----------------------------------------------------------------------------------------------------------
 
 
-NEVER, IN_THE_UPDATE = 10**6, 10**6 + 1
+NEVER = 10**6
 
 
 def stop_after(num_finished: int, world: Any) -> None:
@@ -207,15 +204,7 @@ def stop_after(num_finished: int, world: Any) -> None:
     session.decode = decode
 
 
-class KilledError(Exception):
-    pass
-
-
-def be_killed(*_: object) -> None:
-    raise KilledError
-
-
-def take_one_step(folder: str, stop_at: int, changes: list[str]) -> dict[str, Any]:
+def take_one_step(folder: str, stop_at: int) -> dict[str, Any]:
     """Step 0, or what a stop lets be done of it, which comes once a rank has finished ``stop_at`` responses."""
     from test_resume import Silent
 
@@ -227,16 +216,11 @@ def take_one_step(folder: str, stop_at: int, changes: list[str]) -> dict[str, An
     from tlt_hpc.storage.rollout_log import read_step
 
     world = World.connect()
-    config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}", *changes])
+    config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"])
     job = run.assemble(config, world)
     saving.resume(job, lambda step: None)
     stop_after(stop_at, world)
-    if stop_at == IN_THE_UPDATE:
-        run.update_policy = be_killed
-    try:
-        was_whole = run.take_step(job, 0, Silent())
-    except KilledError:
-        was_whole = False
+    was_whole = run.take_step(job, 0, Silent())
     world.barrier()
     tokens = {}
     for path in job.folder.rollout_logs(0):
@@ -256,30 +240,17 @@ def take_one_step(folder: str, stop_at: int, changes: list[str]) -> dict[str, An
 @pytest.mark.mpi
 @pytest.mark.ci
 def test_a_step_that_was_cut_short_twice_generates_no_response_twice(tmp_path):
-    straight = run_on_ranks(2, take_one_step, str(tmp_path / "straight"), NEVER, [])[0]
+    straight = run_on_ranks(2, take_one_step, str(tmp_path / "straight"), NEVER)[0]
     assert straight["was whole"] and straight["kept"] == [] and len(straight["tokens"]) == 32
     folder = str(tmp_path / "cut")
-    first = run_on_ranks(2, take_one_step, folder, 5, [])[0]
+    first = run_on_ranks(2, take_one_step, folder, 5)[0]
     # of one rank or both, each with two responses under way at a time
     assert not first["was whole"] and 5 <= len(first["kept"]) <= 12 and first["tokens"] == {}
-    second = run_on_ranks(1, take_one_step, folder, 26, [])[0]  # on another number of ranks
+    second = run_on_ranks(1, take_one_step, folder, 26)[0]  # on another number of ranks
     assert not second["was whole"] and len(second["kept"]) in (26, 27)
     assert set(first["kept"]) <= set(second["kept"]) and len(set(second["kept"])) == len(second["kept"])
-    last = run_on_ranks(2, take_one_step, folder, NEVER, [])[0]
+    last = run_on_ranks(2, take_one_step, folder, NEVER)[0]
     assert last["was whole"] and last["kept"] == [], "the step is committed"
     assert last["tokens"] == straight["tokens"] and last["policy"] == straight["policy"]
     line = json.loads((tmp_path / "cut" / "tiny" / "metrics.jsonl").read_text())
     assert line["rollout/kept"] == len(second["kept"]) < line["rollout/kept_tokens"] < line["perf/total_num_tokens"]
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_a_step_with_refills_that_was_killed_in_its_update_goes_on(tmp_path):
-    """Responses of a refill come back when it is drawn again, and not before the step's own have their scores."""
-    dynamic = ["algorithm.max_refills=3", "rollout.max_new_tokens=60"]
-    straight = run_on_ranks(2, take_one_step, str(tmp_path / "straight"), NEVER, dynamic)[0]
-    assert straight["was whole"] and len(straight["tokens"]) > 32, "a refill was drawn"
-    cut = run_on_ranks(2, take_one_step, str(tmp_path / "cut"), IN_THE_UPDATE, dynamic)[0]
-    assert not cut["was whole"] and len(cut["kept"]) == len(straight["tokens"])
-    last = run_on_ranks(2, take_one_step, str(tmp_path / "cut"), NEVER, dynamic)[0]
-    assert last["tokens"] == straight["tokens"] and last["policy"] == straight["policy"]

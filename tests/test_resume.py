@@ -11,8 +11,6 @@ import pytest
 import torch
 from launch_ranks import run_on_ranks
 
-from tlt_hpc.cluster.stopping import Stop
-
 ROOT = Path(__file__).parent.parent
 OVERRIDES = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "rollout.max_live=4",
@@ -195,65 +193,6 @@ def test_the_drafter_comes_back_from_between_two_checkpoints(tmp_path: Path) -> 
         assert again["step"] == 0 and not again["not as at the start"]
         assert rest["found"] == [*[["step-000001", "step-000002"]] * 3, []]
         assert rest["sizes"][0] == rest["sizes"][1] > 0
-
-
-def stop_in_a_tail(folder: str) -> list[dict[str, Any]]:
-    """A replay that a stop cuts short, and a stop in the tail after a step whose drafter was saved alone."""
-    from tlt_hpc import train as run
-    from tlt_hpc.config import load_config
-    from tlt_hpc.mpi.world import World
-    from tlt_hpc.resume import saving
-    from tlt_hpc.rl.distributed import leave_process_group
-
-    config = load_config(ROOT / "jobs" / "tiny.toml", [*OVERRIDES, f"run.folder={folder}"])
-    results, learned = [], []
-    have_a_tail()
-
-    def came_back(job: Any, step: int, of: int) -> None:
-        results.append({"step": step, "learned": job.drafting.spot.num_steps, "of": of})
-        job.close()
-
-    job = run.assemble(config, World.connect())
-    saving.resume(job, Silent().replayed)
-    for step in range(2):
-        run.take_step(job, step, Silent())
-        saving.save_drafter_if_due(job, step + 1)
-        saving.finish_saves(job)
-        learned.append(job.drafting.spot.num_steps)
-    job.close()
-
-    cut = run.assemble(config, World.connect())
-    _, step = saving.resume(
-        cut, lambda step: cut.world.flag.request(Stop.ASKED, "test")
-    )  # after the first that is repeated
-    came_back(cut, step, learned[0])
-    again = run.assemble(config, World.connect())
-    _, step = saving.resume(again, Silent().replayed)
-    taken = again.drafting.spot.num_steps
-    tail = run.roll_out(again, 2, Silent())
-    run.end_features(again.drafting, tail.stopped)
-    if run.start_merge(again, tail.decision):
-        run.finish_merge(again)
-    in_the_tail = again.drafting.spot.num_steps
-    saving.save_checkpoint(again, 2, 0)
-    saving.finish_saves(again)
-    results.append({"step": step, "learned": taken, "of": learned[1], "in the tail": in_the_tail - taken})
-    again.close()
-    last = run.assemble(config, World.connect())
-    _, step = saving.resume(last, Silent().replayed)
-    came_back(last, step, in_the_tail)
-    leave_process_group()
-    return results
-
-
-@pytest.mark.mpi
-@pytest.mark.ci
-def test_a_stop_costs_the_drafter_nothing(tmp_path: Path) -> None:
-    for cut, again, tail in run_on_ranks(2, stop_in_a_tail, str(tmp_path)):
-        assert cut["step"] == 1 and cut["learned"] == cut["of"]
-        assert again["step"] == 2 and again["learned"] == again["of"], "the save beyond the cut was kept"
-        assert again["in the tail"] > 0
-        assert tail["step"] == 2 and tail["learned"] == tail["of"], "the whole checkpoint is newer than its own save"
 
 
 @pytest.mark.mpi

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,11 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from launch_ranks import forked, mpiexec, tlt
+from launch_ranks import tlt
 from whole_run import SMALL
 
-from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.rollout.costs import read_profile
 from tlt_hpc.rollout.strategy import OFF, strategy_named
 from tlt_hpc.storage.folder import RunFolder
@@ -57,11 +54,6 @@ def tokens_of(folder: Path, step: int, ranks: int = 2):
         for record in records(folder, step, ranks)
         for rollout, reward in zip(record.rollouts, record.rewards, strict=True)
     }
-
-
-def policy_state(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    checkpoint = CheckpointStore(folder / "checkpoints", keep=1).at(step)
-    return {name: checkpoint.read("policy", name) for name in checkpoint.names("policy")}
 
 
 @pytest.fixture
@@ -150,43 +142,6 @@ def test_the_first_rollout_is_the_same_on_any_rank_count_and_shard(straight, tmp
 
 
 @pytest.mark.ci
-def test_killed_and_resumed_equals_straight_bit_for_bit(straight, tmp_path):
-    (tmp_path / "ranks.py").write_text(WAITING)
-    process = subprocess.Popen(
-        [mpiexec(), "-n", "2", *forked(), str(tmp_path / "ranks.py"), *command(tmp_path, "run.num_steps=4")[3:]],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    wait_for(tmp_path / "tiny" / "checkpoints" / "step-000002", process)
-    os.killpg(process.pid, signal.SIGKILL)
-    out, _ = process.communicate(timeout=60)
-    reached = len((tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines())
-    assert reached in (2, 3), out
-    done = run_tlt(tmp_path, "run.num_steps=4")
-    assert f"resuming from step {reached}" in done.stdout
-    resumed = tmp_path / "tiny"
-    for step in range(4):
-        assert tokens_of(resumed, step) == tokens_of(straight, step)
-    wanted, got = policy_state(straight, 4), policy_state(resumed, 4)
-    assert wanted.keys() == got.keys()
-    assert len(wanted) > 200, "master weights and both moments of every parameter"
-    for name, tensor in wanted.items():
-        assert torch.equal(tensor, got[name]), name
-    assert len((resumed / "metrics.jsonl").read_text().splitlines()) == 4
-
-
-WAITING = """
-import sys, time, tlt_hpc.train as run, tlt_hpc.cli.main as cli
-true_step = run.take_step
-def take_step(job, step, *others, **named):
-    time.sleep(600 * (step == 3))
-    return true_step(job, step, *others, **named)
-run.take_step = take_step
-sys.exit(cli.main())
-"""
-
-
-@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_resumable_run(straight, tmp_path, number):
     process = subprocess.Popen(
@@ -226,16 +181,6 @@ def test_a_finished_run_says_so_and_a_changed_one_is_refused(tmp_path):
     lines = [line for line in refused.stderr.splitlines() if line.startswith("tlt: ")]
     assert len(lines) == 1
     assert "rollout.temperature = 1.0, now 0.9" in lines[0]
-
-
-@pytest.mark.ci
-def test_damaged_checkpoints_stop_the_run_with_one_line(tmp_path):
-    run_tlt(tmp_path, "run.num_steps=1")
-    for path in (tmp_path / "tiny" / "checkpoints").glob("*/policy-*.safetensors"):
-        path.write_bytes(path.read_bytes()[:100])
-    done = run_tlt(tmp_path, "run.num_steps=2", status=2)
-    assert len([line for line in done.stderr.splitlines() if line.startswith("tlt: ")]) == 1
-    assert not RunFolder(tmp_path / "tiny").rollout_log(1, 0).exists(), "never started afresh in silence"
 
 
 def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
