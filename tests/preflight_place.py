@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -11,21 +10,15 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tlt_hpc.cli.main import main
+from tlt_hpc.cli.main import parse
 from tlt_hpc.models.tokenizer import embedded
-from tlt_hpc.plan.preflight import job_python, mpi
+from tlt_hpc.plan.preflight import mpi, system_checks
+from tlt_hpc.plan.preflight.checklist import all_results
 from tlt_hpc.plan.preflight.program import ProgramOutput
+from tlt_hpc.plan.preflight.results import Finding
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTITION = {
-    "PartitionName": "main",
-    "Default": "YES",
-    "MaxNodes": "UNLIMITED",
-    "MaxTime": "1-00:00:00",
-    "PreemptMode": "REQUEUE",
-    "State": "UP",
-}
-NODES = "4|idle|32|256000|gpu:a100:4(S:0-1)"
+NODES = "main*|up|1-00:00:00|256000|gpu:a100:4(S:0-1)"
 SCRIPT = """#!/usr/bin/env bash
 #SBATCH --account=science
 #SBATCH --partition=main  # a comment
@@ -35,11 +28,8 @@ SCRIPT = """#!/usr/bin/env bash
 #SBATCH --mem=16G
 #SBATCH --signal=USR2@120
 #SBATCH --requeue
-srun --mpi="${TLT_SRUN_MPI:-pmi2}" python -m mpi4py -m tlt_hpc train jobs/tiny.toml
+srun --mpi="$TLT_SRUN_MPI" python -m mpi4py -m tlt_hpc train jobs/tiny.toml
 """
-
-
-FIND_PYTHON = job_python.find_python
 
 
 @dataclass
@@ -83,39 +73,27 @@ class Place:
         kinds: str = "MPI plugin types are...\n\tpmi2\n\tpmix\n",
         script: str = SCRIPT,
         requeue: int = 1,
-        others: dict[str, dict[str, str]] | None = None,
-        **partition: str,
     ) -> None:
-        """A Slurm that says what it is told to, and a script that asks it for two nodes.
-
-        ``others``: further partitions, by what is their own.
-        """
-        beside = ({**PARTITION, "PartitionName": name, **own} for name, own in (others or {}).items())
-        lines = [
-            " ".join(f"{key}={value}" for key, value in one.items()) for one in ({**PARTITION, **partition}, *beside)
-        ]
-        one = self.write("partition.txt", "\n".join([*lines, "PartitionName=other State=UP\n"]))
-        self.command("scontrol", f"case $2 in partition) cat '{one}';; config) echo 'JobRequeue = {requeue}';; esac")
+        """Add a Slurm with these answers, and a script that asks it for two nodes."""
+        self.command("scontrol", f"echo 'JobRequeue = {requeue}'")
         self.prints("sinfo", nodes + "\n")
         self.prints("srun", kinds)
         self.prints("sbatch", "sbatch: Job 1 to start at 2026-01-01T00:00:00\n")
         self.arguments += ["--script", str(self.write("job.sh", script))]
 
     def torch_for(self, cuda: str) -> None:
-        """The job's Python is this one, with a torch for that CUDA."""
-        found = dataclasses.replace(FIND_PYTHON(False), torch_cuda=cuda)
-        self.monkeypatch.setattr(job_python, "find_python", lambda asks_slurm: found)
+        """Have a torch for that CUDA installed."""
+        self.monkeypatch.setattr(system_checks, "torch_build", lambda: ("2.13.0", cuda))
 
     def set(self, *overrides: str) -> None:
         self.arguments += overrides
 
-    def check(self) -> tuple[int, dict[str, dict[str, str]]]:
-        """Run the command: its status, and the verdicts by their checks' names."""
-        path = self.path / "verdicts.json"
-        status = main(
-            ["preflight", str(ROOT / "jobs" / "tiny.toml"), *self.base(), *self.arguments, "--json", str(path)]
-        )
-        return status, {verdict["name"]: verdict for verdict in json.loads(path.read_text())["verdicts"]}
+    def check(self) -> dict[str, Finding]:
+        """What the command finds, by the checks' names."""
+        return dict(all_results(parse(self.command_line())))
+
+    def command_line(self) -> list[str]:
+        return ["preflight", str(ROOT / "jobs" / "tiny.toml"), *self.base(), *self.arguments]
 
     def base(self) -> list[str]:
         run = self.path / "runs"
@@ -138,14 +116,13 @@ def make_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(path))
     monkeypatch.setattr(mpi, "ask", answer_of_mpich)
+    monkeypatch.setattr(system_checks, "_ENVIRONMENT", path / "nowhere")  # starting Python twice takes seconds
     place.torch_for("")
     return place
 
 
 def answer_of_mpich(command: list[str], seconds: float, environment: object = None) -> ProgramOutput:
-    """What a sound MPICH answers to the checks of MPI."""
-    if command[-1] == "--version":
-        return ProgramOutput(0, "HYDRA build details:", "")
+    """What a working MPICH answers to the checks of MPI."""
     told = {"ranks": 2, "hosts": ["here"], "version": "MPICH Version: 5.0.2", "files": ["/opt/mpi/libmpi.so.12"]}
     return ProgramOutput(0, json.dumps(told), "")
 

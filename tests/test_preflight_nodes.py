@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_ranks import LAUNCH_ENVIRONMENT, launch, mpiexec, run_on_ranks
+from launch_ranks import LAUNCH_ENVIRONMENT, mpiexec, run_on_ranks
 
 from tlt_hpc.config import UserError, load_config
 from tlt_hpc.models.tokenizer import embedded
@@ -38,18 +38,13 @@ def cluster(**odd: dict[str, str]) -> dict[str, NodeFacts]:
 def test_each_fact_that_differs_is_named_with_both_values(name: str) -> None:
     assert find_difference(cluster()) == find_difference({"n1": FACTS}) == ""
     line = find_difference(cluster(n3={name: "other"}))
-    assert line.startswith(f"node n3: {name} other, where 3 other nodes have ")
-    assert FACTS[name] in line and "; " in line and "\n" not in line
-
-
-def test_of_a_list_only_what_differs_is_shown() -> None:
-    refused = find_difference(cluster(n2={"packages": "torch 2.13.0, numpy 2.4.5"}))
-    assert refused.startswith("node n2: packages numpy 2.4.5, where 3 other nodes have numpy 2.4.6; start all")
+    assert line.startswith(f"node n3: {name} other, where 3 other nodes have {FACTS[name]}; ")
 
 
 def test_the_majority_is_right_and_of_a_draw_the_first() -> None:
-    most = {name: {"python": "3.12.1"} for name in ("n1", "n3", "n4")}
-    assert find_difference(cluster(**most)).startswith("node n2: python 3.11.7, where 3 other nodes have 3.12.1;")
+    most = {name: {"packages": "torch 2.13.0, numpy 2.4.5"} for name in ("n1", "n3", "n4")}
+    line = "node n2: packages numpy 2.4.6, where 3 other nodes have numpy 2.4.5; start all"
+    assert find_difference(cluster(**most)).startswith(line)
     draw = {name: {"python": "3.12.1"} for name in ("n3", "n4")}
     assert "nodes n3, n4: python 3.12.1, where 2 other nodes have 3.11.7;" in find_difference(cluster(**draw))
 
@@ -110,17 +105,14 @@ def check_as_nodes(odd: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.mpi
-def test_all_ranks_meet_the_same_error() -> None:
+def test_all_ranks_meet_the_same_error_and_one_rank_a_node_gathers() -> None:
     found = run_on_ranks(3, check_as_nodes, 1)
     assert {one["error"].partition(", where")[0] for one in found} == {"node node1: packages numpy 1.0"}
-
-
-@pytest.mark.mpi
-def test_one_rank_a_node_gathers() -> None:
     assert run_on_ranks(4, check_as_nodes, None) == [{"error": "", "calls": calls} for calls in (1, 0, 1, 0)]
 
 
 @pytest.mark.mpi
+@pytest.mark.ci
 def test_a_rank_that_lacks_a_file_ends_all_with_its_name(tmp_path: Path) -> None:
     """As on a node to which the data was not copied: before, that rank ended without a word."""
     (tmp_path / "data.jsonl").write_text('{"prompt": "gcd(2,4)=", "answer": "2"}\n' * 20)
@@ -138,11 +130,3 @@ def test_a_rank_that_lacks_a_file_ends_all_with_its_name(tmp_path: Path) -> None
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert lines[0].startswith("tlt: rank 1 on n2: ") and "nowhere.jsonl' does not exist" in lines[0]
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.mpi
-def test_a_mistake_of_all_ranks_is_one_line(tmp_path: Path) -> None:
-    job = ["train", str(ROOT / "jobs" / "tiny.toml"), f"run.folder={tmp_path / 'runs'}", "data.source=nowhere.jsonl"]
-    status, _, err = launch(2, ["-m", "tlt_hpc", *job], timeout=120)
-    lines = [line for line in err.splitlines() if line.startswith("tlt:")]
-    assert status == 2 and len(lines) == 1 and lines[0].startswith("tlt: data.source = 'nowhere.jsonl'"), err

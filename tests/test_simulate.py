@@ -19,12 +19,11 @@ from test_costs import KEY, write_profile
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import load_config, to_toml
-from tlt_hpc.plan.simulate.costs import TokenCosts, chance_of, expected, with_speed_ups
-from tlt_hpc.plan.simulate.job import SimulatedJob
-from tlt_hpc.plan.simulate.lengths import Logged, LogNormal, deal
-from tlt_hpc.plan.simulate.recorded import costs_by_strategy, fit_line, read_run
-from tlt_hpc.plan.simulate.step import Setting, StepPhases, simulate, walk
-from tlt_hpc.plan.simulate.validate import validate
+from tlt_hpc.plan.simulate.assumed import chance_of, expected
+from tlt_hpc.plan.simulate.costs import TokenCosts, with_speed_ups
+from tlt_hpc.plan.simulate.lengths import deal, log_normal, resampled
+from tlt_hpc.plan.simulate.recorded import costs_by_strategy, phases_of, read_run
+from tlt_hpc.plan.simulate.step import Setting, StepPhases, setting_from, simulate, walk
 from tlt_hpc.rollout.costs import CostGrid, CostProfile
 from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.storage.folder import RunFolder
@@ -38,7 +37,7 @@ NOTHING = StepPhases()
 
 def costs_of(by_batch: Sequence[float], position: float = 0.0, prompt: float = 0.0) -> TokenCosts:
     token = np.array([by_batch], float)
-    return TokenCosts(("off",), token, np.full(token.shape, position), prompt)
+    return TokenCosts(token, np.full(token.shape, position), prompt)
 
 
 EVEN = costs_of([1.0, 1.0, 1.0, 1.0])
@@ -118,9 +117,11 @@ def test_speculation_never_loses_where_the_chooser_is_right(
     setting, lengths = Setting(max_live=live), lengths_of(*rows)
     seconds = [simulate(lengths, costs, setting, NOTHING).rollout_seconds[0] for costs in (plain, fast)]
     assert seconds[1] <= seconds[0] * (1 + 1e-12)
-    narrow = simulate(lengths, fast.below(2), setting, NOTHING).rollout_seconds[0]
-    assert seconds[1] <= narrow * (1 + 1e-12)
-    assert simulate(lengths, fast.below(0), setting, NOTHING).rollout_seconds[0] == seconds[0]
+    narrow, never = (
+        simulate(lengths, with_speed_ups(plain, {"drafter-4": gains}, threshold), setting, NOTHING).rollout_seconds[0]
+        for threshold in (2, 0)
+    )
+    assert seconds[1] <= narrow * (1 + 1e-12) and never == seconds[0]
 
 
 # --- token by token ---
@@ -137,9 +138,7 @@ def reference(lengths: Sequence[int], costs: TokenCosts, max_live: int, prompt: 
         positions = sum(done + 0.5 + prompt for done in live.values())
         column = len(live) - 1
         seconds = costs.token_seconds[:, column] + costs.position_seconds[:, column] * positions
-        allowed = np.ones(len(seconds), bool) if costs.allowed is None else costs.allowed[:, column].copy()
-        allowed[0] = True
-        clock += float(seconds[allowed].min())
+        clock += float(seconds.min())
         for index in list(live):
             live[index] += 1
             if live[index] == lengths[index]:
@@ -162,9 +161,9 @@ def test_the_walk_is_the_token_by_token_simulation(
 ) -> None:
     """Positions count alike for all strategies here: where they do not, the choice is made once a span."""
     plain = costs_of([1.0, 1.1, 1.3, 1.6, 2.0, 2.5], position, prompt=0.3)
-    fast = with_speed_ups(plain, {"a": gains, "b": gains[::-1]})
-    ends, _ = walk(np.array([lengths]), fast.below(threshold), live, prompt)
-    assert ends[0].tolist() == pytest.approx(reference(lengths, fast.below(threshold), live, prompt))
+    fast = with_speed_ups(plain, {"a": gains, "b": gains[::-1]}, threshold)
+    ends, _ = walk(np.array([lengths]), fast, live, prompt)
+    assert ends[0].tolist() == pytest.approx(reference(lengths, fast, live, prompt))
 
 
 # --- lengths and shards ---
@@ -177,28 +176,21 @@ def test_units_are_dealt_in_turn_as_a_run_deals_them() -> None:
     assert deal(lengths, 8, "group").sum() == 55
 
 
-def test_logged_groups_are_drawn_whole() -> None:
-    known = Logged(np.array([[1, 2], [30, 40]]))
-    drawn = known.draw(50, 4, 2, np.random.default_rng(0)).reshape(-1, 2).tolist()
+def test_recorded_groups_are_drawn_whole() -> None:
+    known = np.array([[1, 2], [30, 40]])
+    drawn = resampled(known, (50, 4, 2)).reshape(-1, 2).tolist()
     assert {tuple(group) for group in drawn} == {(1, 2), (30, 40)}
-    larger = known.draw(50, 4, 3, np.random.default_rng(0)).reshape(-1, 3)
+    larger = resampled(known, (50, 4, 3)).reshape(-1, 3)
     assert all(set(group) <= {1, 2} or set(group) <= {30, 40} for group in larger.tolist())
+    assert len({tuple(group) for group in resampled(known[:, :1], (50, 4, 3)).reshape(-1, 3).tolist()}) > 2
 
 
-def workload(**changes: Any) -> SimulatedJob:
-    base = SimulatedJob(
-        prompts=16,
-        group=4,
-        shard="group",
-        num_steps=10,
-        setting=ALONE,
-        costs=EVEN,
-        phases=NOTHING,
-        lengths=LogNormal(40, 300),
-        origin=(),
-        simulated_steps=5,
-    )
-    return replace(base, **changes)
+def test_lengths_follow_their_law() -> None:
+    lengths = log_normal((50, 40, 8), 40, 300)
+    assert np.median(lengths) == pytest.approx(40, rel=0.05) and lengths.min() >= 1 and lengths.max() == 300
+    logs = np.log(lengths)
+    assert logs.std() == pytest.approx(0.9, rel=0.05)
+    assert logs.mean(2).var() / logs.var() == pytest.approx(0.5 + 0.5 / 8, rel=0.1)  # between prompts
 
 
 # --- a run's own log ---
@@ -226,31 +218,29 @@ def write_run(
     folder: Path,
     plainly: Chooser = always,
     plain: Seconds = lambda batch: 1.0,
-    slow: float = 1.0,
     num_ranks: int = 2,
     num_steps: int = 6,
+    names: Sequence[str] = NAMES,
 ) -> Path:
-    """A run whose plain rounds take ``plain`` seconds, all others a second more for two tokens; steps 2 seconds more
-    and a tenth a token; ``slow`` is what the machine's seconds are multiplied with in the second half."""
+    """A run whose plain rounds take ``plain`` seconds, all others a second more for two tokens; steps take 2 seconds
+    more than rollouts, and a tenth a token."""
     run = RunFolder(folder)
     run.create()
     given = ["run.name=known", "rollout.prompts_per_step=8", "rollout.group_size=2", "rollout.max_live=8"]
     run.config.write_text(to_toml(load_config(TINY, given)))
     rng, lines = np.random.default_rng(0), []
     for step in range(num_steps):
-        pace = slow if step >= num_steps // 2 else 1.0
         shards = [(12 * rng.integers(1, 6, 16 // num_ranks)).tolist() for _ in range(num_ranks)]
-        all_spans = [_spans(shard, plainly, lambda batch, pace=pace: pace * plain(batch)) for shard in shards]
+        all_spans = [_spans(shard, plainly, plain) for shard in shards]
         took = [float(spans.seconds.sum()) for spans in all_spans]
         for rank, (shard, spans) in enumerate(zip(shards, all_spans, strict=True)):
-            write_step(run.rollout_log(step, rank), _record(step, rank, num_ranks, shard, spans))
+            write_step(run.rollout_log(step, rank), _record(step, rank, num_ranks, shard, spans, names))
         seconds = max(took) + STOP_SECONDS
         lines.append({
             "training/global_step": step,
             "rollout/seconds": seconds,
             "timing_s/step": seconds + 2.0 + 0.1 * sum(map(sum, shards)),
             "rollout/stop_latency_seconds": STOP_SECONDS,
-            "rollout/idle_rank_seconds": sum(seconds - one for one in took),
         })  # fmt: skip
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder
@@ -274,7 +264,9 @@ def _spans(shard: Sequence[int], plainly: Chooser, plain: Seconds) -> EngineSpan
     )  # fmt: skip
 
 
-def _record(step: int, rank: int, num_ranks: int, shard: Sequence[int], spans: EngineSpans) -> StepRecord:
+def _record(
+    step: int, rank: int, num_ranks: int, shard: Sequence[int], spans: EngineSpans, names: Sequence[str]
+) -> StepRecord:
     rollouts = tuple(
         Rollout(
             SampleKey(0, 0, step, rank + num_ranks * (i // 2), i % 2), np.zeros(2, np.int32),
@@ -294,7 +286,7 @@ def _record(step: int, rank: int, num_ranks: int, shard: Sequence[int], spans: E
         timing=RolloutTiming(1000.0, 1000.0 + took, 1000.0 + took + STOP_SECONDS),
         micro_steps=(),
         harvested_seconds=0.0,
-        strategy_names=NAMES,
+        strategy_names=tuple(names),
         strategy_rounds=rounds,
         strategy_tokens=rounds,
         decisions=np.zeros((0, 2), np.int32),
@@ -305,52 +297,32 @@ def _record(step: int, rank: int, num_ranks: int, shard: Sequence[int], spans: E
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("plainly", [always, lambda number, live: False], ids=["plain", "drafted"])
-def test_a_run_that_follows_the_model_is_predicted_exactly(tmp_path: Path, num_ranks: int, plainly: Chooser) -> None:
-    checks = validate(read_run(write_run(tmp_path / "run", plainly, num_ranks=num_ranks)))
-    assert [one.split for one in checks] == ["half", "odd"]
-    for one in checks:
-        assert one.rollout_error == pytest.approx(0, abs=1e-6) and one.step_error == pytest.approx(0, abs=1e-6)
-        assert one.idle_predicted == pytest.approx(one.idle_measured, abs=1e-3) and one.holds
+def test_a_run_that_follows_the_model_is_predicted_exactly(tmp_path: Path, num_ranks: int) -> None:
+    run = read_run(write_run(tmp_path / "run", num_ranks=num_ranks))
+    setting = replace(setting_from(run.config), prompt_tokens=1.0, read_share=1.0, stop_seconds=STOP_SECONDS)
+    steps = simulate(run.lengths, costs_by_strategy(run), setting, phases_of(run))
+    assert steps.rollout_seconds == pytest.approx(run.rollout_seconds, abs=1e-4)
+    assert steps.step_seconds == pytest.approx(run.step_seconds, abs=1e-4)
+    assert run.stop_seconds.tolist() == [STOP_SECONDS] * 6
 
 
-def test_a_machine_that_slows_down_shows_as_an_error(tmp_path: Path) -> None:
-    first, second = validate(read_run(write_run(tmp_path / "run", slow=1.5)))
-    assert first.rollout_error == pytest.approx(1 / 1.5 - 1, abs=0.01) and not first.holds
-    assert abs(second.rollout_error) < 0.15
-
-
-def test_costs_of_each_strategy_on_a_line_come_out(tmp_path: Path) -> None:
-    """Plain rounds at five and more live sequences alone: batches below follow the line through them."""
+def test_costs_of_each_strategy_where_it_ran(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", lambda number, live: live > 4 and number % 3 == 0, on_a_line)
-    costs = costs_by_strategy(read_run(folder), 16)
-    truth = [on_a_line(batch) for batch in range(1, 17)]
-    assert costs.names == NAMES and costs.token_seconds[0].tolist() == pytest.approx(truth, rel=1e-5)
-    assert costs.token_seconds[1].tolist() == pytest.approx([(each + 1) / ACCEPT for each in truth], rel=1e-5)
-    assert costs.allowed is not None and costs.allowed[0].all()
-    assert costs.allowed[1].tolist() == [True] * 15 + [False]  # 8 to 15: where 8 ran
+    costs = costs_by_strategy(read_run(folder)).token_seconds
+    assert costs[0, 7] == pytest.approx(on_a_line(8), rel=1e-5)
+    assert costs[1].tolist() == pytest.approx([(on_a_line(batch) + 1) / ACCEPT for batch in range(1, 9)], rel=0.05)
+    seldom = costs_by_strategy(read_run(write_run(tmp_path / "two", lambda number, live: live > 2, on_a_line)))
+    assert np.isfinite(seldom.token_seconds[0]).all() and np.isinf(seldom.token_seconds[1, 3:]).all()
 
 
 def test_batches_without_rounds_follow_the_cost_profile(tmp_path: Path) -> None:
-    """Plain rounds at full batches alone, three times as slow as in the profile; fewer of them give a factor only."""
-    for number, plainly in enumerate((lambda n, live: live == 8, lambda n, live: n == 0)):
-        folder = write_run(tmp_path / f"{number}", plainly, lambda batch: 3 * PROFILE.seconds(OFF, batch), num_steps=2,
-                           num_ranks=1)  # fmt: skip
-        write_profile(RunFolder(folder).cost_profile, PROFILE)
-        costs = costs_by_strategy(read_run(folder), 8)
-        truth = [3 * PROFILE.seconds(OFF, batch) for batch in range(1, 9)]
-        assert costs.token_seconds[0].tolist() == pytest.approx(truth, rel=1e-5)
-
-
-def test_lines_are_never_negative() -> None:
-    at, ones = np.array([1.0, 2.0, 4.0]), np.ones(3)
-    assert fit_line(at, 1 + 2 * at, ones) == pytest.approx((1.0, 2.0))
-    assert fit_line(at, 5 - at, ones) == pytest.approx((float(np.mean(5 - at)), 0.0))
-    fixed, each = fit_line(at, at - 0.5, ones)
-    assert fixed == 0 and each == pytest.approx(float((at * (at - 0.5)).sum() / (at * at).sum()))
-    assert fit_line(np.array([3.0]), np.array([7.0]), np.ones(1)) == (7.0, 0.0)
-    weighted = fit_line(at, np.array([3.0, 5.0, 100.0]), np.array([1.0, 1.0, 1e-9]))
-    assert weighted == pytest.approx((1.0, 2.0), rel=1e-4)
+    """Plain rounds at full batches only, three times as slow as in the profile."""
+    folder = write_run(tmp_path / "run", lambda n, live: live == 8, lambda batch: 3 * PROFILE.seconds(OFF, batch),
+                       num_steps=2, num_ranks=1)  # fmt: skip
+    write_profile(RunFolder(folder).cost_profile, PROFILE)
+    costs = costs_by_strategy(read_run(folder))
+    truth = [3 * PROFILE.seconds(OFF, batch) for batch in range(1, 9)]
+    assert costs.token_seconds[0].tolist() == pytest.approx(truth, rel=1e-5)
 
 
 @pytest.mark.parametrize("change", ["kept", "refill", "a rank short"])
@@ -373,10 +345,8 @@ def test_a_run_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(ValueError, match="1 finished steps"):
         read_run(write_run(tmp_path / "short", num_steps=1))
-    with pytest.raises(ValueError, match="needs 4 or more"):
-        validate(read_run(write_run(tmp_path / "three", num_steps=3)))
     with pytest.raises(ValueError, match="no plain round"):
-        costs_by_strategy(read_run(write_run(tmp_path / "never", lambda number, live: False)), 4)
+        costs_by_strategy(read_run(write_run(tmp_path / "never", lambda number, live: False)))
     damaged = RunFolder(write_run(tmp_path / "damaged"))
     damaged.cost_profile.write_text("{}")
     with pytest.raises(ValueError, match=r"cost_profile\.json holds no cost profile"):
@@ -392,21 +362,15 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_table_fits_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_and_the_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["simulate", QWEN, "--nodes", "1,8", "--steps", "3"]) == 0
     out = capsys.readouterr().out
-    assert "assumed" in out and "rank-h" in out and "harvested" in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
-def test_the_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    tree = simulated(capsys, QWEN, "--nodes", "2,1", "--steps", "3")
-    one, two = tree["rows"]
+    assert "assumed" in out and "rank-h" in out and max(map(len, out.splitlines())) <= 80
+    one, two = simulated(capsys, QWEN, "--nodes", "2,1", "--steps", "3")["rows"]
     assert (one["nodes"], two["nodes"], one["ranks"]) == (1, 2, 8) and one["gain"] > 1
     assert two["rollout_seconds"] < one["rollout_seconds"]
     assert one["gpu_hours"] == pytest.approx(one["step_seconds"] * 8 * 200 / 3600)
-    assert {"origin", "rows"} == set(tree)
 
 
 def test_overrides_count_and_plain_gains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -425,28 +389,26 @@ def test_from_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert row["gpu_hours"] == pytest.approx(7 * 2 * row["step_seconds"] / 3600)
 
 
+def test_a_log_with_a_strategy_of_an_earlier_version_is_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "old", lambda number, live: live > 4, on_a_line, names=("off", "hybrid-4x2v8a1"))
+    (row,) = simulated(capsys, "--from", str(folder), "--nodes", "1")["rows"]
+    assert row["speculated_share"] > 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 0.99), st.integers(1, 12))
 def test_the_chance_behind_an_accept_length(chance: float, depth: int) -> None:
     assert chance_of(expected(chance, depth), depth) == pytest.approx(chance, abs=1e-6)
 
 
-def test_validate_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad", slow=2.0)
-    assert main(["simulate", "--validate", str(good)]) == 0
-    assert "+0%" in capsys.readouterr().out.replace("-0%", "+0%")
-    assert main(["simulate", "--validate", str(good), str(bad), "--json"]) == 1
-    assert [one["holds"] for one in json.loads(capsys.readouterr().out)][:3] == [True, True, False]
-
-
 def test_the_paper_is_predicted_within_a_tenth() -> None:
     tool = [sys.executable, str(ROOT / "tools" / "simulate_paper.py")]
     done = subprocess.run(tool, capture_output=True, text=True, check=False)
-    head, *changed = done.stdout.splitlines()[2:]
     assert done.returncode == 0, done.stderr
-    predicted = [float(word) for word in head.split()[1:7]]
+    predicted = [float(word) for word in done.stdout.splitlines()[2].split()[1:]]
     assert predicted == pytest.approx([1.21, 1.45, 1.62, 1.76, 1.83, 2.12], rel=0.10)
-    assert any(line.endswith("*") for line in changed) and len(changed) == 21  # it also shows where it fails
 
 
 @pytest.mark.parametrize(
@@ -454,12 +416,7 @@ def test_the_paper_is_predicted_within_a_tenth() -> None:
     [
         ([], "nothing to simulate"),
         (["/"], "/ is a folder; for a run give --from /"),
-        ([QWEN, "--nodes", "0"], "--nodes 0"),
-        ([QWEN, "--gpus", "0"], "--gpus 0"),
-        ([QWEN, "--steps", "0"], "--steps 0"),
-        ([QWEN, "--median", "nan"], "--median nan"),
         ([QWEN, "--from", "/nowhere"], "/nowhere does not exist"),
-        ([QWEN, "--validate", "/nowhere"], "/nowhere does not exist"),
         ([QWEN, "speculation.mode=ngram"], "--from RUN"),
         ([QWEN, "rollout.tensor_parallel=3"], "tensor_parallel"),
     ],
@@ -468,3 +425,10 @@ def test_mistakes_end_as_one_line(capsys: pytest.CaptureFixture[str], arguments:
     status = main(["simulate", *arguments])
     out, err = capsys.readouterr()
     assert status == 2 and not out and words in err and err.startswith("tlt: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--nodes", "--gpus", "--steps", "--median"])
+def test_numbers_below_one_are_refused_with_their_option(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", QWEN, option, "0"])
+    assert f"argument {option}: " in capsys.readouterr().err

@@ -44,6 +44,7 @@ from tlt_hpc.config import Config, UserError, check_learns, check_resumable, loa
 from tlt_hpc.export import export_options
 from tlt_hpc.look.arguments import add_report_arguments, add_watch_arguments
 from tlt_hpc.plan import plan_options
+from tlt_hpc.plan.plan_options import at_least_one, at_least_one_each
 from tlt_hpc.resume.finished import finished_message
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.step_lines import read_lines
@@ -370,18 +371,6 @@ def take_sources(options: argparse.Namespace) -> None:
     folders = [word for word in options.sources if not _OVERRIDE.match(word)]
     overrides = [word for word in options.sources if _OVERRIDE.match(word)]
     options.overrides = [*options.overrides, *overrides, f"warmup.sources={json.dumps(folders)}"]
-
-
-def at_least_one(text: str) -> int:
-    """A number of 1 or more; argparse names the option of any other."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers of 1 or more")
-    return int(text)
-
-
-def at_least_one_each(text: str) -> list[int]:
-    """Numbers of 1 or more that commas separate."""
-    return list(map(at_least_one, text.split(",")))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from contextlib import suppress
 from pathlib import Path
 
 GPU_GB = {"a100-40": 42.2, "a100-80": 84.9, "h100-80": 84.9, "h200": 150.0}
@@ -10,18 +12,29 @@ GPU_GB = {"a100-40": 42.2, "a100-80": 84.9, "h100-80": 84.9, "h200": 150.0}
 _GPU_MEMORY = f"in GB of 10^9 bytes, or {', '.join(GPU_GB)}"
 
 
-def gpu_gb(text: str) -> float:
-    """GB of a GPU that is given by name or by number.
+def at_least_one(text: str) -> int:
+    """A whole number of 1 or more; argparse names the option of any other."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers of 1 or more")
+    return int(text)
 
-    Raises:
-        ArgumentTypeError: it is neither.
-    """
-    if text.lower() in GPU_GB:
-        return GPU_GB[text.lower()]
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of GB, or {', '.join(GPU_GB)}") from None
+
+def at_least_one_each(text: str) -> list[int]:
+    """Whole numbers of 1 or more that commas separate."""
+    return list(map(at_least_one, text.split(",")))
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+
+
+def gpu_gb(text: str) -> float:
+    """GB of a GPU that is given by name or by number."""
+    return GPU_GB.get(text.lower()) or above_zero(text)
 
 
 def add_plan_options(command: argparse.ArgumentParser) -> None:
@@ -29,10 +42,10 @@ def add_plan_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("config", metavar="CONFIG.toml", help="the run, e.g. jobs/qwen7b.toml")
     add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
-    add("--gpus", type=int, metavar="N", help="GPUs of a node, one rank each; without: CPUs")
-    add("--ranks", type=int, metavar="N", help="all ranks (default: one node's, or run.ranks)")
+    add("--gpus", type=at_least_one, metavar="N", help="GPUs of a node, one rank each; without: CPUs")
+    add("--ranks", type=at_least_one, metavar="N", help="all ranks (default: one node's, or run.ranks)")
     add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU: {_GPU_MEMORY}")
-    add("--host-memory", type=float, metavar="GB", help="of each node")
+    add("--host-memory", type=above_zero, metavar="GB", help="of each node")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a known name such as Qwen2.5-7B")
     add("--json", action="store_true", help="print all figures in bytes, as JSON")
 
@@ -42,19 +55,16 @@ def add_preflight_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("config", metavar="CONFIG.toml", help="the run, e.g. jobs/qwen7b.toml")
     add("overrides", nargs="*", metavar="section.key=value", help="the same as for tlt train")
-    add("--slurm", action="store_true", help="check the job against Slurm's limits too")
-    add("--script", type=Path, metavar="X.sh", help="read what is requested of Slurm from a batch script")
-    add("--nodes", type=int, metavar="N", help="(default: the script's, or 1)")
-    add("--ranks-per-node", type=int, metavar="R", help="(default: the script's, or one a GPU)")
-    add("--gpus-per-node", type=int, metavar="G", help="(default: the script's, or none)")
-    add("--cpus-per-rank", type=int, metavar="C", help="(default: the script's, or 1)")
-    add("--partition", metavar="P", help="(default: the script's, or Slurm's own)")
-    add("--account", metavar="A")
-    add("--time", metavar="T", help="in sbatch's format, e.g. 24:00:00 or 2-00:00:00")
+    add(
+        "--script", type=Path, metavar="X.sh", help="the batch script that will be submitted; checked against Slurm too"
+    )
+    add("--nodes", type=at_least_one, metavar="N", help="as it will be given to sbatch (default: the script's, or 1)")
+    add("--partition", metavar="P", help="the same")
+    add("--account", metavar="A", help="the same")
+    add("--time", metavar="T", help="the same, e.g. 24:00:00 or 2-00:00:00")
     add("--gpu-memory", type=gpu_gb, metavar="GB", help=f"of each GPU of the job: {_GPU_MEMORY}")
-    add("--fix", action="store_true", help="make missing folders; with --model-id download the model")
-    add("--model-id", metavar="OWNER/NAME", help="what --fix downloads if model.path does not exist")
-    add("--json", type=Path, metavar="PATH", help="write the results there as well")
+    add("--fix", action="store_true", help="download the model of --model-id if it does not exist")
+    add("--model-id", metavar="OWNER/NAME", help="what --fix downloads to model.path")
 
 
 def add_simulate_options(command: argparse.ArgumentParser) -> None:
@@ -62,12 +72,10 @@ def add_simulate_options(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("config", metavar="CONFIG.toml", nargs="?", help="the run, e.g. jobs/qwen7b.toml")
     add("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.max_live=8")
-    add("--nodes", default="1,2,4,8", metavar="N,N", help="numbers of nodes (default 1,2,4,8)")
-    add("--gpus", type=int, metavar="N", help="ranks of a node (default 8; with --from the run's)")
+    add("--nodes", type=at_least_one_each, default=[1, 2, 4, 8], metavar="N,N", help="nodes (default 1,2,4,8)")
+    add("--gpus", type=at_least_one, metavar="N", help="ranks of a node (default 8; with --from the run's)")
     add("--from", dest="source", type=Path, metavar="RUN", help="lengths, rounds and phases of this run's log")
-    add("--median", type=float, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
-    add("--steps", type=int, default=20, metavar="N", help="steps that are simulated (default 20)")
+    add("--median", type=above_zero, metavar="TOKENS", help="of the log-normal law (default a sixth of the cap)")
+    add("--steps", type=at_least_one, default=20, metavar="N", help="steps that are simulated (default 20)")
     add("--shape", metavar="CONFIG.json", help="the model's config.json, or a name such as Qwen2.5-7B")
     add("--json", action="store_true", help="print all figures as JSON")
-    validate = "compare predictions with recorded runs; status 1: over 10 %% off"
-    add("--validate", nargs="+", type=Path, metavar="RUN", help=validate)

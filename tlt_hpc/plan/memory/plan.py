@@ -111,14 +111,10 @@ class MemoryLimits:
 
     def hold(self, plan: MemoryPlan) -> bool:
         """Whether the plan stays within what was given."""
-        return self.filled(plan) <= 1
-
-    def filled(self, plan: MemoryPlan) -> float:
-        """The share that is used of the fuller of both memories; 0 if neither was given."""
-        return max(self.shares(plan))
+        return max(self.shares(plan)) <= 1
 
     def shares(self, plan: MemoryPlan) -> tuple[float, float]:
-        """The share that is used of a GPU's memory and of a node's."""
+        """The share that is used of a GPU's memory and of a node's; 0 if it was not given."""
         used = (plan.peak.num_bytes, self.device), (plan.node_bytes, self.host)
         device, host = (0.0 if limit is None else num_bytes / limit for num_bytes, limit in used)
         return device, host

@@ -5,7 +5,6 @@ Sizes from the models' own config.json; a test holds the parameter counts agains
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,32 +49,15 @@ def find_shape(path: str, given: str | None) -> ModelShape:
     Raises:
         ValueError: there is no such file, and the name is not known.
     """
-    if given is not None:
-        return _given_shape(given)
-    if path == EMBEDDED_MODEL or (Path(path) / "config.json").is_file():
+    if path == EMBEDDED_MODEL and given is None:
         return read_shape(find_model(path))
-    shape = named_shape(Path(path).name)
+    place = Path(given or path)
+    folder = place.parent if place.name == "config.json" else place
+    shape = read_shape(folder) if (folder / "config.json").is_file() else named_shape(place.name)
     if shape is None:
+        what = f"model.path = {path!r}" if given is None else f"--shape {given}"
         raise ConfigError(
-            f"model.path = {path!r} is not on this machine, and its name is none that a shape is known of; give "
+            f"{what} is no model's folder on this machine, and its name is none that a shape is known of; give "
             f"--shape CONFIG.json, or one of {', '.join(_KNOWN)}"
         )
-    return shape
-
-
-def _given_shape(given: str) -> ModelShape:
-    file = Path(given)
-    if file.is_dir():
-        return read_shape(file)
-    if file.is_file():
-        try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"--shape {given}: no JSON ({error}); take the model's config.json") from None
-        if not isinstance(raw, dict):
-            raise ConfigError(f"--shape {given}: no JSON object; take the model's config.json")
-        return shape_from(raw, given)
-    shape = named_shape(file.name)
-    if shape is None:
-        raise ConfigError(f"--shape {given}: neither a file nor a known name; known: {', '.join(_KNOWN)}")
     return shape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from typing import Any
 
 from rich import box
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_hpc.common.console import TextConsole
-from tlt_hpc.config import Config, ConfigError, check_ranks, load_config
+from tlt_hpc.config import Config, ConfigError, check_ranks, check_replicas, load_config
 from tlt_hpc.models.shape import ModelShape
 from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryLimits, MemoryPlan, NamedBytes, Situation, total
@@ -93,7 +92,6 @@ def way_out(plan: MemoryPlan, limits: MemoryLimits) -> str:
 def as_json(plan: MemoryPlan, limits: MemoryLimits) -> dict[str, Any]:
     """All that is shown, in bytes."""
     found = save_memory(plan, limits)
-    peak = found.plan.peak
     return {
         "device": plan.situation.device,
         "ranks": plan.situation.num_ranks,
@@ -106,13 +104,7 @@ def as_json(plan: MemoryPlan, limits: MemoryLimits) -> dict[str, Any]:
         "host_bytes_per_node": plan.node_bytes,
         "disk": plan.disk,
         "fits": limits.hold(plan),
-        "with_savings": {
-            "settings": found.changed,
-            "fits": limits.hold(found.plan),
-            "phase": peak.name,
-            "peak_bytes": peak.num_bytes,
-            "host_bytes_per_node": found.plan.node_bytes,
-        },
+        "with_savings": {"settings": found.changed, "fits": limits.hold(found.plan)},
     }
 
 
@@ -139,7 +131,8 @@ def run(options: argparse.Namespace) -> int:
         ValueError: the configuration, the shape or an option cannot be.
     """
     config = load_config(options.config, options.overrides)
-    limits = _limits(options)
+    device, host = (gb and int(gb * GB) for gb in (options.gpu_memory, options.host_memory))
+    limits = MemoryLimits(device, host)
     plan = plan_memory(_situation(config, options))
     if options.json:
         print(json.dumps(as_json(plan, limits), indent=2))
@@ -161,16 +154,13 @@ def _situation(config: Config, options: argparse.Namespace) -> Situation:
     check_ranks(config, num_ranks)
     shape = find_shape(config.model.path, options.shape)
     check_shape(config, shape, num_ranks)
-    size = config.rollout.tensor_parallel
-    if options.gpus is not None and options.gpus % size:
-        raise ConfigError(
-            f"--gpus {options.gpus} makes no whole replicas of rollout.tensor_parallel = {size} on a node; use "
-            f"{math.gcd(options.gpus, size)} or nodes of another number of GPUs"
-        )
     if options.gpus is None:
         if config.model.device == "cuda":
             raise ConfigError("model.device = 'cuda' and no --gpus; say how many GPUs a node has, e.g. --gpus 8")
+        if options.gpu_memory is not None:
+            raise ConfigError("--gpu-memory without --gpus; say how many GPUs a node has")
         return Situation(config, shape, num_ranks, num_ranks, "cpu")
+    check_replicas(config, options.gpus)
     if config.model.device == "cpu":
         raise ConfigError(f"--gpus {options.gpus} with model.device = 'cpu'; leave one of them out")
     if num_ranks > options.gpus and num_ranks % options.gpus:
@@ -179,14 +169,3 @@ def _situation(config: Config, options: argparse.Namespace) -> Situation:
             f"{num_ranks // options.gpus * options.gpus}, a rank for each GPU"
         )
     return Situation(config, shape, num_ranks, options.gpus, "cuda")
-
-
-def _limits(options: argparse.Namespace) -> MemoryLimits:
-    for name in ("gpus", "ranks", "gpu_memory", "host_memory"):
-        value = vars(options)[name]
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number above 0")
-    if options.gpu_memory is not None and options.gpus is None:
-        raise ConfigError(f"--gpu-memory {options.gpu_memory:g} without --gpus; say how many GPUs a node has")
-    device, host = (None if gb is None else int(gb * GB) for gb in (options.gpu_memory, options.host_memory))
-    return MemoryLimits(device, host)

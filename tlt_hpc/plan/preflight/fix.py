@@ -1,4 +1,4 @@
-"""What ``--fix`` does: makes the folder of runs and downloads the model, and reports what it could not do."""
+"""What ``--fix`` does: downloads the model."""
 
 from __future__ import annotations
 
@@ -29,16 +29,6 @@ def fetch(model_id: str, folder: Path) -> None:
             snapshot_download(model_id, local_dir=folder, allow_patterns=_PATTERNS)
     except httpx.HTTPError as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def make_run_folder(config: Config) -> Finding:
-    """Make ``run.folder``."""
-    folder = Path(config.run.folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return failure(f"could not make {folder}: {error.strerror}", "set run.folder to another place")
-    return ok(f"{folder} is there")
 
 
 def get_model(config: Config, model_id: str) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlt_hpc.config import EMBEDDED_TASK, ConfigError, check_learns, check_ranks, check_resumable
+from tlt_hpc.config import EMBEDDED_TASK, check_learns, check_ranks, check_replicas, check_resumable
 from tlt_hpc.mpi.owner import find_at_work
 from tlt_hpc.plan.preflight.machine import size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
@@ -33,16 +33,12 @@ def check_ranks_fit(job: PlannedJob) -> Finding:
     config, num_ranks = job.config, job.num_ranks
     check_learns(config)
     check_ranks(config, num_ranks)
-    parallel, gpus = config.rollout.tensor_parallel, job.request.gpus_per_node
-    if job.ranks_per_node % parallel:
-        raise ConfigError(
-            f"rollout.tensor_parallel = {parallel} with {job.ranks_per_node} ranks a node: a replica would be on "
-            f"several nodes; use a multiple of {parallel} ranks a node"
-        )
+    check_replicas(config, job.ranks_per_node)  # a replica on several nodes would send each pass over the network
+    gpus = job.request.gpus_per_node
     if gpus and job.ranks_per_node != gpus:
         return warning(
             f"{job.ranks_per_node} ranks and {gpus} GPUs a node: the program is made for one rank a GPU",
-            f"use --ranks-per-node={gpus}",
+            f"use --ntasks-per-node={gpus}",
         )
     nodes = job.request.nodes
     return ok(f"{num_ranks}, {job.ranks_per_node} on each of {nodes} nodes" if nodes > 1 else f"{num_ranks} on a node")

@@ -15,20 +15,18 @@ from typing import Any
 
 from tlt_hpc.cluster.local import find_mpiexec, launch_environment
 from tlt_hpc.config import UserError
-from tlt_hpc.plan.preflight import cluster
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ProgramOutput, ask
 from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning
+from tlt_hpc.plan.preflight.slurm_checks import launch_types
 
 LOAD_SECONDS = 60.0
 TALK_SECONDS = 90.0
 """Python and MPI from a cold file system take seconds; ranks that do not find each other wait forever."""
-_VERSION_SECONDS = 30.0
 _PROBE = "tlt_hpc.mpi.probe"
-_FAMILIES = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "prterun": "Open MPI", "PRRTE": "Open MPI",
-             "Intel(R) MPI": "Intel MPI", "CRAY MPICH": "Cray MPICH", "MVAPICH": "MVAPICH", "MPICH": "MPICH",
-             "HYDRA": "MPICH"}  # fmt: skip
-"""Words by which a library or a launcher is recognised, the more specific first."""
+_FAMILIES = {"Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI", "CRAY MPICH": "Cray MPICH", "MVAPICH": "MVAPICH",
+             "MPICH": "MPICH"}  # fmt: skip
+"""Words by which a library is recognised, the more specific first."""
 _FITTING = {
     "Open MPI": ("pmix",),
     "MPICH": ("pmi2",),
@@ -49,7 +47,8 @@ class Library:
 
     @property
     def family(self) -> str:
-        return family_of(self.version)
+        """Empty if it is not known."""
+        return next((family for word, family in _FAMILIES.items() if word in self.version), "")
 
     @property
     def fitting(self) -> tuple[str, ...]:
@@ -61,11 +60,6 @@ class Library:
     def in_words(self) -> str:
         first = " ".join(self.version.split("\n")[0].split())
         return f"{first} ({', '.join(self.files)})" if self.files else first
-
-
-def family_of(text: str) -> str:
-    """The family of a library or launcher by its version text; empty if it is not known."""
-    return next((family for word, family in _FAMILIES.items() if word in text), "")
 
 
 def read_library() -> Library:
@@ -82,15 +76,15 @@ def read_library() -> Library:
 
 
 def check_launcher(job: PlannedJob) -> Finding:
-    """mpi4py finds a library, and the launcher belongs to it: another one starts N jobs of one rank each."""
+    """mpi4py finds a library, and srun can start its ranks; whether mpiexec does, ``check_talk`` tries."""
     library = read_library()
-    return _check_srun(job, library) if job.asks_slurm else _check_mpiexec(library)
+    return _check_srun(library) if job.asks_slurm else ok(library.in_words)
 
 
 def check_talk(job: PlannedJob) -> Finding:
     """Two ranks, or in an allocation one on each node, find each other, with the thread level that a run needs."""
     if job.asks_slurm and "SLURM_JOB_ID" in os.environ:
-        srun = ["srun", f"--mpi={_srun_mpi(job, read_library())}", "--overlap", "--overcommit"]
+        srun = ["srun", f"--mpi={_srun_mpi(read_library())}", "--overlap", "--overcommit"]
         nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         return _talk([*srun, "--kill-on-bad-exit=1", "--ntasks-per-node=1"], nodes)
     try:
@@ -107,27 +101,10 @@ def check_talk(job: PlannedJob) -> Finding:
     return found
 
 
-def _check_mpiexec(library: Library) -> Finding:
-    mpiexec = find_mpiexec()
-    family = family_of(ask([mpiexec, "--version"], _VERSION_SECONDS).text)
-    if not family or not library.family:
-        return warning(f"it is not known whether {mpiexec} belongs to {library.in_words}", "see the line 'ranks talk'")
-    if family != library.family:
-        return failure(
-            f"{mpiexec} is {family}'s and mpi4py loads {library.family}: it would start single ranks",
-            f"put {library.family}'s mpiexec first on PATH, or have mpi4py load {family} (MPI4PY_LIBMPI)",
-        )
-    return ok(f"{mpiexec} for {library.in_words}")
-
-
-def _check_srun(job: PlannedJob, library: Library) -> Finding:
-    asked, known = _srun_mpi(job, library), cluster.launch_types()
+def _check_srun(library: Library) -> Finding:
+    asked, known = _srun_mpi(library), launch_types()
     if asked not in known:
-        fitting = [kind for kind in known if kind.startswith(library.fitting)] if library.fitting else known
-        return failure(
-            f"srun knows no --mpi={asked}, only {', '.join(known)}",
-            f"export TLT_SRUN_MPI={' or '.join(fitting)}" if fitting else f"build {library.family} for one of these",
-        )
+        return failure(f"srun knows no --mpi={asked}, only {', '.join(known)}", "export TLT_SRUN_MPI=one of these")
     if library.fitting and not asked.startswith(library.fitting):
         return failure(
             f"srun --mpi={asked} does not start {library.family}, which mpi4py loads: N jobs of one rank",
@@ -136,11 +113,12 @@ def _check_srun(job: PlannedJob, library: Library) -> Finding:
     return ok(f"srun --mpi={asked} for {library.in_words}")
 
 
-def _srun_mpi(job: PlannedJob, library: Library) -> str:
-    """As requested, or what fits the library."""
-    if not job.request.srun_mpi and not library.fitting:
+def _srun_mpi(library: Library) -> str:
+    """As the user says, or what fits the library; sbatch/env.sh chooses alike."""
+    asked = os.environ.get("TLT_SRUN_MPI") or next(iter(library.fitting), "")
+    if not asked:
         raise Skip(f"it is not known how srun starts {library.in_words}; set TLT_SRUN_MPI to one of srun --mpi=list")
-    return job.request.srun_mpi or library.fitting[0]
+    return asked
 
 
 def _talk(launcher: list[str], num_nodes: int) -> Finding:

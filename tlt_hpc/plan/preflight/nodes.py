@@ -97,31 +97,21 @@ def refuse_errors(records: Sequence[NodeReport]) -> None:
 
 
 def find_difference(nodes: Mapping[str, NodeFacts]) -> str:
-    """The first difference, which ends the job; empty: none.
+    """One line on the first fact that differs, which ends the job; empty if all nodes are alike.
 
     Nodes in order of their ranks: the majority is right, or the first of equal groups.
     """
     for name in next(iter(nodes.values()), {}):
         values = {hostname: facts[name] for hostname, facts in nodes.items()}
-        if len(set(values.values())) > 1:
-            return _in_words(name, values)
+        usual, count = Counter(values.values()).most_common(1)[0]
+        odd = next((value for value in values.values() if value != usual), None)
+        if odd is not None:
+            hosts = [hostname for hostname, value in values.items() if value == odd]
+            where = f"node{'s' * (len(hosts) > 1)} {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
+            theirs, ours = _where_they_differ(odd, usual)
+            remedy = _REMEDIES.get(name, _REMEDY)
+            return f"{where}: {name} {theirs}, where {count} other node{'s' * (count > 1)} have {ours}; {remedy}"
     return ""
-
-
-def _in_words(name: str, values: Mapping[str, str]) -> str:
-    """One line: the nodes that differ, their value, and what the others have."""
-    usual = Counter(values.values()).most_common(1)[0][0]
-    odd = next(value for value in values.values() if value != usual)
-    hosts = [hostname for hostname, value in values.items() if value == odd]
-    others = sum(value == usual for value in values.values())
-    where = f"node {hosts[0]}" if len(hosts) == 1 else f"nodes {', '.join(hosts[:4])}{' ...' * (len(hosts) > 4)}"
-    theirs, ours = _where_they_differ(odd, usual)
-    more = len(values) - len(hosts) - others
-    return (
-        f"{where}: {name} {theirs}, where {others} other node{'s' * (others != 1)} "
-        f"ha{'ve' if others != 1 else 's'} {ours}{f' ({more} more differ)' if more else ''}; "
-        f"{_REMEDIES.get(name, _REMEDY)}"
-    )
 
 
 def _where_they_differ(one: str, other: str) -> tuple[str, str]:

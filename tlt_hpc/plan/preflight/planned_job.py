@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlt_hpc.config import Config, UserError
-from tlt_hpc.plan.preflight import cluster, job_python, machine
+from tlt_hpc.config import Config
+from tlt_hpc.plan.preflight import machine
 from tlt_hpc.plan.preflight.request import SlurmRequest
 from tlt_hpc.plan.preflight.results import Skip
 
@@ -24,7 +24,6 @@ class PlannedJob:
     loaded: Config | None
     """None: the configuration has mistakes."""
     request: SlurmRequest
-    asks_slurm: bool
     gpu_bytes: int | None = None
     """Memory of each GPU of the job, if it was given."""
 
@@ -35,10 +34,14 @@ class PlannedJob:
         return self.loaded
 
     @property
+    def asks_slurm(self) -> bool:
+        """Whether a batch script was given."""
+        return bool(self.request.arguments)
+
+    @property
     def ranks_per_node(self) -> int:
-        """As requested; else one a GPU, or the configuration's own on one node."""
-        own = self.loaded.run.ranks if self.loaded is not None and self.request.nodes == 1 else 1
-        return self.request.ranks_per_node or own
+        """As requested; without a script the configuration's own."""
+        return self.request.ranks_per_node or (1 if self.asks_slurm else self.config.run.ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -57,15 +60,6 @@ class PlannedJob:
     @cached_property
     def driver(self) -> machine.NvidiaDriver:
         return machine.read_driver()
-
-    @cached_property
-    def python(self) -> job_python.JobPython:
-        """The job's Python.
-
-        Raises:
-            UserError: the job would find none.
-        """
-        return job_python.find_python(self.asks_slurm)
 
     @cached_property
     def model_folder(self) -> Path:
@@ -94,11 +88,3 @@ class PlannedJob:
 
         device: DeviceType = "cuda" if self.uses_gpu else "cpu"
         return plan_memory(Situation(self.config, self.shape, self.num_ranks, self.ranks_per_node, device))
-
-    @cached_property
-    def partitions(self) -> tuple[cluster.Partition, ...]:
-        """The requested partitions; the job will run in one of them."""
-        try:
-            return cluster.read_partitions(self.request.partition)
-        except UserError:  # the check of the partition says so
-            raise Skip(f"nothing is known of partition {self.request.partition or '(the default)'}") from None

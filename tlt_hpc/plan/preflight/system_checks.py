@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import getpass
-import grp
+import importlib.util
 import math
 import os
-import re
+import platform
+import runpy
 import shutil
 import socket
-import stat
 import sys
 import tempfile
 import time
@@ -18,9 +18,9 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from tlt_hpc.plan.preflight import machine
+import tlt_hpc
+from tlt_hpc.plan.preflight import machine, slurm_checks
 from tlt_hpc.plan.preflight.machine import Mount, size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ask
@@ -32,6 +32,12 @@ _QUOTA_SECONDS = 30.0
 _SLOW_SECONDS = 2.0
 """Seconds for a file of a megabyte to reach the disk; a run writes one per rank and step."""
 _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpoint.keep or drafter.cache_bytes"
+_CLONE = Path(tlt_hpc.__file__).resolve().parent.parent
+_ENVIRONMENT = _CLONE / "sbatch" / "env.sh"
+_SHELL = 'set -euo pipefail; PROJECT=$1 STORE=$1; source "$2" >&2; exec $TLT_CONTAINER python -c "$3"'
+_PYTHON_SECONDS = 60.0
+"""Python starts twice, loads mpi4py and sets up conda: seconds, more on a slow file system."""
+_IN_AN_IMAGE = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
 _SHOWN = ("torch", "mpi4py", "deepspeed", "transformers", "h5py")
 
 
@@ -59,14 +65,10 @@ def _gpu_bytes(job: PlannedJob) -> int | None:
 def _host_bytes(job: PlannedJob) -> int | None:
     """Memory of a node: as requested from Slurm, or of the partition's smallest node; else this machine's."""
     if not job.asks_slurm:
-        return machine.memory_bytes() if job.request.nodes == 1 else None
-    if job.request.memory_mb:
-        return job.request.memory_mb * _MB
-    try:
-        groups = job.partitions[0].groups
-    except Skip:
+        return machine.memory_bytes()
+    if shutil.which("sinfo") is None:
         return None
-    return min((one.memory_mb for one in groups if one.gpus >= job.request.gpus_per_node), default=0) * _MB or None
+    return (job.request.memory_mb or slurm_checks.smallest_node_mb(job)) * _MB or None
 
 
 # --- disk ---
@@ -116,18 +118,13 @@ def _judge_space(job: PlannedJob, space: Space) -> Finding:
 
 
 def _quotas(mount: Mount, folder: Path) -> list[Space]:
-    """Quotas of the user, of the group that new files there will have, and on Lustre of the folder's project."""
-    group = _group_of(folder)
-    asked = [("your user", ["-u", getpass.getuser()]), (f"group {group}", ["-g", group])]
+    """Quotas of the user and of the folder's group, by ``quota`` or on Lustre by ``lfs``."""
     program = "lfs" if mount.kind == "lustre" else "quota"
     if shutil.which(program) is None:
         return []
-    if program == "lfs":
-        project = ask(["lfs", "project", "-d", str(folder)], _QUOTA_SECONDS).out.split()
-        if project and project[0].isdigit() and project[0] != "0":
-            asked.append((f"project {project[0]}", ["-p", project[0]]))
+    user, group = getpass.getuser(), str(folder.stat().st_gid)
     found = []
-    for of, options in asked:
+    for of, options in (("your user", ["-u", user]), ("your group", ["-g", group])):
         command = ["lfs", "quota", "-q", *options, mount.point] if program == "lfs" else ["quota", "-w", "-p", *options]
         answer = ask(command, _QUOTA_SECONDS)  # the status of quota says whether a limit is exceeded
         for words in (line.split() for line in answer.out.splitlines()):
@@ -136,20 +133,10 @@ def _quotas(mount: Mount, folder: Path) -> list[Space]:
     return found
 
 
-def _group_of(folder: Path) -> str:
-    """The group of files written in a folder: the folder's own if it is inherited (setgid), else the user's."""
-    found = folder.stat()
-    number = found.st_gid if found.st_mode & stat.S_ISGID else os.getegid()
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:  # a group of another machine
-        return str(number)
-
-
 def _space_of(of: str, words: list[str]) -> list[Space]:
     """Parses ``used soft hard grace`` of KiB, then of files; a star marks what is exceeded, 0 means no limit."""
     numbers = [word.rstrip("*") for word in words]
-    if len(numbers) < 8 or not all(re.fullmatch(r"\d+", numbers[i]) for i in (0, 1, 2, 4, 5, 6)):
+    if len(numbers) < 8 or not all(numbers[i].isdigit() for i in (0, 1, 2, 4, 5, 6)):
         return []
     kib, files = (_left(*map(int, numbers[i : i + 3])) for i in (0, 4))
     return [Space(of, kib * _KIB, files)]
@@ -167,51 +154,46 @@ def check_run_folder(job: PlannedJob) -> Finding:
 
 
 def _try_cache_folder(template: str, run: Path) -> Finding:
-    remedy = "set drafter.cache_folder to another place on the nodes' disks"
     try:
         folder = machine.nearest_folder(node_folder(template, run, socket.gethostname()))
     except ValueError as error:  # the job may set the variable
         text, _, remedy = str(error).partition("; ")
         return warning(text, remedy)
-    mount = machine.mount_of(folder)
-    try:
-        _try_file(folder)
-    except OSError as error:
-        said = error.fact if isinstance(error, WriteError) else error.strerror or str(error)
-        return failure(f"drafter.cache_folder: {folder} ({mount.kind}): {said}", remedy)
-    words = f"drafter.cache_folder: {folder} ({mount.kind})"
-    return warning(f"{words} is in memory", remedy) if mount.is_memory else ok(words)
+    return _try_file(folder, "drafter.cache_folder")[0]
 
 
 def _try_run_folder(job: PlannedJob) -> Finding:
     folder = machine.nearest_folder(job.config.folder)
     mount = machine.mount_of(folder)
-    try:
-        seconds = _try_file(folder)
-    except OSError as error:
-        said = error.fact if isinstance(error, WriteError) else error.strerror or str(error)
-        return failure(f"{folder} ({mount.kind}): {said}", "make sure that you may write there, or set run.folder")
-    words = f"{folder} ({mount.kind}): HDF5 file written and read back in {1000 * seconds:.0f} ms"
-    if mount.is_memory:
-        return warning(
-            f"{words}; it is in memory, so runs are gone when the machine starts again, and take memory",
-            "set run.folder to a place on a disk",
-        )
+    finding, seconds = _try_file(folder, "run.folder")
+    words = finding.found
+    if finding.remedy:
+        return finding
     if job.request.nodes > 1 and not mount.is_shared:
         return warning(
             f"{words}; {mount.kind} is mostly of one machine, and all {job.request.nodes} nodes must see the run",
             "set run.folder to a file system that all nodes share",
         )
-    if mount.is_shared and folder.is_relative_to(Path.home()):
-        return warning(
-            f"{words}; it is in your home folder, which on clusters is usually small and slow",
-            "set run.folder to the scratch or project file system",
-        )
-    return warning(f"{words}, which is slow", "use a faster file system") if seconds > _SLOW_SECONDS else ok(words)
+    return warning(f"{words}, which is slow", "use a faster file system") if seconds > _SLOW_SECONDS else finding
 
 
-def _try_file(folder: Path) -> float:
-    """Write and read as a run does, in a temporary folder; returns the seconds that it took.
+def _try_file(folder: Path, key: str) -> tuple[Finding, float]:
+    """What comes of writing and reading a file as a run does, and the seconds that it took."""
+    mount, remedy = machine.mount_of(folder), f"set {key} to another place, where you may write"
+    place, started = f"{key}: {folder} ({mount.kind})", time.perf_counter()
+    try:
+        _write_and_read(folder)
+    except OSError as error:
+        said = error.fact if isinstance(error, WriteError) else error.strerror or str(error)
+        return failure(f"{place}: {said}", remedy), 0.0
+    if mount.is_memory:
+        return warning(f"{place} is in memory, and is lost when the machine restarts", remedy), 0.0
+    seconds = time.perf_counter() - started
+    return ok(f"{place}: HDF5 file written and read back in {1000 * seconds:.0f} ms"), seconds
+
+
+def _write_and_read(folder: Path) -> None:
+    """Write and read as a run does, in a temporary folder.
 
     Raises:
         OSError: the system refuses, or what is read is not what was written.
@@ -221,7 +203,6 @@ def _try_file(folder: Path) -> float:
     from tlt_hpc.storage.hdf5 import CommittedFile, FileKind, put_array, replacing
 
     values, kind = np.arange(_MB // 8), FileKind("preflight trial", 1, "remove it")
-    started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".tlt-preflight-", dir=folder) as trial:
         file = Path(trial) / "trial.h5"
         with replacing(file, kind, 1) as root:
@@ -229,24 +210,29 @@ def _try_file(folder: Path) -> float:
         with CommittedFile(file, kind) as written:
             if not np.array_equal(written.array("values"), values):
                 raise OSError("what is read is not what was written")
-    return time.perf_counter() - started
 
 
 # --- Python, packages, torch ---
 
 
 def check_python(job: PlannedJob) -> Finding:
-    """The Python that the job will use; it should be the one that preflight runs in."""
-    python, wanted = job.python, SpecifierSet(metadata.metadata("tlt_hpc")["Requires-Python"])
-    found = f"{python.version}, {python.program}"
-    if not wanted.contains(python.version):
-        return failure(f"{found}: the project needs {wanted}", "create the environment again with such a Python")
-    if not python.is_this:
+    """The Python that sbatch/env.sh finds for the job is the one that preflight runs in and checks."""
+    here = f"{platform.python_version()}, {sys.executable}"
+    if not job.asks_slurm or not _ENVIRONMENT.is_file() or any(name in os.environ for name in _IN_AN_IMAGE):
+        return ok(here)
+    answer = ask(
+        ["bash", "-c", _SHELL, "bash", str(_CLONE), str(_ENVIRONMENT), "import sys; print(sys.prefix)"], _PYTHON_SECONDS
+    )
+    if answer.status:
+        return failure(f"the job would find no Python: {answer.last_line}", "name its environment in TLT_ENVIRONMENT")
+    prefix = Path(answer.out.strip())
+    if prefix.resolve() != Path(sys.prefix).resolve():
         return warning(
-            f"{found}, by sbatch/env.sh; preflight runs in {sys.prefix} and checks the packages there",
+            f"sbatch/env.sh finds the Python of {prefix}; preflight runs in {sys.prefix} and checks packages, torch "
+            "and MPI there",
             "activate the job's environment and call preflight in it, or name this one in TLT_ENVIRONMENT",
         )
-    return ok(found)
+    return ok(here)
 
 
 def check_packages(job: PlannedJob) -> Finding:
@@ -269,31 +255,39 @@ def _misfit(wanted: Requirement) -> str:
     return "" if fits else f"{wanted.name} {found} is not {wanted.specifier}"
 
 
+def torch_build() -> tuple[str, str]:
+    """Torch's version, and the CUDA version that it is built for, such as ``12.8``; empty for a build for CPUs.
+
+    Reads torch's version.py, since importing torch takes seconds.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise Skip("torch is not installed")
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return version["__version__"], version["cuda"] or ""
+
+
 def check_torch(job: PlannedJob) -> Finding:
     """The build of torch is for the job's device, and the driver, if there is one, is new enough for it."""
-    driver, python = job.driver, job.python
+    (version, cuda), driver = torch_build(), job.driver
     if driver.error:
         return failure_of(ValueError(driver.error))
-    if not python.torch:
-        return failure(f"torch is not installed in {python.prefix}", "create the environment again (environment.yml)")
-    cuda, version = python.torch_cuda, python.torch
-    if job.uses_gpu and not cuda:
-        return failure(
-            f"torch {version} in {python.prefix} is a build for CPUs, and the job runs on GPUs",
-            "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which), or name an "
-            "environment that has it in TLT_ENVIRONMENT",
-        )
     if not cuda:
-        return ok(f"torch {version} for CPUs")
+        if not job.uses_gpu:
+            return ok(f"torch {version} for CPUs")
+        return failure(
+            f"torch {version} in {sys.prefix} is a build for CPUs, and the job runs on GPUs",
+            "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which)",
+        )
     if not driver.gpus:
         if job.needs_gpu and not job.asks_slurm:
             return warning(f"torch {version} for CUDA {cuda}; this machine has no GPU, and the job runs on GPUs",
                            "start the job where there are some; a login node needs none")  # fmt: skip
-        return ok(f"torch {version} for CUDA {cuda}; no GPU here, so its driver is not known")
+        return ok(f"torch {version} for CUDA {cuda}; no GPU here, so the driver is not known")
     here = f"{len(driver.gpus)} x {driver.gpus[0]}, driver {driver.version}"
     if driver.cuda and int(driver.cuda.partition(".")[0]) < int(cuda.partition(".")[0]):
         return failure(
             f"torch {version} is for CUDA {cuda}, and the driver ({here}) takes CUDA {driver.cuda} at most",
             f"install torch's build for CUDA {driver.cuda.partition('.')[0]}",
         )
-    return ok(f"torch {version} for CUDA {cuda}; {here}, which takes CUDA {driver.cuda or 'of its own'}")
+    return ok(f"torch {version} for CUDA {cuda}; {here}")

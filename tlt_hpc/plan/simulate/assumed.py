@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt_hpc.models.shape import ModelShape
-from tlt_hpc.plan.simulate.costs import Floats, TokenCosts, chance_of, expected, with_speed_ups
+from tlt_hpc.plan.simulate.costs import Floats, TokenCosts, with_speed_ups
 from tlt_hpc.plan.simulate.step import StepPhases
 
 ITEM_BYTES = 2
@@ -47,13 +47,13 @@ def gpu_costs(shape: ModelShape, tensor_parallel: int, most_live: int, gpu: GpuF
     token = np.maximum(ITEM_BYTES * weights / bandwidth, 2 * weights * batch / flops)
     position_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * ITEM_BYTES
     position = np.full((1, most_live), position_bytes / bandwidth)
-    return TokenCosts(("off",), token[None, :], position, 2 * weights / flops)
+    return TokenCosts(token[None, :], position, 2 * weights / flops)
 
 
 def gpu_phases(shape: ModelShape, gpu: GpuFigures, save_every: int) -> StepPhases:
     """The rest of a step on such GPUs; sharded state is assumed to cost nothing more."""
     token = 2 * UPDATE_PASSES * shape.num_parameters / (gpu.flops * gpu.update_flops_share)
-    return StepPhases(token, gpu.fixed_step_seconds, gpu.save_seconds, save_every)
+    return StepPhases(token, gpu.fixed_step_seconds + gpu.save_seconds / save_every)
 
 
 def read_parameters(shape: ModelShape) -> int:
@@ -61,21 +61,20 @@ def read_parameters(shape: ModelShape) -> int:
     return shape.num_parameters - (0 if shape.tied_head else shape.vocab_size * shape.hidden_size)
 
 
-def speculative_costs(plain: TokenCosts, derating: float, threshold: int, scale: float = 1.0) -> TokenCosts:
+def speculative_costs(plain: TokenCosts, derating: float, threshold: int | None = None) -> TokenCosts:
     """``plain`` and the paper's strategies, linear in log2 of the batch and beyond the last on its slope.
 
     Args:
         derating: factor on the paper's speed-ups, as ``derating_of``.
-        threshold: most live sequences with speculation.
-        scale: factor on what is gained beyond a speed-up of 1.
+        threshold: most live sequences with speculation; None: any number.
     """
     at, log = np.log2(SPEED_UP_BATCHES), np.log2(np.arange(1, plain.most_live + 1))
     gains: dict[str, Floats] = {}
     for name, points in SPEED_UPS.items():
         slope = (points[-1] - points[-2]) / (at[-1] - at[-2])
         curve = np.where(log > at[-1], points[-1] + slope * (log - at[-1]), np.interp(log, at, points))
-        gains[name] = np.maximum(0.1, 1 + scale * (derating * np.maximum(curve, 0.1) - 1))
-    return with_speed_ups(plain, gains).below(threshold)
+        gains[name] = derating * np.maximum(curve, 0.1)
+    return with_speed_ups(plain, gains, threshold)
 
 
 def derating_of(reference: ModelShape, shape: ModelShape) -> float:
@@ -95,3 +94,17 @@ def _draft_share(shape: ModelShape) -> float:
     head = shape.vocab_size * shape.hidden_size
     layer = (read_parameters(shape) - head) / shape.num_layers
     return (layer + 2 * shape.hidden_size**2 + head) / read_parameters(shape)
+
+
+def expected(chance: float, depth: int) -> float:
+    """Tokens of a round in which each draft is accepted with this chance, given those before it."""
+    return float(sum(chance**i for i in range(depth + 1)))
+
+
+def chance_of(accept: float, depth: int) -> float:
+    """The chance with which a round of this depth gives ``accept`` tokens: the inverse of ``expected``."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle, depth) < accept else (low, middle)
+    return (low + high) / 2

@@ -6,8 +6,7 @@ Shapes: ``T`` steps, ``P`` prompts, ``G`` responses of each, ``R`` replicas, ``N
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,49 +19,35 @@ MEDIAN_SHARE, SPREAD = 1 / 6, 0.9
 PROMPT_SHARE = 0.5
 
 
-class LengthSource(Protocol):
-    """A source of response lengths."""
+def log_normal(
+    shape: tuple[int, int, int], median: float, cap: int, spread: float = SPREAD, prompt_share: float = PROMPT_SHARE
+) -> Ints:
+    """[T, P, G] lengths of 1 or more by a log-normal law.
 
-    def draw(self, steps: int, prompts: int, group: int, rng: np.random.Generator) -> Ints:
-        """[T, P, G] lengths, each 1 or more."""
-
-
-@dataclass(frozen=True)
-class LogNormal:
-    """A log-normal law: ``spread`` is the standard deviation of a log length, ``prompt_share`` the share of its square
-    that lies between prompts."""
-
-    median: float
-    cap: int
-    spread: float = SPREAD
-    prompt_share: float = PROMPT_SHARE
-
-    def draw(self, steps: int, prompts: int, group: int, rng: np.random.Generator) -> Ints:
-        between = rng.standard_normal((steps, prompts, 1)) * math.sqrt(self.prompt_share)
-        within = rng.standard_normal((steps, prompts, group)) * math.sqrt(1 - self.prompt_share)
-        drawn = self.median * np.exp(self.spread * (between + within))
-        return np.clip(np.rint(drawn), 1, self.cap).astype(np.int64)
-
-
-@dataclass(frozen=True)
-class Logged:
-    """Recorded lengths of groups [K, G']; groups are drawn whole, with replacement.
-
-    Single responses (G' = 1) do not show what those of a prompt have in common: each is drawn by itself.
+    Args:
+        spread: the standard deviation of a log length.
+        prompt_share: the share of its square that lies between prompts.
     """
+    rng = np.random.default_rng(0)
+    between = rng.standard_normal((*shape[:2], 1)) * math.sqrt(prompt_share)
+    within = rng.standard_normal(shape) * math.sqrt(1 - prompt_share)
+    return np.clip(np.rint(median * np.exp(spread * (between + within))), 1, cap).astype(np.int64)
 
-    groups: Ints
 
-    def draw(self, steps: int, prompts: int, group: int, rng: np.random.Generator) -> Ints:
-        of = rng.integers(len(self.groups), size=(steps, prompts))
-        size = self.groups.shape[1]
-        if size == 1:
-            single: Ints = self.groups[:, 0][rng.integers(len(self.groups), size=(steps, prompts, group))]
-            return single
-        if group <= size:
-            return self.groups[of][:, :, :group]
-        members = rng.integers(size, size=(steps, prompts, group))
-        return self.groups[of[:, :, None], members]
+def resampled(groups: Ints, shape: tuple[int, int, int]) -> Ints:
+    """[T, P, G] lengths from recorded groups [K, G'], drawn with replacement.
+
+    Responses of a group stay together. Single responses (G' = 1) do not show what those of a prompt have in common:
+    each is drawn by itself.
+    """
+    rng, size = np.random.default_rng(0), groups.shape[1]
+    if size == 1:
+        single: Ints = groups[rng.integers(len(groups), size=shape), 0]
+        return single
+    of = rng.integers(len(groups), size=shape[:2])
+    members = np.broadcast_to(np.arange(size), shape) if shape[2] == size else rng.integers(size, size=shape)
+    lengths: Ints = groups[of[:, :, None], members]
+    return lengths
 
 
 def deal(lengths: Ints, num_replicas: int, shard: Shard) -> Ints:

@@ -1,4 +1,4 @@
-"""What the simulator learns from a run's own log: lengths, waiting and seconds by step, and the costs fitted to them.
+"""What the simulator learns from a run's own log: lengths and seconds by step, and the costs fitted to them.
 
 Shapes: ``T`` steps, ``R`` ranks, ``N`` responses of the largest shard, ``K`` rounds.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import PREFILL
 from tlt_hpc.config import Config, load_saved_config
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
-from tlt_hpc.plan.simulate.lengths import Ints, Logged
+from tlt_hpc.plan.simulate.lengths import Ints
 from tlt_hpc.plan.simulate.step import StepPhases
 from tlt_hpc.rollout.costs import CostProfile, read_profile
-from tlt_hpc.rollout.strategy import OFF, Strategy, strategy_named
+from tlt_hpc.rollout.strategy import OFF, strategy_named
 from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import Columns, read_columns
@@ -35,31 +35,23 @@ _METRICS = {
     "rollout_seconds": "rollout/seconds",
     "step_seconds": "timing_s/step",
     "stop_seconds": "rollout/stop_latency_seconds",
-    "idle_rank_seconds": "rollout/idle_rank_seconds",
 }
 """Fields read from a step's line in ``metrics.jsonl``; a step whose line lacks one is left out."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Decoding rounds of one or more steps, [K] each.
+    """Decoding rounds, [K] each.
 
     A rank's seconds from its start to its last token are divided over its rounds in proportion to their measured
     seconds, so that the time between rounds is counted.
     """
 
-    strategy: NDArray[np.int16]
+    strategy: Ints
     """Index into the run's ``strategy_names``."""
-    live: NDArray[np.int32]
-    tokens: NDArray[np.int32]
+    live: Ints
+    tokens: Ints
     seconds: Floats
-    read_seconds: float
-    """Seconds of reading all prompts."""
-
-    @property
-    def bucket(self) -> NDArray[np.int64]:
-        """The power of two that each round's batch is in."""
-        return bucket_of(self.live)
 
 
 @dataclass(frozen=True)
@@ -76,29 +68,15 @@ class RecordedRun:
     rollout_seconds: Floats
     step_seconds: Floats
     stop_seconds: Floats
-    idle_rank_seconds: Floats
-    rounds_by_step: tuple[Rounds, ...]
+    rounds: Rounds
+    prompt_seconds: float
+    """Mean seconds of reading one response's prompt."""
     profile: CostProfile | None
     """What rounds cost on the machine of the newest start, measured beforehand; None if it was not recorded."""
-
-    def part(self, chosen: slice) -> RecordedRun:
-        """Some of the steps."""
-        by_step = ("lengths", "rounds_by_step", *_METRICS)
-        return replace(self, **{name: vars(self)[name][chosen] for name in by_step})
 
     @property
     def num_ranks(self) -> int:
         return int(self.lengths.shape[1])
-
-    @property
-    def rounds(self) -> Rounds:
-        """The rounds of all steps together."""
-        return _joined(self.rounds_by_step)
-
-    @property
-    def prompt_seconds(self) -> float:
-        """Mean seconds of reading one response's prompt."""
-        return self.rounds.read_seconds / max(int(np.count_nonzero(self.lengths)), 1)
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -132,12 +110,15 @@ def read_run(path: Path) -> RecordedRun:
             "and without refills; give a run of two such steps or more that this version wrote"
         )
     names = tuple(dict.fromkeys(name for ranks in logs.values() for log in ranks for name in log.texts(_NAMES)))
+    lengths = _lengths(list(logs.values()))
+    rounds, read_seconds = _rounds([log for ranks in logs.values() for log in ranks], names)
     return RecordedRun(
         name=path.name,
         config=config,
         strategy_names=names,
-        lengths=_lengths(list(logs.values())),
-        rounds_by_step=tuple(_joined([_rounds_of(log, names) for log in ranks]) for ranks in logs.values()),
+        lengths=lengths,
+        rounds=rounds,
+        prompt_seconds=read_seconds / np.count_nonzero(lengths),
         profile=read_profile(folder.cost_profile) if folder.cost_profile.is_file() else None,
         **{field: np.array([lines[step][name] for step in logs], np.float64) for field, name in _METRICS.items()},
     )
@@ -162,124 +143,79 @@ def _lengths(steps: Sequence[Sequence[Columns]]) -> Ints:
     return lengths
 
 
-def _rounds_of(log: Columns, names: tuple[str, ...]) -> Rounds:
-    index, live, tokens, seconds = (log[name] for name in _SPANS)
-    took = log.attributes[_LAST] - log.attributes[_START]
-    seconds = seconds.astype(np.float64)
-    seconds *= max(1.0, took / max(float(seconds.sum()), 1e-12))
-    decodes = (index != PREFILL) & (live > 0)
-    known = np.array([names.index(name) for name in log.texts(_NAMES)], np.int16)
-    read_seconds = float(seconds[index == PREFILL].sum())
-    return Rounds(known[index[decodes]], live[decodes], tokens[decodes], seconds[decodes], read_seconds)
-
-
-def _joined(parts: Sequence[Rounds]) -> Rounds:
-    return Rounds(
-        np.concatenate([part.strategy for part in parts]),
-        np.concatenate([part.live for part in parts]),
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.seconds for part in parts]),
-        sum(part.read_seconds for part in parts),
-    )
-
-
-def bucket_of(live: NDArray[Any]) -> NDArray[np.int64]:
-    """The power of two that a batch is in."""
-    bucket: NDArray[np.int64] = np.floor(np.log2(live)).astype(np.int64)
-    return bucket
+def _rounds(logs: Sequence[Columns], names: tuple[str, ...]) -> tuple[Rounds, float]:
+    """The decoding rounds of all logs, and the seconds of reading prompts."""
+    parts, read_seconds = list[tuple[NDArray[Any], ...]](), 0.0
+    for log in logs:
+        index, live, tokens, seconds = (log[name] for name in _SPANS)
+        seconds = seconds.astype(np.float64)
+        seconds *= max(1.0, (log.attributes[_LAST] - log.attributes[_START]) / max(float(seconds.sum()), 1e-12))
+        read_seconds += float(seconds[index == PREFILL].sum())
+        decodes = (index != PREFILL) & (live > 0)
+        known = np.array([names.index(name) for name in log.texts(_NAMES)], np.int64)
+        parts.append((known[index[decodes]], live[decodes], tokens[decodes], seconds[decodes]))
+    return Rounds(*(np.concatenate(column) for column in zip(*parts, strict=True))), read_seconds
 
 
 # --- costs and phases fitted to the log ---
 
 
-def costs_as_chosen(run: RecordedRun, most_live: int) -> TokenCosts:
-    """Seconds a token by batch with the strategies that the run used there, trials included."""
-    rounds = run.rounds
-    seconds, _ = curve(rounds, np.ones(len(rounds.live), bool), most_live, 1, np.ones(most_live))
-    return TokenCosts(("as chosen",), seconds[None, :], np.zeros((1, most_live)), run.prompt_seconds)
-
-
-def costs_by_strategy(run: RecordedRun, most_live: int) -> TokenCosts:
-    """Seconds a token by strategy and batch; a strategy is allowed at batches where it ran often enough.
+def costs_by_strategy(run: RecordedRun) -> TokenCosts:
+    """Seconds a token by strategy and batch; a strategy may be chosen at batches where it ran often enough.
 
     Raises:
         ValueError: the run never decoded plainly, so there is nothing to compare others with.
     """
-    rounds = run.rounds
+    rounds, most_live = run.rounds, run.config.rollout.max_live
     ran = {run.strategy_names[i] for i in np.unique(rounds.strategy)}
     if OFF.name not in ran:
         raise ValueError(f"{run.name} has no plain round to compare speculation with; give a longer run")
     names = (OFF.name, *sorted(ran - {OFF.name}))
-    token, allowed = np.empty((len(names), most_live)), np.ones((len(names), most_live), bool)
+    token = np.empty((len(names), most_live))
     for place, name in enumerate(names):
         chosen = rounds.strategy == run.strategy_names.index(name)
-        shape = shape_of(rounds, chosen, name, most_live, run.profile)
-        token[place], seen = curve(rounds, chosen, most_live, MIN_ROUNDS, shape)
-        if name != OFF.name:
-            allowed[place] = seen
-        elif not seen.any():
-            token[place] = shape * np.median(rounds.seconds[chosen] / shape[rounds.live[chosen].astype(int) - 1])
-    return TokenCosts(names, token, np.zeros_like(token), run.prompt_seconds, allowed)
+        shape = seconds_by_profile(run.profile, name, most_live)
+        seconds, seen = curve(rounds, chosen, 1 if name == OFF.name else MIN_ROUNDS, shape)
+        token[place] = seconds if name == OFF.name else np.where(seen, seconds, np.inf)
+    return TokenCosts(token, np.zeros_like(token), run.prompt_seconds)
 
 
-def shape_of(
-    rounds: Rounds, chosen: NDArray[np.bool_], name: str, most_live: int, profile: CostProfile | None
-) -> Floats:
-    """How a strategy's seconds a round depend on the batch, up to a factor.
+def seconds_by_profile(profile: CostProfile | None, name: str, most_live: int) -> Floats:
+    """A strategy's seconds a round at batches 1 to ``most_live`` by the cost profile; ones where it has none."""
+    try:
+        strategy = strategy_named(name)
+    except ValueError:  # of an earlier version
+        return np.ones(most_live)
+    if profile is None or not profile.covers([strategy], 1):
+        return np.ones(most_live)
+    return np.array([profile.seconds(strategy, batch) for batch in range(1, most_live + 1)])
 
-    From the run's cost profile, or else a line through the medians of the strategy's own rounds.
+
+def curve(rounds: Rounds, chosen: NDArray[np.bool_], least: int, shape: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+    """Seconds a token at batches 1 to ``len(shape)``, and at which of them the powers of two were measured.
+
+    The ratio to ``shape`` is linear in log2 of the batch between the powers of two with ``least`` rounds or more, and
+    constant beyond them; infinite if there are none.
     """
-    strategy, batch = strategy_named(name), np.arange(1, most_live + 1)
-    if profile is not None and profile.covers([strategy], 1):
-        return np.array([round_seconds(profile, strategy, int(one)) for one in batch])
-    parts = [chosen & (rounds.bucket == bucket) for bucket in np.unique(rounds.bucket[chosen])]
-    at = np.array([np.median(rounds.live[part]) for part in parts])
-    values = np.array([np.median(rounds.seconds[part]) for part in parts])
-    counts = np.minimum([np.count_nonzero(part) for part in parts], 2 * MIN_ROUNDS)
-    fixed, each = fit_line(at, values, counts / values**2)
-    return fixed + each * batch.astype(np.float64)
-
-
-def round_seconds(profile: CostProfile, strategy: Strategy, batch: int) -> float:
-    """Seconds of a round; beyond the profile's largest batch, on the line through its last two."""
-    batches = [measured for measured, _ in profile.verify.rows]
-    if batch <= batches[-1] or len(batches) == 1:
-        return profile.seconds(strategy, batch)
-    last, before = (profile.seconds(strategy, measured) for measured in (batches[-1], batches[-2]))
-    slope = max(0.0, (last - before) / (batches[-1] - batches[-2]))
-    return last + slope * (batch - batches[-1])
-
-
-def fit_line(at: Floats, values: Floats, weights: Floats) -> tuple[float, float]:
-    """A fixed part and a slope by weighted least squares, neither negative; a single point gives a slope of 0."""
-    each = 0.0 if len(at) == 1 else max(0.0, float(np.polyfit(at, values, 1, w=np.sqrt(weights))[0]))
-    fixed = float(np.average(values - each * at, weights=weights))
-    if fixed >= 0:
-        return fixed, each
-    return 0.0, float(np.average(at * values, weights=weights) / np.average(at * at, weights=weights))
-
-
-def curve(
-    rounds: Rounds, chosen: NDArray[np.bool_], most_live: int, least: int, shape: Floats
-) -> tuple[Floats, NDArray[np.bool_]]:
-    """Seconds a token at batches 1 to ``most_live``, and at which of them the powers of two were measured.
-
-    The ratio to ``shape`` [most_live] is linear in log2 of the batch between the powers of two with ``least`` rounds or
-    more, and constant beyond them; infinite if there are none.
-    """
-    batch = np.arange(1, most_live + 1)
-    at, values, seen = [], [], np.zeros(most_live, bool)
-    for bucket in np.unique(rounds.bucket[chosen]):
-        of = chosen & (rounds.bucket == bucket)
+    batch = np.arange(1, len(shape) + 1)
+    at, values, seen = [], [], np.zeros(len(shape), bool)
+    buckets = bucket_of(rounds.live)
+    for bucket in np.unique(buckets[chosen]):
+        of = chosen & (buckets == bucket)
         if np.count_nonzero(of) < least:
             continue
         advance = rounds.tokens[of] / rounds.live[of]
         at.append(float(np.average(np.log2(rounds.live[of]), weights=advance)))
-        values.append(float(rounds.seconds[of].sum() / (advance * shape[rounds.live[of].astype(int) - 1]).sum()))
+        values.append(float(rounds.seconds[of].sum() / (advance * shape[rounds.live[of] - 1]).sum()))
         seen |= bucket_of(batch) == bucket
     if not at:
-        return np.full(most_live, np.inf), seen
+        return np.full(len(shape), np.inf), seen
     return np.interp(np.log2(batch), at, values) * shape, seen
+
+
+def bucket_of(live: Ints) -> Ints:
+    """The power of two that a batch is in."""
+    return np.floor(np.log2(live)).astype(np.int64)
 
 
 def phases_of(run: RecordedRun) -> StepPhases:
@@ -291,8 +227,7 @@ def phases_of(run: RecordedRun) -> StepPhases:
     return StepPhases(slope, float(other.mean() - slope * tokens.mean()))
 
 
-def lengths_of(run: RecordedRun) -> Logged:
-    """The run's responses, by group if groups stayed together."""
-    values = run.lengths[run.lengths > 0]
-    group = run.config.rollout.group_size if run.config.rollout.shard == "group" else 1
-    return Logged(values.reshape(-1, group))
+def groups_of(run: RecordedRun) -> Ints:
+    """The run's responses [K, G], by group if groups stayed together."""
+    rollout = run.config.rollout
+    return run.lengths[run.lengths > 0].reshape(-1, rollout.group_size if rollout.shard == "group" else 1)

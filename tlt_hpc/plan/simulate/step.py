@@ -35,19 +35,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class StepPhases:
-    """The rest of a step: seconds for each response token on one rank, for each step, and for each save."""
+    """The rest of a step: seconds for each response token on one rank, and for each step."""
 
     token_seconds: float = 0.0
     fixed_seconds: float = 0.0
-    save_seconds: float = 0.0
-    save_every: int = 1
 
     def seconds(self, tokens: Floats, num_ranks: int) -> Floats:
         """Seconds of steps with these response tokens, over all ranks."""
-        saved: Floats = (
-            self.fixed_seconds + self.save_seconds / self.save_every + self.token_seconds * tokens / num_ranks
-        )
-        return saved
+        return np.asarray(self.fixed_seconds + self.token_seconds * tokens / num_ranks)
 
 
 @dataclass(frozen=True)
