@@ -2,8 +2,8 @@
 
 python tools/simulate_paper.py          # status 1: a prediction is more than 10 % off
 
-One number is fitted, the median response length; docs/simulator.md has the sources of the assumptions, and the effect of
-changing them. The paper's figures (arXiv 2511.16665) are second-hand.
+One number is fitted, the median response length; docs/simulator.md has the assumptions, and what changing them does.
+The paper's figures (arXiv 2511.16665) are second-hand.
 """
 
 from __future__ import annotations
