@@ -1,6 +1,6 @@
 """Interrupt runs by a seed, resume them, and compare their ends with runs that nobody interrupted.
 
-    python tools/faults.py run --count 40 --folder faults   # kill -9, SIGUSR2, SIGTERM and full disks
+    python tools/faults.py run --count 40 --folder faults   # kill -9, SIGUSR2 and SIGTERM
     python tools/faults.py compare --folder faults          # only the comparison
 
 Everything is in one folder: ``VARIANT/run`` is interrupted, ``results.jsonl`` gets a line for each start (a campaign
@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,8 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tlt_hpc.common.script import ending
 
 # isort: split
-from fault_plan import RANKS, VARIANTS, Fault, draw, variant_of
-from fault_verdict import KILL_AFTER_SECONDS, MAX_SECONDS, find_wrong, wrong_tracebacks
+from fault_rank import OF_RANK_0, PLACES
 
 from tlt_hpc.cluster.local import find_mpiexec
 from tlt_hpc.storage.folder import RunFolder
@@ -43,15 +42,50 @@ from tlt_hpc.storage.rollout_log import read_step
 ROOT = Path(__file__).resolve().parent.parent
 HANG_SECONDS = 240.0
 """Without a committed step, before the fault; more is a hang. The watch ends a rollout after a quarter of it."""
-LEAVING_SECONDS = 15.0
-"""For what a job has started beside its ranks to end after them."""
+HANG_STATUS = 71
+"""The status with which the watch ends a job that hangs."""
+MAX_SECONDS = {"place": 30.0, "kill": 30.0, "limit": 120.0, "cancel": 20.0}
+"""From the fault to the end of the job, by kind of fault."""
+KILL_AFTER_SECONDS = 10.0
+"""From SIGTERM to SIGKILL."""
+STARTING_SECONDS = 20.0
+"""From the start of the ranks until the run is well under way."""
 MARK = "TLT_FAULT_CAMPAIGN"
 """In the environment of a run's processes."""
+OTHERS = ("kill", "kill", "kill", "limit", "limit", "cancel")
+"""Faults in a cycle, beside one kill at every place."""
+CYCLE = len(PLACES) + len(OTHERS)
+RANKS = {"plain": 2, "refills": 2, "replicas": 4}
+VARIANTS = {"plain": [], "refills": ["algorithm.max_refills=2"], "replicas": ["rollout.tensor_parallel=2"]}
+"""The runs that are interrupted: their ranks and settings."""
 SETTINGS = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
     "speculation.profile_seconds=0", "checkpoint.every_steps=3", "checkpoint.keep_responses_seconds=0.2",
     "run.stall_factor=0.2", "run.name=run",
 ]  # fmt: skip
+_LOST_CONNECTION = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket closed)")
+"""What a rank reports of another that is gone, in the moment before it is ended, too."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one start of a run."""
+
+    kind: str
+    """place, kill, limit (SIGUSR2 to all ranks) or cancel (SIGTERM to all, SIGKILL ten seconds later)."""
+    rank: int
+    """The rank that is killed, for a place or a kill."""
+    place: str = ""
+    """Where a rank kills itself, as PLACE:RANK:COUNT, see ``fault_rank.py``."""
+    after_steps: int = 0
+    """Steps to be committed before the fault; a place needs no such time."""
+    seconds: float = 0.0
+    """To wait after that."""
+
+    @property
+    def kills(self) -> bool:
+        """Whether exactly one rank is killed."""
+        return self.kind in ("place", "kill")
 
 
 @dataclass(frozen=True)
@@ -64,19 +98,9 @@ class Result:
     struck: bool
     """Whether the run was still there; if not, this counts as no fault."""
     status: int
-    steps_before: int
-    steps_after: int
     seconds_to_end: float
     wrong: list[str]
     """What the fault does not explain: lost lines or logs, a hang, ..."""
-
-    def __str__(self) -> str:
-        what = f"{self.fault.kind} {self.fault.detail}" if self.struck else f"{self.fault.name} came too late"
-        wrong = f"; WRONG: {'; '.join(self.wrong)}" if self.wrong else ""
-        end = f"status {self.status} after {self.seconds_to_end:.1f} s"
-        return (
-            f"{self.number:4} {self.variant:8} {what:24} {end}; steps {self.steps_before} -> {self.steps_after}{wrong}"
-        )
 
 
 def main() -> int:
@@ -95,6 +119,25 @@ def main() -> int:
     print(summary(folder))
     print(f"differs from runs without interruptions in: {', '.join(differing) or 'nothing'}")
     return 1 if differing or any(result["wrong"] for result in results_in(folder)) else 0
+
+
+def variant_of(number: int) -> str:
+    """The run that the fault of this number is for."""
+    return {3: "refills", 6: "replicas"}.get(number % 9, "plain")
+
+
+def draw(seed: int, number: int) -> Fault:
+    """The fault of this number; each cycle has every kind and every place."""
+    cycle, index = divmod(number, CYCLE)
+    kinds = [*sorted(PLACES), *OTHERS]
+    random.Random(f"{seed} {cycle}").shuffle(kinds)
+    name, source = kinds[index], random.Random(f"{seed} {number} 0")
+    rank, steps = source.randrange(RANKS[variant_of(number)]), source.randrange(3)
+    if name not in PLACES:
+        return Fault(name, rank, after_steps=steps, seconds=source.uniform(0, 3 if steps else STARTING_SECONDS))
+    rank = 0 if name in OF_RANK_0 else rank
+    count = 2 * source.randrange(2 if name == "replay" else 6) + cycle % 2  # even: before the function, odd: after it
+    return Fault("place", rank, f"{name}:{rank}:{count}")
 
 
 def interrupt(folder: Path, seed: int, count: int) -> None:
@@ -121,7 +164,8 @@ def results_in(folder: Path) -> list[dict[str, Any]]:
 def summary(folder: Path) -> str:
     """The count of all faults of a campaign."""
     results = results_in(folder)
-    kinds = Counter(Fault(**result["fault"]).name for result in results if result["struck"])
+    kinds = Counter(result["fault"]["place"].partition(":")[0] or result["fault"]["kind"]
+                    for result in results if result["struck"])  # fmt: skip
     wrong = [each for result in results for each in result["wrong"]]
     lost, hung = sum(each.startswith("lost") for each in wrong), wrong.count("hung")
     return (
@@ -138,41 +182,33 @@ def interrupt_once(folder: Path, number: int, fault: Fault) -> Result:
     before, steps = committed(folder), num_steps(folder)
     log, mark = folder / "logs" / f"{number:04d}", folder / "struck"
     mark.unlink(missing_ok=True)
-    variables = {"TLT_FAULT": fault.detail, "TLT_FAULT_MARK": str(mark)} if fault.kind == "place" else {}
-    with on_full_disk(folder, int(fault.detail) if fault.kind == "disk" else None) as place:
-        process = start(place, folder.name, steps + 4, log, variables)
-        at = strike(process, folder, place, steps, fault)
-        is_hung = at is None or not ends_within(process, at + 2 * MAX_SECONDS[fault.kind] - time.monotonic())
-        seconds = time.monotonic() - (at or time.monotonic())
-        left = end_all(process, folder)
-    struck = mark.exists() if fault.kind == "place" else process.returncode != 0
+    variables = {"TLT_FAULT": fault.place, "TLT_FAULT_MARK": str(mark)} if fault.place else {}
+    process = start(folder, folder.name, steps + 4, log, variables)
+    at = strike(process, folder, steps, fault)
+    is_hung = at is None or not ends_within(process, at + 2 * MAX_SECONDS[fault.kind] - time.monotonic())
+    seconds = time.monotonic() - (at or time.monotonic())
+    end_all(process, folder)
+    struck = mark.exists() if fault.place else process.returncode != 0
     after, text = committed(folder), log.read_text(errors="replace")
     wrong = [f"lost {name}" for name, content in before.items() if after.get(name) != content]
-    wrong += find_wrong(fault, struck, process.returncode, seconds, text, (steps, num_steps(folder)), is_hung)
-    if left and not is_hung:
-        wrong.append(f"left behind: {', '.join(left)}")
-    steps_after = num_steps(folder)
-    return Result(number, folder.name, fault, struck, process.returncode, steps, steps_after, seconds, wrong)
+    wrong += find_wrong(fault, struck, process.returncode, seconds, text, is_hung)
+    return Result(number, folder.name, fault, struck, process.returncode, seconds, wrong)
 
 
-def strike(process: subprocess.Popen[bytes], folder: Path, place: Path, steps: int, fault: Fault) -> float | None:
+def strike(process: subprocess.Popen[bytes], folder: Path, steps: int, fault: Fault) -> float | None:
     """Wait for the fault's moment and cause it; returns when that was, or the run ended; None if the run hangs."""
-    wanted = range(RANKS[folder.name]) if fault.rank is None else [fault.rank]
 
     def is_time() -> bool:
-        if fault.kind == "place":
+        if fault.place:
             return (folder / "struck").exists()
-        if fault.kind == "disk":
-            return shutil.disk_usage(place).free == 0
-        return num_steps(folder) >= steps + fault.after_steps and ranks_in(folder).keys() >= set(wanted)
+        return num_steps(folder) >= steps + fault.after_steps and len(ranks_in(folder)) == RANKS[folder.name]
 
-    if not advances_until(process, place, is_time):
+    if not advances_until(process, folder, is_time):
         return None
-    if fault.kind not in ("place", "disk"):
-        ends_within(process, fault.seconds)
+    ends_within(process, fault.seconds)
     at, ranks = time.monotonic(), ranks_in(folder)
     if fault.kind == "kill":
-        send(signal.SIGKILL, [process for rank, process in ranks.items() if rank == fault.rank])
+        send(signal.SIGKILL, [ranks[fault.rank]] if fault.rank in ranks else [])
     elif fault.kind == "limit":
         send(signal.SIGUSR2, ranks.values())
     elif fault.kind == "cancel":
@@ -182,12 +218,12 @@ def strike(process: subprocess.Popen[bytes], folder: Path, place: Path, steps: i
     return at
 
 
-def advances_until(process: subprocess.Popen[bytes], place: Path, is_time: Callable[[], bool]) -> bool:
+def advances_until(process: subprocess.Popen[bytes], folder: Path, is_time: Callable[[], bool]) -> bool:
     """Wait until it is time, or the run has ended; returns False if no step is committed for too long."""
-    done, since = num_steps(place), time.monotonic()
+    done, since = num_steps(folder), time.monotonic()
     while process.poll() is None and not is_time():
-        if num_steps(place) != done:
-            done, since = num_steps(place), time.monotonic()
+        if num_steps(folder) != done:
+            done, since = num_steps(folder), time.monotonic()
         if time.monotonic() - since > HANG_SECONDS:
             return False
         time.sleep(0.05)
@@ -212,7 +248,7 @@ def send(number: signal.Signals, processes: Iterable[int]) -> None:
             continue
 
 
-def start(folder: Path, variant: str, steps: int, log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start(folder: Path, variant: str, steps: int, log: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start the run in a session of its own, its output in ``log``."""
     program = [str(ROOT / "tools" / "fault_rank.py")] if variables else ["-m", "tlt_hpc"]
     ranks = str(RANKS[variant])
@@ -227,61 +263,55 @@ def start(folder: Path, variant: str, steps: int, log: Path, variables: Mapping[
         )
 
 
-def processes_in(folder: Path) -> dict[int, tuple[bytes, bytes]]:
-    """Process id -> environment and command, of all that the folder's run has started, in any session."""
+def ranks_in(folder: Path) -> dict[int, int]:
+    """Rank -> process id, of the folder's run."""
     found, mark = {}, f"\0{MARK}={folder}\0".encode()
     for path in Path("/proc").glob("[0-9]*"):
         try:
             environment, command = b"\0" + (path / "environ").read_bytes(), (path / "cmdline").read_bytes()
         except OSError:
             continue
-        if mark in environment:
-            found[int(path.name)] = environment, command
-    return found
-
-
-def ranks_in(folder: Path) -> dict[int, int]:
-    """Rank -> process id."""
-    found = {}
-    for process, (environment, command) in processes_in(folder).items():
         match = re.search(rb"\0(?:PMI_RANK|OMPI_COMM_WORLD_RANK)=(\d+)\0", environment)
-        if match and b"mpi4py" in command:
-            found[int(match[1])] = process
+        if match and mark in environment and b"mpi4py" in command:
+            found[int(match[1])] = int(path.name)
     return found
 
 
-def end_all(process: subprocess.Popen[bytes], folder: Path) -> list[str]:
-    """End everything that the job started; returns the commands of what did not end by itself."""
+def end_all(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End what still runs of a job."""
     if process.poll() is None:
         process.kill()
-        send(signal.SIGKILL, ranks_in(folder).values())
     process.wait()
-    end = time.monotonic() + LEAVING_SECONDS
-    while (left := processes_in(folder)) and time.monotonic() < end:
-        time.sleep(0.1)
-    send(signal.SIGKILL, left)
-    return [command.replace(b"\0", b" ").decode(errors="replace").strip()[:100] for _, command in left.values()]
+    send(signal.SIGKILL, ranks_in(folder).values())
 
 
-@contextmanager
-def on_full_disk(folder: Path, free_bytes: int | None) -> Iterator[Path]:
-    """Yield where the run is for one start: its folder, or a copy on a disk with few free bytes, copied back later."""
-    if free_bytes is None:
-        yield folder
-        return
-    run, disk, page = folder / "run", folder / "disk", os.sysconf("SC_PAGESIZE")
-    run.mkdir(exist_ok=True)
-    disk.mkdir(exist_ok=True)
-    used = sum(-(-path.stat().st_size // page) * page for path in run.rglob("*"))
-    size = f"size={used + free_bytes + page}"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(disk)], check=True)
-    try:
-        shutil.copytree(run, disk / "run")
-        yield disk
-        shutil.rmtree(run)
-        shutil.copytree(disk / "run", run)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def find_wrong(fault: Fault, struck: bool, status: int, seconds: float, log: str, is_hung: bool) -> list[str]:
+    """What the fault does not explain in the end of a run, a few words each.
+
+    Args:
+        struck: the run was still there when the fault came.
+        log: what this start wrote.
+        is_hung: it had to be ended.
+    """
+    if is_hung or status == HANG_STATUS:
+        return ["hung"]
+    wrong = [f"ended {seconds:.0f} s after the fault"] if struck and seconds > MAX_SECONDS[fault.kind] else []
+    wanted = {0}
+    if struck:
+        has_begun = re.search(r"\): \d+ steps", log) is not None  # until then Python handles signals by default
+        early = set() if has_begun else {signal.SIGUSR2, signal.SIGTERM, 128 + signal.SIGTERM}
+        wanted = {signal.SIGKILL} if fault.kills else {75, *early}
+        if fault.kind == "cancel" and seconds >= KILL_AFTER_SECONDS:  # on a busy machine
+            wanted.add(signal.SIGKILL)
+    if status not in wanted:
+        wrong.append(f"status {status}, not {' or '.join(map(str, sorted(wanted)))}")
+    is_killed = struck and fault.kills
+    for text in log.split("Traceback (most recent call last)")[1:]:
+        if not (is_killed and _LOST_CONNECTION.search(text)):
+            raised = next((line for line in text.splitlines()[1:] if line and not line.startswith((" ", "[rank"))), "")
+            wrong.append(f"traceback: {raised[:200]}")
+    named = re.findall(r"^tlt: rank (\d+) on \S+ was killed", log, re.MULTILINE) if is_killed else []
+    return wrong + [f"names rank {rank}, not rank {fault.rank}" for rank in named if int(rank) != fault.rank]
 
 
 # -- what a run has -------------------------------------------------------------------------------------------------
@@ -306,15 +336,13 @@ def finish(folder: Path, variant: str, steps: int) -> str:
     """Continue a run to so many steps; returns the policy's digest.
 
     Raises:
-        RuntimeError: the run did not finish, or wrote a traceback.
+        RuntimeError: the run did not finish.
     """
     log = folder / "logs" / "end"
     process = start(folder, variant, steps, log, {})
-    if process.wait() or wrong_tracebacks(log.read_text(errors="replace"), has_lost_rank=False):
+    if process.wait():
         raise RuntimeError(f"the run in {folder} ended with status {process.returncode}; see {log}")
-    finished = json.loads(RunFolder(folder / "run").finished.read_text())
-    assert finished["num_steps"] == steps, finished
-    return str(finished["policy_sha256"])
+    return str(json.loads(RunFolder(folder / "run").finished.read_text())["policy_sha256"])
 
 
 def compare_with_straight(folder: Path) -> list[str]:
