@@ -62,7 +62,6 @@ WITHOUT_TORCH = {"common", "config", "storage", "cluster", "mpi", "data", "rewar
 WITHOUT_TORCH_OUTSIDE = {
     "tools": {
         "make_tiny_model.py",
-        "make_tiny_drafter.py",
         "prove_exactness.py",
         "bench_shape.py",
         "check_kernels.py",

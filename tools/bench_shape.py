@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -29,9 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.records import Request, SampleKey, SamplingParams, Stream
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import DTYPES
+from tlt_hpc.models.json_file import read_json
 from tlt_hpc.models.shape import ModelShape, shape_from
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.settings import EngineSettings
@@ -54,52 +55,17 @@ def choose_device(name: str) -> torch.device:
     """The device asked for.
 
     Raises:
-        ValueError: there is none.
+        UserError: there is none.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but torch sees no CUDA device; use --device cpu or fix the allocation")
+        raise UserError("--device cuda, but torch sees no CUDA device; use --device cpu or fix the allocation")
     return torch.device(name)
 
 
-def at_least_one(text: str) -> int:
-    """A number of 1 or more; argparse names the option of any other."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-at_least_one.__name__ = "number of 1 or more"
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """Numbers of 1 or more that commas separate."""
-    return tuple(map(at_least_one, text.split(",")))
-
-
-sizes.__name__ = "list of numbers of 1 or more"
-
-
-_BUFFER_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
-_REPEATS = 7
-
-
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a plain read of the device's memory reaches: the fastest way tried, median of several.
-
-    A sum and a matrix-vector product read alike but for their inner loops; the better one is the closer to the limit.
-    """
-    numbers = _BUFFER_BYTES[device.type] // 4
-    buffer = torch.ones(numbers, dtype=torch.float32, device=device)
-    matrix, vector = buffer.view(-1, 4096), torch.ones(4096, device=device)
-    ways: tuple[Callable[[], Tensor], ...] = (buffer.sum, lambda: matrix @ vector, buffer.max)
-    return max(_bytes_per_second(way, buffer) for way in ways)
-
-
-def _bytes_per_second(read: Callable[[], Tensor], buffer: Tensor) -> float:
-    read()
-    seconds = [timed(read, buffer.device) for _ in range(_REPEATS)]
-    return buffer.numel() * buffer.element_size() / statistics.median(seconds)
+    """Bytes per second that a plain read of the device's memory reaches: the fastest of several."""
+    buffer = torch.ones((1 << 29) // 4 if device.type == "cuda" else (1 << 27) // 4, device=device)
+    return buffer.nbytes / min(timed(buffer.sum, device) for _ in range(8))
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
@@ -111,26 +77,6 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A parsed config.json.
-
-    Raises:
-        ValueError: there is none.
-    """
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--config {path}: no config.json of a model ({error})") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"--config {path}: no config.json of a model")
-    return raw
-
-
-def free_bytes() -> int:
-    """Memory that a process may still take."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def random_decoder(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -188,33 +134,26 @@ def measure(decoder: Decoder, batch: int, prompt: int, response: int, repeats: i
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a config.json; without it Qwen2.5-7B")
-    parser.add_argument("--layers", type=at_least_one, help="fewer layers than the config has, to try it out")
+    parser.add_argument("--layers", type=int, help="fewer layers than the config has, to try it out")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    batches = [1, 8, 32]
-    parser.add_argument("--batches", type=sizes, default=batches, help="sequences side by side, N,...")
-    parser.add_argument("--prompt-tokens", type=at_least_one, default=128)
-    parser.add_argument("--new-tokens", type=at_least_one, default=256)
-    parser.add_argument("--repeats", type=at_least_one, default=3)
+    parser.add_argument("--batches", default="1,8,32", help="sequences side by side, N,...")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    try:
-        device = choose_device(options.device)
-        raw = read_config(options.config) if options.config else QWEN_7B
-        shape = shape_from(raw, str(options.config or "Qwen2.5-7B"))
-    except ValueError as error:
-        parser.error(str(error))
-    shape = replace(shape, num_layers=min(options.layers or shape.num_layers, shape.num_layers))
-    size = shape.num_parameters * DTYPES[options.dtype].itemsize
-    if device.type == "cpu" and size > free_bytes():
-        parser.error(f"{size / 1e9:.0f} GB of weights do not fit this machine's memory; give --layers or --device cuda")
+    device = choose_device(options.device)
+    raw = read_json(options.config) if options.config else QWEN_7B
+    shape = shape_from(raw, str(options.config or "Qwen2.5-7B"))
+    shape = replace(shape, num_layers=options.layers or shape.num_layers)
     torch.set_num_threads(1)
     decoder = random_decoder(shape, DTYPES[options.dtype], device)
     read = decoder.weight_bytes - (0 if shape.tied_head else decoder.embedding.nbytes)
     bandwidth = read_bandwidth(device)
     print(f"{shape.num_parameters / 1e9:.2f} G parameters, {options.dtype}; memory reads {bandwidth / 1e9:.0f} GB/s")
     report: dict[str, Any] = {"bandwidth": bandwidth, "bytes_per_round": read, "shape": raw, "batch": {}}
-    for batch in options.batches:
+    for batch in map(int, options.batches.split(",")):
         found = measure(decoder, batch, options.prompt_tokens, options.new_tokens, options.repeats)
         found["bandwidth_fraction"] = found["rounds_per_second"] * read / bandwidth
         report["batch"][str(batch)] = found

@@ -7,8 +7,7 @@ Both sides start from the same weights and train on the same prompts in the same
 512 tokens, temperature 1), with the same rewards, loss and learning rate. TRL generates with transformers, in float32,
 without gradient checkpointing, and is given each of ``--batches`` as its per-device batch; the best of them counts.
 Every side is a launch of its own; launches are interleaved, and the first step of each is left out, as a warm-up. Speed
-is the median over steps of response tokens over seconds of the step (rollout, reward, update). Memory is the most that
-a process holds resident during an update.
+is the median over steps of response tokens over seconds of the step (rollout, reward, update).
 """
 
 from __future__ import annotations
@@ -40,50 +39,28 @@ JOB = ROOT / "jobs" / "tiny.toml"
 RANKS = 2
 
 
-def forget_peak() -> None:
-    """Reset this process's peak of resident memory."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_mb() -> float:
-    """The most that this process has held resident since, MB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
 def job_of(folder: str, options: argparse.Namespace) -> Config:
     """The main job, with nothing but its length, place and ranks changed."""
     overrides = [f"run.folder={folder}", f"run.num_steps={options.steps + 1}", f"run.ranks={RANKS}"]
-    return load_config(JOB, [*overrides, "checkpoint.every_steps=1000", *options.override])
+    return load_config(JOB, [*overrides, "checkpoint.every_steps=1000"])
 
 
 # -- ours -------------------------------------------------------------------------------------------------------------
 
 
-class Watch(StepReporter):
-    """Takes the figures of every step; its seconds are those since the step before was shown, saves included."""
+class Recorder(StepReporter):
+    """Records the figures of every step; its seconds are those since the step before was shown, saves included."""
 
     def __init__(self) -> None:
         super().__init__(Screen(False))
         self.rows: list[dict[str, float]] = []
         self._shown = time.perf_counter()
 
-    def phase(self, step: int, name: str) -> None:
-        if name == "update":
-            forget_peak()
-
     def stepped(self, summary: Any) -> None:
-        tokens, now = summary["perf/total_num_tokens"], time.perf_counter()
-        seconds, self._shown = now - self._shown, now
-        self.rows.append(
-            {
-                "tokens": tokens,
-                "seconds": seconds,
-                "rollout_seconds": summary["timing_s/gen"],
-                "score": summary["critic/score/mean"],
-                "peak_mb": peak_mb(),
-            }
-        )
+        now = time.perf_counter()
+        row = {"tokens": summary["perf/total_num_tokens"], "seconds": now - self._shown}
+        self.rows.append({**row, "rollout_seconds": summary["timing_s/gen"], "score": summary["critic/score/mean"]})
+        self._shown = now
 
 
 def run_ours(options: argparse.Namespace) -> None:
@@ -92,11 +69,11 @@ def run_ours(options: argparse.Namespace) -> None:
     from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.train import run
 
-    world, watch = World.connect(), Watch()
-    run(job_of(options.folder, options), world, watch)
+    world, recorder = World.connect(), Recorder()
+    run(job_of(options.folder, options), world, recorder)
     leave_process_group()
     if world.rank == 0:
-        write_rows(options, watch.rows)
+        write_rows(options, recorder.rows)
     world.barrier()
 
 
@@ -164,7 +141,6 @@ def run_trl(options: argparse.Namespace) -> None:
         now["tokens"] += sum(map(len, completion_ids))
         now["score"] += sum(scores) / config.samples_per_step
         now["rollout_seconds"] = time.perf_counter() - now["start"]
-        forget_peak()
         return scores
 
     class Clock(TrainerCallback):  # type: ignore[misc]
@@ -177,7 +153,7 @@ def run_trl(options: argparse.Namespace) -> None:
             torch.distributed.all_reduce(row)
             seconds = time.perf_counter() - now["start"]
             figures = {"tokens": float(row[0]), "score": float(row[1]), "seconds": seconds}
-            rows.append({**figures, "rollout_seconds": now["rollout_seconds"], "peak_mb": peak_mb()})
+            rows.append({**figures, "rollout_seconds": now["rollout_seconds"]})
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
@@ -197,13 +173,7 @@ def joined(rows: list[dict[str, float]], updates: int) -> list[dict[str, float]]
     """Optimiser steps that share a rollout, as one step of ours."""
     parts = [rows[start : start + updates] for start in range(0, len(rows), updates)]
     return [
-        {
-            "tokens": sum(row["tokens"] for row in part),
-            "seconds": sum(row["seconds"] for row in part),
-            "rollout_seconds": part[0]["rollout_seconds"],
-            "score": part[0]["score"],
-            "peak_mb": max(row["peak_mb"] for row in part),
-        }
+        {**part[0], "tokens": sum(row["tokens"] for row in part), "seconds": sum(row["seconds"] for row in part)}
         for part in parts
     ]
 
@@ -224,7 +194,7 @@ def launch(side: str, batch: int, options: argparse.Namespace) -> list[dict[str,
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
         command = [*starts[side], __file__, "--side", side, "--folder", folder, "--batch", str(batch)]
-        command += ["--steps", str(options.steps), *(word for key in options.override for word in ("--override", key))]
+        command += ["--steps", str(options.steps)]
         done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
@@ -249,17 +219,18 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     return rows
 
 
-def report(rows: Mapping[str, list[dict[str, float]]]) -> float:
-    """Print the table; ours over the best of TRL's."""
-    print(f"\n{'':16}{'tokens/s':>10}{'tokens':>9}{'step s':>9}{'rollout s':>11}{'score':>8}{'peak MB':>10}")
+def report(rows: Mapping[str, list[dict[str, float]]]) -> None:
+    """Print the table, and ours over the best of TRL's."""
+    print(f"\n{'':16}{'tokens/s':>10}{'tokens':>9}{'step s':>9}{'rollout s':>11}{'score':>8}")
+    speeds = {name: median_of(own, "speed") for name, own in rows.items()}
     for name, own in rows.items():
-        figures = [median_of(own, key) for key in ("speed", "tokens", "seconds", "rollout_seconds", "score", "peak_mb")]
-        print(f"{name:16}{figures[0]:10,.0f}{figures[1]:9,.0f}{figures[2]:9.2f}{figures[3]:11.2f}", end="")
-        print(f"{figures[4]:8.3f}{figures[5]:10,.0f}")
-    best = max((name for name in rows if name != "ours"), key=lambda name: median_of(rows[name], "speed"))
-    ratio = median_of(rows["ours"], "speed") / median_of(rows[best], "speed")
-    print(f"\nours over {best}: {ratio:.2f}x the response tokens per second of whole steps")
-    return ratio
+        tokens, seconds, rollout, score = (
+            median_of(own, key) for key in ("tokens", "seconds", "rollout_seconds", "score")
+        )
+        print(f"{side:16}{speeds[side]:10,.0f}{tokens:9,.0f}{seconds:9.2f}{rollout:11.2f}{score:8.3f}")
+    ours = speeds.pop("ours")
+    best = max(speeds, key=speeds.__getitem__)
+    print(f"\nours over {best}: {ours / speeds[best]:.2f}x the response tokens per second of whole steps")
 
 
 def main() -> int:
@@ -267,7 +238,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a launch")
     parser.add_argument("--repeats", type=int, default=2, help="launches of each side")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 32], help="TRL's per-device batches")
-    parser.add_argument("--override", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the job")
     parser.add_argument("--json", type=Path, help="where to write all rows")
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

@@ -14,7 +14,7 @@ import json
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class Way:
     name: str
     strategies: tuple[str, ...] = ("off",)
     max_live: int = 32
-    order: str = "given"
+    shuffled: bool = True
     page_size: int = 128
     num_pages: int = 0
     prefill_tokens: int = 4096
@@ -64,14 +64,14 @@ class Way:
 
 MIXED = ("off", "ngram-3", "drafter-2", "drafter-6", "drafter-4x2v8", "drafter-3x5v12a1.5")
 WAYS = (
-    Way("one row at a time", max_live=1),
-    Way("plain, 128 rows, reversed", max_live=128, order="reversed"),
+    Way("one row at a time", max_live=1, shuffled=False),
+    Way("plain, 128 rows", max_live=128),
     Way("chains of 6", ("drafter-6",), 64),
-    Way("trees", ("drafter-5x3v12",), 16, "shuffled"),
-    Way("trees and n-grams, small pages", ("drafter-4x2v8", "ngram-4"), 48, "shuffled", 8, chooser="random"),
-    Way("all strategies, switched at random", MIXED, 24, "shuffled", 32, chooser="random"),
-    Way("preempted, chunked prefill", MIXED, 64, "shuffled", 16, 60, 24, chooser="random"),
-    Way("a GPU's rounds, run on the CPU", MIXED, 64, "shuffled", 32, chooser="random", attention="paged-kernel"),
+    Way("trees", ("drafter-5x3v12",), 16, True),
+    Way("trees and n-grams, small pages", ("drafter-4x2v8", "ngram-4"), 48, True, 8, chooser="random"),
+    Way("all strategies, switched at random", MIXED, 24, True, 32, chooser="random"),
+    Way("preempted, chunked prefill", MIXED, 64, True, 16, 60, 24, chooser="random"),
+    Way("a GPU's rounds, run on the CPU", MIXED, 64, True, 32, chooser="random", attention="paged-kernel"),
 )
 
 
@@ -112,12 +112,9 @@ def make_engine(way: Way, device: torch.device) -> RolloutEngine:
 def generate(way: Way, wanted: list[Request], device: torch.device) -> tuple[dict[SampleKey, Rollout], dict[str, Any]]:
     """All responses, and what the engine counted."""
     engine = make_engine(way, device)
-    calibration = [
-        Request(SampleKey(1, Stream.CALIBRATION, 0, i, 0), r.prompt_tokens) for i, r in enumerate(wanted[:8])
-    ]
-    engine.calibrate(calibration)
-    ordered = list(wanted) if way.order != "reversed" else list(reversed(wanted))
-    if way.order == "shuffled":
+    engine.calibrate([replace(r, key=replace(r.key, stream=Stream.CALIBRATION)) for r in wanted[:8]])
+    ordered = list(wanted)
+    if way.shuffled:
         random.Random(way.name).shuffle(ordered)
     start = time.perf_counter()
     engine.submit(ordered)
@@ -159,21 +156,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens to compare")
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where the ways run; plain is the CPU's"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ways; plain runs on the CPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.tokens < 1:
-        parser.error("--tokens is 1 or more")
-    try:
-        device = choose_device(arguments.device)
-    except ValueError as error:
-        parser.error(str(error))
     GraphPool.checks_inputs = True
     # a response has about 42 tokens
     wanted = requests(max(8, arguments.tokens // len(WAYS) // 42))
-    report = compare(wanted, device)
+    report = compare(wanted, choose_device(arguments.device))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2))
     wrong = report["responses_that_differ"]

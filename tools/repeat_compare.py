@@ -38,26 +38,24 @@ def run_once(arguments: list[str]) -> Figures:
 
 
 def summarise(runs: list[Figures]) -> Figures:
-    """Counts of equal runs, medians of ratios and of seconds."""
-
-    def median(mode: str, name: str) -> float:
-        return float(statistics.median(run["runs"][mode][name] for run in runs))
-
-    idle = sum(run["runs"]["full"]["idle_rank_seconds"] for run in runs)
-    harvested = sum(run["runs"]["full"]["harvested_rank_seconds"] for run in runs)
+    """Counts of equal runs, and medians."""
+    idle, harvested = (
+        sum(run["runs"]["full"][f"{name}_rank_seconds"] for run in runs) for name in ("idle", "harvested")
+    )
+    modes = ("plain", "ngram", "full")
     return {
-        "runs": len(runs),
         "equal": {name: sum(bool(run["equal"][name]) for run in runs) for name in ("tokens", "rewards", "policy")},
         "tokens": sum(run["runs"]["plain"]["tokens"] for run in runs),
-        "policies": sorted({m["policy_sha256"][:12] for run in runs for m in run["runs"].values()}),
+        "policies": sorted({found["policy_sha256"][:12] for run in runs for found in run["runs"].values()}),
         "speedup": {
             mode: {what: statistics.median(run["speedup"][mode][what] for run in runs) for what in ("rollout", "step")}
-            for mode in ("ngram", "full")
+            for mode in modes
         },
-        "rollout_seconds": {mode: median(mode, "rollout_seconds") for mode in ("plain", "ngram", "full")},
-        "accept_length": {mode: median(mode, "accept_length") for mode in ("plain", "ngram", "full")},
+        "accept_length": {
+            mode: statistics.median(run["runs"][mode]["accept_length"] for run in runs) for mode in modes
+        },
         "harvested_share": harvested / idle if idle else 0.0,
-        "guarded_near_ties": sum(m["guarded_near_ties"] for run in runs for m in run["runs"].values()),
+        "guarded_near_ties": sum(found["guarded_near_ties"] for run in runs for found in run["runs"].values()),
     }
 
 
@@ -70,12 +68,7 @@ def main() -> None:
     runs = []
     for number in range(1, options.times + 1):
         runs.append(run_once(options.arguments))
-        speedup = runs[-1]["speedup"]
-        print(
-            f"{number:3d}  equal {runs[-1]['equal']}  rollout speed: n-gram {speedup['ngram']['rollout']:.2f}x, "
-            f"full {speedup['full']['rollout']:.2f}x",
-            flush=True,
-        )
+        print(f"{number:3d}  equal {runs[-1]['equal']}, speed {runs[-1]['speedup']['full']}", flush=True)
     summary = summarise(runs)
     print(json.dumps(summary, indent=2))
     if options.json is not None:
