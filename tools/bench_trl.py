@@ -223,7 +223,7 @@ def report(rows: Mapping[str, list[dict[str, float]]]) -> None:
     """Print the table, and ours over the best of TRL's."""
     print(f"\n{'':16}{'tokens/s':>10}{'tokens':>9}{'step s':>9}{'rollout s':>11}{'score':>8}")
     speeds = {name: median_of(own, "speed") for name, own in rows.items()}
-    for name, own in rows.items():
+    for side, own in rows.items():
         tokens, seconds, rollout, score = (
             median_of(own, key) for key in ("tokens", "seconds", "rollout_seconds", "score")
         )
