@@ -10,9 +10,8 @@ import torch
 
 from tlt_hpc.config import AlgorithmSection
 from tlt_hpc.config.recipes import Correction, CorrectionName
-from tlt_hpc.rl.correction import TOLD_EVERY, MismatchWatch, correction_weights, mismatch_terms
+from tlt_hpc.rl.correction import MismatchWatch, correction_weights, mismatch_terms
 
-ROWS = torch.tensor([0, 0, 0, 1, 1])
 RATIOS = torch.tensor([1.5, 4.0, 0.4, 0.8, 1.5])
 ROLLOUT = torch.tensor([-1.0, -3.0, -0.5, -2.0, -1.2])
 OLD = ROLLOUT + RATIOS.log()
@@ -25,28 +24,19 @@ OLD = ROLLOUT + RATIOS.log()
         ("tis", [1.5, 2, 0.4, 0.8, 1.5], [0, 1, 0, 0, 0]),
         ("mis", [1.5, 0, 0.4, 0.8, 1.5], [0, 1, 0, 0, 0]),
         ("icepop", [1.5, 4, 0, 0.8, 1.5], [0, 0, 1, 0, 0]),
-        # the responses' ratios are 1.5 x 4 x 0.4 = 2.4 and 0.8 x 1.5 = 1.2
-        ("sequence-tis", [2, 2, 2, 1.2, 1.2], [1, 1, 1, 0, 0]),
-        ("sequence-mis", [0, 0, 0, 1.2, 1.2], [1, 1, 1, 0, 0]),
     ],
 )
 def test_weights_by_hand(name: CorrectionName, wanted: list[float], outside: list[int]) -> None:
     old = OLD.clone().requires_grad_()
-    weights, found = correction_weights(AlgorithmSection(rollout_correction=name).correction, old, ROLLOUT, ROWS)
+    weights, found = correction_weights(AlgorithmSection(rollout_correction=name).correction, old, ROLLOUT)
     torch.testing.assert_close(weights, torch.tensor(wanted, dtype=torch.float32), rtol=1e-5, atol=0)
     assert found.tolist() == [bool(value) for value in outside]
     assert not weights.requires_grad
 
 
-def test_a_wild_ratio_stays_finite_and_no_token_is_fine() -> None:
-    weights, _ = correction_weights(
-        Correction("tis", 0.0, math.inf), torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([0])
-    )
+def test_a_wild_ratio_stays_finite() -> None:
+    weights, _ = correction_weights(Correction("tis", 0.0, math.inf), torch.tensor([0.0]), torch.tensor([-500.0]))
     assert weights.isfinite().all()
-    nothing = torch.zeros(0)
-    assert correction_weights(
-        Correction("sequence-tis", 0.0, 2.0), nothing, nothing, nothing.long()
-    )[0].shape == (0,)  # fmt: skip
 
 
 def test_distances_are_those_of_the_distributions() -> None:
@@ -78,10 +68,6 @@ def test_the_warning_names_a_remedy(k3: float, dtype: str, corrected: bool, said
     assert re.search(said, MismatchWatch(dtype, corrected).look(0.05, k3))
 
 
-def test_it_is_told_at_once_and_then_now_and_again() -> None:
+def test_it_warns_once() -> None:
     watch = MismatchWatch("bfloat16", False)
-    told = [bool(watch.look(0.05, 0.02)) for _ in range(2 * TOLD_EVERY + 1)]
-    assert [index for index, value in enumerate(told) if value] == [0, TOLD_EVERY, 2 * TOLD_EVERY]
-    for _ in range(TOLD_EVERY - 1):  # steps without a mismatch count too
-        watch.look(1e-3, 1e-4)
-    assert watch.look(0.05, 0.02)
+    assert [bool(watch.look(0.05, k3)) for k3 in (1e-4, 0.02, 0.02)] == [False, True, False]

@@ -16,22 +16,18 @@ from tlt_hpc import rollout_loop as tail
 from tlt_hpc.config import DrafterSection, UserError
 from tlt_hpc.drafting import pool as pool_module
 from tlt_hpc.drafting import spot
+from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.loss import LossSettings, drafter_loss
-from tlt_hpc.drafting.packing import Excerpt, pack, whole
+from tlt_hpc.drafting.packing import pack, whole
 from tlt_hpc.drafting.pool import TrainingPool, training_weights
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.eagle import Eagle
+from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.strategy import OFF, Strategy
 from tlt_hpc.storage.feature_cache import FeatureCache
 from tlt_hpc.storage.folder import RunFolder
 
 WEIGHTS = LossSettings("feature", 1.0, 0.1)
-
-
-def gradients(drafter):
-    out = torch.cat([p.grad.flatten() for p in drafter.parameters()])
-    drafter.zero_grad()
-    return out
 
 
 def make_trainer(tmp_path, rank=0, **settings):
@@ -199,13 +195,6 @@ def test_of_a_long_document_a_window_is_read_and_no_more(tmp_path):
         assert np.count_nonzero(excerpt.document.features.any((1, 2))) == 51
 
 
-def test_an_excerpt_keeps_its_positions_and_its_pairs():
-    document = random_document(60, 9, 3)
-    everything, window = pack([whole(document)], CPU), pack([Excerpt(document, 20, 15)], CPU)
-    for name in ("next_tokens", "features", "wanted", "positions", "counts"):
-        assert torch.equal(vars(window)[name], vars(everything)[name][20:35]), name
-
-
 def test_a_damaged_cache_file_is_left_out(tmp_path, caplog):
     _, other = make_trainer(tmp_path, 1)
     writer = other.begin_step(0, 0)
@@ -270,21 +259,21 @@ def test_a_release_inside_a_micro_step_leaves_no_trace(tmp_path):
     fill(cache, 0, 4)
     twin, twin_cache = make_trainer(tmp_path / "twin")
     fill(twin_cache, 0, 4)
-    before = trainer.sha256()
+    before = trainer.fingerprint()
     for moment in range(5):
         trainer.begin(0)
         trainer._update_seconds = 1e9  # an update that is not worth a rank's waiting for it
         answers = iter([False] * moment + [True])
         assert trainer.micro_step(lambda: next(answers))  # noqa: B023
         assert next(answers, None) is None, "the micro-step continued"
-        assert (trainer.sha256(), trainer.num_steps, trainer.records) == (before, 0, [])
+        assert (trainer.fingerprint(), trainer.num_steps, trainer.records) == (before, 0, [])
         assert trainer.cut_seconds > 0
         assert not trainer.is_trained
         trainer.end()
     for each in (trainer, twin):
         each.begin(1)
         assert each.micro_step()
-    assert trainer.sha256() == twin.sha256()
+    assert trainer.fingerprint() == twin.fingerprint()
     assert trainer.cut_seconds == 0
 
 
@@ -343,11 +332,11 @@ def test_a_micro_step_without_a_finite_gradient_is_skipped_and_counted(tmp_path,
     fill(cache, 0, num_prompts=2)
     trainer.begin(0)
     assert trainer.micro_step()
-    before = trainer.sha256()
+    before = trainer.fingerprint()
     true_loss = spot.drafter_loss
     monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
     assert trainer.micro_step() and trainer.micro_step(), "there is something to train on all the same"
-    assert trainer.sha256() == before
+    assert trainer.fingerprint() == before
     assert (trainer.num_skipped, len(trainer.records), trainer.num_steps) == (2, 1, 1)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "the gradient of a micro-step of the drafter is not finite" in warning and "skipped" in warning
@@ -362,13 +351,13 @@ def test_an_update_of_all_ranks_without_a_finite_gradient_is_an_error(tmp_path, 
     trainer, cache = make_trainer(tmp_path)
     fill(cache, 0, num_prompts=2)
     trainer.begin(0)
-    before = trainer.sha256()
+    before = trainer.fingerprint()
     batch = pack(TrainingPool(cache, random.Random(0)).draw(64), torch.device("cpu"))
     true_loss = spot.drafter_loss
     monkeypatch.setattr(spot, "drafter_loss", lambda *given: true_loss(*given) * torch.inf)
     with pytest.raises(UserError, match="not finite: use a lower learning rate than"):
         trainer.learn([batch], FakeWorld())
-    assert trainer.sha256() == before
+    assert trainer.fingerprint() == before
 
 
 def merge_with_broken_replicas(folder, training, broken):
@@ -381,7 +370,7 @@ def merge_with_broken_replicas(folder, training, broken):
     trainer, cache = make_trainer(Path(folder) / str(world.rank), world.rank, average_merges=1)
     fill(cache, 0, num_prompts=2)
     trainer.begin(0)
-    before = trainer.sha256()
+    before = trainer.fingerprint()
     if world.rank in training:
         assert trainer.micro_step()
     own = trainer.state()["fc.weight"]
@@ -395,7 +384,7 @@ def merge_with_broken_replicas(folder, training, broken):
     return {
         "before": before,
         "moved": float((trainer.state()["fc.weight"] - own).abs().max()),
-        "after": trainer.sha256(),
+        "after": trainer.fingerprint(),
         "tokens": report.num_tokens > 0,
         "dropped": report.is_dropped,
         "steps": report.num_steps,
@@ -413,20 +402,12 @@ def test_a_replica_that_is_not_finite_has_no_part_in_the_merge(tmp_path):
 
 
 @pytest.mark.mpi
-def test_where_no_trained_replica_is_finite_the_old_drafter_stays(tmp_path):
-    first, second = run_on_ranks(2, merge_with_broken_replicas, str(tmp_path), [0], [0])
-    assert first["after"] == second["after"] == first["before"] == second["before"]
-    assert [one["dropped"] for one in (first, second)] == [True, False]
-    assert not any(one["tokens"] or one["is_trained"] or one["steps"] for one in (first, second))
-
-
-@pytest.mark.mpi
-def test_where_no_rank_has_a_finite_drafter_left_the_run_says_what_to_do(tmp_path):
+def test_where_no_rank_that_trained_is_finite_the_run_says_what_to_do(tmp_path):
     message = (
-        "no rank has a drafter whose weights and moments are finite: resume from the last checkpoint with a lower "
+        "no rank that trained the drafter has finite weights and moments: resume from the last checkpoint with a lower "
         "drafter.learning_rate than 0.002"
     )
-    both = run_on_ranks(2, merge_with_broken_replicas, str(tmp_path), [0, 1], [0, 1])
+    both = run_on_ranks(2, merge_with_broken_replicas, str(tmp_path), [0], [0])
     assert both == [{"error": message}] * 2
 
 
@@ -469,18 +450,8 @@ def test_ranks_that_join_late_or_have_nothing_long_merge_by_what_they_trained_on
         torch.testing.assert_close(trainers[2].state()[name], wanted, atol=1e-6, rtol=1e-5)
 
 
-def test_merge_where_nobody_trained_changes_nothing(tmp_path):
+def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught(tmp_path):
     trainer, _ = make_trainer(tmp_path)
-    before, fingerprint = trainer.sha256(), trainer.fingerprint()
-    trainer.begin(0)
-    trainer.start_merge(FakeWorld())
-    assert trainer.finish_merge(FakeWorld()).fingerprint == fingerprint
-    assert trainer.sha256() == before
-
-
-def test_replicas_that_differ_in_a_bit_after_a_merge_are_caught_without_a_digest_of_all(tmp_path, monkeypatch):
-    trainer, _ = make_trainer(tmp_path)
-    monkeypatch.delattr(SpotTrainer, "sha256")
     trainer.begin(0)
     weights = trainer._parameters["down"].data.flatten()
     trainer.start_merge(world := FakeWorld())
@@ -562,7 +533,7 @@ def test_a_mean_goes_on_where_it_was_saved(tmp_path):
     assert torch.equal(state["fc.weight"], trainer.served()["fc"]), "what is served is the file's drafter"
     again = SpotTrainer(embedded_decoder(), cache, trainer._settings, seed=0, rank=0)
     again.load_state(state)
-    assert again.sha256() == trainer.sha256()
+    assert again.fingerprint() == trainer.fingerprint()
     again._rates.extend([1e9])
     trainer._rates.extend([1e9] * 6)  # micro-steps of one size
     for one in (trainer, again):
@@ -586,7 +557,7 @@ def test_state_round_trip_and_a_foreign_drafter(tmp_path):
     trainer.micro_step()
     other, _ = make_trainer(tmp_path / "other")
     other.load_state(trainer.state())
-    assert other.sha256() == trainer.sha256()
+    assert other.fingerprint() == trainer.fingerprint()
     assert other.num_steps == trainer.num_steps == 1
     wrong = {**trainer.state(), "fc.weight": torch.zeros(2, 2)}
     with pytest.raises(ValueError, match=r"'fc\.weight': \[2, 2\], this model needs \[128, 256\]"):
@@ -610,11 +581,29 @@ def test_the_update_is_adam():
         torch.testing.assert_close(mine, reference, atol=1e-6, rtol=1e-5)
 
 
-def test_the_memory_table_names_what_training_takes(tmp_path):
-    trainer, _ = make_trainer(tmp_path)
-    weights = sum(p.nbytes for p in trainer.drafter.parameters())
-    table = trainer.memory_table()
-    assert [table[name] for name in ("trained drafter", "its gradients", "its moments", "its merge")] == [
-        weights, weights, 2 * weights, 6 * weights,
-    ]  # fmt: skip
-    assert set(make_trainer(tmp_path / "frozen", train=False)[0].memory_table()) == {"trained drafter", "its moments"}
+def test_the_accept_length_is_the_same_whichever_depths_were_chosen():
+    source, chance = random.Random(0), (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+
+    def accepted(reach):
+        return next((j for j in range(reach) if source.random() > chance[j]), reach)
+
+    def judged(depths):
+        tally = DraftTally()
+        for depth in depths:
+            tally.add(depth, [accepted(depth) for _ in range(64)])
+        return DraftCounts(*(tuple(column[:JUDGED_DEPTH]) for column in (tally.reached, tally.accepted)))
+
+    true = 1 + 0.9 + 0.9 * 0.8 + 0.9 * 0.8 * 0.7 + 0.9 * 0.8 * 0.7 * 0.6
+    for depths in ([4] * 300, [8] * 300, [2] * 500 + [4] * 150, [2, 8] * 200):
+        assert judged(depths).accept_length == pytest.approx(true, abs=0.05), depths
+    assert judged([2] * 300).accept_length > true, "beyond what was drafted the last chance is taken"
+    assert DraftCounts().accept_length == 1.0
+
+
+def test_counts_of_drafts_are_summed_over_lines_of_the_log():
+    one, other = DraftCounts((8.0, 4.0, 2.0, 1.0), (4.0, 2.0, 1.0, 0.0)), DraftCounts((2.0, 0, 0, 0), (1.0, 0, 0, 0))
+    assert DraftCounts.from_metrics(one.to_metrics()) == one and DraftCounts.from_metrics({}) == DraftCounts()
+    assert one.to_metrics()["drafter/own_verified/1"] == 8.0 and one.to_metrics()["drafter/own_accepted/3"] == 1.0
+    both = DraftCounts.from_metrics(one.to_metrics(), other.to_metrics())
+    assert (both.reached, both.accepted, both.num_sequences) == ((10, 4, 2, 1), (5, 2, 1, 0), 10)
+    assert both.accept_length == 1 + 0.5 + 0.25 + 0.125

@@ -21,8 +21,7 @@ from tlt_hpc.config import load_config
 from tlt_hpc.data.order import Refills, shuffled
 from tlt_hpc.data.prompts import open_prompts
 from tlt_hpc.resume.replay import ReplayError, missing_responses
-from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.rl.dynamic import chosen, informative, refill_size
+from tlt_hpc.rl.draws import StepDraws, chosen, informative, refill_size
 from tlt_hpc.rollout_loop import refill
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step

@@ -262,7 +262,7 @@ def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_
     document = random_document(40, 5, 0, 4)
     cache.begin_step(0, 0).append(document.tokens, document.prompt_length, document.features)
     trainer.begin(0)
-    before = trainer.sha256()
+    before = trainer.fingerprint()
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -273,7 +273,7 @@ def test_a_micro_step_without_room_is_dropped_and_the_next_are_half_as_long(tmp_
             assert trainer.micro_step()
         with pytest.raises(torch.OutOfMemoryError):
             trainer.micro_step()
-    assert trainer.sha256() == before
+    assert trainer.fingerprint() == before
     assert trainer.records == []
     assert "at most 256 tokens" in caplog.text
     assert trainer.micro_step()
@@ -286,7 +286,7 @@ def test_its_vocabulary_is_part_of_its_state_and_of_no_merge(tmp_path):
     other = SpotTrainer(embedded_decoder(), trainer._cache, trainer._settings, 1, 0, ids)
     other.load_state(trainer.state())
     assert torch.equal(other.drafter.token_ids, torch.arange(NUM_TOKENS))
-    assert other.sha256() == trainer.sha256()
+    assert other.fingerprint() == trainer.fingerprint()
     other.begin(0)
     other.start_merge(world := FakeWorld())
     assert world.arrays[0].size == 2 + sum(3 * parameter.numel() for parameter in other.drafter.parameters())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,27 +11,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 from data_sets import gcd_row, write_parquet
-from launch_ranks import run_on_ranks
 from safetensors.torch import save_file
 from test_claim import ThreadWorld
-from test_evaluate import start
 from tiny import CPU, embedded_decoder, embedded_folder, embedded_tokenizer
 
 from tlt_hpc import session as job
 from tlt_hpc.checkpoint.manifest import Checkpoint, File, Stored, _index, write_manifest
-from tlt_hpc.cluster.local import launched_rank
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.evaluate import subject as subject_module
-from tlt_hpc.evaluate.answering import PieceWriter, see_all
+from tlt_hpc.evaluate.answering import first_number, see_all
+from tlt_hpc.evaluate.evaluate import prepare
 from tlt_hpc.evaluate.folder import EvaluationFolder
 from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights
-from tlt_hpc.evaluate.training import prepare
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import folder_weights
 from tlt_hpc.models.piece import deal
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.models.sharding import Sharding
-from tlt_hpc.mpi.world import World
 
 TINY = Path(__file__).parent.parent / "jobs" / "tiny.toml"
 
@@ -54,23 +48,6 @@ def sources_by_rank(folder: Path) -> None:
 
 def source_of(folder: Path | str, rank: int) -> str:
     return f"evaluation.sources=['{folder}/{rank}/a.parquet']"
-
-
-def refused_on_a_rank(folder: str) -> str:
-    rank = launched_rank(os.environ)
-    socket.gethostname = lambda: f"n{rank}"  # a node reads its files once
-    world = World.connect()
-    with pytest.raises(ConfigError) as caught:
-        start(Path(folder), source_of(folder, world.rank), world=world)
-    return str(caught.value)
-
-
-@pytest.mark.mpi
-def test_an_evaluation_of_other_files_on_another_rank_is_refused_on_all(tmp_path):
-    sources_by_rank(tmp_path)
-    message = "evaluation.sources: rank 1 on n1 reads another 'a' than rank 0 on n0; give all nodes the same files"
-    assert run_on_ranks(2, refused_on_a_rank, str(tmp_path)) == [message, message]
-    assert not (tmp_path / "evaluation").exists()
 
 
 class Read:
@@ -124,7 +101,7 @@ def test_ranks_of_a_replica_read_their_part_of_each_weight_alone(tmp_path, monke
         monkeypatch.setattr(subject_module, "_readers", lambda *given: counts[mine.rank].counting(readers(*given)))
         mine.rank = world.rank
         decoder = Decoder(shape, torch.float32, CPU, Sharding(world.rank, 2))
-        return load_weights(decoder, subject, checkpoint, world), decoder
+        return load_weights(decoder, subject, checkpoint, "", world), decoder
 
     mine = threading.local()
     (first, one), (second, other) = on_two_ranks(load)
@@ -140,7 +117,7 @@ def test_ranks_of_a_replica_read_their_part_of_each_weight_alone(tmp_path, monke
     assert max(read.most for read in counts) == max(weight.numel() for weight in weights.values())
 
 
-def test_so_it_is_between_the_steps_of_a_run(tmp_path):
+def test_other_files_on_another_node_are_refused_on_all_ranks(tmp_path):
     sources_by_rank(tmp_path)
     tokenizer, engine = embedded_tokenizer(), SimpleNamespace(decoder=embedded_decoder())
 
@@ -186,6 +163,6 @@ def test_no_rank_overwrites_what_another_one_already_sees(tmp_path):
         folder.responses.mkdir(parents=True)
         for count in range(3 * world.rank):
             (folder.responses / f"{count:06d}.h5").touch()
-        return PieceWriter(folder, world).number
+        return first_number(folder, world)
 
     assert on_two_ranks(number) == [3, 4]

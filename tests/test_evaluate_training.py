@@ -9,12 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fake_world import OneRank
 from launch_ranks import tlt as ranks_tlt
 from test_tracking import logged, needs_tensorboard, told
 
 from tlt_hpc.evaluate.folder import EvaluationFolder
-from tlt_hpc.evaluate.training import claim_anew
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 from tlt_hpc.storage.step_lines import add_line, read_lines
@@ -101,17 +99,6 @@ def test_a_checkpoint_of_the_run_says_the_same(evaluated, tmp_path):
     assert {k: r.tokens.tolist() for k, r in again.read().items()} == {
         k: r.tokens.tolist() for k, r in first.read().items()
     }
-
-
-def test_another_evaluation_of_the_step_is_set_aside_and_said_so(tmp_path, caplog):
-    folder = EvaluationFolder(tmp_path / "step-000002")
-    folder.path.mkdir()
-    folder.claim({"evaluation.seed": 0})
-    assert claim_anew(OneRank(), folder, {"evaluation.seed": 1}) == set()
-    assert caplog.messages == [
-        f"{folder.path} has evaluation.seed = 0, now 1: kept as {folder.path}-replaced-1, evaluated again"
-    ]
-    assert folder.read_facts() == {"evaluation.seed": 1}
 
 
 @pytest.mark.slow

@@ -12,10 +12,9 @@ import pytest
 from tlt_hpc.common.records import FinishReason, SampleKey
 from tlt_hpc.config import RewardSection
 from tlt_hpc.evaluate.figures import PromptAnswers, estimate, figures_of, is_right, majority, metrics_of, pass_at_k
-from tlt_hpc.evaluate.votes import Ballot, answer_of, count_votes
+from tlt_hpc.evaluate.tally import answer_of, number_answers, votes_of
+from tlt_hpc.rewards.scorer import Judge
 from tlt_hpc.storage.evaluation_log import JudgedResponse
-
-SETTINGS = RewardSection()
 
 
 def response(
@@ -130,38 +129,22 @@ def test_kinds_without_answers_have_no_majority():
         ("choice", ["The answer is B", r"\boxed{(B)}", "A", "none of them"], "0010", [1, 1, 0, None]),
         # two ways to write what is right are one answer
         ("boxed", ["first", "second"], "11", [0, 0]),
+        ("code", ["x", "y"], "01", None),
     ],
 )
 def test_equal_answers_have_one_vote(kind, texts, rights, votes):
-    ballot = Ballot(kind, texts, [right == "1" for right in rights], SETTINGS)
-    assert not ballot.questions
-    assert ballot.votes == votes
+    assert votes_of(Judge(RewardSection(), None), kind, texts, [right == "1" for right in rights]) == votes
 
 
-def test_mathematics_is_asked_for_round_by_round():
-    """Numbers stand for answers: those of one parity are equal, and nobody can read 9."""
-    first = Ballot("math", [r"\boxed{1}", r"\boxed{2}", r"\boxed{3}", r"\boxed{9}"], [False] * 4, SETTINGS)
-    second = Ballot("math", [r"\boxed{9}", r"\boxed{4}", r"\boxed{4}"], [False] * 3, SETTINGS)
+def test_mathematics_is_compared_with_the_first_answer_that_has_no_number_yet():
+    """Numbers stand for answers: those of one parity are equal, and 9 cannot be read."""
     asked = []
 
-    def same(pairs):
-        asked.append(len(pairs))
-        values = [(int(a[7:-1]), int(b[7:-1])) for a, b in pairs]
-        return [None if a == 9 else b != 9 and a % 2 == b % 2 for a, b in values]
+    def compare(answers, other):
+        asked.append(len(answers))
+        return [None if a == "9" else other != "9" and int(a) % 2 == int(other) % 2 for a in answers]
 
-    count_votes([first, second], same)
-    assert first.votes == [1, 2, 1, None]
-    assert second.votes[1] == second.votes[2] is not None and second.votes[0] is None
-    assert asked == [6, 1]
-
-
-def test_mathematics_without_a_box_is_read_from_the_end():
-    assert answer_of("math", "x" * 9000 + " so 7") == "x" * 4091 + " so 7"
-
-
-def test_an_answer_that_does_not_even_equal_itself_is_an_answer():
-    ballot = Ballot("math", [r"\boxed{1}", r"\boxed{2}"], [False] * 2, SETTINGS)
-    ballot.take([False, False])
-    assert len(ballot.questions) == 1, "the first has its place"
-    ballot.take([False])
-    assert ballot.votes == [1, 2]
+    assert number_answers({"1", "2", "3", "9"}, compare) == {"1": 1, "3": 1, "2": 2}
+    assert asked == [4, 1]
+    assert number_answers({"1", "2"}, lambda answers, other: [False] * len(answers)) == {"1": 1, "2": 2}
+    assert answer_of("math", "x" * 9000 + " so 7") == "x" * 4091 + " so 7", "without a box it is read from the end"

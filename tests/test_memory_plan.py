@@ -192,10 +192,10 @@ def test_a_reference_is_whole_until_stage_3_deals_it_out() -> None:
     assert offloaded.host["reference (offload)"] == pytest.approx(share) and "reference (offload)" not in dealt.host
 
 
-def test_what_is_saved_counts_masters_moments_drafter_and_a_reference_that_is_renewed() -> None:
-    changes = "checkpoint.keep=3", "algorithm.kl_coefficient=0.1", "algorithm.reference_every_steps=5"
+def test_what_is_saved_counts_masters_moments_and_drafter() -> None:
+    changes = "checkpoint.keep=3", "algorithm.kl_coefficient=0.1"
     plan = plan_memory(situation("tiny", *changes, ranks=2))
-    saved = (12 + 4) * plan.situation.shape.num_parameters + 16 * num_drafter_parameters(plan.situation)
+    saved = 12 * plan.situation.shape.num_parameters + 16 * num_drafter_parameters(plan.situation)
     disk, host = plan.disk, plan.host
     assert disk["checkpoints"] == 4 * saved, "the next is written before one goes"
     assert disk["features"] == 2 * plan.situation.config.drafter.cache_bytes

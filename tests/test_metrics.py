@@ -7,7 +7,7 @@ import pytest
 
 from tlt_hpc.cli.display import Screen, StepReporter, step_cells
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
-from tlt_hpc.drafting.schedule import DraftCounts
+from tlt_hpc.drafting.acceptance import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.look.metrics import summarise
 from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch, Update

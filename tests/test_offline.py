@@ -1,9 +1,11 @@
-"""The pure parts of a warm-up: held-out prompts, the order of documents, rates, the draft vocabulary, its end."""
+"""The pure parts of a warm-up: held-out prompts, the order of documents, the learning rate, and when it is over."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import count, islice, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,24 +13,16 @@ import torch
 
 from tlt_hpc.common.records import Prompt
 from tlt_hpc.config import ConfigError, UserError, WarmupSection
-from tlt_hpc.drafting.offline import batches_of, deal, learning_rate, passes_of, with_noise
+from tlt_hpc.drafting.offline import batches_of, deal, learning_rate, passes_of
 from tlt_hpc.drafting.packing import pack
 from tlt_hpc.storage.feature_file import Document
 from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, read_facts, write_record
 from tlt_hpc.studies.warmup.capture import part_size
-from tlt_hpc.studies.warmup.progress import (
-    Progress,
-    end_reason,
-    from_json,
-    is_over,
-    share_done,
-    to_json,
-    validation_is_due,
-)
-from tlt_hpc.studies.warmup.texts import hold_out, split_draws
+from tlt_hpc.studies.warmup.progress import Progress
+from tlt_hpc.studies.warmup.texts import Texts, from_prompts
 
-CPU = torch.device("cpu")
 LENGTHS = [5, 1, 9, 3, 3, 30, 2, 8]
+LIMITS = WarmupSection(updates=100, validate_every=10)
 
 
 def document(prompt_length: int, response_length: int, first: int = 0) -> Document:
@@ -37,26 +31,25 @@ def document(prompt_length: int, response_length: int, first: int = 0) -> Docume
     return Document(tokens, prompt_length, features, 0)
 
 
-def draws(num_distinct: int):
-    return (Prompt(np.array([7, i % num_distinct], np.int32), str(i), "", "") for i in count())
-
-
-# -- held out -------------------------------------------------------------------------------------------------------
+def texts_from(num_distinct: int) -> Texts:
+    """50 training texts and at most 8 held out, of prompts that come again after ``num_distinct``."""
+    numbers = count()
+    batch = [Prompt(np.array([7, i % num_distinct], np.int32), str(i), "", "") for i in islice(numbers, 1000)]
+    config = SimpleNamespace(warmup=SimpleNamespace(responses=50, validation_prompts=8))
+    return from_prompts(config, SimpleNamespace(batch=lambda step: batch))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("num_distinct", "num_kept"), [(1000, 8), (40, 8), (20, 4), (7, 1), (2, 1)])
-def test_no_prompt_is_trained_on_and_judged_by(num_distinct, num_kept):
-    training, held_out = split_draws(draws(num_distinct), 50, 8)
-    kept = {tuple(prompt.tokens) for prompt in held_out}
-    assert len(training) == 50
-    assert len(held_out) == len(kept) == num_kept
-    assert not kept & {tuple(prompt.tokens) for prompt in training}
+def test_no_prompt_is_trained_on_and_validated_with(num_distinct, num_kept):
+    texts = texts_from(num_distinct)
+    kept = {tuple(tokens) for tokens in texts.held_out}
+    assert len(texts.training) == 50 and len(texts.held_out) == len(kept) == num_kept
+    assert not kept & {tuple(text.prompt) for text in texts.training}
 
 
 def test_one_prompt_alone_is_refused():
     with pytest.raises(ConfigError, match=r"no prompt is left for validation: 58 responses have 1 distinct.*more"):
-        split_draws(draws(1), 50, 8)
-    assert hold_out(["a", "b", "a"], 5) == {"a"}
+        texts_from(1)
 
 
 # -- the order of documents -----------------------------------------------------------------------------------------
@@ -65,127 +58,43 @@ def test_one_prompt_alone_is_refused():
 def test_every_document_comes_once_before_any_comes_twice():
     taken = [index for batch in islice(batches_of(LENGTHS, 12, 0), 40) for index in batch]
     for epoch in range(len(taken) // len(LENGTHS)):
-        one = taken[epoch * len(LENGTHS) : (epoch + 1) * len(LENGTHS)]
-        assert sorted(one) == list(range(len(LENGTHS)))
-    assert taken[:8] != taken[8:16], "an order of its own each"
+        assert sorted(taken[epoch * len(LENGTHS) : (epoch + 1) * len(LENGTHS)]) == list(range(len(LENGTHS)))
+    assert taken[:8] != taken[8:16], "each epoch has an order of its own"
     assert taken != [index for batch in islice(batches_of(LENGTHS, 12, 1), 40) for index in batch]
 
 
 def test_a_batch_is_full_and_not_over_its_tokens_unless_one_document_is():
-    batches = list(islice(batches_of(LENGTHS, 12, 0), 40))
-    for batch, following in pairwise(batches):
+    for batch, following in pairwise(islice(batches_of(LENGTHS, 12, 0), 40)):
         tokens = sum(LENGTHS[index] for index in batch)
         assert tokens <= 12 or len(batch) == 1
         assert tokens + LENGTHS[following[0]] > 12
 
 
-def test_the_updates_left_do_not_depend_on_where_a_start_was():
-    assert list(islice(batches_of(LENGTHS, 12, 3), 10, 20)) == list(islice(batches_of(LENGTHS, 12, 3), 20))[10:]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_a_batch_is_dealt_whole_and_evenly(num_ranks):
+def test_a_batch_is_sharded_whole_and_evenly(num_ranks):
     lengths = np.random.default_rng(0).integers(1, 100, 60).tolist()
     hands = deal(range(60), lengths, num_ranks)
     assert sorted(index for hand in hands for index in hand) == list(range(60))
     tokens = [sum(lengths[index] for index in hand) for hand in hands]
-    assert max(tokens) - min(tokens) <= max(lengths)
-    if num_ranks > 1:
-        assert max(tokens) - min(tokens) < 0.1 * sum(tokens) / num_ranks
+    assert max(tokens) - min(tokens) <= min(max(lengths), 0.1 * sum(tokens) / num_ranks)
 
 
 def test_passes_predict_each_response_token_once_within_their_size():
     documents = [document(4, 20, 0), document(50, 3, 1), document(2, 7, 2), document(6, 2, 3)]
     passes = passes_of(documents, 16)
     assert all(sum(excerpt.num_pairs for excerpt in one) <= 16 for one in passes)
-    counted = sum(int(pack(one, CPU).counts.sum()) for one in passes)
-    assert counted == 20 + 3 + 7 + 2
-    windows = [
-        (excerpt.start, excerpt.num_pairs) for one in passes for excerpt in one if excerpt.document is documents[1]
-    ]
+    assert sum(int(pack(one, torch.device("cpu")).counts.sum()) for one in passes) == 20 + 3 + 7 + 2
+    windows = [(e.start, e.num_pairs) for one in passes for e in one if e.document is documents[1]]
     assert windows == [(48, 3)], "windows within the prompt predict nothing and are left out"
-
-
-def test_noise_moves_what_is_read_and_not_what_is_to_be_hit():
-    batch = pack(passes_of([document(4, 20)], 100)[0], CPU)
-    noisy = with_noise(batch, 0.2, torch.Generator().manual_seed(0))
-    moved = noisy.features - batch.features
-    assert 0.09 < moved.abs().max() <= 0.1 + 1e-6
-    assert abs(float(moved.mean())) < 0.02
-    assert torch.equal(noisy.wanted, batch.wanted)
-    assert with_noise(batch, 0.0, torch.Generator()) is batch
 
 
 def test_the_learning_rate_climbs_and_falls_to_nothing():
     assert learning_rate(1.0, 0, 0.0, 9) == pytest.approx(0.1)
-    assert learning_rate(1.0, 9, 0.0, 9) == 1.0
-    assert learning_rate(1.0, 0, 0.0, 0) == 1.0
+    assert learning_rate(1.0, 9, 0.0, 9) == learning_rate(1.0, 0, 0.0, 0) == 1.0
     assert learning_rate(2.0, 500, 0.5, 9) == pytest.approx(1.0)
     rates = [learning_rate(1.0, update, update / 100, 9) for update in range(101)]
-    assert rates[:10] == sorted(rates[:10])
-    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[:10] == sorted(rates[:10]) and rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.0, abs=1e-12)
-
-
-# -- the draft vocabulary -------------------------------------------------------------------------------------------
-
-
-# -- when it is over ------------------------------------------------------------------------------------------------
-
-
-def at(updates: int, *accept_lengths: float) -> Progress:
-    curve = tuple(CurvePoint(10 * (i + 1), 0, 0.0, 0.5, length) for i, length in enumerate(accept_lengths))
-    return Progress(updates, 0, 0.0, (), curve)
-
-
-LIMITS = WarmupSection(updates=100, validate_every=10)
-
-
-@pytest.mark.parametrize(
-    ("progress", "over", "reason"),
-    [
-        (at(99, 1.0, 2.0), False, ""),
-        (at(100), True, "warmup.updates = 100"),
-        (at(50, 3.0, *[2.0] * 7), False, ""),
-        (at(50, 3.0, *[2.0] * 8), True, "no new best in 8 validations"),
-        (at(50, 3.0, *[2.0] * 7, 3.1), False, ""),
-        (at(50, *[3.0] * 9), True, "no new best in 8 validations"),
-    ],
-)
-def test_the_updates_or_the_patience_end_it(progress, over, reason):
-    assert is_over(progress, LIMITS) == over
-    if over:
-        assert end_reason(progress, LIMITS) == reason
-
-
-def test_the_share_done_is_that_of_the_updates():
-    assert share_done(at(50), LIMITS) == 0.5 and share_done(at(101), LIMITS) == 1.0
-
-
-def test_the_best_is_the_first_of_the_highest():
-    progress = at(50, 2.0, 3.5, 3.0, 3.5)
-    assert progress.best is not None
-    assert progress.best.updates == 20
-    assert progress.num_since_best == 2
-    assert at(0).best is None
-    assert at(0).num_since_best == 0
-
-
-def test_validation_comes_on_time_at_the_end_and_never_twice():
-    due = [u for u in range(101) if validation_is_due(Progress(u), LIMITS, is_trained=u > 0)]
-    assert due == [*range(10, 101, 10)]
-    assert validation_is_due(Progress(0), LIMITS, is_trained=True), "a start that has learned already is judged"
-    judged = Progress(17).validated(2.0, 1.0)
-    assert not validation_is_due(judged, LIMITS, is_trained=True)
-    ended = WarmupSection(updates=17, validate_every=10)
-    assert validation_is_due(at(17), ended, is_trained=True), "the last update, in between"
-
-
-def test_progress_comes_back_equal_from_json():
-    progress = Progress().learned(0.1 + 0.2, 100, 1.5).validated(3.3, 0.25).learned(1 / 3, 70, 0.5)
-    assert progress.curve == (CurvePoint(1, 100, 1.75, 0.1 + 0.2, 3.3),)
-    assert progress.mean_loss == 1 / 3
-    assert from_json(json.loads(json.dumps(to_json(progress)))) == progress
 
 
 @pytest.mark.parametrize(("num_texts", "num_ranks", "most"), [(3000, 2, 256), (10, 4, 256), (4096, 3, 100), (1, 8, 4)])
@@ -197,30 +106,61 @@ def test_parts_are_within_their_size_and_the_same_number_for_all(num_texts, num_
     assert rounds == -(-num_texts // (most * num_ranks)), "no rank waits a part longer than it must"
 
 
-# -- facts ----------------------------------------------------------------------------------------------------------
+# -- when it is over ------------------------------------------------------------------------------------------------
 
-FACTS = DrafterFacts(
-    target="models/x",
-    data="embedded:gcd",
-    init="random",
-    num_responses=3,
-    num_tokens=100,
-    num_updates=20,
-    learning_rate=1e-3,
-    batch_tokens=64,
-    accept_length=3.21,
-    strategy="drafter-5",
-    temperature=1.0,
-    num_validation_prompts=4,
-    num_ranks=2,
-    curve=(CurvePoint(10, 640, 1.25, 0.5, 2.0), CurvePoint(20, 1280, 2.5, None, 3.21)),
+
+def at(updates: int, *accept_lengths: float) -> Progress:
+    curve = tuple(CurvePoint(10 * (i + 1), 0, 0.0, 0.5, length) for i, length in enumerate(accept_lengths))
+    return Progress(updates, 0, 0.0, (), curve)
+
+
+@pytest.mark.parametrize(
+    ("progress", "reason"),
+    [
+        (at(99, 1.0, 2.0), ""),
+        (at(100), "warmup.updates = 100"),
+        (at(50, 3.0, *[2.0] * 7), ""),
+        (at(50, 3.0, *[2.0] * 8), "no new best in 8 validations"),
+        (at(50, 3.0, *[2.0] * 7, 3.1), ""),
+        (at(50, *[3.0] * 9), "no new best in 8 validations"),
+    ],
 )
+def test_the_updates_or_the_patience_end_it(progress, reason):
+    assert progress.end_reason(LIMITS) == reason
+    assert at(50).share_done(LIMITS) == 0.5 and at(101).share_done(LIMITS) == 1.0
+
+
+def test_the_best_is_the_first_of_the_highest():
+    progress = at(50, 2.0, 3.5, 3.0, 3.5)
+    assert progress.best is not None and progress.best.updates == 20 and progress.num_since_best == 2
+    assert at(0).best is None and at(0).num_since_best == 0
+
+
+def test_validation_comes_on_time_at_the_end_and_never_twice():
+    assert [u for u in range(101) if Progress(u).validation_is_due(LIMITS, u > 0)] == [*range(10, 101, 10)]
+    assert Progress(0).validation_is_due(LIMITS, is_trained=True), "a drafter that is trained already is validated"
+    assert not Progress(10).validated(2.0, 1.0).validation_is_due(LIMITS, is_trained=True)
+    ended = WarmupSection(updates=17, validate_every=10)
+    assert at(17).validation_is_due(ended, is_trained=True), "the last update, in between"
+
+
+def test_progress_counts_and_comes_back_equal_from_json():
+    progress = Progress().learned(0.25, 100, 1.5).learned(0.35, 60, 0.5).validated(3.3, 0.25).learned(1 / 3, 70, 0.5)
+    assert progress.curve == (CurvePoint(2, 160, 2.25, 0.3, 3.3),)
+    assert (progress.updates, progress.tokens, progress.seconds, progress.losses) == (3, 230, 2.75, (1 / 3,))
+    assert Progress.from_json(json.loads(json.dumps(asdict(progress)))) == progress
 
 
 def test_facts_come_back_equal_and_broken_ones_are_named(tmp_path):
+    facts = DrafterFacts(
+        target="models/x", data="embedded:gcd", init="random", num_responses=3, num_tokens=100, num_updates=20,
+        learning_rate=1e-3, batch_tokens=64, accept_length=3.21, strategy="drafter-5", temperature=1.0,
+        num_validation_prompts=4, num_ranks=2,
+        curve=(CurvePoint(10, 640, 1.25, 0.5, 2.0), CurvePoint(20, 1280, 2.5, None, 3.21)),
+    )  # fmt: skip
     assert read_facts(tmp_path) is None
-    write_record(tmp_path / FACTS_FILE, FACTS)
-    assert read_facts(tmp_path) == FACTS
+    write_record(tmp_path / FACTS_FILE, facts)
+    assert read_facts(tmp_path) == facts
     path = tmp_path / FACTS_FILE
     path.write_text(path.read_text().replace('"num_tokens": 100', '"num_tokens": "many"'))
     with pytest.raises(UserError, match=r"facts\.json is damaged \(num_tokens.*; remove it"):

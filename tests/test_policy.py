@@ -375,6 +375,14 @@ def test_the_mismatch_is_of_all_tokens_before_the_update() -> None:
         assert apart == pytest.approx(wanted, rel=1e-4) and together == pytest.approx(wanted, rel=1e-4)
 
 
+def away(model: Any) -> Any:
+    """Not the policy: there is a distance at once."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    return model
+
+
 def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
     """Each response's summed estimate of the distance, by the policy's own function and by the formula."""
     from tlt_hpc.rl.policy import Policy
@@ -387,15 +395,11 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
         optimizer__zero_stage=stage,
         optimizer__sequence_parallel=sharing,
     )
-    away = make_model()
-    with torch.no_grad():
-        for parameter in away.parameters():
-            parameter.mul_(1.3)
-    policy = Policy(make_model(), config, world, reference=lambda: away)
+    policy = Policy(make_model(), config, world, reference=lambda: away(make_model()))
     rollouts = make_rollouts()
     found = policy.reference_kl(rollouts).tolist()
     plain, other = Reference(config), Reference(config)
-    other.model.load_state_dict(away.state_dict())
+    away(other.model)
     with torch.no_grad():
         wanted = [float((plain.log_probs(r) - other.log_probs(r)).sum()) for r in rollouts]
     policy.close()
@@ -407,6 +411,47 @@ def distance_from_reference(stage: int, sharing: int) -> list[list[float]]:
 def test_the_distance_from_the_reference_is_summed_over_each_responses_tokens(sharing: int) -> None:
     for found, wanted in run_on_ranks(2, distance_from_reference, 3, sharing):
         assert found == pytest.approx(wanted, rel=1e-4) and max(map(abs, wanted)) > 1
+
+
+def hashes_at_stage_3() -> list[list[str]]:
+    """The policy after two steps with a sharded reference and with a whole one, by where the distance is applied."""
+    from tlt_hpc.models.policy_model import PolicyModel
+    from tlt_hpc.rl.policy import Policy
+
+    world = connect()
+    found = []
+    for estimator in ("k3", "k1"):
+        config = make_config(
+            optimizer__zero_stage=3,
+            algorithm__name="rloo",
+            algorithm__kl_coefficient=0.5,
+            algorithm__kl_estimator=estimator,
+        )
+        digests = []
+        for is_sharded in (True, False):
+            start = make_model if world.rank else lambda: away(make_model())  # rank 0's weights alone are sharded
+            policy = Policy(make_model(), config, world, reference=start)
+            sharded = policy._reference
+            if not is_sharded:
+                policy._reference = PolicyModel(away(make_model()).requires_grad_(False).eval())
+            for step in range(2):
+                rollouts, advantages = make_rollouts(step), make_advantages(step)
+                if estimator == "k1":
+                    advantages = (advantages - 0.5 * policy.reference_kl(rollouts)).astype(np.float32)
+                policy.update(rollouts, advantages)
+            digests.append(policy.sha256())
+            policy._reference = sharded
+            policy.close()
+        found.append(digests)
+    leave()
+    return found
+
+
+def test_a_sharded_reference_gives_the_bits_of_a_whole_one() -> None:
+    ranks = run_on_ranks(2, hashes_at_stage_3)
+    assert ranks[0] == ranks[1]
+    (in_loss, whole_in_loss), (in_reward, whole_in_reward) = ranks[0]
+    assert in_loss == whole_in_loss and in_reward == whole_in_reward and in_loss != in_reward
 
 
 # --- repeatability, padding, the other settings ---

@@ -45,7 +45,7 @@ def disk(monkeypatch) -> Iterator[threading.Event]:
 def job_in(folder) -> Any:
     shard = {"weight": torch.arange(4.0)}
     claim_owner(folder, BEAT.start)
-    policy = SimpleNamespace(state_shard=lambda: shard, reference_shard=dict, optimizer_step_count=1)
+    policy = SimpleNamespace(state_shard=lambda: shard, optimizer_step_count=1)
     return SimpleNamespace(
         world=AloneWorld(), folder=SimpleNamespace(status=folder),
         checkpoints=CheckpointStore(folder, 2), drafting=None, policy=policy,

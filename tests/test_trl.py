@@ -133,7 +133,7 @@ def test_a_rollout_correction_enters_the_loss_as_trls(name: Any, mode: str) -> N
     now, old, reference, advantages = make_inputs(0.3)
     noise = torch.randn(old.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     rollout = old + 1.5 * noise
-    weights, outside = correction_weights(Correction(name, 0.0, 3.0), old[MASK], rollout[MASK], ROWS)
+    weights, outside = correction_weights(Correction(name, 0.0, 3.0), old[MASK], rollout[MASK])
     ratio = (old - rollout).exp()
     theirs = ratio.clamp(max=3.0) if mode == "token_truncate" else ratio.masked_fill(ratio > 3.0, 0.0)
     settings = {"loss_type": "dapo", "epsilon_low": 0.2, "epsilon_high": 0.28, "beta": 0.04}

@@ -13,7 +13,6 @@ import numpy as np
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Request, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.config import UserError
-from tlt_hpc.drafting.schedule import Decision, DraftCounts, decide
 from tlt_hpc.mpi.roster import Roster, State, Status
 from tlt_hpc.mpi.world import World
 from tlt_hpc.resume.kept import Keeper, open_keeper
@@ -21,8 +20,6 @@ from tlt_hpc.rewards.scorer import Scorer
 from tlt_hpc.rl.draws import StepDraws
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import Drafting, Job, engine_status, text_of
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.step_lines import read_lines
 
 
 class RollingReporter(Protocol):
@@ -43,8 +40,7 @@ class Tail:
     stopped: bool
     scorer: Scorer
     """With the rewards that were found while the rank waited."""
-    decision: Decision
-    """Whether the step trains the drafter."""
+    trains_drafter: bool
     late_seconds: float
     """From when this rank learned of a release to its leaving the loop, the longest."""
     kept: Set[SampleKey]
@@ -56,7 +52,7 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
 
     A rank that has finished meanwhile scores responses and trains the drafter.
     """
-    decision = decide_training(job, step)
+    trains = job.drafting is not None and job.config.drafter.train
     keeper, kept = open_keeper(job.config, job.folder, job.world, step)
     draws = StepDraws(job.config, job.prompts, step)
     scorer = Scorer(job.bench, draws.prompt_of, lambda rollout: text_of(job.tokenizer, rollout.response_tokens))
@@ -65,13 +61,13 @@ def roll_out(job: Job, step: int, reporter: RollingReporter) -> Tail:
     requests, timings, late_seconds, stopped = draws.requests(), list[RolloutTiming](), list[float](), False
     while requests:
         left = take_over_kept(job, requests, keeper, kept)
-        timing, late, stopped = generate_part(job, step, left, scorer, keeper, decision.trains, reporter)
+        timing, late, stopped = generate_part(job, step, left, scorer, keeper, trains, reporter)
         timings.append(timing)
         late_seconds.append(late)
         requests = [] if stopped else refill(job.world, job.engine, draws, scorer)
         if requests and job.world.rank == 0:
             reporter.phase(step, f"refill {draws.num_refills} of at most {job.config.algorithm.max_refills}")
-    return Tail(job.engine.collect(), tuple(timings), stopped, scorer, decision, max(late_seconds), kept.keys())
+    return Tail(job.engine.collect(), tuple(timings), stopped, scorer, trains, max(late_seconds), kept.keys())
 
 
 def take_over_kept(
@@ -212,17 +208,3 @@ def end_features(drafting: Drafting, stopped: bool) -> None:
         return
     with drafting.cache.giving_up():
         drafting.cache.end_step()
-
-
-def decide_training(job: Job, step: int) -> Decision:
-    """Whether the step trains the drafter; collective: rank 0 reads the log, so all decide alike."""
-    if job.drafting is None:
-        return Decision(False, "no learned drafter")
-    if not job.config.drafter.train:
-        return Decision(False, "frozen")
-    return job.world.once(lambda: decide(job.config.drafter, step, past_drafts(job.folder, step)))
-
-
-def past_drafts(folder: RunFolder, step: int) -> list[DraftCounts]:
-    """The learned drafter's counts of the steps before ``step``, from the log."""
-    return [DraftCounts.from_metrics(line) for number, line in read_lines(folder.metrics).items() if number < step]

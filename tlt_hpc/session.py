@@ -75,7 +75,7 @@ class Drafting:
     served: Drafter
     """The engine's copy, in the decoder's precision; refreshed after every merge."""
     checkpoints: CheckpointStore
-    """Of the drafter alone, between those of the whole."""
+    """Of the drafter alone, after every step that no checkpoint of the whole follows."""
     warned: list[int] = field(default_factory=list)
     """The step, if any, at which the user was told that one was left out."""
 

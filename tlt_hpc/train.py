@@ -16,9 +16,10 @@ from tlt_hpc.cluster.stopping import Stop
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.common.records import PREFILL, PhaseSpan
 from tlt_hpc.config import Config, UserError
-from tlt_hpc.drafting.schedule import JUDGED_DEPTH, Decision, DraftCounts
+from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.evaluate.training import TESTING, TrainingEvaluation, evaluate_policy, prepare
+from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
+from tlt_hpc.evaluate.exam import Exam
 from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepMetrics, summarise
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.look.tracking import Tracking
@@ -38,7 +39,7 @@ from tlt_hpc.resume.saving import (
     should_continue,
 )
 from tlt_hpc.rewards.scorer import joined
-from tlt_hpc.rl.gather import gather
+from tlt_hpc.rl.draws import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout.chooser import DraftTally
 from tlt_hpc.rollout.engine import EngineCounts
@@ -165,7 +166,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     if tail.stopped and (is_saved or job.world.agree_to_stop() is Stop.KILL):
         return False
     with timer("refresh"):  # the copy that is sent; the sum itself hides behind the update
-        merge = start_merge(job, tail.decision)
+        merge = start_merge(job, tail.trains_drafter)
     if tail.stopped:
         if shows:
             reporter.phase(step, "stopping: saving a checkpoint")
@@ -184,7 +185,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     with timer("update_actor"), job.pulse.progressing():
         update = update_policy(job.config, job.policy, rollouts, scores)
     with timer("refresh"):
-        unmerged = job.drafting.spot.unmerged() if job.drafting else None
+        unmerged = MergeReport(0, job.drafting.spot.num_steps, "", 0.0) if job.drafting else None
         merged = finish_merge(job) if merge else unmerged
         job.load_policy(step + 1)
     own = {rollout.key for rollout in tail.rollouts}
@@ -194,7 +195,7 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     phases = tuple(PhaseSpan(*span) for span in timer.take_spans())
     record = make_record(job, step, tail, rewards, own_advantages, merged, phases)
     summary = summarise(job.world, record, update, merged, timer.take())
-    line = {**summary.metrics, "drafter/why": tail.decision.reason}
+    line = {**summary.metrics, "drafter/why": why_trained(job)}
     agree_on_owner(job.world, job.folder.status, BEAT.start)
     job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
     job.world.once(lambda: commit(job, step, line))
@@ -240,9 +241,9 @@ def check_judged(job: Job, step: int, tail: Tail) -> None:
 # -- reward and update ----------------------------------------------------------------------------------------------
 
 
-def start_merge(job: Job, decision: Decision) -> bool:
+def start_merge(job: Job, trains_drafter: bool) -> bool:
     """Post the drafters' merge, to be awaited after the update; False where the step trains none."""
-    if job.drafting is None or not decision.trains:
+    if job.drafting is None or not trains_drafter:
         return False
     job.drafting.spot.start_merge(job.world)
     return True
@@ -257,7 +258,7 @@ def finish_merge(job: Job) -> MergeReport:
 
 
 def judge_and_track(
-    job: Job, evaluation: TrainingEvaluation | None, tracking: Tracking | None, step: int, reporter: Reporter
+    job: Job, evaluation: Exam | None, tracking: Tracking | None, step: int, reporter: Reporter
 ) -> bool:
     """``evaluate_if_due``, then tell the trackers of all steps whose lines are whole now."""
     judged = evaluate_if_due(job, evaluation, step, reporter)
@@ -266,12 +267,13 @@ def judge_and_track(
     return judged
 
 
-def evaluate_if_due(job: Job, evaluation: TrainingEvaluation | None, step: int, reporter: Reporter) -> bool:
+def evaluate_if_due(job: Job, evaluation: Exam | None, step: int, reporter: Reporter) -> bool:
     """Judge the policy after ``step`` steps where that is due and the last step's line has no figures of it.
 
     Collective. False if a stop vote cut it short: the next start resumes it.
     """
-    if evaluation is None or not evaluation.is_due(job, step):
+    every = job.config.evaluation.every_steps
+    if evaluation is None or not step or (step % every and step < job.config.run.num_steps):
         return True
     line = job.world.once(lambda: read_lines(job.folder.metrics).get(step - 1))
     if line is None or TESTING in line:
@@ -338,11 +340,18 @@ def make_record(
     )
 
 
+def why_trained(job: Job) -> str:
+    """Why the step trained the drafter, or did not."""
+    if job.drafting is None:
+        return "no learned drafter"
+    return "always" if job.config.drafter.train else "frozen"
+
+
 def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts, merged: MergeReport | None) -> dict[str, float]:
     """What this rank did for the learned drafter, and how the drafter did."""
     assert job.drafting is not None
     return {
-        DUE: float(tail.decision.trains),
+        DUE: float(tail.trains_drafter),
         MERGE_EXPOSED: merged.exposed_seconds if merged else 0.0,
         "drafter/cut_rank_seconds": job.drafting.spot.cut_seconds,
         "drafter/skipped_steps": float(job.drafting.spot.num_skipped),
@@ -352,7 +361,7 @@ def drafter_metrics(job: Job, tail: Tail, counts: EngineCounts, merged: MergeRep
 
 
 def own_drafts(job: Job, counts: EngineCounts) -> DraftCounts:
-    """How the learned drafter's drafts fared: those of the first family of its strategies."""
+    """How many of the learned drafter's drafts were accepted, in the first family of its strategies."""
     family = next((strategy.family for strategy in job.engine.settings.strategies if strategy.has_drafter), "")
     tally = counts.drafts.get(family, DraftTally())
     columns = (tuple(map(float, column[:JUDGED_DEPTH])) for column in (tally.reached, tally.accepted))

@@ -33,7 +33,7 @@ from tlt_hpc.plan.memory.phases import plan_memory
 from tlt_hpc.plan.memory.plan import MemoryPlan, Situation
 from tlt_hpc.resume.saving import begin_save, reserve_copy, resume
 from tlt_hpc.rl.distributed import leave_process_group
-from tlt_hpc.rl.gather import gather
+from tlt_hpc.rl.draws import gather
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.rollout_loop import end_features, roll_out
 from tlt_hpc.session import Job, assemble, choose_device
@@ -94,7 +94,7 @@ def take_step(job: Job, step: int, meter: Meter) -> None:
     end_features(job.drafting, tail.stopped)
     rollouts, scores = gather(job.world, tail.rollouts, tail.scorer.rewards(tail.rollouts))
     with meter("update"):
-        merges = start_merge(job, tail.decision)
+        merges = start_merge(job, tail.trains_drafter)
         update_policy(job.config, job.policy, rollouts, scores)
         if merges:
             finish_merge(job)

@@ -20,7 +20,7 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.records import CurvePoint
 from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.studies.compare import Comparison, equality_of
-from tlt_hpc.studies.warmup.progress import Progress, share_done
+from tlt_hpc.studies.warmup.progress import Progress
 from tlt_hpc.studies.warmup.texts import Texts
 from tlt_hpc.studies.warmup.warm_up import WarmupReporter, WarmupResult
 from tlt_hpc.train import Reporter, RunResult
@@ -243,7 +243,7 @@ def curve_cells(point: CurvePoint) -> tuple[str, ...]:
 
 def seconds_left(progress: Progress, config: Config) -> float:
     """Of the training, if it continues as it did and no budget but the updates and tokens ends it."""
-    done = share_done(progress, config.warmup)
+    done = progress.share_done(config.warmup)
     return progress.seconds / done * (1.0 - done) if done else 0.0
 
 
@@ -261,20 +261,19 @@ class WarmupScreen:
         kept = f"{count(len(texts.held_out), 'prompt')} held out"
         self._screen.say(f"{config.folder}: {len(texts.training):,} {self._reads}, {kept}{note}")
 
-    def capturing(self, num_done: int, num_texts: int, num_tokens: int) -> None:
+    def capturing(self, num_done: int, num_texts: int) -> None:
         self._screen.show_or_say(f"{self._reads}: {num_done:,} of {num_texts:,}")
 
     def training(self, num_documents: int, num_tokens: int) -> None:
         self._screen.say(f"training on {count(num_documents, 'response')}, {count(num_tokens, 'token')}")
         self._screen.row((*_CURVE_COLUMNS, "left"), (*_CURVE_COLUMNS, "left"))
 
-    def learned(self, progress: Progress, loss: float) -> None:
+    def learned(self, progress: Progress) -> None:
         assert self._config is not None
         self._left = f"{seconds_left(progress, self._config):.0f}"
-        self._screen.show(f"training: {count(progress.updates, 'update')}, loss {loss:.3f}", _REFRESH_SECONDS)
-
-    def validating(self) -> None:
-        self._screen.show("validating")
+        self._screen.show(
+            f"training: {count(progress.updates, 'update')}, loss {progress.losses[-1]:.3f}", _REFRESH_SECONDS
+        )
 
     def validated(self, point: CurvePoint, is_best: bool) -> None:
         names = (*_CURVE_COLUMNS, "left")
@@ -297,7 +296,7 @@ def print_warmup(result: WarmupResult, config_path: str, form: str) -> None:
         for point in progress.curve:
             table.add_row(*curve_cells(point), "best" if point == best else "")
         console.print(table)
-    if not result.finished:
+    if not progress.is_finished:
         text = f"stopped early ({result.reason}) after {count(progress.updates, 'update')}; the same command resumes"
         console.print(f"{text} from {result.folder}", soft_wrap=True)
         return

@@ -165,8 +165,7 @@ def config_of(config: Config, options: argparse.Namespace) -> Config:
 
         return plan.config_of(config)
     if options.command == "evaluate":
-        from tlt_hpc.evaluate.evaluate import evaluation_config
-        from tlt_hpc.evaluate.subject import find_subject
+        from tlt_hpc.evaluate.subject import evaluation_config, find_subject
 
         return evaluation_config(config, find_subject(options.checkpoint, options.step, options.output))
     if options.command == "compare":
@@ -192,7 +191,6 @@ def plan_command(config: Config, options: argparse.Namespace, num_ranks: int) ->
     if options.command == "warmup":
         from tlt_hpc.studies.warmup import plan
 
-        plan.check_sources(config, assets.tokenizer)
         return plan.describe(config, assets.shape, num_ranks)
     return plan_run(config, assets, num_ranks)
 
@@ -549,7 +547,7 @@ def run_warmup(config: Config, options: argparse.Namespace, flag: StopFlag) -> i
         result = warm_up(config, world, reporter)
     if world.rank == 0:
         print_warmup(result, options.config, config.drafter.form)
-    if not result.finished:
+    if not result.progress.is_finished:
         files, updates = len(list(result.folder.rglob("*.h5"))), result.progress.updates
         words = f"{count(files, 'file')} of features, {count(updates, 'update')}"
         return leave_early(world, result.folder, lambda: words)

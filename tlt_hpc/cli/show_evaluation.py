@@ -35,9 +35,6 @@ class EvaluationScreen:
             tokens = sum(status.tokens for status in roster.statuses)
             self._screen.show_or_say(f"responses: {done:,} of {self._total:,}, {count(tokens, 'token')}")
 
-    def counting(self) -> None:
-        self._screen.show("counting votes")
-
 
 @contextmanager
 def make_evaluation_reporter(shows: bool) -> Iterator[EvaluationReporter]:

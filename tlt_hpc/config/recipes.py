@@ -10,7 +10,7 @@ AdvantageName = Literal["group", "group-mean", "leave-one-out", "batch", "group-
 LossName = Literal["clip", "sequence-clip", "weight-clip"]
 AggregationName = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLName = Literal["k1", "k2", "k3"]
-CorrectionName = Literal["none", "tis", "sequence-tis", "mis", "sequence-mis", "icepop"]
+CorrectionName = Literal["none", "tis", "mis", "icepop"]
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,12 @@ class Correction:
     low: float
     high: float
 
-    @property
-    def of_sequences(self) -> bool:
-        """Whether it uses the ratio of a whole response instead of each token's."""
-        return self.name.startswith("sequence-")
-
-    @property
-    def truncates(self) -> bool:
-        """Whether ratios beyond a bound are set to it; otherwise their tokens are left out."""
-        return self.name.endswith("tis")
-
 
 CORRECTION_BOUNDS: dict[CorrectionName, tuple[float, float]] = {
     "none": (0.0, 0.0),
     # Yao et al. 2025 truncate at 2, of tokens; verl's and TRL's guides advise 2 to 3.
     "tis": (0.0, 2.0),
-    "sequence-tis": (0.0, 2.0),
     "mis": (0.0, 2.0),
-    "sequence-mis": (0.0, 2.0),
     # "Every Step Evolves" (2510.18855), section 3: between 0.5 and 5.
     "icepop": (0.5, 5.0),
 }

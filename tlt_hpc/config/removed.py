@@ -41,6 +41,7 @@ def _recipe(algorithm: Mapping[str, Any]) -> Recipe:
 _BOUNDS = "the bounds are 0 and 2, for icepop 0.5 and 5 (CORRECTION_BOUNDS in config/recipes.py)"
 _PARTS = "use the algorithm.name that has it, with algorithm.aggregation, clip_low and clip_high (docs/train.md)"
 _ABLATION = "the drafter is always trained in the tail, on its own run's responses"
+_EVERY_STEP = "the drafter is trained in every step, or never with drafter.train = false"
 REMOVED: dict[str, Removed] = {
     "data.curriculum": Removed("epochs are shuffled; train in stages, each with its own data.source", ""),
     "data.template_date": Removed("chat templates always get this date (TEMPLATE_DATE in data/chat.py)", "2024-07-26"),
@@ -61,13 +62,15 @@ REMOVED: dict[str, Removed] = {
     "drafter.token_loss_weight": Removed("it is always 0.1 (LossSettings in drafting/loss.py)", 0.1),
     "drafter.unroll_steps": Removed("it is 1 for drafter.form = 'eagle' and 7 for 'eagle3'", 0),
     "drafter.unroll_decay": Removed("it is always 0.8 (LossSettings in drafting/loss.py)", 0.8),
-    "drafter.every_steps": Removed("use drafter.schedule = 'always' or 'falling'", 1),
-    "drafter.fall": Removed("it is always 0.1 (FALL in drafting/schedule.py)"),
+    "drafter.every_steps": Removed(_EVERY_STEP, 1),
+    "drafter.schedule": Removed(_EVERY_STEP),
+    "drafter.fall": Removed(_EVERY_STEP),
     "drafter.cache_compression": Removed("features are not compressed"),
     "drafter.place": Removed(_ABLATION, "tail"),
     "drafter.serial_micro_steps": Removed(_ABLATION),
     "drafter.serial_as": Removed(_ABLATION, ""),
     "drafter.rollouts": Removed(_ABLATION, "fresh"),
+    "warmup.noise": Removed("features get no noise", 0.0),
     "warmup.strategy": Removed("a warm-up decodes without speculation"),
     "warmup.tokens": Removed("use warmup.updates, each of warmup.batch_tokens"),
     "warmup.minutes": Removed("use warmup.updates; a warm-up that is stopped resumes with the same command"),
@@ -79,6 +82,9 @@ REMOVED: dict[str, Removed] = {
     "algorithm.loss": Removed(_PARTS, of=lambda algorithm: _recipe(algorithm).loss),
     # the estimator that is saved beside it has the same effect
     "algorithm.kl_in": Removed("algorithm.kl_estimator = 'k1' is applied in the reward, 'k2' and 'k3' in the loss"),
+    "algorithm.reference_every_steps": Removed(
+        "the reference is the initial model; start a new run from a model exported by tlt export-policy", 0
+    ),
     "algorithm.rollout_correction_low": Removed(_BOUNDS, of=_bound(0)),
     "algorithm.rollout_correction_high": Removed(_BOUNDS, of=_bound(1)),
     "algorithm.overlong_penalty": Removed("it is always 1", 1.0),

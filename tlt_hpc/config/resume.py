@@ -19,7 +19,7 @@ _FREE = {
     "speculation": ("strategies", "profile_seconds"),
     "drafter": (
         *("average_merges", "micro_step_tokens", "micro_step_seconds"),
-        *("cache_bytes", "schedule", "cache_folder"),
+        *("cache_bytes", "cache_folder"),
     ),
     "optimizer": (
         *("zero_stage", "offload", "offload_parameters", "micro_batch_tokens"),

@@ -352,10 +352,6 @@ class DrafterSection(Section):
     """Ranks that must be idle before any of them trains."""
     train: bool = True
     """Train the drafter; otherwise it keeps its initial weights."""
-    schedule: Literal["always", "falling"] = "always"
-    """Steps that train the drafter. ``always``: all; ``falling``: from where the accept length has fallen 10 % below
-    its best until it has regained half of that, and after five steps without enough drafts to measure it; a drafter
-    that began with random weights trains until it no longer improves."""
     cache_bytes: Annotated[NumBytes, Field(ge=1)] = 2_000_000_000
     """Disk space for one rank's training features: half for the current step, half for the one before."""
     cache_folder: FilePath = ""
@@ -399,8 +395,6 @@ class WarmupSection(Section):
     """Response tokens of one update over all ranks; a single longer response exceeds it."""
     learning_rate: LearningRate = 1e-3
     """Highest learning rate: reached after 50 updates, followed by a cosine."""
-    noise: Annotated[float, Field(ge=0.0, le=100.0)] = 0.0
-    """Width of the uniform noise added to the drafter's input features; EAGLE uses 0.2."""
     validate_every: Annotated[PositiveInt, Unit("updates")] = 100
     """Interval at which the accept length is measured and the training saved."""
     validation_prompts: Annotated[PositiveInt, Unit("prompts")] = 64
@@ -447,8 +441,6 @@ class AlgorithmSection(Section):
     kl_estimator: KLName = "k3"
     """Estimator of the KL divergence, and where it is applied. ``k1`` is summed over a response and subtracted from its
     reward; ``k2`` and ``k3`` are added to each token's loss."""
-    reference_every_steps: StepCount = 0
-    """The reference model is replaced by the current policy every this many steps. 0: it remains the initial model."""
     entropy_coefficient: Weight = 0.0
     """Weight of the entropy bonus, which is subtracted from each token's loss."""
     overlong_buffer: TokenCount = 0
@@ -456,8 +448,8 @@ class AlgorithmSection(Section):
     to 1. 0: no penalty."""
     rollout_correction: CorrectionName = "none"
     """Correction for the ratio between the probabilities of rollout engine and trainer: ``tis`` multiplies a token's
-    loss by it, truncated at 2; ``mis`` leaves out tokens above 2, ``icepop`` those below 0.5 or above 5; ``sequence-``:
-    the ratio of the whole response. The policy then depends on the last bits of the rollout's probabilities."""
+    loss by it, truncated at 2; ``mis`` leaves out tokens above 2, ``icepop`` those below 0.5 or above 5. The policy
+    then depends on the last bits of the rollout's probabilities."""
     max_refills: Count = 0
     """Dynamic sampling (DAPO): groups whose scores are all equal have no gradient, and are replaced by groups of
     further prompts in at most this many additional rollouts of a step. 0: off."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tlt_hpc.config import DrafterSection, LossKind
+from tlt_hpc.config import LossKind
 from tlt_hpc.drafting.packing import PackedBatch
 from tlt_hpc.models.documents import PathAttention
 from tlt_hpc.models.drafter import Drafter
@@ -36,14 +36,6 @@ class LossSettings:
     num_steps: int = 1
     decay: float = 0.8
     """Weight of each step relative to the one before (EAGLE-3: 0.8)."""
-
-    @classmethod
-    def of(cls, section: DrafterSection) -> LossSettings:
-        """As a run configures it."""
-        return cls(
-            section.loss_kind,
-            num_steps=section.num_unrolled,
-        )
 
 
 def drafter_loss(
@@ -75,19 +67,15 @@ def _unroll(drafter: Drafter, batch: PackedBatch, embedding: Tensor, num_steps: 
     states = states[pairs]
     yield states, pairs
     for _ in range(num_steps - 1):
-        kept = _inside(batch.documents, pairs).nonzero().flatten()
+        following = (pairs + 1).clamp(max=batch.num_tokens - 1)
+        is_inside = (batch.documents[following] == batch.documents[pairs]) & (pairs + 1 < batch.num_tokens)
+        kept = is_inside.nonzero().flatten()
         path.keep(kept)
         pairs = pairs[kept] + 1
         if not len(pairs):
             return
         states = drafter(embedded[pairs], states[kept], batch.positions[pairs], path.next_step)
         yield states, pairs
-
-
-def _inside(documents: Tensor, pairs: Tensor) -> Tensor:
-    """Whether the pair after each of these [S] is of the same document."""
-    after = (pairs + 1).clamp(max=len(documents) - 1)
-    return (documents[after] == documents[pairs]) & (pairs + 1 < len(documents))
 
 
 def _step_loss(drafter: Drafter, states: Tensor, wanted: Tensor, head: Tensor, settings: LossSettings) -> Tensor:

@@ -1,6 +1,6 @@
-"""The order in which a warm-up trains on documents, and what becomes of them on the way to the loss. Pure.
+"""The order in which a warm-up trains on documents, how each batch is sharded and cut, and the learning rate.
 
-Every document comes once before any comes twice: a tail draws what is at hand, a warm-up has all before it.
+Every document is used once before any is used twice.
 """
 
 from __future__ import annotations
@@ -8,13 +8,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from heapq import heapreplace
 from itertools import count
 
-import torch
-
-from tlt_hpc.drafting.packing import Excerpt, PackedBatch
+from tlt_hpc.drafting.packing import Excerpt
 from tlt_hpc.storage.feature_file import Document
 
 
@@ -76,17 +73,6 @@ def _windows(document: Document, most_pairs: int) -> Iterator[Excerpt]:
         size = min(most_pairs, num_pairs - start)
         if start + size - 1 + 2 >= document.prompt_length:
             yield Excerpt(document, start, size)
-
-
-def with_noise(batch: PackedBatch, width: float, generator: torch.Generator) -> PackedBatch:
-    """The batch with uniform noise in +- ``width`` / 2 on what the drafter reads, not on what it is to hit.
-
-    Against the errors of features that the drafter itself predicted. Source: EAGLE (arXiv 2401.15077) section 4.
-    """
-    if width == 0.0:
-        return batch
-    noise = torch.rand(batch.features.shape, generator=generator).to(batch.features)
-    return replace(batch, features=batch.features + (noise - 0.5) * width)
 
 
 def learning_rate(peak: float, update: int, progress: float, ramp_updates: int) -> float:

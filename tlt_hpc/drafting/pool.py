@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -97,7 +97,8 @@ class TrainingPool:
         drawn: list[Excerpt] = []
         taken: set[_Place] = set()
         room = num_tokens
-        for place in self._chosen(min(len(self._places), num_tokens)):
+        for _ in range(min(len(self._places), num_tokens)):
+            (place,) = self._random.choices(self._places, cum_weights=self._chances)
             if place in taken or place in self._damaged:
                 continue
             if min(place.num_pairs, num_tokens) > room:
@@ -112,10 +113,6 @@ class TrainingPool:
     def close(self) -> None:
         for reader in self._readers.values():
             reader.close()
-
-    def _chosen(self, count: int) -> Iterator[_Place]:
-        for _ in range(count):
-            yield self._random.choices(self._places, cum_weights=self._chances)[0]
 
     def _open_more(self) -> bool:
         """Open some files of the step before; whether there were any."""

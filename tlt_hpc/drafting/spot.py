@@ -47,11 +47,6 @@ _CPU_CHUNK, _CUDA_CHUNK = 2**16, 2**22
 """Values that are fingerprinted at once: what a cache holds, and what makes a launch worth its while."""
 
 
-def never() -> bool:
-    """Nothing ends the micro-step early."""
-    return False
-
-
 class _ReleasedError(Exception):
     """The rollout ended inside a micro-step."""
 
@@ -107,7 +102,7 @@ class SpotTrainer:
         self.learning_rate = settings.learning_rate
         self.is_trained = False
         """Whether the weights have ever learned anything; a random drafter is not worth asking."""
-        self._loss = LossSettings.of(settings)
+        self._loss = LossSettings(settings.loss_kind, num_steps=settings.num_unrolled)
         self._parameters = dict(self.drafter.named_parameters())
         self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self._parameters.items()}
         self._average = WeightAverage(
@@ -143,7 +138,7 @@ class SpotTrainer:
         if self.is_trained and not self._average.num_taken:
             self._average.take()  # a warm drafter's own weights are the first
 
-    def micro_step(self, is_over: Callable[[], bool] = never) -> bool:
+    def micro_step(self, is_over: Callable[[], bool] = lambda: False) -> bool:
         """One optimiser step within the time budget; False where there is nothing to train on.
 
         ``is_over`` is asked between packing, forward, backward and update: once it says so the micro-step is dropped
@@ -224,12 +219,12 @@ class SpotTrainer:
         has_learned = self._clip_and_step()
         if not has_learned:
             self.num_skipped += 1
-        if self.num_skipped == 1 and not has_learned:
-            logger.warning(
-                "rank %d: the gradient of a micro-step of the drafter is not finite; such micro-steps are skipped "
-                "(drafter/skipped_steps counts them)",
-                self._rank,
-            )
+            if self.num_skipped == 1:
+                logger.warning(
+                    "rank %d: the gradient of a micro-step of the drafter is not finite; such micro-steps are skipped "
+                    "(drafter/skipped_steps counts them)",
+                    self._rank,
+                )
         value = float(loss.detach())
         self._update_seconds = time.perf_counter() - start
         return value if has_learned else None
@@ -253,15 +248,11 @@ class SpotTrainer:
         """Bytes that training takes besides the engine, without activations; the merge's on the drafter's device."""
         weights = sum(parameter.nbytes for parameter in self._parameters.values())
         table = {"trained drafter": weights, "its moments": 2 * weights}
-        if not self._settings.train:
-            return table
-        copies = 1 if self._decoder.device.type == "cuda" else 2  # sent and received stand in host memory
-        return {
-            **table,
-            "its average": self._average.num_bytes,
-            "its gradients": weights,
-            "its merge": copies * 3 * weights,
-        }
+        if self._settings.train:
+            copies = 1 if self._decoder.device.type == "cuda" else 2  # sent and received stand in host memory
+            merge = copies * 3 * weights
+            table |= {"its average": self._average.num_bytes, "its gradients": weights, "its merge": merge}
+        return table
 
     # -- all ranks at once --------------------------------------------------------------------------------------
 
@@ -315,7 +306,7 @@ class SpotTrainer:
         """Take the weighted mean; unchanged where nobody trained. Asserts that every rank holds the same drafter.
 
         Raises:
-            UserError: on all ranks, if no rank has a finite drafter left.
+            UserError: on all ranks, if no rank that trained has a finite drafter.
         """
         assert self._pending is not None, "start_merge first"
         start = time.perf_counter()
@@ -329,14 +320,12 @@ class SpotTrainer:
             self._assign(summed[:-2].div_(total))
             self._average.take()
         elif num_dropped:
-            self._take_back(world)
-        if num_dropped and self._rank == 0:
-            logger.warning(
-                "drafter replicas of %d of %d ranks are not finite and have no part in the merge: %s",
-                num_dropped,
-                world.size,
-                "the others' mean is taken" if total > 0 else "the drafter stays as it was before this rollout",
+            raise UserError(
+                "no rank that trained the drafter has finite weights and moments: resume from the last checkpoint with "
+                f"a lower drafter.learning_rate than {self._settings.learning_rate:g}"
             )
+        if num_dropped and self._rank == 0:
+            logger.warning("drafters of %d of %d ranks are not finite: left out of the merge", num_dropped, world.size)
         fingerprint = self.fingerprint()
         reports = world.allgather((self.num_steps, fingerprint))
         assert len({found for _, found in reports}) == 1, f"drafters differ after the merge: {reports}"
@@ -344,39 +333,12 @@ class SpotTrainer:
         self.is_trained |= total > 0
         return MergeReport(int(total), self.num_steps, fingerprint, exposed, self._is_dropped)
 
-    def _take_back(self, world: SumOverRanks) -> None:
-        """Take up the drafter of the first rank that has it as it was before the rollout: finite, and not trained."""
-        is_kept = not self.records and not self._is_dropped
-        told = world.allgather((int(is_kept), "trained" if self.is_trained else ""))
-        source = next((rank for rank, (kept, _) in enumerate(told) if kept), None)
-        if source is None:
-            raise UserError(
-                "no rank has a drafter whose weights and moments are finite: resume from the last checkpoint with a "
-                f"lower drafter.learning_rate than {self._settings.learning_rate:g}"
-            )
-        flat = torch.cat([tensor.flatten() for tensor in self._state_tensors()])
-        if self._rank != source:
-            flat.zero_()
-        self._assign(torch.from_numpy(world.start_sum(flat.cpu().numpy()).wait()).to(self._decoder.device))
-        self.is_trained = told[source][1] == "trained"
-
-    def unmerged(self) -> MergeReport:
-        """The report of a step without a merge: the drafter is the same as before, on this rank as on the others."""
-        return MergeReport(0, self.num_steps, "", 0.0)
-
     def served(self) -> dict[str, Tensor]:
         """What the engine is to draft with, by parameter name: weights averaged over the last merges."""
         return {**self.drafter.state_dict(), **self._average.means()}
 
-    def sha256(self) -> str:
-        """Digest of weights, moments and averaged weights."""
-        digest = hashlib.sha256()
-        for tensor in self._all_tensors():
-            digest.update(tensor.detach().cpu().numpy().tobytes())
-        return digest.hexdigest()
-
     def fingerprint(self) -> str:
-        """Of the same bits, taken where they are: ``sha256`` would bring gigabytes to the host."""
+        """A digest of the bits of weights, moments and averaged weights, computed on their device."""
         sums = torch.stack([_bit_sum(tensor) for tensor in self._all_tensors()])
         return hashlib.sha256(sums.cpu().numpy().tobytes()).hexdigest()
 

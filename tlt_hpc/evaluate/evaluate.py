@@ -1,10 +1,15 @@
-"""Runs ``tlt evaluate``: every rank answers its share of the prompts, rank 0 counts. Can be killed and resumed."""
+"""Evaluates a policy: ``tlt evaluate``, and the same between two steps of a run. Can be killed and resumed.
+
+Every rank answers its share of the prompts, and rank 0 counts. Between steps it uses the run's engine and leaves it as
+it was, but for what only speed depends on. No key of a training response is used, so no training token changes.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,16 +23,15 @@ from tlt_hpc.cluster.watch.last import warn_of_last
 from tlt_hpc.common.files import LINES_BYTES, read_text
 from tlt_hpc.common.records import SampleKey
 from tlt_hpc.common.words import count
-from tlt_hpc.config import Config, ConfigError, UserError, check_replicas, to_toml
+from tlt_hpc.config import Config, UserError, check_replicas, to_toml
 from tlt_hpc.data.evaluation_sets import EvaluationSet, left_out, longest_prompt, longest_response
 from tlt_hpc.data.rows import digest_of
 from tlt_hpc.evaluate.answering import answer
+from tlt_hpc.evaluate.exam import Exam, open_exam, sampling_params
 from tlt_hpc.evaluate.figures import to_json
 from tlt_hpc.evaluate.folder import WEIGHTS, EvaluationFolder
-from tlt_hpc.evaluate.requests import Wanted, sampling_params, wanted_responses
-from tlt_hpc.evaluate.subject import Subject, config_for, load_weights, open_checkpoint
+from tlt_hpc.evaluate.subject import Subject, fingerprint_of, load_weights, open_checkpoint, step_folder
 from tlt_hpc.evaluate.tally import Results, tally
-from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter_file import TOKEN_IDS, initial_drafter, serving_drafter
 from tlt_hpc.models.folder import end_token_ids, find_model, load_tokenizer
 from tlt_hpc.models.once import read_all_once
@@ -40,23 +44,28 @@ from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.session import (
     CALIBRATION_RESPONSES,
+    Job,
     Session,
     open_bench,
     open_session,
 )
-from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import make_folder
 from tlt_hpc.storage.records import add_json_line, write_json
 
+logger = logging.getLogger(__name__)
+
+TESTING = "timing_s/testing"
+"""The figure that every evaluated step's line has, as verl calls it."""
+# of [reward]: what a verdict depends on
+_JUDGING = ("default", "by_source", "function", "tolerance", "format_tags", "cpu_seconds", "memory_mb")
+
 
 class EvaluationReporter(Protocol):
-    """Whoever shows an evaluation to its user; called on rank 0 alone."""
+    """Shows an evaluation to its user; called on rank 0 alone."""
 
     def started(self, name: str, folder: Path, num_responses: int, num_done: int, warning: str) -> None: ...
 
     def answering(self, roster: Roster) -> None: ...
-
-    def counting(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -80,10 +89,7 @@ class EvaluationResult:
         return self.results is not None
 
 
-def evaluation_config(config: Config, subject: Subject) -> Config:
-    """What ``evaluate`` takes: the job's with the subject's model, its answers judged without their form."""
-    found = config_for(config, subject)
-    return found.model_copy(update={"reward": without_form(found.reward)})
+# -- tlt evaluate -----------------------------------------------------------------------------------------------------
 
 
 @BEAT.within(Phase.EVALUATION)
@@ -93,44 +99,33 @@ def evaluate(config: Config, subject: Subject, world: World, reporter: Evaluatio
     Raises:
         ValueError: the user's mistake (configuration, checkpoint, data, a folder that holds another evaluation).
     """
-    bench = open_bench(config, world)
+    judge = open_bench(config, world)
     assets, sets = world.node_group.once(lambda: read_assets(config, world.size))
-    check_same_sets(sets, world)
+    exam = open_exam(config, sets, judge, world)
     subject, checkpoint = open_checkpoint(subject, world)
-    folder, wanted = EvaluationFolder(subject.folder(config)), wanted_responses(config, sets)
+    folder, start = EvaluationFolder(subject.folder(config)), time.perf_counter()
     with closing(open_session(config, world, assets)) as session:
-        fingerprint = load(session.decoder, subject, checkpoint, config.model.path, world)
-        facts = facts_of(config, sets, fingerprint)
-        done = claim(folder, facts, world)
-        num_missing = count_missing(wanted, done, world)
+        facts = facts_of(config, sets, load_weights(session.decoder, subject, checkpoint, config.model.path, world))
+        done = world.once(lambda: claim(folder, facts))
+        BEAT.folder = folder.status
+        num_missing, total = len(exam.missing(done)), len(exam.missing(()))
         if world.rank == 0:
-            total = sum(len(each.requests) for each in wanted)
             reporter.started(subject.name, folder.path, total, total - num_missing, left_out(sets))
-        start = time.perf_counter()
         if num_missing:
-            engine = make_engine(session, sets, checkpoint)
-            some = wanted[:: max(1, len(wanted) // CALIBRATION_RESPONSES)]
-            session.calibrate(engine, [each.requests[-1] for each in some])
+            engine = make_engine(session, exam, checkpoint)
             start = time.perf_counter()
-            if not answer(session, engine, bench, wanted, folder, done, reporter.answering):
-                left = world.once(lambda: len(missing_of(wanted, folder.read())))
-                made, reason = num_missing - left, world.first_stop_reason()
-                return EvaluationResult(subject.name, folder.path, made, left, None, reason)
+            if not answer(session, engine, exam, folder, done, reporter.answering):
+                num_left = world.once(lambda: len(exam.missing(folder.read())))
+                reason = world.first_stop_reason()
+                return EvaluationResult(subject.name, folder.path, num_missing - num_left, num_left, None, reason)
         seconds = time.perf_counter() - start
-
-    def count_results() -> Results:
-        reporter.counting()
-        responses = complete(folder, wanted)
-        results = tally(wanted, responses, bench, assets.tokenizer, config.evaluation.ks)
-        report(folder, subject.log(config), results, {"evaluated": subject.name, **facts}, subject.step)
-        return results
-
-    results = world.once(count_results)
+    named, log = {"evaluated": subject.name, **facts}, subject.log(config)
+    results = world.once(lambda: count_results(session, exam, folder, log, named, subject.step))
     return EvaluationResult(subject.name, folder.path, num_missing, 0, results, seconds=seconds)
 
 
-def make_engine(session: Session, sets: Sequence[EvaluationSet], checkpoint: Checkpoint | None) -> RolloutEngine:
-    """The engine with the evaluation's sampling, and the checkpoint's drafter or what ``drafter.init`` names.
+def make_engine(session: Session, exam: Exam, checkpoint: Checkpoint | None) -> RolloutEngine:
+    """The calibrated engine with the evaluation's sampling, and the checkpoint's drafter or that of ``drafter.init``.
 
     Without a drafter there is none of its strategies. Collective over the node, whose first rank reads.
 
@@ -145,28 +140,40 @@ def make_engine(session: Session, sets: Sequence[EvaluationSet], checkpoint: Che
         drafter = None if weights is None else serving_drafter(weights, session.decoder)
     settings = session.settings()
     strategies = tuple(s for s in settings.strategies if drafter is not None or not s.has_drafter)
-    params, longest = sampling_params(config), longest_prompt(sets)
+    params, longest = sampling_params(config), longest_prompt(exam.sets)
     settings = replace(settings, params=params, max_prompt_tokens=longest, strategies=strategies)
     engine = session.make_engine(settings, drafter)
     engine.keeps = session.keeps
     engine.drafter_ready = drafter is not None
+    some = exam.wanted[:: max(1, len(exam.wanted) // CALIBRATION_RESPONSES)]
+    session.calibrate(engine, [each.requests[-1] for each in some])
     return engine
 
 
-# of [reward]: what a verdict depends on
-_JUDGING = (
-    "default",
-    "by_source",
-    "function",
-    "tolerance",
-    "format_tags",
-    "cpu_seconds",
-    "memory_mb",
-)
+def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: ModelShape) -> dict[str, Tensor] | None:
+    if checkpoint is None or not checkpoint.names("drafter"):
+        return initial_drafter(config.drafter.init, config.drafter.form, shape)
+    if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
+        return None
+    names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
+    return {name: checkpoint.read("drafter", name) for name in names}
+
+
+def claim(folder: EvaluationFolder, facts: dict[str, object]) -> set[SampleKey]:
+    """Claim the folder for this start, on rank 0; the keys of the responses that are there.
+
+    Raises:
+        UserError: it is another evaluation's.
+    """
+    done = folder.claim(facts)
+    make_folder(folder.status)
+    claim_owner(folder.status, BEAT.start)
+    warn_of_last(folder.status, BEAT.start)
+    return done
 
 
 def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, tuple[EvaluationSet, ...]]:
-    """The light files of the model, and the data sets; ``config`` is ``config_for``'s.
+    """The light files of the model, and the data sets; ``config`` is ``evaluation_config``'s.
 
     Raises:
         ValueError: a file is missing or broken, or a limit is exceeded; nothing has been written.
@@ -180,22 +187,70 @@ def read_assets(config: Config, num_ranks: int) -> tuple[ModelAssets, tuple[Eval
     return ModelAssets(folder, shape, tokenizer, end_token_ids(folder, shape)), sets
 
 
-def check_same_sets(sets: Sequence[EvaluationSet], world: World) -> None:
-    """Refuse data sets that are not the same on all nodes: ranks would not agree on what is to be answered.
+def describe(config: Config, subject: Subject, sets: Sequence[EvaluationSet], shape: ModelShape, num_ranks: int) -> str:
+    """The plan in words, then the resolved configuration as TOML."""
+    evaluation = config.evaluation
+    named = ", ".join(f"{each.name} ({count(len(each.prompts), 'prompt')})" for each in sets)
+    sampled = f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}"
+    lines = [
+        f"evaluation  {subject.name} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
+        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
+        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
+        f"data        {named}",
+        f"answers     greedily and {sampled}, at most {count(longest_response(config), 'token')}",
+        f"speculation {config.speculation.mode}",
+    ]
+    return "\n".join([*lines, "", to_toml(config)])
 
-    Collective.
+
+# -- between two steps of a run ---------------------------------------------------------------------------------------
+
+
+def prepare(job: Job) -> Exam | None:
+    """Read the data sets once for the whole run; None where it does not evaluate. Collective.
 
     Raises:
-        ConfigError: on all ranks.
+        ValueError: a data set cannot be used, or is not the same on all nodes.
     """
-    seen = world.allgather((world.hostname, {each.name: each.prompts_digest() for each in sets}))
-    for rank, (hostname, marks) in enumerate(seen):
-        for name, mark in marks.items():
-            if mark != seen[0][1].get(name):
-                raise ConfigError(
-                    f"evaluation.sources: rank {rank} on {hostname} reads another {name!r} than rank 0 on "
-                    f"{seen[0][0]}; give all nodes the same files"
-                )
+    config = job.config
+    if not config.evaluation.every_steps:
+        return None
+    judge = open_bench(config.model_copy(update={"reward": without_form(config.reward)}), job.world)
+    folder, shape = find_model(config.model.path), job.engine.decoder.shape
+    sets = job.world.node_group.once(lambda: open_checked_sets(config, folder, shape, job.tokenizer))
+    exam = open_exam(config, sets, judge, job.world)
+    if job.world.rank == 0 and left_out(sets):
+        logger.warning("left out of the evaluation: %s", left_out(sets))
+    return exam
+
+
+@BEAT.within(Phase.EVALUATION)
+def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], None]) -> dict[str, float] | None:
+    """Judge the policy that the engine holds, after ``step`` steps; collective. None where a stop vote came first.
+
+    Returns on all ranks the figures under verl's names, with ``timing_s/testing``.
+    """
+    start = time.perf_counter()
+    folder, log = EvaluationFolder(step_folder(job.folder, step)), job.folder.path / "evaluations.jsonl"
+    fingerprint = fingerprint_of(job.policy.named_weights(), job.engine.decoder.shape.tied_head)
+    facts = facts_of(job.config, exam.sets, fingerprint)
+    # a run that steps were taken back from, or whose settings have changed, comes by the same step again
+    done = job.world.once(lambda: folder.claim(facts, replaces=True))
+    if exam.missing(done):
+        learned = job.engine.chooser.state()
+        job.engine.feature_sink = None  # the drafter learns from the policy's own rollouts
+        is_whole = answer(job, job.engine, exam, folder, done, shown, step)
+        # accept lengths at another temperature tell little about the next rollout's
+        job.engine.chooser.load_state(learned)
+        job.engine.take_counts()
+        if not is_whole:
+            return None
+    named = {"evaluated": f"{job.folder.path}, step {step}", **facts}
+    metrics = job.world.once(lambda: count_results(job, exam, folder, log, named, step).metrics)
+    return {**metrics, TESTING: job.world.broadcast(time.perf_counter() - start)}
+
+
+# -- both -------------------------------------------------------------------------------------------------------------
 
 
 def facts_of(config: Config, sets: Sequence[EvaluationSet], fingerprint: str) -> dict[str, object]:
@@ -217,80 +272,22 @@ def facts_of(config: Config, sets: Sequence[EvaluationSet], fingerprint: str) ->
     }
 
 
-def _drafter_weights(config: Config, checkpoint: Checkpoint | None, shape: ModelShape) -> dict[str, Tensor] | None:
-    if checkpoint is None or not checkpoint.names("drafter"):
-        return initial_drafter(config.drafter.init, config.drafter.form, shape)
-    if not int(checkpoint.read("drafter", "num_steps")) and config.drafter.init == "random":
-        return None
-    names = [n for n in checkpoint.names("drafter") if n.endswith(".weight") or n == TOKEN_IDS]
-    return {name: checkpoint.read("drafter", name) for name in names}
-
-
-def load(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, model: str, world: World) -> str:
-    """Give a decoder its part of the weights that are judged; returns their fingerprint. Collective.
+def count_results(
+    session: Session, exam: Exam, folder: EvaluationFolder, log: Path, facts: dict[str, Any], step: int | None
+) -> Results:
+    """The figures of all responses, also left in the folder and as a line of the log, once; on rank 0.
 
     Raises:
-        UserError: they are not those of the folder ``model``, by which it was made.
+        UserError: some responses cannot be read although they were written.
+        WriteError: no room or no permission.
     """
-    try:
-        return load_weights(decoder, subject, checkpoint, world)
-    except UserError:  # files that cannot be read: no matter of what they hold
-        raise
-    except ValueError as error:
-        raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
-
-
-def claim(folder: EvaluationFolder, facts: dict[str, object], world: World) -> set[SampleKey]:
-    """Have rank 0 claim the folder; the names of the responses that are there. Collective.
-
-    Raises:
-        UserError: on all ranks, where it is another evaluation's.
-    """
-
-    def claim_on_rank_0() -> set[SampleKey]:
-        folder.claim(facts)
-        make_folder(folder.status)
-        claim_owner(folder.status, BEAT.start)
-        warn_of_last(folder.status, BEAT.start)
-        return set(folder.read())
-
-    found = world.once(claim_on_rank_0)
-    BEAT.folder = folder.status
-    return found
-
-
-def missing_of(wanted: list[Wanted], done: Container[SampleKey]) -> list[SampleKey]:
-    """The responses that are not there yet."""
-    return [request.key for each in wanted for request in each.requests if request.key not in done]
-
-
-def count_missing(wanted: list[Wanted], done: Container[SampleKey], world: World) -> int:
-    """How many responses are not there yet, as rank 0 finds: what all ranks do next hangs on it. Collective."""
-    return world.once(lambda: len(missing_of(wanted, done)))
-
-
-def complete(folder: EvaluationFolder, wanted: list[Wanted]) -> dict[SampleKey, JudgedResponse]:
-    """All responses, read back.
-
-    Raises:
-        UserError: some cannot be read although they were written.
-    """
-    found = folder.read()
-    lacking = missing_of(wanted, found)
-    if lacking:
+    responses = folder.read()
+    if lacking := exam.missing(responses):
         raise UserError(
             f"{folder.path} lacks {count(len(lacking), 'response')} that were written: their files are damaged; "
             "start again, and they are generated again"
         )
-    return found
-
-
-def report(folder: EvaluationFolder, log: Path, results: Results, facts: dict[str, Any], step: int | None) -> None:
-    """Leave the results in the folder, and a line in the log where they are new.
-
-    Raises:
-        WriteError: no room or no permission.
-    """
+    results = tally(exam, responses, session.tokenizer, session.config.evaluation.ks)
     tree = {
         **facts,
         "responses": results.num_responses,
@@ -299,30 +296,9 @@ def report(folder: EvaluationFolder, log: Path, results: Results, facts: dict[st
         "not_judged": results.failures,
         "sets": {name: to_json(figures) for name, figures in results.figures.items()},
     }
+    write_json(folder.results, tree)
     steps = {} if step is None else {"num_steps": step}
     line = {"evaluated": facts["evaluated"], **steps, "folder": str(folder.path), **results.metrics}
-    text = json.dumps(tree, indent=1) + "\n"
-    is_new = not folder.results.exists() or folder.results.read_text(encoding="utf-8") != text
-    if is_new:
-        write_json(folder.results, tree)
-    logged = read_text(log, LINES_BYTES).splitlines() if log.exists() else []
-    if is_new or json.dumps(line) not in logged:  # a kill may have come between the two
+    if not log.exists() or json.dumps(line) not in read_text(log, LINES_BYTES).splitlines():
         add_json_line(log, line)
-
-
-def describe(config: Config, subject: Subject, sets: Sequence[EvaluationSet], shape: ModelShape, num_ranks: int) -> str:
-    """The plan in words, then the resolved configuration as TOML."""
-    evaluation = config.evaluation
-    named = ", ".join(f"{each.name} ({count(len(each.prompts), 'prompt')})" for each in sets)
-    each = ["greedily"]
-    if evaluation.samples:
-        each.append(f"{evaluation.samples} times at temperature {evaluation.temperature:g}, top-p {evaluation.top_p:g}")
-    lines = [
-        f"evaluation  {subject.name} on {count(num_ranks, 'rank')}, seed {evaluation.seed}",
-        f"model       {config.model.path}: {shape.family}, {shape.num_layers} layers of width {shape.hidden_size}, "
-        f"{shape.num_parameters / 1e6:.1f} M parameters, {config.model.dtype}",
-        f"data        {named}",
-        f"answers     {' and '.join(each)}, at most {count(longest_response(config), 'token')}",
-        f"speculation {config.speculation.mode}",
-    ]
-    return "\n".join([*lines, "", to_toml(config)])
+    return results

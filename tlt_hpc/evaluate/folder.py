@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from tlt_hpc.storage.records import write_json
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
-Facts = Mapping[str, Any]
 
 
 class EvaluationFolder:
@@ -46,32 +46,35 @@ class EvaluationFolder:
 
     @property
     def status(self) -> Path:
-        """What each rank is at, or was at when it ended."""
+        """What each rank does, or did when it ended."""
         return self.path / "status"
 
-    def claim(self, facts: Facts) -> None:
-        """Keep what the responses depend on, or hold it against what is there; data sets may be added.
+    def claim(self, facts: Mapping[str, Any], replaces: bool = False) -> set[SampleKey]:
+        """Save what the responses depend on, or compare it with what is there; data sets may be added.
+
+        Returns the keys of the responses that are there.
+
+        Args:
+            replaces: delete an evaluation that depended on other facts, with a warning, instead of refusing it.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: they differ, or the file is damaged.
             WriteError: no room or no permission.
         """
-        old = self.read_facts()
-        changed = changed_facts(old, facts)
-        if changed:
-            name, before, now = changed
-            raise ConfigError(
-                f"{self.path} holds an evaluation with {name} = {before!r}, now {now!r}; use what it was, or "
-                "give another folder with --output"
-            )
+        old = self._read_facts()
+        plain = json.loads(json.dumps(facts))
+        changed = next((name for name in plain if name in old and old[name] != plain[name]), None)
+        if changed is not None:
+            found = f"{self.path} holds an evaluation with {changed} = {old[changed]!r}, now {plain[changed]!r}"
+            if not replaces:
+                raise ConfigError(f"{found}; use what it was, or give another folder with --output")
+            logger.warning("%s: evaluated again", found)
+            shutil.rmtree(self.path)
+            old = {}
         write_json(self.facts, {**old, **facts})
+        return set(self.read())
 
-    def read_facts(self) -> dict[str, Any]:
-        """What the responses that are there depend on; nothing where there are none.
-
-        Raises:
-            ConfigError: the file is damaged.
-        """
+    def _read_facts(self) -> dict[str, Any]:
         try:
             return read_json(self.facts, dict[str, Any])
         except FileNotFoundError:
@@ -80,14 +83,6 @@ class EvaluationFolder:
             raise ConfigError(f"{self.facts} is damaged; delete {self.path} to evaluate again") from None
         except OSError as error:
             raise ConfigError(told(error)) from None
-
-    def set_aside(self) -> Path:
-        """Give the folder another name, under which nothing looks for it; returns that."""
-        number = 1
-        while (other := self.path.with_name(f"{self.path.name}-replaced-{number}")).exists():
-            number += 1
-        self.path.rename(other)
-        return other
 
     def next_number(self) -> int:
         """The first number that no file of responses has."""
@@ -115,10 +110,3 @@ class EvaluationFolder:
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.responses.glob("*.h5") if path.stem.isdecimal())
-
-
-def changed_facts(old: Facts, new: Facts) -> tuple[str, Any, Any] | None:
-    """The first fact of both that differs, with both values."""
-    plain = json.loads(json.dumps(new))
-    differing = (name for name in plain if name in old and old[name] != plain[name])
-    return next(((name, old[name], plain[name]) for name in differing), None)

@@ -22,6 +22,7 @@ from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.folder import find_model, folder_readers
 from tlt_hpc.models.once import ReadCut, readers_once
 from tlt_hpc.mpi.world import World
+from tlt_hpc.rewards.scorer import without_form
 from tlt_hpc.storage.folder import RunFolder, no_run
 
 FOLDER = "evaluation"
@@ -72,16 +73,11 @@ def find_subject(place: str, step: int | None = None, out: Path | None = None) -
     A checkpoint is not opened yet.
 
     Raises:
-        UserError: nothing of the kind is there.
+        UserError: nothing of the kind is there, or ``out`` holds something else.
     """
-    if out is not None:
-        _check_out(out)
+    if out is not None and (out.is_file() or (out / "config.toml").exists()):
+        raise UserError(f"--output {out} is a file, or the folder of a run; give a folder of its own")
     path = Path(place)
-    if path.parent.name == "checkpoints" and path.name.removeprefix("step-").isdecimal():
-        own = int(path.name.removeprefix("step-"))
-        if step not in (None, own):
-            raise UserError(f"--step {step}, but {place} is the checkpoint of step {own}; give one")
-        return Subject(str(path.parent.parent), RunFolder(path.parent.parent), own, out)
     if (path / "config.toml").is_file():
         return Subject(str(path), RunFolder(path), step, out)
     if step is not None:
@@ -94,15 +90,8 @@ def find_subject(place: str, step: int | None = None, out: Path | None = None) -
     return Subject(place, None, None, out)
 
 
-def _check_out(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--output {out} is a file; give a folder")
-    if found := [name for name in ("config.toml", "config.json") if (out / name).exists()]:
-        raise UserError(f"--output {out} has {found[0]!r} in it, so a run or a model; give a folder of its own")
-
-
-def config_for(config: Config, subject: Subject) -> Config:
-    """The job's configuration with the model that is evaluated, and room for the evaluation's responses."""
+def evaluation_config(config: Config, subject: Subject) -> Config:
+    """The job's configuration with the subject's model, room for the responses, and no reward for their form."""
     path = config.model.path if subject.run is not None else subject.place
     if subject.run is not None:
         theirs = load_saved_config(subject.run.config).model.path
@@ -110,6 +99,7 @@ def config_for(config: Config, subject: Subject) -> Config:
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": path}),
+            "reward": without_form(config.reward),
             "rollout": config.rollout.model_copy(
                 update={"max_new_tokens": longest_response(config), "min_new_tokens": 0, "top_k": 0, "min_p": 0.0}
             ),
@@ -125,26 +115,21 @@ def open_checkpoint(subject: Subject, world: World) -> tuple[Subject, Checkpoint
     """
     if subject.run is None:
         return subject, None
-    found = world.once(partial(_find, subject.run, subject.step))
+    store = CheckpointStore(subject.run.checkpoints, keep=1)
+    found = world.once(lambda: store.newest() if subject.step is None else store.at(subject.step))
+    if found is None:
+        raise UserError(f"{subject.run.path} has no checkpoint yet; train on until it has saved one")
     return replace(subject, step=found.step), found
 
 
-def _find(run: RunFolder, step: int | None) -> Checkpoint:
-    store = CheckpointStore(run.checkpoints, keep=1)
-    found = store.newest() if step is None else store.at(step)
-    if found is None:
-        raise UserError(f"{run.path} has no checkpoint yet; train on until it has saved one")
-    return found
-
-
-def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, world: World) -> str:
+def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | None, model: str, world: World) -> str:
     """Have the decoder read its part of each of the policy's weights; returns their fingerprint. Collective.
 
     The first rank of each node reads. A rank that is alone on its node reads some weights whole, one at a time, for
     the fingerprint, which must not depend on how many ranks have a part of each.
 
     Raises:
-        ValueError: they are not those of the decoder's shape.
+        UserError: they cannot be read, or are not those of the folder ``model``, by which the decoder was made.
     """
     samples, cuts = dict[str, str](), decoder.weight_cuts()
 
@@ -159,7 +144,12 @@ def load_weights(decoder: Decoder, subject: Subject, checkpoint: Checkpoint | No
             samples[name] = _sampled(whole)
             yield name, whole[cut.slices]
 
-    decoder.load(parts(), 0, are_cut=True)
+    try:
+        decoder.load(parts(), 0, are_cut=True)
+    except UserError:  # files that cannot be read, whatever they hold
+        raise
+    except ValueError as error:
+        raise UserError(f"{subject.name} does not fit model.path = {model!r}: {error}") from None
     every = {name: sample for own in world.allgather(samples) for name, sample in own.items()}
     return _digest(every, decoder.shape.tied_head)
 

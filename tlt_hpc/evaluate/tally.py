@@ -1,21 +1,32 @@
-"""From judged responses to figures: every data set's, and those of the sources within it. Reads no file."""
+"""From judged responses to figures: every data set's, and those of the sources within it. Reads no file.
+
+For the majority, correct responses are one answer whatever their words. Wrong ones are told apart by what they say:
+boxes to the letter, numbers within the tolerance, letters, and mathematics by math-verify. For code, forms and
+functions it is undecidable.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from tokenizers import Tokenizer
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.evaluate.figures import PromptAnswers, SetFigures, figures_of, is_right, metrics_of
-from tlt_hpc.evaluate.requests import Wanted
-from tlt_hpc.evaluate.votes import VOTING_KINDS, Ballot, Pair, count_votes
+from tlt_hpc.config import RewardSection
+from tlt_hpc.evaluate.exam import Exam
+from tlt_hpc.evaluate.figures import RIGHT, PromptAnswers, SetFigures, figures_of, is_right, metrics_of
 from tlt_hpc.rewards.answer import Answer
 from tlt_hpc.rewards.judge import SAME_MATH
 from tlt_hpc.rewards.scorer import Judge
+from tlt_hpc.rewards.text import BOX, TAIL_CHARACTERS, boxed_answer, last_box, letter_of, number_of
+from tlt_hpc.session import text_of
 from tlt_hpc.storage.evaluation_log import JudgedResponse
+
+Compare = Callable[[Sequence[str], str], Sequence[bool | None]]
+"""Whether each of several answers equals another one; None for one that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -40,26 +51,23 @@ class Results:
 
 
 def tally(
-    wanted: Sequence[Wanted],
-    responses: Mapping[SampleKey, JudgedResponse],
-    bench: Judge,
-    tokenizer: Tokenizer,
-    ks: Sequence[int],
+    exam: Exam, responses: Mapping[SampleKey, JudgedResponse], tokenizer: Tokenizer, ks: Sequence[int]
 ) -> Results:
-    """The figures of the wanted responses, all of which are there.
+    """The figures of the exam's responses, all of which are there.
 
     Raises:
         UserError: the server of rewards cannot be started again.
     """
-    own = [[responses[request.key] for request in each.requests] for each in wanted]
-    votes = votes_of(wanted, own, bench, tokenizer)
     groups: dict[str, list[PromptAnswers]] = {}
-    for each, judged, vote in zip(wanted, own, votes, strict=True):
-        name, answers = each.of_set.name, PromptAnswers(judged, vote)
+    for each in exam.wanted:
+        own = [responses[request.key] for request in each.requests]
+        texts = [text_of(tokenizer, response.tokens) for response in own]
+        votes = votes_of(exam.judge, exam.judge.kind_of(each.prompt), texts, list(map(is_right, own)))
+        name, answers = each.of_set.name, PromptAnswers(own, votes)
         groups.setdefault(name, []).append(answers)
         if len({prompt.source for prompt in each.of_set.prompts}) > 1:
             groups.setdefault(f"{name}/{each.prompt.source}", []).append(answers)
-    everything = [response for each in own for response in each]
+    everything = [responses[request.key] for each in exam.wanted for request in each.requests]
     num_tokens = sum(len(response.tokens) for response in everything)
     return Results(
         figures={name: figures_of(prompts, ks) for name, prompts in groups.items()},
@@ -70,23 +78,68 @@ def tally(
     )
 
 
-def votes_of(
-    wanted: Sequence[Wanted], responses: Sequence[Sequence[JudgedResponse]], bench: Judge, tokenizer: Tokenizer
-) -> list[list[int | None] | None]:
-    """Which responses to each prompt answer alike; None where its kind of reward cannot tell."""
-    ballots: list[Ballot | None] = []
-    for each, own in zip(wanted, responses, strict=True):
-        kind = bench.kind_of(each.prompt)
-        texts = [tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True) for response in own]
-        rights = list(map(is_right, own))
-        ballots.append(Ballot(kind, texts, rights, bench.settings) if kind in VOTING_KINDS else None)
-    count_votes([ballot for ballot in ballots if ballot is not None], lambda pairs: same_math(bench, pairs))
-    return [None if ballot is None else ballot.votes for ballot in ballots]
+def votes_of(judge: Judge, kind: str, texts: Sequence[str], rights: Sequence[bool]) -> list[int | None] | None:
+    """Which answer each response to a prompt gives, by number, None: none. None as a whole if it is undecidable."""
+    match kind:
+        case "boxed" | "choice":
+            compare: Compare = _equal
+        case "numeric":
+            compare = _near(judge.settings)
+        case "math":
+            compare = _same_math(judge)
+        case _:
+            return None
+    wrong = {text: answer_of(kind, text) for text, is_right in zip(texts, rights, strict=True) if not is_right}
+    numbers = number_answers({answer for answer in wrong.values() if answer is not None}, compare)
+    return [RIGHT if is_right else numbers.get(wrong[text] or "") for text, is_right in zip(texts, rights, strict=True)]
 
 
-def same_math(bench: Judge, pairs: Sequence[Pair]) -> list[bool | None]:
-    """Whether both of each pair answer alike, by the server of rewards; None where the first gives no answer."""
-    assert bench.client is not None, "answers of mathematics have a server"
-    numbers = [bench.client.submit(Answer(SAME_MATH, "", text, other)) for text, other in pairs]
-    verdicts = bench.client.wait(numbers)
-    return [None if verdicts[n].failure else verdicts[n].reward >= 1.0 for n in numbers]
+def number_answers(answers: set[str], compare: Compare) -> dict[str, int]:
+    """Numbers from 1, the same for answers that are equal to the first of theirs; unreadable ones have none."""
+    left, numbers, number = sorted(answers), dict[str, int](), RIGHT
+    while left:
+        number += 1
+        verdicts = dict(zip(left, compare(left, left[0]), strict=True))
+        if verdicts[left[0]] is not None:
+            verdicts[left[0]] = True  # even one that does not equal itself is an answer
+        numbers |= {answer: number for answer, is_same in verdicts.items() if is_same}
+        left = [answer for answer, is_same in verdicts.items() if is_same is False]
+    return numbers
+
+
+def answer_of(kind: str, text: str) -> str | None:
+    """What a response says as its answer; None if it gives none. Mathematics is left to be parsed."""
+    if kind == "boxed":
+        return boxed_answer(text)
+    if kind == "numeric":
+        number = number_of(text)
+        return None if number is None else str(number)
+    if kind == "choice":
+        return letter_of(text)
+    box = last_box(text)
+    return text[-TAIL_CHARACTERS:] if box is None else f"{BOX}{box}}}"
+
+
+def _equal(answers: Sequence[str], other: str) -> list[bool | None]:
+    return [answer == other for answer in answers]
+
+
+def _near(settings: RewardSection) -> Compare:
+    def compare(answers: Sequence[str], other: str) -> list[bool | None]:
+        room = Fraction(settings.tolerance) * max(Fraction(1), abs(Fraction(other)))
+        return [abs(Fraction(answer) - Fraction(other)) <= room for answer in answers]
+
+    return compare
+
+
+def _same_math(judge: Judge) -> Compare:
+    """By the server of rewards."""
+    client = judge.client
+    assert client is not None, "answers of mathematics have a server"
+
+    def compare(answers: Sequence[str], other: str) -> list[bool | None]:
+        numbers = [client.submit(Answer(SAME_MATH, "", answer, other)) for answer in answers]
+        verdicts = client.wait(numbers)
+        return [None if verdicts[n].failure else verdicts[n].reward >= 1.0 for n in numbers]
+
+    return compare

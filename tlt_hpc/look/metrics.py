@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tlt_hpc.common.records import FinishReason, RolloutTiming
-from tlt_hpc.drafting.schedule import DraftCounts
+from tlt_hpc.drafting.acceptance import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.look.energy import PREFIX as ENERGY
 from tlt_hpc.mpi.world import World
@@ -120,7 +120,7 @@ def _own_drafts(counts: DraftCounts) -> dict[str, float]:
     """Quality of the learned drafter's own drafts, from counts over all ranks."""
     return {
         "drafter/own_accept_length": counts.accept_length,
-        "drafter/own_first_draft_share": counts.first_draft_share,
+        "drafter/own_first_draft_share": counts.accepted[0] / max(counts.reached[0], 1.0),
         "drafter/own_sequences": counts.num_sequences,
     }
 

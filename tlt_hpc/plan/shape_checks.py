@@ -34,8 +34,3 @@ def check_strategies(config: Config) -> None:
             f"speculation.strategies = {list(names)} leaves nothing to try in speculation.mode = {mode!r}; "
             "add e.g. 'ngram-4' or use mode 'full'"
         )
-    if mode == "full" and config.drafter.schedule == "falling" and not any(arm.has_drafter for arm in arms):
-        raise ConfigError(
-            "drafter.schedule = 'falling' judges the learned drafter's rounds, and speculation.strategies = "
-            f"{list(names)} has none of them; add e.g. 'drafter-4' or use drafter.schedule = 'always'"
-        )

@@ -22,8 +22,7 @@ from tlt_hpc.cluster.watch.beat import BEAT, Phase
 from tlt_hpc.common.records import Rollout, SampleKey, Stream
 from tlt_hpc.config import UserError
 from tlt_hpc.look.metrics import PROBS_DIFF, SCORE, TRAINED_TOKENS, mean_of
-from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.rl.gather import gather
+from tlt_hpc.rl.draws import StepDraws, gather
 from tlt_hpc.rl.policy import PolicyStats
 from tlt_hpc.rl.update import update_policy
 from tlt_hpc.session import Job

@@ -32,8 +32,7 @@ def reserve_copy(job: Job) -> None:
     """Take the host memory for copies of this rank's state before the first step; collective."""
     pinned = job.engine.decoder.device.type == "cuda"
     drafter_bytes = sum(piece.num_bytes for _, piece in drafter_shard(job, job.drafting)) if job.drafting else 0
-    num_bytes = job.policy.num_shard_bytes + job.policy.num_reference_bytes + drafter_bytes
-    job.checkpoints.reserve(job.world, num_bytes, pinned)
+    job.checkpoints.reserve(job.world, job.policy.num_shard_bytes + drafter_bytes, pinned)
     if job.drafting and job.config.drafter.train:
         job.drafting.checkpoints.reserve(job.world, drafter_bytes, pinned)
 
@@ -68,7 +67,7 @@ def save_checkpoint(job: Job, step: int, saved: int) -> int:
 def begin_save(job: Job, step: int) -> None:
     """Copy what the next step needs, and begin to write it; collective, while nothing else is being saved."""
     agree_on_owner(job.world, job.folder.status, BEAT.start)
-    shards: dict[str, Shard] = {"policy": job.policy.state_shard(), "reference": job.policy.reference_shard()}
+    shards: dict[str, Shard] = {"policy": job.policy.state_shard()}
     if job.drafting:
         shards["drafter"] = drafter_shard(job, job.drafting)
     state = {
@@ -177,12 +176,10 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
         saved = checkpoint.step
         node = job.world.node_group
 
-        def read(part: str, name: str) -> Tensor:
-            return read_once(node, partial(checkpoint.read, part, name))
+        def read(name: str) -> Tensor:
+            return read_once(node, partial(checkpoint.read, "policy", name))
 
-        job.policy.load_state(partial(read, "policy"), checkpoint.state["optimizer_steps"])
-        if checkpoint.names("reference"):  # else it is still the model that the run began with
-            job.policy.load_reference(partial(read, "reference"))
+        job.policy.load_state(read, checkpoint.state["optimizer_steps"])
         if job.drafting:
             job.drafting.load(checkpoint, node)
     step, alone = replay(job, saved, shown) if job.config.checkpoint.replay else (saved, None)

@@ -12,11 +12,11 @@ from tlt_hpc.rl.loss import LARGEST_LOG_RATIO
 
 
 def correction_weights(
-    correction: Correction, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, rows: torch.Tensor
+    correction: Correction, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the tokens' losses are multiplied with, and as bool where a bound took effect; both [T], without gradient.
 
-    With w = pi_old / pi_rollout, of the token, or of its whole response where the correction is one of sequences:
+    With w = pi_old / pi_rollout of the token:
 
     - ``tis``: min(w, high), truncated importance sampling ("Your Efficient RL Framework Secretly Brings You Off-Policy
       RL Training", Yao et al. 2025; Ionides 2008).
@@ -26,27 +26,15 @@ def correction_weights(
     Args:
         old_log_probs: of the policy that the update began with, by the trainer.
         rollout_log_probs: of the same tokens, as the rollout engine recorded them.
-        rows: the response that each token is of, int64; all tokens of a response, standing together.
     """
     if correction.name == "none":
         return torch.ones_like(old_log_probs), torch.zeros_like(old_log_probs, dtype=torch.bool)
     difference = (old_log_probs - rollout_log_probs).detach()
-    if correction.of_sequences:
-        difference = _sum_by_row(difference, rows)
     ratio = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     outside = (ratio < correction.low) | (ratio > correction.high)
-    if correction.truncates:
+    if correction.name == "tis":
         return ratio.clamp(correction.low, correction.high), outside
     return ratio.masked_fill(outside, 0.0), outside
-
-
-def _sum_by_row(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Each token's row's sum, [T]; a row's tokens stand together."""
-    if not rows.numel():
-        return values
-    counts = rows.unique_consecutive(return_counts=True)[1]  # type: ignore[no-untyped-call]
-    sums = torch.segment_reduce(values, "sum", lengths=counts)  # in one order on every device
-    return sums.repeat_interleave(counts)
 
 
 def mismatch_terms(
@@ -70,24 +58,20 @@ def mismatch_terms(
 LARGEST_K3 = {"float32": 1e-6, "bfloat16": 1e-2}
 """Distances between engine and trainer that rounding alone does not explain. In float32 it gives 1e-12 and less; for
 bfloat16 the field reports 1e-4 to 1e-3 (verl's guide to rollout correction calls 1e-3 healthy)."""
-TOLD_EVERY = 10
-"""Steps from one warning to the next."""
 
 
 class MismatchWatch:
-    """Warns that rollout and trainer disagree: at the first step at which they do, and at most every tenth step."""
+    """Warns once in a start that rollout and trainer give different probabilities."""
 
     def __init__(self, dtype: str, corrected: bool) -> None:
         """``dtype``: ``model.dtype``; ``corrected``: whether a rollout correction is on."""
-        self._dtype, self._corrected = dtype, corrected
-        self._num_silent = TOLD_EVERY
+        self._dtype, self._corrected, self._has_warned = dtype, corrected, False
 
     def look(self, probs_diff: float, k3: float) -> str:
         """The warning for a step with these distances, token means over all ranks; empty if there is none."""
-        self._num_silent += 1
-        if self._num_silent < TOLD_EVERY or not k3 > LARGEST_K3[self._dtype]:
+        if self._has_warned or not k3 > LARGEST_K3[self._dtype]:
             return ""
-        self._num_silent = 0
+        self._has_warned = True
         found = f"rollout and trainer give different probabilities: mean difference {probs_diff:.3g}, k3 {k3:.3g}"
         if self._dtype == "float32":
             return (

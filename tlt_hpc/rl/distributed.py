@@ -27,15 +27,14 @@ LOOPBACK = "127.0.0.1"
 
 
 @BEAT.within(Phase.CONNECTING)
-def join_process_group(world: World, device_type: Literal["cpu", "cuda"] | None = None) -> None:
+def join_process_group(world: World, device_type: Literal["cpu", "cuda"]) -> None:
     """Make the process group of all ranks, of the backend that ``choose_backend`` gives; collective.
 
-    Does nothing where this process has joined already. Without ``device_type``: ``cuda`` where there is a GPU.
+    Does nothing where this process has joined already.
     """
     if torch.distributed.is_initialized():
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size)
         return
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     _choose_device(world.local_rank, device_type)
     backend = choose_backend(world.allgather((world.hostname, _gpu_id() if device_type == "cuda" else None)))
     if backend == "gloo" and device_type == "cuda" and world.rank == 0:

@@ -1,9 +1,13 @@
-"""What a step has generated: its own prompts, then those of refills, under their keys; and which of them it trains on.
+"""What a step generates and what it trains on: its own prompts, then those of refills (dynamic sampling).
 
-Pure functions of configuration, data and scores, for a step that is generated and for one taken up from the log.
+Dynamic sampling replaces groups whose scores are all equal (DAPO, 2503.14476, section 3.2). All of it depends on
+configuration, data and scores alone, so a step that is repeated from the log draws, keeps and leaves out the same.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +15,10 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import Prompt, Request, Rollout, SampleKey, Stream
 from tlt_hpc.config import Config
 from tlt_hpc.data.prompts import PromptSource
-from tlt_hpc.rl.dynamic import chosen, informative, refill_size
+from tlt_hpc.mpi.world import World
+
+LEAST_SHARE = 0.125
+"""Smallest share of informative groups that is assumed, so that a step of zero-variance groups draws no more."""
 
 
 class StepDraws:
@@ -72,3 +79,46 @@ def trained_on(config: Config, scores: NDArray[np.float32]) -> NDArray[np.int64]
     size = config.rollout.group_size
     groups = chosen(informative(scores, size), config.rollout.prompts_per_step)
     return (groups[:, None] * size + np.arange(size)).reshape(-1)
+
+
+def informative(scores: NDArray[np.float32], group_size: int) -> NDArray[np.bool_]:
+    """Which groups' scores are not all equal, so that their advantages are not all 0; [N / group_size].
+
+    Args:
+        scores: [N], group by group.
+    """
+    groups = scores.reshape(-1, group_size)
+    return np.asarray((groups != groups[:, :1]).any(axis=1))
+
+
+def refill_size(is_informative: NDArray[np.bool_], wanted: int) -> int:
+    """How many more groups to draw so that ``wanted`` are informative, by the share so far; 0 if there are enough.
+
+    At most ``wanted``: a refill is no larger than a step's own rollout.
+    """
+    missing = wanted - int(is_informative.sum())
+    if missing <= 0:
+        return 0
+    share = max(float(is_informative.mean()), LEAST_SHARE)
+    return min(wanted, math.ceil(missing / share))
+
+
+def chosen(is_informative: NDArray[np.bool_], wanted: int) -> NDArray[np.int64]:
+    """The groups to train on, [wanted], in the order in which they were drawn.
+
+    The first informative ones; if they are too few, the first of the others, as without dynamic sampling.
+    """
+    order = np.concatenate([np.flatnonzero(is_informative), np.flatnonzero(~is_informative)])
+    return np.sort(order[:wanted])
+
+
+def gather(
+    world: World, rollouts: Sequence[Rollout], rewards: NDArray[np.float32]
+) -> tuple[list[Rollout], NDArray[np.float32]]:
+    """All ranks' rollouts and their rewards [N] float32, ordered by key; collective.
+
+    What the update reads does not depend on which rank had a response, or finished first.
+    """
+    ranks = world.allgather(list(zip(rollouts, rewards, strict=True)))
+    pairs = sorted((pair for rank in ranks for pair in rank), key=lambda pair: pair[0].key)
+    return [rollout for rollout, _ in pairs], np.array([reward for _, reward in pairs], dtype=np.float32)

@@ -81,7 +81,8 @@ def start_frozen_engine(model: torch.nn.Module, config: Config, num_ranks: int) 
     _partition(model, settings)
     engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
     lengthen_timeouts(engine.data_parallel_group)
-    return engine.eval()
+    engine.eval()
+    return engine
 
 
 def _partition(model: torch.nn.Module, settings: dict[str, Any]) -> None:

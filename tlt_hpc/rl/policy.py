@@ -26,9 +26,8 @@ from tlt_hpc.rl.aggregation import token_weights
 from tlt_hpc.rl.batches import Indices, pack, plan_updates
 from tlt_hpc.rl.correction import correction_weights, mismatch_terms
 from tlt_hpc.rl.distributed import join_sequence_group
-from tlt_hpc.rl.engine import start_engine
+from tlt_hpc.rl.engine import start_engine, start_frozen_engine
 from tlt_hpc.rl.loss import kl_estimate, policy_loss
-from tlt_hpc.rl.reference import Reference
 
 if TYPE_CHECKING:
     from tlt_hpc.mpi.world import World
@@ -133,11 +132,6 @@ class _Sums:
         return total
 
 
-def _mismatch(totals: _Sums, num_tokens: int) -> RolloutMismatch:
-    probs_diff, k1, k3, weight, outside = (totals.sums[5:] / num_tokens).tolist()
-    return RolloutMismatch(probs_diff, totals.largest, k1, k3, weight, outside)
-
-
 class Policy:
     """The model that is trained, sharded by ZeRO over all ranks of a process group that has been joined before.
 
@@ -173,7 +167,7 @@ class Policy:
         self._sequence = join_sequence_group(world, config.optimizer.sequence_parallel)
         self.engine = start_engine(PolicyModel(model, repeats_layers, self._sequence), config, world.size)
         self._recipe = config.algorithm.recipe
-        self._reference = None if reference is None else Reference(reference(), config, world, self._sequence)
+        self._reference = None if reference is None else self._start_reference(reference())
         self._num_steps = 0
         self._has_state = False
 
@@ -207,7 +201,6 @@ class Policy:
         for batches, old_log_probs in zip(own, old, strict=True):
             self._accumulate(batches, old_log_probs, sums)
             norms.append(self._step())
-        self._renew_reference()
         seconds = (updating - started, time.perf_counter() - updating)
         num_tokens = sum(rollout.response_tokens.size for rollout in rollouts)
         totals = sums.over_ranks(self._world, self._config.optimizer.sequence_parallel)
@@ -226,42 +219,10 @@ class Policy:
         sums, nothing = np.zeros(len(rollouts)), np.zeros(len(rollouts))
         for indices in plan[self._share]:
             batch = self._load_batch(rollouts, nothing, nothing, indices)
-            log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference.model, batch)
+            log_probs, reference = self._log_probs(self.engine, batch), self._log_probs(self._reference, batch)
             kl = kl_estimate(self._config.algorithm.kl_estimator, log_probs, reference)
             np.add.at(sums, np.array(indices, np.int64)[batch.rows.cpu().numpy()], kl.double().cpu().numpy())
         return self._world.sum(sums / self._config.optimizer.sequence_parallel)  # its ranks have the same
-
-    def reference_shard(self) -> Iterator[tuple[str, Piece]]:
-        """This rank's share of the reference's weights, by name; nothing while it is the model that it began as."""
-        if self._reference is not None and self._num_renewals:
-            yield from self._reference.shard()
-
-    @property
-    def num_reference_bytes(self) -> int:
-        """Most bytes of ``reference_shard``."""
-        if self._reference is None or not self._config.algorithm.reference_every_steps:
-            return 0
-        return self._reference.num_shard_bytes
-
-    def load_reference(self, read: Callable[[str], torch.Tensor]) -> None:
-        """Take over the reference that ``reference_shard`` gave on all ranks, on any number of ranks.
-
-        Args:
-            read: full tensor of a parameter by its name.
-        """
-        assert self._reference is not None, "there is no reference"
-        self._reference.load(read)
-
-    @property
-    def _num_renewals(self) -> int:
-        """How often the policy has become the reference, counted from its steps."""
-        every = self._config.algorithm.reference_every_steps * self._config.algorithm.updates_per_step
-        return self._num_steps // every if every else 0
-
-    def _renew_reference(self) -> None:
-        every = self._config.algorithm.reference_every_steps * self._config.algorithm.updates_per_step
-        if self._reference is not None and every and self._num_steps % every == 0:
-            self._reference.renew(self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights under their Hugging Face names, one at a time, on every rank; a tied weight comes once.
@@ -331,12 +292,19 @@ class Policy:
 
     def close(self) -> None:
         """Free the engine; the process group stays, and another policy may follow in this process."""
-        if self._reference is not None:
-            self._reference.close()
+        if self._reference is not None and self._stage == 3:
+            self._reference.destroy()
         self._reference = None
         self.engine.destroy()
         self.engine = None  # the last reference to DeepSpeed's groups, whose threads must end before Python does
         self._parameters.clear()
+
+    def _start_reference(self, model: torch.nn.Module) -> Any:
+        """The model that is the reference, sharded at ZeRO stage 3 as the policy is; whole on every rank below."""
+        read = PolicyModel(model.requires_grad_(False).eval(), sequence=self._sequence)
+        if self._stage == 3:
+            return start_frozen_engine(read, self._config, self._world.size)
+        return read.to(self.engine.device)
 
     def _plan(self, rollouts: Sequence[Rollout], num_updates: int) -> list[list[list[Indices]]]:
         settings = self._config.optimizer
@@ -407,11 +375,11 @@ class Policy:
         pg_losses, clipped = policy_loss(
             recipe.loss, log_probs, old, batch.advantages, batch.rows, recipe.clip_low, recipe.clip_high
         )
-        corrections, outside = correction_weights(algorithm.correction, old, batch.rollout_log_probs, batch.rows)
+        corrections, outside = correction_weights(algorithm.correction, old, batch.rollout_log_probs)
         pg_losses = pg_losses * corrections
         losses, kl = pg_losses, torch.zeros_like(old)
         if self._reference is not None and algorithm.kl_in == "loss":
-            kl = kl_estimate(algorithm.kl_estimator, log_probs, self._log_probs(self._reference.model, batch))
+            kl = kl_estimate(algorithm.kl_estimator, log_probs, self._log_probs(self._reference, batch))
             losses = losses + algorithm.kl_coefficient * kl
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * entropy
@@ -427,9 +395,10 @@ class Policy:
     def _step(self) -> float:
         """One optimiser step; returns the gradient's global norm before clipping."""
         self._set_learning_rate(self._learning_rate(self._num_steps))
-        norm = self._own_grad_norm() if self._stage == 0 else None
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        own_norm = torch.nn.utils.get_total_norm(gradients) if self._stage == 0 else None
         self.engine.step()
-        norm = float(self.engine.get_global_grad_norm()) if norm is None else norm
+        norm = float(self.engine.get_global_grad_norm() if own_norm is None else own_norm)
         if not math.isfinite(norm) or norm < 0:  # DeepSpeed gives -1 for some that are not finite
             raise FloatingPointError(
                 f"gradient norm {norm} at optimiser step {self._num_steps + 1}: resume from the last checkpoint "
@@ -438,10 +407,6 @@ class Policy:
         self._num_steps += 1
         self._has_state = True
         return norm
-
-    def _own_grad_norm(self) -> float:
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
 
     def _learning_rate(self, step: int) -> float:
         """Constant after a linear warm-up; ``step`` counts from 0."""
@@ -455,7 +420,7 @@ class Policy:
     def _stats(
         self, totals: _Sums, norms: Sequence[float], num_tokens: int, seconds: tuple[float, float]
     ) -> PolicyStats:
-        entropy, ppo_kl, clipped, kl = (totals.sums[1:5] / num_tokens).tolist()
+        entropy, ppo_kl, clipped, kl, probs_diff, k1, k3, weight, outside = (totals.sums[1:] / num_tokens).tolist()
         old_seconds, update_seconds = np.max(self._world.allgather(seconds), axis=0).tolist()
         return PolicyStats(
             pg_loss=float(totals.sums[0]) / len(norms),
@@ -468,7 +433,7 @@ class Policy:
             num_tokens=num_tokens,
             old_log_prob_seconds=old_seconds,
             update_seconds=update_seconds,
-            mismatch=_mismatch(totals, num_tokens),
+            mismatch=RolloutMismatch(probs_diff, totals.largest, k1, k3, weight, outside),
         )
 
     @property

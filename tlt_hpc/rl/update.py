@@ -1,6 +1,6 @@
-"""From a step's responses and rewards to the policy's update: penalties, advantages, optimiser steps.
+"""From a step's responses and scores to the policy's update: penalties, advantages, optimiser steps.
 
-The same whether the responses were generated a moment ago or come from the log. Knows neither.
+It is the same for responses that were just generated and for those that are read from the log.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.records import Rollout
-from tlt_hpc.config import AlgorithmSection, Config
+from tlt_hpc.config import Config
 from tlt_hpc.rl.advantage import advantages_of, overlong_penalties
-from tlt_hpc.rl.draws import trained_on
-from tlt_hpc.rl.dynamic import informative
+from tlt_hpc.rl.draws import informative, trained_on
 from tlt_hpc.rl.policy import Policy, Update
 
 
@@ -32,7 +31,9 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
     informative_share = float(informative(scores, config.rollout.group_size).mean())
     rollouts, scores = [rollouts[index] for index in trained], scores[trained]
     lengths = np.array([rollout.response_tokens.size for rollout in rollouts], np.int64)
-    rewards = scores + length_penalties(algorithm, lengths, config.rollout.max_new_tokens)
+    rewards = scores
+    if algorithm.overlong_buffer:
+        rewards = scores + overlong_penalties(lengths, config.rollout.max_new_tokens, algorithm.overlong_buffer)
     kl = np.zeros(len(rollouts))
     if algorithm.kl_coefficient and algorithm.kl_in == "reward":
         kl = policy.reference_kl(rollouts)
@@ -41,10 +42,3 @@ def update_policy(config: Config, policy: Policy, rollouts: Sequence[Rollout], s
     advantages = advantages_of(kind, rewards, lengths, config.rollout.group_size)
     mean_kl, stats = float(kl.sum() / lengths.sum()), policy.update(rollouts, advantages)
     return Update(trained, informative_share, rewards, advantages, mean_kl, stats)
-
-
-def length_penalties(algorithm: AlgorithmSection, lengths: NDArray[np.int64], longest: int) -> NDArray[np.float32]:
-    """What responses lose for coming close to the longest, [N]."""
-    if not algorithm.overlong_buffer:
-        return np.zeros(lengths.size, np.float32)
-    return overlong_penalties(lengths, longest, algorithm.overlong_buffer)

@@ -19,7 +19,7 @@ import numpy as np
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.common.records import Request, SampleKey
 from tlt_hpc.config import Config
-from tlt_hpc.drafting.schedule import JUDGED_DEPTH
+from tlt_hpc.drafting.acceptance import JUDGED_DEPTH
 from tlt_hpc.evaluate.subject import policy_readers
 from tlt_hpc.models.drafter_file import load_drafter
 from tlt_hpc.models.once import readers_once

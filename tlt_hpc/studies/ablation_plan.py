@@ -30,7 +30,7 @@ ARMS = {
 """Arms in the order in which they run, and what they are."""
 WITHOUT_DRAFTER = ("plain", "ngram")
 _DRAFTER_KEYS: dict[str, dict[str, Any]] = {
-    "frozen": {"train": False, "schedule": "always"},
+    "frozen": {"train": False},
     "tail": {"train": True},
     "tail-random": {"train": True, "init": "random"},
 }

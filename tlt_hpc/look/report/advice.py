@@ -97,7 +97,7 @@ def _time(found: RunFindings) -> Iterator[Advice]:
     if trains and idle >= 0.05 * rollout and harvested < _LITTLE_USED * idle:
         yield Advice(
             f"Only {share(harvested, idle)} of the waiting was used to train the drafter.",
-            "See drafter.min_idle (how many ranks must wait first), drafter.schedule (which steps train) and "
+            "See drafter.min_idle (how many ranks must wait first) and "
             "drafter.micro_step_seconds (what does not fit before the release is dropped).",
         )
     whole = float(np.nansum(throughput.step_seconds))

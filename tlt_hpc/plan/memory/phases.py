@@ -129,10 +129,8 @@ def _saved_alone(situation: Situation) -> int:
 
 
 def _saved(situation: Situation) -> int:
-    """Bytes of a checkpoint: masters and moments, the drafter's with its average, a reference that is renewed."""
-    renewed = situation.config.algorithm.reference_every_steps > 0
-    reference = situation.item * situation.shape.num_parameters * renewed
-    return 12 * situation.shape.num_parameters + 16 * num_drafter_parameters(situation) + reference
+    """Bytes of a checkpoint: masters and moments, the drafter's with its average."""
+    return 12 * situation.shape.num_parameters + 16 * num_drafter_parameters(situation)
 
 
 def _disk(situation: Situation) -> NamedBytes:

@@ -1,4 +1,4 @@
-"""Builds the parts of a warm-up from its configuration, and takes them down; owns its folder and what may change in it.
+"""Builds the parts of a warm-up from its configuration; owns its folder and what may change in it.
 
 config.toml       the resolved configuration
 features/         part-00003/cache/...: features of one part of the responses each; may be deleted at the end
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tlt_hpc.checkpoint.store import CheckpointStore
 from tlt_hpc.config import Config, ConfigError, load_saved_config
-from tlt_hpc.data.prompts import PromptSource
 from tlt_hpc.drafting.spot import SpotTrainer
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.drafter_file import initial_drafter
@@ -27,7 +26,7 @@ from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.studies.warmup.texts import Texts, from_logs, from_prompts
 
 # What the responses and the held-out prompts depend on. The rest of [warmup] is the training's.
-_OF_RESPONSES = {"sources", "responses", "validation_prompts"}
+_OF_RESPONSES = ("sources", "responses", "validation_prompts")
 _NUM_SAVES = 2
 
 
@@ -45,10 +44,6 @@ class Warmup(Session):
     @property
     def features(self) -> Path:
         return self.path / "features"
-
-    @property
-    def drafter(self) -> Path:
-        return self.path / "drafter"
 
 
 def assemble(config: Config, world: World) -> Warmup:
@@ -68,14 +63,12 @@ def assemble(config: Config, world: World) -> Warmup:
         folder = RunFolder(config.folder)
         # the cache that comes with it is a run's; a warm-up keeps its features in parts
         drafting = make_drafting(session, assets, folder, warm)
-        claim(folder, config, world, None if config.warmup.sources else assets.prompts)
+        training = folder.path / "training"
+        world.once(lambda: _check_same(folder, config, training))
+        claim_folder(folder, config, world, None if config.warmup.sources else assets.prompts)
+        saves = CheckpointStore(training, _NUM_SAVES)
         return Warmup(
-            **vars(session),
-            path=folder.path,
-            texts=texts,
-            trainer=drafting.spot,
-            served=drafting.served,
-            saves=CheckpointStore(training_folder(folder), _NUM_SAVES),
+            **vars(session), path=folder.path, texts=texts, trainer=drafting.spot, served=drafting.served, saves=saves
         )
 
 
@@ -91,35 +84,19 @@ def choose_texts(config: Config, assets: Assets, world: World) -> Texts:
     return world.once(lambda: from_logs(config, assets.shape.max_positions, num_tokens))
 
 
-def training_folder(folder: RunFolder) -> Path:
-    """Where the training is saved."""
-    return folder.path / "training"
-
-
-def claim(folder: RunFolder, config: Config, world: World, prompts: PromptSource | None = None) -> None:
-    """Save the configuration, and fingerprints of the data that it answers, or check them; collective.
+def _check_same(folder: RunFolder, config: Config, training: Path) -> None:
+    """Refuse another [warmup] where responses, or a training that has begun, depend on it.
 
     Raises:
-        ConfigError: the folder holds a warm-up of other responses, or a training with other settings.
+        ConfigError: with both values.
     """
-    world.once(lambda: _check_same(folder, config))
-    claim_folder(folder, config, world, prompts)
-
-
-def _check_same(folder: RunFolder, config: Config) -> None:
-    """Refuse another [warmup] where responses or training depend on it."""
     if not folder.config.exists():
         return
     old, new = load_saved_config(folder.config).warmup.model_dump(), config.warmup.model_dump()
-    changed = [name for name in old if old[name] != new[name]]
-    responses = [name for name in changed if name in _OF_RESPONSES]
-    if responses:
-        name, remedy = responses[0], "use the old value or give another run.name"
-    elif changed and training_folder(folder).exists():
-        remedy = f"use the old value, or delete {training_folder(folder)} to train again on the same responses"
-        name = changed[0]
-    else:
-        return
-    raise ConfigError(
-        f"{folder.config} holds a warm-up with warmup.{name} = {old[name]!r}, now {new[name]!r}; {remedy}"
-    )
+    for name in (*_OF_RESPONSES, *(old if training.exists() else ())):
+        if old[name] != new[name]:
+            remedy = "" if name in _OF_RESPONSES else f", delete {training} to train again on the same responses"
+            raise ConfigError(
+                f"{folder.config} holds a warm-up with warmup.{name} = {old[name]!r}, now {new[name]!r}; use the old "
+                f"value{remedy} or give another run.name"
+            )

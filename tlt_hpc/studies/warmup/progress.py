@@ -1,9 +1,9 @@
-"""Where the training of a warm-up stands: counts and the curve, when it is over, and both as JSON and back. Pure."""
+"""Where the training of a warm-up stands: counts, the curve, and when it is over. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tlt_hpc.config import WarmupSection
@@ -12,7 +12,7 @@ from tlt_hpc.storage.records import CurvePoint
 
 @dataclass(frozen=True)
 class Progress:
-    """After ``updates`` updates; the same on every rank, so all decide alike."""
+    """After ``updates`` updates; the same on every rank, so all decide alike. Saved as JSON by its fields."""
 
     updates: int = 0
     tokens: int = 0
@@ -23,11 +23,14 @@ class Progress:
     """Of the updates since the last validation."""
     curve: tuple[CurvePoint, ...] = ()
     is_finished: bool = False
+    documents: int = 0
+    """How many responses are trained on; 0 in files of earlier versions."""
 
-    @property
-    def mean_loss(self) -> float | None:
-        """Of the updates since the last validation; None where there was none."""
-        return sum(self.losses) / len(self.losses) if self.losses else None
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Progress:
+        """The inverse of ``dataclasses.asdict``."""
+        curve = tuple(CurvePoint(**point) for point in tree["curve"])
+        return cls(**{**tree, "losses": tuple(tree["losses"]), "curve": curve})
 
     @property
     def best(self) -> CurvePoint | None:
@@ -41,52 +44,29 @@ class Progress:
 
     def learned(self, loss: float, num_tokens: int, seconds: float) -> Progress:
         """One update more."""
-        return replace(
-            self,
-            updates=self.updates + 1,
-            tokens=self.tokens + num_tokens,
-            seconds=self.seconds + seconds,
-            losses=(*self.losses, loss),
-        )
+        tokens, losses = self.tokens + num_tokens, (*self.losses, loss)
+        return replace(self, updates=self.updates + 1, tokens=tokens, seconds=self.seconds + seconds, losses=losses)
 
     def validated(self, accept_length: float, seconds: float) -> Progress:
         """One point of the curve more."""
-        seconds += self.seconds
-        point = CurvePoint(self.updates, self.tokens, seconds, self.mean_loss, accept_length)
-        return replace(self, seconds=seconds, losses=(), curve=(*self.curve, point))
+        loss = sum(self.losses) / len(self.losses) if self.losses else None
+        point = CurvePoint(self.updates, self.tokens, self.seconds + seconds, loss, accept_length)
+        return replace(self, seconds=point.seconds, losses=(), curve=(*self.curve, point))
 
+    def share_done(self, limits: WarmupSection) -> float:
+        """The share of the updates that has been made, 0 to 1."""
+        return min(1.0, self.updates / limits.updates)
 
-def share_done(progress: Progress, limits: WarmupSection) -> float:
-    """The share of the updates that has been made, 0 to 1."""
-    return min(1.0, progress.updates / limits.updates)
+    def end_reason(self, limits: WarmupSection) -> str:
+        """Why the training ends here: all updates are made, or no new best for too long; empty if it does not."""
+        if self.updates >= limits.updates:
+            return f"warmup.updates = {limits.updates}"
+        return f"no new best in {limits.patience} validations" if self.num_since_best >= limits.patience else ""
 
-
-def is_over(progress: Progress, limits: WarmupSection) -> bool:
-    """Whether the training ends here: all updates are made, or there was no new best for too long."""
-    return progress.updates >= limits.updates or progress.num_since_best >= limits.patience
-
-
-def validation_is_due(progress: Progress, limits: WarmupSection, is_trained: bool) -> bool:
-    """Whether the drafter is to be judged before the next update; at the start only where it has learned already."""
-    last = progress.curve[-1].updates if progress.curve else -1
-    if progress.updates == 0:
-        return is_trained and last < 0
-    return last < progress.updates and (progress.updates % limits.validate_every == 0 or is_over(progress, limits))
-
-
-def end_reason(progress: Progress, limits: WarmupSection) -> str:
-    """Why it ended, in words."""
-    if progress.updates >= limits.updates:
-        return f"warmup.updates = {limits.updates}"
-    return f"no new best in {limits.patience} validations"
-
-
-def to_json(progress: Progress) -> dict[str, Any]:
-    """What ``from_json`` reads back to an equal one."""
-    return asdict(progress)
-
-
-def from_json(tree: Mapping[str, Any]) -> Progress:
-    """The inverse of ``to_json``."""
-    curve = tuple(CurvePoint(**point) for point in tree["curve"])
-    return Progress(**{**tree, "losses": tuple(tree["losses"]), "curve": curve})
+    def validation_is_due(self, limits: WarmupSection, is_trained: bool) -> bool:
+        """Whether the drafter is validated before the next update; at the start only if it is trained already."""
+        last = self.curve[-1].updates if self.curve else -1
+        if self.updates == 0:
+            return is_trained and last < 0
+        is_time = self.updates % limits.validate_every == 0 or bool(self.end_reason(limits))
+        return last < self.updates and is_time

@@ -7,36 +7,50 @@ killed one had done since, to the same bits.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from safetensors.torch import save_file
 
 from tlt_hpc.cluster.watch.beat import BEAT, Phase
-from tlt_hpc.config import Config
+from tlt_hpc.config import Config, UserError
+from tlt_hpc.drafting.offline import batches_of, deal, learning_rate, passes_of
+from tlt_hpc.drafting.packing import pack
 from tlt_hpc.drafting.vocabulary import count_tokens, most_frequent_tokens
+from tlt_hpc.models.drafter_file import DRAFTER_FILE
+from tlt_hpc.models.once import read_once
 from tlt_hpc.mpi.world import World
-from tlt_hpc.storage.records import CurvePoint
-from tlt_hpc.studies.warmup.capture import CaptureReporter, capture, fix_parts, parts_of
+from tlt_hpc.rollout.engine import RolloutEngine
+from tlt_hpc.storage.feature_file import Document, FeatureCacheReader
+from tlt_hpc.storage.folder import writing_beside
+from tlt_hpc.storage.records import FACTS_FILE, CurvePoint, DrafterFacts, write_record
+from tlt_hpc.studies.warmup.capture import capture
 from tlt_hpc.studies.warmup.parts import Warmup, assemble
-from tlt_hpc.studies.warmup.progress import Progress, end_reason, is_over, validation_is_due
-from tlt_hpc.studies.warmup.shelf import Shelf
+from tlt_hpc.studies.warmup.plan import VALIDATION
+from tlt_hpc.studies.warmup.progress import Progress
 from tlt_hpc.studies.warmup.texts import Texts
-from tlt_hpc.studies.warmup.training import Training, Validation, keep_drafter, keep_facts, resume, save
+
+_ONLY_TRAINING = (".trained", ".exp_avg", ".exp_avg_sq")
+_LEAST_LENGTH = 2
+"""Of a response: a pair that predicts one of its tokens needs the feature after it."""
 
 
-class WarmupReporter(CaptureReporter, Protocol):
-    """Whoever shows a warm-up to its user; called on rank 0 alone."""
+class WarmupReporter(Protocol):
+    """Shows a warm-up to its user; called on rank 0 alone."""
 
     def started(self, config: Config, texts: Texts, progress: Progress) -> None: ...
 
+    def capturing(self, num_done: int, num_texts: int) -> None: ...
+
     def training(self, num_documents: int, num_tokens: int) -> None: ...
 
-    def learned(self, progress: Progress, loss: float) -> None: ...
-
-    def validating(self) -> None: ...
+    def learned(self, progress: Progress) -> None: ...
 
     def validated(self, point: CurvePoint, is_best: bool) -> None: ...
 
@@ -52,10 +66,6 @@ class WarmupResult:
     reason: str
     """Why it ended: a budget, no new best, or the signal that stopped it."""
 
-    @property
-    def finished(self) -> bool:
-        return self.progress.is_finished
-
 
 def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupResult:
     """Warm up, or resume warming up, the drafter that ``config`` (from ``plan.config_of``) describes; collective.
@@ -65,80 +75,146 @@ def warm_up(config: Config, world: World, reporter: WarmupReporter) -> WarmupRes
     """
     with closing(assemble(config, world)) as warmup:
         progress = resume(warmup)
-        was_finished = progress.is_finished
+        was_finished, has_begun = progress.is_finished, bool(progress.updates or progress.curve)
         if world.rank == 0 and not was_finished:
             reporter.started(config, warmup.texts, progress)
-        if not was_finished and capture(warmup, reporter):
+        # once training was saved it resumes on the features that it began with
+        if not was_finished and (has_begun or capture(warmup, reporter.capturing)):
             progress = train(warmup, progress, reporter)
-    reason = end_reason(progress, config.warmup) if progress.is_finished else world.first_stop_reason()
+    reason = progress.end_reason(config.warmup) if progress.is_finished else world.first_stop_reason()
     return WarmupResult(warmup.path, progress, was_finished, reason)
+
+
+class Shelf:
+    """All captured documents with a response that can be learned from, numbered; the same on every rank.
+
+    Raises:
+        UserError: there is none.
+        DamagedFile: a file is truncated or corrupted; its text has the remedy.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._readers = [FeatureCacheReader(path) for path in files]
+        lengths = ((reader, index, n) for reader in self._readers for index, n in enumerate(reader.lengths.tolist()))
+        self._places = [place for place in lengths if place[2] >= _LEAST_LENGTH]
+        self.lengths: list[int] = [length for _, _, length in self._places]
+        """Response lengths."""
+        if not self.lengths:
+            self.close()
+            raise UserError(
+                "no response of two tokens or more to train on; raise warmup.responses or drafter.cache_bytes"
+            )
+
+    def read(self, index: int) -> Document:
+        """One document.
+
+        Raises:
+            DamagedFile: its bytes do not match their checksum.
+        """
+        reader, place, _ = self._places[index]
+        return reader.read(place)
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
 
 
 def train(warmup: Warmup, progress: Progress, reporter: WarmupReporter) -> Progress:
     """Update and validate until it is over, or a stop vote comes; collective. What it returns has been saved."""
-    all_parts, _ = parts_of(warmup)
-    made = warmup.world.once(lambda: [part for part in all_parts if part.file.exists()])
-    with Shelf([part.file for part in made]) as shelf:
+    limits = warmup.config.warmup
+    files = warmup.world.once(lambda: sorted(warmup.features.glob("part-*/cache/step-*/rank-*.h5")))
+    with closing(Shelf(files)) as shelf:
         if warmup.world.rank == 0:
-            fix_parts(warmup, made)
-            reporter.training(len(shelf), sum(shelf.lengths))
+            reporter.training(len(shelf.lengths), sum(shelf.lengths))
+        if progress.documents not in (0, len(shelf.lengths)):
+            raise UserError(
+                f"{warmup.features} has {len(shelf.lengths)} of the {progress.documents} responses that the training "
+                f"began with; delete {warmup.path / 'training'} to train again on those that are left"
+            )
+        progress = replace(progress, documents=len(shelf.lengths))
         if progress.updates == 0:
             choose_vocabulary(warmup, shelf)
-        training, validation = Training(warmup, shelf, progress.updates), Validation(warmup)
-        while not progress.is_finished:
-            if validation_is_due(progress, warmup.config.warmup, warmup.trainer.is_trained):
-                progress, stopped = validate(warmup, validation, shelf, progress, reporter)
-                is_saved = True
+        batches = islice(batches_of(shelf.lengths, limits.batch_tokens, warmup.config.run.seed), progress.updates, None)
+        engine = make_validation_engine(warmup)
+        stopped = False
+        while not progress.is_finished and not stopped:
+            is_validation = progress.validation_is_due(limits, warmup.trainer.is_trained)
+            if is_validation:
+                progress, stopped = validate(warmup, engine, shelf, progress, reporter)
             else:
-                progress, stopped = take_update(warmup, training, progress, reporter)
-                is_saved = stopped
-            if is_saved:
+                progress, stopped = take_update(warmup, shelf, next(batches), progress)
+                if warmup.world.rank == 0:
+                    reporter.learned(progress)
+            if is_validation or stopped:
                 save(warmup, progress)
-            if stopped:
-                break
     return progress
 
 
 def choose_vocabulary(warmup: Warmup, shelf: Shelf) -> None:
     """Give a new drafter with a vocabulary of its own the tokens that responses are made of; collective."""
-    ids = warmup.trainer.drafter.token_ids
+    ids, world = warmup.trainer.drafter.token_ids, warmup.world
     if ids is None or warmup.trainer.is_trained:
         return
-    responses = (d.tokens[d.prompt_length :] for d in shelf.share(warmup.world.rank, warmup.world.size))
+    documents = map(shelf.read, range(world.rank, len(shelf.lengths), world.size))
     settings = warmup.settings()
-    counts = warmup.world.sum(count_tokens(responses, settings.num_tokens))
+    counts = world.sum(count_tokens((d.tokens[d.prompt_length :] for d in documents), settings.num_tokens))
     warmup.trainer.draft_among(most_frequent_tokens(counts, len(ids), settings.eos_token_ids))
 
 
 @BEAT.within(Phase.UPDATE)
-def take_update(
-    warmup: Warmup, training: Training, progress: Progress, reporter: WarmupReporter
-) -> tuple[Progress, bool]:
-    """One update, and whether a rank votes to stop; the clock is rank 0's."""
-    world, start = warmup.world, time.perf_counter()
-    loss, num_tokens = training.update(progress)
-    elapsed = time.perf_counter() - start
-    vote = np.array([float(world.stop_requested), elapsed if world.rank == 0 else 0.0])
-    stops, seconds = world.sum(vote).tolist()
-    progress = progress.learned(loss, num_tokens, seconds)
-    if world.rank == 0:
-        reporter.learned(progress, loss)
-    return progress, bool(stops) and bool(world.agree_to_stop())
+def take_update(warmup: Warmup, shelf: Shelf, batch: Sequence[int], progress: Progress) -> tuple[Progress, bool]:
+    """One update on a batch of documents, and whether a rank votes to stop; collective. The clock is rank 0's."""
+    world, trainer, limits, start = warmup.world, warmup.trainer, warmup.config.warmup, time.perf_counter()
+    own = deal(batch, shelf.lengths, world.size)[world.rank]
+    passes = passes_of([shelf.read(index) for index in own], warmup.config.drafter.micro_step_tokens)
+    done = progress.share_done(limits)
+    trainer.learning_rate = learning_rate(limits.learning_rate, progress.updates, done, limits.ramp_updates)
+    loss = trainer.learn((pack(excerpts, warmup.decoder.device) for excerpts in passes), world)
+    seconds = world.broadcast(time.perf_counter() - start)
+    progress = progress.learned(loss, sum(shelf.lengths[index] for index in batch), seconds)
+    return progress, bool(world.agree_to_stop())
+
+
+def make_validation_engine(warmup: Warmup) -> RolloutEngine:
+    """An engine with the validation strategy alone, and the rollout's sampling.
+
+    It has no tie guard: a single exchanged token does not change an accept length.
+    """
+    settings, requests = warmup.settings(), warmup.texts.validation_requests(warmup.config.run.seed)
+    max_tokens = min(warmup.config.warmup.validation_tokens, settings.params.max_tokens)
+    settings = replace(
+        settings,
+        params=replace(settings.params, max_tokens=max_tokens, min_tokens=min(settings.params.min_tokens, max_tokens)),
+        tie_guard=False,
+        strategies=(VALIDATION,),
+        max_live=min(settings.max_live, -(-len(requests) // warmup.replica.count)),
+        max_prompt_tokens=max(len(request.prompt_tokens) for request in requests),
+    )
+    engine = warmup.make_engine(settings, warmup.served)
+    engine.calibrate(requests[:1])
+    return engine
 
 
 @BEAT.within(Phase.EVALUATION)
 def validate(
-    warmup: Warmup, validation: Validation, shelf: Shelf, progress: Progress, reporter: WarmupReporter
+    warmup: Warmup, engine: RolloutEngine, shelf: Shelf, progress: Progress, reporter: WarmupReporter
 ) -> tuple[Progress, bool]:
     """One point of the curve, and the drafter kept where it is the best; whether a rank votes to stop instead."""
     world, start = warmup.world, time.perf_counter()
-    if world.rank == 0:
-        reporter.validating()
-    digests = set(world.allgather(warmup.trainer.sha256()))
+    digests = set(world.allgather(warmup.trainer.fingerprint()))
     assert len(digests) == 1, f"the ranks' drafters differ: {digests}"
-    accept_length = validation.accept_length()
-    if accept_length is None:
+    engine.load_drafter(warmup.trainer.drafter.state_dict(), trained=True)
+    engine.take_counts()
+    requests = warmup.texts.validation_requests(warmup.config.run.seed)
+    roster = warmup.generate(engine, requests[warmup.replica.number :: warmup.replica.count])
+    engine.abort()
+    engine.collect()
+    counts = engine.take_counts()
+    if roster.stopping:
         return progress, bool(world.agree_to_stop())
+    # tokens per target pass and sequence; a replica's ranks count the same, each of them
+    tokens, passes = world.sum(np.array([counts.num_tokens, counts.num_row_passes], np.int64))
+    accept_length = float(tokens / passes)
     progress = progress.validated(accept_length, world.broadcast(time.perf_counter() - start))
     if world.rank == 0:
         is_best = progress.best == progress.curve[-1]
@@ -146,4 +222,68 @@ def validate(
             keep_drafter(warmup)
         keep_facts(warmup, shelf, progress)
         reporter.validated(progress.curve[-1], is_best)
-    return replace(progress, is_finished=is_over(progress, warmup.config.warmup)), False
+    return replace(progress, is_finished=bool(progress.end_reason(warmup.config.warmup))), False
+
+
+def keep_drafter(warmup: Warmup) -> None:
+    """Write the drafter, without what only training needs, where ``drafter.init`` finds it.
+
+    Raises:
+        WriteError: the disk refused; the one before stays.
+    """
+    state = {name: tensor for name, tensor in warmup.trainer.state().items() if not name.endswith(_ONLY_TRAINING)}
+    with writing_beside(warmup.path / "drafter" / DRAFTER_FILE) as path:
+        save_file(state, path)
+
+
+def keep_facts(warmup: Warmup, shelf: Shelf, progress: Progress) -> None:
+    """Write what is on record of the kept drafter.
+
+    Raises:
+        WriteError: the disk refused.
+    """
+    config, best = warmup.config, progress.best
+    assert best is not None, "validated once"
+    facts = DrafterFacts(
+        target=config.model.path,
+        data=", ".join(config.warmup.sources) or config.data.source_name,
+        init=config.warmup.init,
+        num_responses=len(shelf.lengths),
+        num_tokens=sum(shelf.lengths),
+        num_updates=best.updates,
+        learning_rate=config.warmup.learning_rate,
+        batch_tokens=config.warmup.batch_tokens,
+        accept_length=best.accept_length,
+        strategy=VALIDATION.name,
+        temperature=config.rollout.temperature,
+        num_validation_prompts=len(warmup.texts.held_out),
+        num_ranks=warmup.world.size,
+        curve=progress.curve,
+    )
+    write_record(warmup.path / "drafter" / FACTS_FILE, facts)
+
+
+def save(warmup: Warmup, progress: Progress) -> None:
+    """Save what the next update needs; collective.
+
+    Raises:
+        CheckpointError: on all ranks, where one could not write.
+    """
+    shards = {"drafter": warmup.trainer.state()} if warmup.world.rank == 0 else {}
+    # a save under a number that is taken is left out, and a validation changes the state too
+    number = progress.updates + len(progress.curve)
+    warmup.saves.save(number, warmup.world, shards, {"progress": asdict(progress)})
+
+
+def resume(warmup: Warmup) -> Progress:
+    """Load the newest save, if there is one; collective.
+
+    Raises:
+        CheckpointError: there are saves, and none is good.
+    """
+    saved = warmup.world.once(warmup.saves.newest)
+    if saved is None:
+        return Progress()
+    node, names = warmup.world.node_group, saved.names("drafter")
+    warmup.trainer.load_state({name: read_once(node, partial(saved.read, "drafter", name)) for name in names})
+    return Progress.from_json(saved.state["progress"])
