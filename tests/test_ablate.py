@@ -206,7 +206,7 @@ def test_gains_need_two_pairs_for_an_error():
 
 SMALL = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=120", "run.ranks=2",
-    "warmup.responses=40", "warmup.validation_prompts=8", "speculation.profile_seconds=0.5",
+    "warmup.responses=40", "warmup.validation_prompts=8",
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tlt_hpc.studies.bench import WayFigures, requests_of
 ROOT = Path(__file__).resolve().parent.parent
 TINY = str(ROOT / "jobs" / "tiny.toml")
 SMALL = [
-    "rollout.max_new_tokens=24", "speculation.profile_seconds=0", 'speculation.strategies=["ngram-4", "drafter-3"]',
+    "rollout.max_new_tokens=24", 'speculation.strategies=["ngram-4", "drafter-3"]',
     "--batches", "1,2", "--sequences", "3", "--repeats", "2",
 ]  # fmt: skip
 

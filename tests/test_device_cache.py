@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from interpreter import interpreted
 from test_engine import full_engine
 from test_kv_cache import CPU, SHAPE, D, G, R
 from tiny import attend_by_shape_alone, embedded_decoder, gcd_requests, generate, make_engine, texts
 
-from tlt_hpc.common.records import SampleKey
 from tlt_hpc.kernels import dispatch
 from tlt_hpc.models import decoder as decoder_module
 from tlt_hpc.models import drafter as drafter_module
@@ -19,25 +19,13 @@ from tlt_hpc.models.layers import transformer_layer
 from tlt_hpc.models.linear import Norm
 from tlt_hpc.models.rotary import HalvesRows
 from tlt_hpc.models.shape import shape_from
-from tlt_hpc.rollout import device_cache, noise
+from tlt_hpc.rollout import device_cache
 from tlt_hpc.rollout.device_cache import DevicePagedCache, block_width, chain_blocks, make_cache
 from tlt_hpc.rollout.kv_cache import HostPagedCache, PoolSizes
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.tree import tree
 
-
-def can_interpret():
-    """At collection: whoever imports triton first decides what it is in this process."""
-    if not dispatch.has_triton() or torch.cuda.is_available():
-        return False
-    try:
-        dispatch.load_interpreter()
-    except RuntimeError:
-        return False
-    return True
-
-
-INTERPRETS = can_interpret()
+INTERPRETS = dispatch.has_triton() and not torch.cuda.is_available()
 needs_interpreter = pytest.mark.skipif(not INTERPRETS, reason="needs triton, imported as an interpreter")
 TABLES = [[3, 0, 9], [8, 1, 6, 4], [2, 12], [5, 7, 10, 11]]
 SIZE, NUM_PAGES = 64, 13
@@ -125,11 +113,10 @@ def grown_tree(num_slots, width, seed=0):
     return tree(torch.zeros_like(parents), parents, num_slots).ancestors[:, -width:]
 
 
-@pytest.mark.parametrize(("num_slots", "width"), [(5, 5), (17, 4), (64, 64), (64, 3), (65, 4), (100, 100)])
+@pytest.mark.parametrize(("num_slots", "width"), [(5, 5), (17, 4), (64, 64), (64, 3)])
 @pytest.mark.parametrize("committed", [(60, 100, 10, 90), (5, -1, 0, 1)])
-def test_trees_read_as_the_cpus_cache_does(num_slots, width, committed, monkeypatch):
+def test_trees_read_as_the_cpus_cache_does(num_slots, width, committed):
     """A drafter's queries are the newest of its nodes; a sequence of one token has its root at -1."""
-    monkeypatch.setattr(device_cache, "_DENSE_NUMBERS", 2 * width * G * R * 4 * SIZE)
     host, device = both_caches()
     # a root that is itself a query stands somewhere
     committed = torch.tensor(committed).clamp(min=0 if width == num_slots else -1)
@@ -140,18 +127,6 @@ def test_trees_read_as_the_cpus_cache_does(num_slots, width, committed, monkeypa
     )
 
 
-def test_a_pass_of_more_blocks_than_a_grid_holds(monkeypatch):
-    _, device = both_caches()
-    positions = positions_of(3)
-    whole = outputs(device, positions)
-    calls = []
-    run = device_cache.paged_tree_attention
-    monkeypatch.setattr(device_cache, "_MOST_PROGRAMS", 3 * G)
-    monkeypatch.setattr(device_cache, "paged_tree_attention", lambda q, *rest: (calls.append(len(q)), run(q, *rest))[1])
-    torch.testing.assert_close(outputs(device, positions), whole)
-    assert calls == [3, 1]
-
-
 @needs_interpreter
 @pytest.mark.parametrize("width", [1, 11, 66])
 def test_chains_by_the_triton_program(width):
@@ -160,7 +135,7 @@ def test_chains_by_the_triton_program(width):
     query, key_value = draw(3 * width, R * G, D), draw(3 * width, 2 * G, D, seed=1)
     attend = device.attend(device.layout(TABLES, NUM_PAGES), device.tables[[0, 1, 3]], positions)
     wanted = attend(0, query, key_value)
-    with dispatch.interpreted():
+    with interpreted():
         torch.testing.assert_close(attend(0, query, key_value), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -172,7 +147,7 @@ def test_a_drafters_tree_by_the_triton_program():
     positions = committed.unsqueeze(1) + torch.arange(13, 17)
     of_tree = committed, grown_tree(17, 4)
     wanted = outputs(device, positions, *of_tree)
-    with dispatch.interpreted():
+    with interpreted():
         torch.testing.assert_close(outputs(device, positions, *of_tree), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -220,7 +195,7 @@ def test_no_pass_waits_for_the_device(monkeypatch):
     for step in cache.attend_steps(layout, cache.tables, places(4), only_layer=cache.drafter_layer):
         run(step, 1)
     committed = torch.zeros(3, dtype=torch.int64, device=meta)
-    for width, num_slots in ((4, 4), (4, 17), (4, 70)):
+    for width, num_slots in ((4, 4), (4, 17)):
         ancestors = torch.ones(3, width, num_slots, dtype=torch.bool, device=meta)
         run(cache.attend(layout, cache.tables, places(width), committed, ancestors), width)
     cache.move_slots(places(2).flatten(), places(2).flatten())
@@ -355,7 +330,7 @@ def test_fused_layers_by_the_triton_programs(monkeypatch, fused_calls):
     lay_out_in_halves(monkeypatch)
     models = random_models("qwen3-biased", torch.float32)
     wanted = all_passes(models, plainly, 9)
-    with dispatch.interpreted():
+    with interpreted():
         fused = all_passes(models, length=9)
     assert len(fused_calls) == fused_count(models)
     for got, plain in zip(fused, wanted, strict=True):
@@ -398,28 +373,7 @@ def test_prompts_of_one_token():
     assert texts(generate(engine, requests)) == wanted
 
 
-def test_the_device_chooses_the_cache(monkeypatch):
-    made = []
-    monkeypatch.setattr(device_cache, "DevicePagedCache", lambda *_, **__: made.append("kernel"))
-    monkeypatch.setattr(device_cache, "HostPagedCache", lambda *_, **__: made.append("pages"))
-    for device, kind in (("cpu", "auto"), ("cuda", "auto"), ("cuda", "pages"), ("cpu", "paged-kernel")):
-        make_cache(SHAPE, PoolSizes(2, 16, 1, 16), torch.float32, torch.device(device), kind)
-    assert made == ["pages", "kernel", "pages", "kernel"]
-
-
 # -- what else a GPU takes ---------------------------------------------------------------------------------------------
-
-
-def test_noise_by_the_kernel_is_the_same_noise():
-    words = torch.tensor([noise.noise_key(SampleKey(5, 0, 0, 0, i)) for i in range(3)])
-    positions = torch.tensor([[0], [7], [2**20]])
-    wanted = noise.gumbel_rows(words, positions, 37)
-    assert torch.equal(noise.by_kernel(words, positions, 37), wanted)
-    assert noise._rows_function(37, torch.device("cuda")) is noise.by_kernel
-    assert noise._rows_function(37, CPU) is noise.gumbel_rows
-    if INTERPRETS:
-        with dispatch.interpreted():
-            torch.testing.assert_close(noise.by_kernel(words, positions, 37), wanted, atol=2e-6, rtol=1e-6)
 
 
 @needs_interpreter
@@ -438,10 +392,10 @@ def test_fused_gate_and_norm_are_the_layers_own_and_leave_training_alone():
     norm = Norm(draw(64, seed=1).half(), 1e-6)
     with torch.inference_mode():
         wanted, normed = run(x), norm(x[:, :64].half())
-        with dispatch.interpreted():
+        with interpreted():
             torch.testing.assert_close(run(x), wanted, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(norm(x[:, :64].half()), normed, atol=2e-3, rtol=2e-3)
     slope = torch.func.grad(lambda x: run(x).sum())
     wanted = slope(x)
-    with dispatch.interpreted():
+    with interpreted():
         torch.testing.assert_close(slope(x), wanted)

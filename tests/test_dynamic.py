@@ -202,7 +202,7 @@ def test_a_log_that_lacks_own_responses_is_not_made_up_for_by_refills() -> None:
 STEPS, GROUPS, SIZE = 3, 8, 2
 OVERRIDES = [
     f"run.num_steps={STEPS}", f"rollout.prompts_per_step={GROUPS}", f"rollout.group_size={SIZE}",
-    "rollout.max_new_tokens=96", "rollout.kv_bytes=60000000", "speculation.profile_seconds=0",
+    "rollout.max_new_tokens=96", "rollout.kv_bytes=60000000",
     "algorithm.max_refills=2", "algorithm.updates_per_step=1", "checkpoint.every_steps=1", "checkpoint.keep=9",
 ]  # fmt: skip
 

@@ -111,7 +111,7 @@ def test_features_are_what_enters_three_layers_and_the_last_hidden_state():
         prompts[prompt] = features[: prompt_length - 1]
         kept[tuple(tokens.tolist())] = features
 
-    engine.feature_sink = sink
+    engine.outbox.sink = sink
     rollouts = generate(engine, REQUESTS)
     model = AutoModelForCausalLM.from_pretrained(embedded_folder(), dtype=torch.float32, local_files_only=True).eval()
     assert len(kept) == len({(*r.prompt_tokens.tolist(), *r.response_tokens.tolist()) for r in rollouts})

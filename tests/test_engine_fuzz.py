@@ -28,7 +28,7 @@ LONGEST = 40
 
 
 def random_params(source):
-    most = source.choice([0, 1, 2, source.randint(3, LONGEST), LONGEST])
+    most = source.choice([1, 2, source.randint(3, LONGEST), LONGEST])
     return SamplingParams(
         max_tokens=most,
         temperature=source.choice([0.0, 0.3, 1.0, 1.0, 1.0, 2.5]),
@@ -124,9 +124,9 @@ def throw(num_requests, seed):
     assert (pool.num_used, waiting, done) == (0, {}, number)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_requests(seed):
-    throw(50, seed)
+    throw(40, seed)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from tlt_hpc.storage.folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "jobs" / "tiny.toml"
-SMALL = ("evaluation.limit=10", "evaluation.samples=3", "rollout.max_new_tokens=160", "speculation.profile_seconds=0")
+SMALL = ("evaluation.limit=10", "evaluation.samples=3", "rollout.max_new_tokens=160")
 TOTAL = 40
 
 

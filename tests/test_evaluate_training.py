@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.mpi]
 ROOT = Path(__file__).parent.parent
 SMALL = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=120", "checkpoint.every_steps=1",
-    "run.ranks=2", "evaluation.limit=6", "evaluation.samples=2", "speculation.profile_seconds=0", "checkpoint.keep=9",
+    "run.ranks=2", "evaluation.limit=6", "evaluation.samples=2", "checkpoint.keep=9",
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def test_what_the_cache_holds_is_what_a_pass_over_the_text_gives(tmp_path, way):
     engine = make(STRATEGIES, **{"max_live": 10, "chooser": "random", "seed": 5, **options})
     engine.load_policy(folder_weights(embedded_folder()), 17)
     cache = FeatureCache(RunFolder(tmp_path), 0, 1, 128, 10**9, num_ranks=1)
-    engine.feature_sink = cache.begin_step(3, engine.decoder.version).append
+    engine.outbox.sink = cache.begin_step(3, engine.decoder.version).append
     rollouts = [np.concatenate([r.prompt_tokens, r.response_tokens]).tolist() for r in generate(engine, requests)]
     counts = engine.take_counts()
     assert (counts.num_preempted > 0) == ("preempted" in way)
@@ -83,7 +83,7 @@ def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
     engine = full_engine([OFF], max_live=6)
     for version in range(2):
         engine.load_policy(folder_weights(embedded_folder()), version)
-        engine.feature_sink = kept = KeptFeatures()
+        engine.outbox.sink = kept = KeptFeatures()
         rollouts = generate(engine, REQUESTS)
         prompts = {tuple(request.prompt_tokens.tolist()) for request in REQUESTS}
         assert sorted(prompt for prompt, first in kept.firsts if first == 0) == sorted(prompts)
@@ -95,11 +95,11 @@ def test_a_prompts_features_are_copied_and_handed_over_once(monkeypatch):
 
 def test_new_weights_and_a_new_sink_want_the_prompts_again():
     engine = full_engine([OFF])
-    engine.feature_sink = kept = KeptFeatures()
+    engine.outbox.sink = kept = KeptFeatures()
     generate(engine, REQUESTS[:2])
     engine.load_policy(folder_weights(embedded_folder()), 1)
     generate(engine, REQUESTS[2:4])
     assert [first == 0 for _, first in kept.firsts] == [True, False, True, False]
-    engine.feature_sink = other = KeptFeatures()
+    engine.outbox.sink = other = KeptFeatures()
     generate(engine, REQUESTS[:1])
     assert [first for _, first in other.firsts] == [0]

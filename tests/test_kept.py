@@ -27,7 +27,7 @@ from tlt_hpc.storage.step_lines import add_line, read_lines
 ROOT = Path(__file__).resolve().parent.parent
 OVERRIDES = [
     "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=2",
-    "speculation.profile_seconds=0",
+    
 ]  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import interpreted, load_interpreter
 from test_noise import KNOWN
+from tiny import gumbel_rows
 from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
@@ -28,7 +30,7 @@ from tlt_hpc.rollout import noise
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if dispatch.has_triton() and DEVICE.type == "cpu":
-    dispatch.load_interpreter()  # at collection, before anything imports triton as a compiler
+    load_interpreter()  # at collection, before anything imports triton as a compiler
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # a unit in the last place of halves
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,7 +43,7 @@ def triton() -> Iterator[None]:
     if not dispatch.has_triton():
         pytest.skip("triton is not installed")
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills fresh tensors with NaN: nothing unwritten hides
-    with dispatch.interpreted() if DEVICE.type == "cpu" else nullcontext():
+    with interpreted() if DEVICE.type == "cpu" else nullcontext():
         yield
     torch.use_deterministic_algorithms(False)
 
@@ -58,7 +60,7 @@ def assert_close(got: Tensor, wanted: Tensor, dtype: torch.dtype = torch.float32
 def test_float64_and_cpu_tensors_run_in_pytorch() -> None:
     assert not dispatch.runs_triton(torch.zeros(1))
     if dispatch.has_triton() and DEVICE.type == "cpu":
-        with dispatch.interpreted():
+        with interpreted():
             assert dispatch.runs_triton(torch.zeros(1)) and not dispatch.runs_triton(torch.zeros(1).double())
         assert not dispatch.runs_triton(torch.zeros(1))
 
@@ -176,16 +178,6 @@ def test_without_a_slot_nothing_is_stored(triton: None, run) -> None:
 WORDS = torch.tensor([noise.noise_key(SampleKey(1, 0, 0, 0, i)) for i in range(7)], device=DEVICE)
 
 
-@pytest.mark.parametrize("vocab", [20, 1, 4099, 152_064])
-def test_noise_is_the_rollouts_bit_for_bit(vocab: int) -> None:
-    positions = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
-    got = gumbel.gumbel_noise_reference(WORDS, positions, vocab)
-    wanted = noise.gumbel_rows(WORDS.cpu(), positions.cpu().unsqueeze(1), vocab).squeeze(1)
-    if DEVICE.type == "cpu":
-        assert torch.equal(got, wanted)
-    assert_close(got.cpu(), wanted)
-
-
 @pytest.mark.parametrize("vocab", [20, 1, 1024, 4099])
 def test_triton_noise(triton: None, vocab: int) -> None:
     positions = torch.tensor([0, 3, 2**31, 5, 9, 11, 2**32 - 1], device=DEVICE)
@@ -224,7 +216,7 @@ def test_triton_philox_gives_the_published_answers(triton: None, counter, key, w
     columns = 4 * counter[0] + torch.arange(4, device=DEVICE)
     stream = torch.tensor([[*key, counter[2], counter[3]]], device=DEVICE)
     position = torch.tensor([counter[1]], device=DEVICE)
-    wanted = noise.gumbel(torch.tensor(words))
+    wanted = gumbel.gumbel(torch.tensor(words))
     assert_close(gumbel.gumbel_noise(stream, position, columns)[0].cpu(), wanted, scale=0.5)
     assert_close(gumbel.gumbel_noise_reference(stream, position, columns)[0].cpu(), wanted, scale=0.5)
 
@@ -256,7 +248,7 @@ def test_reference_choice_is_the_definition() -> None:
     for row in range(7):
         heat, own = float(TEMPERATURES[row]), logits[row, :48]
         scaled = own / heat if heat > 0 else own
-        drawn = noise.gumbel_rows(WORDS[row : row + 1].cpu(), POSITIONS[row : row + 1, None].cpu(), 48)[0, 0]
+        drawn = gumbel_rows(WORDS[row : row + 1].cpu(), POSITIONS[row : row + 1, None].cpu(), 48)[0, 0]
         top = (scaled + drawn * (heat > 0)).topk(2)
         assert int(choice.token[row]) == int(top.indices[0])
         assert float(choice.best[row] - choice.second[row]) == pytest.approx(
@@ -274,9 +266,10 @@ def both_choices(logits: Tensor, temperature: float, num_tokens: int) -> list[gu
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_banned_tokens_are_never_chosen(triton: None, temperature: float) -> None:
+def test_choices_at_the_edge(triton: None, temperature: float) -> None:
+    """Banned tokens, a whole block of them too; NaN; and of equal scores the first."""
     logits = draw(3, 3000)
-    logits[:, 1:2999] = -torch.inf  # a whole block without a finite logit in between
+    logits[:, 1:2999] = -torch.inf
     got, wanted = both_choices(logits, temperature, 3000)
     assert_same_choice(got, wanted)
     assert set(got.token.tolist()) <= {0, 2999} and torch.isfinite(got.log_normaliser).all()
@@ -286,24 +279,13 @@ def test_banned_tokens_are_never_chosen(triton: None, temperature: float) -> Non
     logits[:] = -torch.inf
     for choice in both_choices(logits, temperature, 3000):
         assert ((choice.token >= 0) & (choice.token < 3000)).all() and (choice.best == -torch.inf).all()
-
-
-def test_nan_is_reported_and_stays_in_range(triton: None) -> None:
-    logits = draw(2, 3000)
-    logits[0, 1500] = torch.nan
-    logits[1] = torch.nan
-    for choice in both_choices(logits, 1.0, 3000):
-        assert choice.log_normaliser.isnan().all()
-        assert ((choice.token >= 0) & (choice.token < 3000)).all()
-
-
-def test_of_equal_scores_the_first_wins(triton: None) -> None:
-    logits = torch.zeros(2, 3000, device=DEVICE)
-    logits[0, [700, 701, 2500]] = 1.0
-    logits[1, [2047, 2048]] = 1.0
-    for choice in both_choices(logits, 0.0, 3000):
-        assert choice.token.tolist() == [700, 2047]
-        assert torch.equal(choice.best, choice.second)
+    logits[:, 1500] = torch.nan
+    for choice in both_choices(logits, temperature, 3000):
+        assert choice.log_normaliser.isnan().all() and ((choice.token >= 0) & (choice.token < 3000)).all()
+    equal = torch.zeros(2, 3000, device=DEVICE)
+    equal[0, [700, 701, 2500]] = equal[1, [2047, 2048]] = 1.0
+    for choice in both_choices(equal, 0.0, 3000):
+        assert choice.token.tolist() == [700, 2047] and torch.equal(choice.best, choice.second)
 
 
 def random_tree(num_nodes: int, seed: int) -> Tensor:
@@ -372,7 +354,7 @@ CASES = [  # B, N, h, g, d, page_size, longest
 
 
 @pytest.mark.parametrize("dtype", DOT_DTYPES)
-@pytest.mark.parametrize("num_splits", [None, 1, 5])
+@pytest.mark.parametrize("num_splits", [None, 5])
 @pytest.mark.parametrize(("B", "N", "h", "g", "d", "page_size", "longest"), CASES)
 def test_paged_tree_attention(
     triton: None, B: int, N: int, h: int, g: int, d: int, page_size: int, longest: int,
@@ -412,18 +394,6 @@ def test_prefix_and_tree_joined_by_log_sum_exp(case: tuple[int, ...]) -> None:
     assert_close(got, attention.paged_tree_attention_reference(**tensors))
 
 
-def test_flash_attention_is_refused_where_it_cannot_run() -> None:
-    case = attention_case(1, 1, 2, 2, 32, 16, 5, torch.bfloat16)
-    assert not attention.flash_can_run(case["query"], case["key_pages"])
-
-
-def test_a_tree_wider_than_the_mask_is_a_programming_error() -> None:
-    case = attention_case(1, 1, 2, 2, 32, 16, 5, torch.float32)
-    case["query"] = draw(1, 65, 2, 32)
-    with pytest.raises(AssertionError, match="65 nodes"):
-        attention.paged_tree_attention(**case)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability: int) -> None:
@@ -438,36 +408,20 @@ def test_programs_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability
 
 
 def test_graph_pool_runs_on_static_buffers() -> None:
-    pool = GraphPool(DEVICE)
-    weight = draw(4, 4)
+    pool, weight, shift = GraphPool(DEVICE), draw(4, 4), torch.ones(4, device=DEVICE)
 
     def function(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         return x @ weight + shift, x.sum(1)
 
-    xs = [draw(3, 4, seed=seed) for seed in range(3)]
-    shift = torch.ones(4, device=DEVICE)
-    first = pool.run((3, 1), function, (xs[0], shift))
+    xs = [draw(3, 4, seed=seed) for seed in range(2)]
+    first = pool.run(3, function, (xs[0], shift))
     assert_close(first[0], xs[0] @ weight + 1)
-    second = pool.run((3, 1), function, (xs[1], shift * 2))
+    assert pool.run(2, lambda x: (x + 1,), (shift[:2],))[0].tolist() == [2.0, 2.0]
+    weight.mul_(2)
+    second = pool.replay(3, (xs[1], shift * 2))
     assert second[0] is first[0], "outputs stay where they are"
     assert_close(first[0], xs[1] @ weight + 2)
     assert_close(first[1], xs[1].sum(1))
-    xs[1].zero_()
-    assert float(pool.inputs((3, 1))[0].abs().sum()) > 0, "inputs are copied"
-    weight.mul_(2)
-    pool.inputs((3, 1))[0].copy_(xs[2])
-    third = pool.replay((3, 1), pool.inputs((3, 1)))
-    assert_close(third[0], xs[2] @ weight + 2)
-    assert len(pool) == 1 and (3, 1) in pool and (3, 2) not in pool
-
-
-def test_graph_pool_keeps_keys_apart_and_counts_their_memory() -> None:
-    pool = GraphPool(DEVICE)
-    outputs = [pool.run(n, lambda x: (x + 1,), (torch.full((n,), float(n), device=DEVICE),))[0] for n in (4, 2)]
-    assert [out.tolist() for out in outputs] == [[5.0] * 4, [3.0] * 2]
-    assert [key for key, _ in pool.memory_table()] == [4, 2]
-    assert all(num_bytes >= 0 for _, num_bytes in pool.memory_table())
+    assert len(pool) == 2 and pool.num_bytes >= 0
     with pytest.raises(AssertionError, match="captured for"):
-        pool.replay(2, (torch.zeros(3, device=DEVICE),))
-    with pytest.raises(AssertionError, match="captured already"):
-        pool.capture(2, lambda x: (x,), (torch.zeros(2, device=DEVICE),))
+        pool.replay(3, (torch.zeros(4, 4, device=DEVICE), shift))

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 RANKS = 2
 OVERRIDES = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
-    "speculation.profile_seconds=0", "checkpoint.every_steps=1", f"run.ranks={RANKS}",
+    "checkpoint.every_steps=1", f"run.ranks={RANKS}",
 ]  # fmt: skip
 
 # A rank that kills itself the first time, from step 1 on, that it comes to the place named in the environment; where

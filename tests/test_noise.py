@@ -6,9 +6,11 @@ import shutil
 
 import pytest
 import torch
+from tiny import gumbel_rows
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.rollout.noise import NoiseWindow, gumbel, gumbel_rows, noise_key, philox
+from tlt_hpc.kernels.gumbel import gumbel, philox
+from tlt_hpc.rollout.noise import NoiseWindow, gumbel_number, noise_key
 
 # Known answers of Random123 (kat_vectors, philox4x32 10 rounds): counter, key, output
 KNOWN = [
@@ -25,7 +27,7 @@ KNOWN = [
 @pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
 def test_philox_gives_the_published_answers(counter, key, wanted):
     words = philox(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key))
-    assert tuple(int(word) for word in words) == wanted
+    assert tuple(int(word) for word in words) == wanted == philox(counter, key)
 
 
 def test_gumbel_is_finite_and_right_at_both_ends():
@@ -47,6 +49,13 @@ def test_maximum_over_a_large_vocabulary_has_the_gumbel_law():
     steps = torch.arange(1, rows + 1) / rows
     distance = (law - steps).abs().max()
     assert distance < 1.63 / math.sqrt(rows), f"Kolmogorov-Smirnov distance {distance} (1 % level)"
+
+
+@pytest.mark.parametrize("token", [0, 1, 2, 3, 777, 151_000])
+def test_single_numbers_of_the_noise(token):
+    words = noise_key(SampleKey(1, 2, 3, 4, 5))
+    row = gumbel_rows(torch.tensor([words]), torch.tensor([[29]]), 151_643)[0, 0]
+    assert gumbel_number(words, 29, token) == pytest.approx(float(row[token]), rel=1e-6)
 
 
 def test_every_part_of_the_key_matters():

@@ -80,7 +80,6 @@ def place_of_files(tmp_path: Path) -> tuple[Path, list[str]]:
             f"data.source={place / 'data.jsonl'}",
             "rollout.prompts_per_step=4",
             "rollout.max_new_tokens=32",
-            "speculation.profile_seconds=0.1",
             "checkpoint.every_steps=1",
         ],
     )

@@ -174,7 +174,7 @@ def lose_the_folder(folder: str) -> dict[str, Any]:
     from tlt_hpc.resume import saving
     from tlt_hpc.rl.distributed import leave_process_group
 
-    overrides = ["rollout.prompts_per_step=4", "rollout.max_new_tokens=40", "speculation.profile_seconds=0"]
+    overrides = ["rollout.prompts_per_step=4", "rollout.max_new_tokens=40"]
     config = load_config(ROOT / "jobs" / "tiny.toml", [*overrides, f"run.folder={folder}", "run.num_steps=9"])
     job = run.assemble(config, World.connect())
     saving.resume(job, lambda step: None)

@@ -19,7 +19,7 @@ from tlt_hpc.mpi.world import World
 
 ROOT = Path(__file__).parent.parent
 TWO = "rollout.tensor_parallel=2"
-SHORT = ["rollout.max_new_tokens=120", "speculation.profile_seconds=0.3"]
+SHORT = ["rollout.max_new_tokens=120"]
 
 
 # -- mistakes -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from launch_ranks import run_on_ranks
 ROOT = Path(__file__).parent.parent
 OVERRIDES = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "rollout.max_live=4",
-    "speculation.profile_seconds=0", "run.num_steps=9",
+    "run.num_steps=9",
 ]  # fmt: skip
 
 

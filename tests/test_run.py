@@ -16,8 +16,6 @@ import pytest
 from launch_ranks import tlt
 from whole_run import SMALL
 
-from tlt_hpc.rollout.costs import read_profile
-from tlt_hpc.rollout.strategy import OFF, strategy_named
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import read_step
 
@@ -60,11 +58,6 @@ def tokens_of(folder: Path, step: int, ranks: int = 2):
 def straight(reference_run) -> Path:
     """Four steps without a break."""
     return reference_run / "tiny"
-
-
-def test_a_run_keeps_what_rounds_cost_on_its_machine(straight):
-    profile = read_profile(RunFolder(straight).cost_profile)
-    assert profile.covers([OFF, strategy_named("drafter-4")], 64) and profile.key.device == "cpu"
 
 
 def test_the_log_proves_that_ranks_trained_while_another_still_decoded(straight):

@@ -84,4 +84,4 @@ def test_log_probs_are_of_the_scaled_policy_before_truncation():
     logits = torch.randn(6, V, generator=torch.Generator().manual_seed(5))
     tokens = torch.arange(6)
     wanted = torch.log_softmax(logits / 0.5, -1)[torch.arange(6), tokens]
-    torch.testing.assert_close(token_log_probs(logits, tokens, 0.5), wanted)
+    torch.testing.assert_close(token_log_probs(logits, tokens, torch.tensor(0.5)), wanted)

@@ -293,17 +293,3 @@ def test_a_rank_hands_out_what_it_keeps(plain: list[Rollout]) -> None:
 
     even, odd = ranks.run(work)
     assert texts(even) | texts(odd) == texts(plain) and len(even) == len(odd) == len(plain) // 2
-
-
-def test_what_a_clock_decides_is_the_first_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ranks = Ranks(2)
-
-    def work(index: int) -> list[int]:
-        engine = engine_of(ranks, index, (OFF, CHAIN))
-        # the second rank's time is up at once: alone it would measure two batches, and stop
-        measured = engine.profile(REQUESTS[:2], 100.0 if index == 0 else 0.0)
-        generated(engine)
-        return [batch for batch, _ in measured.verify.rows]
-
-    first, second = ranks.run(work)
-    assert first == second and len(first) > 2

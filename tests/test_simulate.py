@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_costs import KEY, write_profile
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
@@ -24,8 +23,6 @@ from tlt_hpc.plan.simulate.costs import TokenCosts, with_speed_ups
 from tlt_hpc.plan.simulate.lengths import deal, log_normal, resampled
 from tlt_hpc.plan.simulate.recorded import costs_by_strategy, phases_of, read_run
 from tlt_hpc.plan.simulate.step import Setting, StepPhases, setting_from, simulate, walk
-from tlt_hpc.rollout.costs import CostGrid, CostProfile
-from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
 
@@ -200,10 +197,6 @@ STOP_SECONDS = 0.25
 Seconds = Callable[[int], float]
 Chooser = Callable[[int, int], bool]
 """Whether the next tokens are decoded plainly, by the number of the round in the rollout and live sequences."""
-PROFILE = CostProfile(
-    KEY, CostGrid(tuple((b, ((1, s), (5, 2 * s))) for b, s in ((1, 1.0), (2, 1.1), (4, 1.6), (8, 4.0)))), {}, 1.0
-)
-"""No line."""
 
 
 def on_a_line(batch: int) -> float:
@@ -315,16 +308,6 @@ def test_costs_of_each_strategy_where_it_ran(tmp_path: Path) -> None:
     assert np.isfinite(seldom.token_seconds[0]).all() and np.isinf(seldom.token_seconds[1, 3:]).all()
 
 
-def test_batches_without_rounds_follow_the_cost_profile(tmp_path: Path) -> None:
-    """Plain rounds at full batches only, three times as slow as in the profile."""
-    folder = write_run(tmp_path / "run", lambda n, live: live == 8, lambda batch: 3 * PROFILE.seconds(OFF, batch),
-                       num_steps=2, num_ranks=1)  # fmt: skip
-    write_profile(RunFolder(folder).cost_profile, PROFILE)
-    costs = costs_by_strategy(read_run(folder))
-    truth = [3 * PROFILE.seconds(OFF, batch) for batch in range(1, 9)]
-    assert costs.token_seconds[0].tolist() == pytest.approx(truth, rel=1e-5)
-
-
 @pytest.mark.parametrize("change", ["kept", "refill", "a rank short"])
 def test_a_step_of_which_rounds_are_missing_is_left_out(tmp_path: Path, change: str) -> None:
     run = RunFolder(write_run(tmp_path / "run"))
@@ -347,10 +330,6 @@ def test_a_run_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
         read_run(write_run(tmp_path / "short", num_steps=1))
     with pytest.raises(ValueError, match="no plain round"):
         costs_by_strategy(read_run(write_run(tmp_path / "never", lambda number, live: False)))
-    damaged = RunFolder(write_run(tmp_path / "damaged"))
-    damaged.cost_profile.write_text("{}")
-    with pytest.raises(ValueError, match=r"cost_profile\.json holds no cost profile"):
-        read_run(damaged.path)
 
 
 # --- the command ---

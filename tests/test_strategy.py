@@ -1,40 +1,29 @@
-"""The chooser finds what pays, loses next to nothing on what does not, and decides by what it is told alone."""
+"""The chooser finds what pays, loses next to nothing on what does not, and is a function of what it observed."""
 
 import json
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_costs import chains
 
 from tlt_hpc.rollout import chooser as chooser_module
 from tlt_hpc.rollout.chooser import Chooser, FamilyAcceptance, RandomChooser, TrialBudget
+from tlt_hpc.rollout.costs import RoundCosts, guessed_cost
 from tlt_hpc.rollout.strategy import OFF, Strategy, strategies_of, strategy_named
 
+
+def chains(depths: Sequence[int]) -> tuple[Strategy, ...]:
+    """Off, and chains of both drafters."""
+    return strategies_of("full", [f"{source}-{depth}" for source in ("ngram", "drafter") for depth in depths])
+
+
 ARMS = chains((2, 4, 6))
-
-
-@dataclass(frozen=True)
-class Table:
-    """Costs by strategy, the same at every batch size."""
-
-    by_strategy: dict[Strategy, float]
-    catch_up: float = 0.0
-
-    def seconds(self, strategy: Strategy, num_live: int) -> float:
-        return self.by_strategy[strategy]
-
-    def catch_up_seconds(self, strategy: Strategy, backlog: int) -> float:
-        return self.catch_up * backlog
-
-
-COSTS = Table({arm: 0.01 + 0.001 * arm.depth * (2 if arm.source == "drafter" else 1) for arm in ARMS})
+COSTS = {arm: 0.01 + 0.001 * arm.depth * (2 if arm.source == "drafter" else 1) for arm in ARMS}
 
 
 def draw(strategy: Strategy, chance: float, num_live: int, source: random.Random) -> list[int]:
@@ -53,7 +42,7 @@ def play(
     rounds: int,
     chance: Callable[[Strategy], float],
     num_live: int = 8,
-    seconds: Callable[[Strategy], float] = lambda strategy: COSTS.by_strategy[strategy],
+    seconds: Callable[[Strategy], float] = COSTS.__getitem__,
     seed: int = 0,
 ) -> list[Strategy]:
     """Rounds of a constant batch; returns what was chosen."""
@@ -66,8 +55,10 @@ def play(
     return chosen
 
 
-def make(arms: Sequence[Strategy] = ARMS, costs: Table | None = COSTS, seed: int = 0, **changes: float) -> Chooser:
-    return Chooser(arms, seed, costs, **changes)
+def make(arms: Sequence[Strategy] = ARMS, seed: int = 0, epsilon: float = chooser_module.EPSILON) -> Chooser:
+    chooser = Chooser(arms, seed)
+    chooser._epsilon = epsilon
+    return chooser
 
 
 def only_drafter(chance: float) -> Callable[[Strategy], float]:
@@ -85,34 +76,74 @@ def test_strategies_of_a_mode():
 
 
 @pytest.mark.parametrize(
-    "strategy", [OFF, Strategy("ngram", 4), Strategy("drafter", 6, 4, 16, 2.5), Strategy("drafter", 3, 2)]
+    ("strategy", "slots"),
+    [
+        (OFF, 1),
+        (Strategy("ngram", 4), 5),
+        (Strategy("drafter", 6, 4, 16, 2.5), 22),
+        (Strategy("drafter", 3, 2), 6),
+        (Strategy("drafter", 2, 3, 12), 13),
+        (Strategy("drafter", 32), 33),
+    ],
 )
-def test_a_strategy_is_told_by_its_name(strategy: Strategy):
+def test_a_strategy_is_told_by_its_name(strategy: Strategy, slots: int):
     named = strategy_named(strategy.name)
     assert (named.name, named.num_drafts, named.reach) == (strategy.name, strategy.num_drafts, strategy.reach)
     assert (named.source, named.depth, named.branching, named.sharpness) == (
         strategy.source, strategy.depth, strategy.branching, strategy.sharpness,
     )  # fmt: skip
+    assert named.num_slots == slots
 
 
 WRONG_NAMES = "hybrid-4x2v8 of drafter magic-4 drafter-4x2 off-3 drafter-33 drafter-4a0 drafter-4x1v4 ngram-4x2v6"
 
 
-@pytest.mark.parametrize("name", ["", *WRONG_NAMES.split(), "drafter-2x2v50", "drafter-4x20v40"])
+@pytest.mark.parametrize("name", ["", *WRONG_NAMES.split(), "drafter-2x2v50", "drafter-4x20v40", "drafter-5x16v16"])
 def test_a_wrong_name_is_an_error(name: str):
     with pytest.raises(ValueError, match="drafter"):
         strategy_named(name)
-
-
-def test_a_removed_source_is_named():
-    with pytest.raises(ValueError, match="hybrid strategies were removed; use drafter-4x2v8a1"):
-        strategy_named("hybrid-4x2v8a1.5")
+    assert strategy_named("drafter-4x16v63").num_slots == 64
 
 
 def test_chains_of_a_drafter_are_a_family_and_a_tree_is_its_own():
     assert Strategy("drafter", 2).family == Strategy("drafter", 6).family == Strategy("drafter", 6, 1, 3).family
     others = [Strategy("ngram", 2), Strategy("drafter", 2, sharpness=2.0), Strategy("drafter", 2, 2), OFF]
     assert len({Strategy("drafter", 2).family, *(other.family for other in others)}) == 5
+
+
+# -- costs ----------------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_learned_by_strategy_and_batch():
+    arms = (OFF, Strategy("drafter", 4), Strategy("ngram", 4))
+    guesses = [guessed_cost(arm) for arm in arms]
+    assert guesses == pytest.approx([1.0, 1.8, 1.2])
+    costs = RoundCosts(arms)
+    assert costs.seconds(8) == guesses
+    assert not costs.is_known(0)
+    for _ in range(3):
+        assert not costs.ready
+        costs.add(0, 8, 0.2)
+    assert costs.ready
+    assert costs.seconds(8) == pytest.approx([0.2 * guess for guess in guesses]), "others follow plain rounds"
+    costs.add(1, 8, 0.9)
+    assert costs.seconds(8)[1] == pytest.approx(0.36), "the lower of what was believed and one round"
+    costs.add(1, 8, 0.9)
+    assert costs.seconds(8)[1] == pytest.approx(0.9)
+    costs.add(0, 64, 0.6)
+    costs.add(0, 64, 0.6)
+    assert costs.seconds(33) == pytest.approx([0.6, 2.7, 0.72]), "as plain rounds change with the batch"
+    assert costs.is_known(1) and not costs.is_known(2)
+    assert costs.is_measured(0, 33) and not costs.is_measured(0, 32) and not costs.is_measured(1, 64)
+
+
+def test_slow_rounds_of_a_busy_machine_change_no_estimate_and_a_lasting_change_does():
+    costs = RoundCosts((OFF,))
+    for seconds in (1.0,) * 8 + (5.0,) * 7:
+        costs.add(0, 4, seconds)
+    assert costs.seconds(3) == [1.0]
+    costs.add(0, 4, 5.0)
+    assert costs.seconds(3) == [5.0]
 
 
 # -- estimates ------------------------------------------------------------------------------------------------------
@@ -163,21 +194,28 @@ def test_the_budget_holds_under_every_sequence_of_trials():
 # -- choice ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("costs", [COSTS, None])
-def test_what_pays_is_found_and_left_when_it_no_longer_does(costs: Table | None):
-    chooser = make(costs=costs)
-    chosen = play(chooser, 600, only_drafter(0.95))
-    assert chosen[-200:].count(Strategy("drafter", 6)) > 150
-    chosen = play(chooser, 600, only_drafter(0.05))
-    assert chosen[-200:].count(OFF) > 180
+def test_what_pays_is_found_and_left_when_it_no_longer_does():
+    chooser = make()
+    assert play(chooser, 600, only_drafter(0.95))[-200:].count(Strategy("drafter", 6)) > 150
+    assert play(chooser, 600, only_drafter(0.05))[-200:].count(OFF) > 180
+    chooser.discount(0.0)
+    assert sum(s.source == "drafter" for s in play(chooser, 100, only_drafter(0.85))) > 60, "found soon after a swap"
+
+
+def test_without_a_swap_a_better_drafter_is_found_all_the_same():
+    chooser = make()
+    play(chooser, 1500, only_drafter(0.1))
+    assert play(chooser, 6000, only_drafter(0.9))[-100:].count(Strategy("drafter", 6)) > 90
 
 
 def test_one_depth_tells_of_all_others():
-    """A few rounds of depth 6 and one drafter: depth 2 is known to be best without ever having been tried."""
+    """A few rounds of depth 6 and few plain ones: depth 2 is known to be best after a single round of it."""
     arms = (OFF, *(Strategy("drafter", depth) for depth in (2, 4, 6)))
     chooser = make(arms, epsilon=0.0)
+    for arm in (OFF, OFF, OFF, *arms):
+        chooser.observe(arm, 8, 8, COSTS[arm], [0] * 8 if arm == OFF else [min(2, arm.reach)] * 8)
     for _ in range(40):
-        chooser.observe(Strategy("drafter", 6), 8, 16, COSTS.by_strategy[arms[3]], [0, 0, 2, 2, 2, 2, 2, 2])
+        chooser.observe(arms[3], 8, 16, COSTS[arms[3]], [0, 0, 2, 2, 2, 2, 2, 2])
     assert chooser.choose(8, arms) == Strategy("drafter", 2)
 
 
@@ -188,83 +226,21 @@ def test_accept_length_learned_at_one_batch_size_serves_at_another():
     assert [strategy.source for strategy in chosen].count("drafter") >= 9
 
 
-def test_what_cannot_win_is_never_tried():
-    """Each round of depth 6 costs more than seven plain ones: all drafts accepted would not pay."""
-    costs = Table({OFF: 0.01, Strategy("drafter", 6): 0.071, Strategy("drafter", 2): 0.012})
-    arms = tuple(costs.by_strategy)
-    chooser = make(arms, costs, epsilon=0.5, trial_share=0.9)
-    chosen = play(chooser, 1000, only_drafter(0.3), seconds=lambda strategy: costs.by_strategy[strategy])
-    assert Strategy("drafter", 6) not in chosen
-    assert Strategy("drafter", 2) in chosen
-
-
 def test_trials_stay_under_their_share_and_never_cease():
     chooser = make(epsilon=0.3)
     chosen = play(chooser, 6000, lambda _: 0.05)
-    lost = sum(COSTS.by_strategy[s] - COSTS.by_strategy[OFF] for s in chosen)
-    assert lost < 0.025 * sum(COSTS.by_strategy[s] for s in chosen)
+    lost = sum(COSTS[s] - COSTS[OFF] for s in chosen)
+    assert lost < 0.025 * sum(COSTS[s] for s in chosen)
     assert any(strategy != OFF for strategy in chosen[-1000:])
 
 
 def test_no_trial_before_there_is_time_to_pay_for_it():
     """Drafting is known not to pay: the first rounds are plain, however large epsilon is."""
     chooser = make(epsilon=1.0)
-    for arm in ARMS[1:]:
-        for _ in range(20):
-            chooser.observe(arm, 8, 8, COSTS.by_strategy[arm], [0] * 8)
-    for _ in range(2):
-        chooser.observe(OFF, 8, 8, COSTS.by_strategy[OFF], [0] * 8)
+    for arm in (*ARMS[1:], OFF, OFF, OFF):
+        for _ in range(20 if arm.reach else 1):
+            chooser.observe(arm, 8, 8, COSTS[arm], [0] * 8)
     assert set(play(chooser, 50, lambda _: 0.0)) == {OFF}
-
-
-def test_a_drafter_with_much_to_read_is_not_tried_until_that_is_paid_for():
-    costs = Table(COSTS.by_strategy, catch_up=1e-4)
-    for backlog, expected in ((0, "drafter"), (10_000, "off")):
-        chooser = make(chains((2,))[::2], costs)
-        assert chooser.choose(8, chooser.strategies, backlog).source == expected
-
-
-def test_a_first_trial_is_free_once():
-    """A rollout of a second could never save up for reading its prompts out of a fiftieth of its time."""
-    costs = Table(COSTS.by_strategy, catch_up=1e-4)
-    chooser = make(chains((2,))[::2], costs)
-    drafter = chooser.strategies[1]
-    seconds = COSTS.by_strategy[drafter]
-    backlog = int(3 * seconds / 1e-4)
-    assert chooser.choose(8, chooser.strategies, backlog) == drafter
-    chooser.observe(drafter, 8, 8, seconds, [0] * 8)
-    assert chooser.choose(8, chooser.strategies, backlog) == OFF
-
-
-def test_slow_rounds_of_a_busy_machine_turn_nothing():
-    chooser = make(epsilon=0.0)
-    play(chooser, 300, only_drafter(0.8))
-    best = chooser.choose(8, ARMS)
-    for _ in range(5):
-        chooser.observe(best, 8, 24, 0.5, [2] * 8)
-    assert chooser.choose(8, ARMS) == best
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_measured_costs_replace_a_wrong_profile(seed: int):
-    """It says that plain rounds take twice as long as they do, so that nothing seems worth leaving the drafter for."""
-    wrong = Table({arm: 0.01 if arm.source == "drafter" else 0.02 for arm in ARMS})
-    chosen = play(make(costs=wrong, seed=seed), 600, only_drafter(0.1))
-    assert chosen[-300:].count(OFF) > 280
-
-
-def test_a_better_drafter_is_soon_found_after_a_swap():
-    chooser = make()
-    assert play(chooser, 1500, only_drafter(0.1))[-300:].count(OFF) > 280
-    chooser.discount(0.0)
-    assert sum(s.source == "drafter" for s in play(chooser, 100, only_drafter(0.85))) > 60
-
-
-def test_without_a_swap_a_better_drafter_is_found_all_the_same():
-    chooser = make()
-    play(chooser, 1500, only_drafter(0.1))
-    chosen = play(chooser, 6000, only_drafter(0.9))
-    assert chosen[-100:].count(Strategy("drafter", 6)) > 90
 
 
 def test_a_discount_leaves_ngrams_and_plain_rounds_alone():
@@ -284,19 +260,15 @@ def test_a_checkpoint_keeps_acceptance_and_survives_other_settings():
     again = make()
     again.load_state(saved)
     assert again.state() == chooser.state()
-    assert again.choose(8, ARMS) == chooser.choose(8, ARMS)
     shallower = make(chains((2,)))
     shallower.load_state({**saved, "off": [1.0, 1.0], "gone-3": [2.0]})
-    assert shallower.choose(8, shallower.strategies) == Strategy("drafter", 2)
-
-
-# -- agreement and records ---------------------------------------------------------------------------------------------
+    assert shallower.state()["drafter:a1"] == saved["drafter:a1"][:5]
 
 
 @pytest.mark.parametrize("kind", [Chooser, RandomChooser])
 def test_choosers_that_are_told_the_same_agree(kind: type[Chooser]):
     """Two ranks of a replica, told one round late, over batches that shrink; only usable strategies are chosen."""
-    ranks = [kind(ARMS, 0, COSTS, epsilon=0.3) for _ in range(2)]
+    ranks = [kind(ARMS, 0) for _ in range(2)]
     source, late = random.Random(1), None
     chosen = []
     for i in range(1500):
@@ -309,47 +281,33 @@ def test_choosers_that_are_told_the_same_agree(kind: type[Chooser]):
             for rank in ranks:
                 rank.observe(*late)
         accepted = draw(first, 0.6, num_live, source)
-        seconds = COSTS.by_strategy[first] * source.lognormvariate(0, 0.2)
+        seconds = COSTS[first] * source.lognormvariate(0, 0.2)
         late = (first, num_live, sum(accepted) + num_live, seconds, accepted)
     assert len(set(chosen)) > 3
     totals = ranks[0].totals()
     assert {arm.name: totals[arm.name][0] for arm in ARMS} == {arm.name: chosen[:-1].count(arm) for arm in ARMS}
 
 
-def test_a_choice_needs_off():
-    with pytest.raises(ValueError, match="off"):
-        Chooser([Strategy("ngram", 2), Strategy("ngram", 4)])
-    with pytest.raises(ValueError, match="only once"):
-        Chooser([OFF, Strategy("ngram", 2), Strategy("ngram", 2, num_verify=2)])
-    assert Chooser([OFF]).choose(3, [OFF]) == OFF
-    single = Chooser([Strategy("ngram", 2)])
-    assert set(play(single, 20, lambda _: 0.0)) == {Strategy("ngram", 2)}
-
-
 @given(
     st.floats(0.0, 0.95),
     st.floats(0.0, 0.95),
-    st.lists(st.tuples(st.integers(1, 40), st.floats(0.9, 3.0)), min_size=3, max_size=6),
-    st.booleans(),
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0.3, 3.0)), min_size=3, max_size=6),
 )
 @settings(max_examples=25, deadline=None)
-def test_the_time_lost_against_plain_decoding_is_bounded(drafter, ngram, phases, has_costs):
-    """Whatever drafts are worth, trials lose at most their share.
-
-    Plain rounds that are much faster than the profile says are found too late: that is a weakness of the chooser.
-    """
-    source, chooser = random.Random(0), Chooser(ARMS, 0, COSTS if has_costs else None)
+def test_the_time_lost_against_plain_decoding_is_bounded(drafter, ngram, phases):
+    """Whatever drafts are worth and whatever rounds cost, trials lose at most their share."""
+    source, chooser = random.Random(0), make()
     spent = plain = 0.0
     for num_live, factor in phases:
         for _ in range(150):
             strategy = chooser.choose(num_live, ARMS)
             chance = {"drafter": drafter, "ngram": ngram, "off": 0.0}[strategy.source]
             accepted = draw(strategy, chance, num_live, source)
-            seconds = COSTS.by_strategy[strategy] * (factor if strategy == OFF else 1.0) * (0.5 + num_live / 8)
+            seconds = COSTS[strategy] * (factor if strategy == OFF else 1.0) * (0.5 + num_live / 8)
             tokens = sum(accepted) + num_live
             chooser.observe(strategy, num_live, tokens, seconds, accepted)
             spent += seconds
-            plain += tokens / num_live * COSTS.by_strategy[OFF] * factor * (0.5 + num_live / 8)
+            plain += tokens / num_live * COSTS[OFF] * factor * (0.5 + num_live / 8)
     assert spent < 1.1 * plain
 
 

@@ -366,7 +366,7 @@ def logged(tmp_path_factory):
         prompts[prompt] = features[: prompt_length - 1]
         captured.setdefault(tokens[:-1].tobytes(), (prompt_length, features))
 
-    engine.feature_sink = sink
+    engine.outbox.sink = sink
     # the last token is never fed to the model: another one there shows whether it is the logged one that is kept
     rollouts = [with_last_token(rollout, 7) for rollout in generate(engine, gcd_requests(12, 2))]
     folder = tmp_path_factory.mktemp("logged") / "run"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mpi
 
 OVERRIDES = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=100", "rollout.max_live=4",
-    "speculation.profile_seconds=0", "checkpoint.every_steps=1",
+    "checkpoint.every_steps=1",
 ]  # fmt: skip
 
 # Rank 1's decoder never returns from a round of step 1, begun when rank 0 has told that it waits for it. Only this

@@ -16,13 +16,14 @@ from tokenizers import Tokenizer
 from tlt_hpc.common.records import Request, Rollout, SampleKey, SamplingParams, Stream
 from tlt_hpc.config import EMBEDDED_MODEL
 from tlt_hpc.data.gcd import draw_from_split
+from tlt_hpc.kernels.gumbel import gumbel_noise_reference
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.models.folder import find_model, folder_weights, load_tokenizer
 from tlt_hpc.models.layers import Attend
 from tlt_hpc.models.shape import read_shape
 from tlt_hpc.rollout import device_cache
-from tlt_hpc.rollout.costs import Agree
+from tlt_hpc.rollout.chooser import Agree
 from tlt_hpc.rollout.device_cache import make_cache
 from tlt_hpc.rollout.engine import RolloutEngine
 from tlt_hpc.rollout.kv_cache import PoolSizes
@@ -108,6 +109,12 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout
     while engine.has_work:
         engine.step()
     return engine.collect()
+
+
+def gumbel_rows(words: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Noise of response positions: words [B, 4], positions [B, n] -> [B, n, V]."""
+    noise = gumbel_noise_reference(words.repeat_interleave(positions.shape[1], 0), positions.flatten(), vocab_size)
+    return noise.view(*positions.shape, -1)
 
 
 def texts(rollouts: Sequence[Rollout]) -> dict[SampleKey, list[int]]:

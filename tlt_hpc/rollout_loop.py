@@ -83,7 +83,7 @@ def take_over_kept(
     """
     left = still_to_do(requests, kept, job.config.data.source)
     own = [kept[request.key] for request in requests if request.key in kept and job.is_own(request.key)]
-    job.engine.take_over(own)
+    job.engine.finished += own
     keeper.skip(len(own))
     return left
 
@@ -195,7 +195,7 @@ def begin_features(drafting: Drafting, engine: RolloutEngine, step: int) -> None
     """Open this rank's feature cache for the step, and have the engine fill it; a full disk leaves the step without."""
     with drafting.cache.giving_up():
         drafting.cache.begin_step(step, engine.decoder.version)
-    engine.feature_sink = drafting.cache.append
+    engine.outbox.sink = drafting.cache.append
     drafting.spot.begin(step)
 
 

@@ -144,7 +144,7 @@ class Session:
             raise ConfigError(str(error)) from None
 
     def calibrate(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
-        """Measure near-ties, and the cost of rounds if there is a choice, on responses that are discarded.
+        """Measure near-ties on responses that are discarded.
 
         They have a stream of their own: the requests' true keys would generate the coming texts.
         """
@@ -154,9 +154,6 @@ class Session:
         ]
         self.world.say("calibrating the rollout engine")
         engine.calibrate(some)
-        if len(engine.settings.strategies) > 1 and self.config.speculation.profile_seconds:
-            self.world.say("measuring what rounds cost")
-            engine.profile(some, self.config.speculation.profile_seconds)
 
     def keeps(self, key: SampleKey) -> bool:
         """Whether this rank keeps a response that its replica generates."""

@@ -33,7 +33,6 @@ from tlt_hpc.resume.saving import (
     resume,
     save_at_end,
     save_checkpoint,
-    save_cost_profile,
     save_drafter,
     save_drafter_if_due,
     should_continue,
@@ -122,8 +121,6 @@ def take_steps(job: Job, tracking: Tracking | None, reporter: Reporter) -> RunRe
     if world.rank == 0 and step < config.run.num_steps and not world.stop_requested:
         drop_steps_after(job, step)  # logs that are about to be replaced are no committed step's
         job.folder.finished.unlink(missing_ok=True)  # of fewer steps
-    if step < config.run.num_steps:
-        world.all_or_none(lambda: save_cost_profile(job))
     judged = judge_and_track(job, evaluation, tracking, step, reporter)
     timer = PhaseTimer()
     settle_heap()

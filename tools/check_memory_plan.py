@@ -42,7 +42,7 @@ from tlt_hpc.train import finish_merge, start_merge
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "tiny.toml"
 SHORT = (
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=96", "rollout.max_live=16",
-    "speculation.profile_seconds=0", "optimizer.micro_batch_tokens=1024", "algorithm.updates_per_step=1",
+    "optimizer.micro_batch_tokens=1024", "algorithm.updates_per_step=1",
     "drafter.micro_step_tokens=512",
 )  # fmt: skip
 """Of the job that stands here without one: seconds instead of minutes."""

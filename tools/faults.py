@@ -60,7 +60,7 @@ VARIANTS = {"plain": [], "refills": ["algorithm.max_refills=2"], "replicas": ["r
 """The runs that are interrupted: their ranks and settings."""
 SETTINGS = [
     "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=200", "rollout.max_live=4",
-    "speculation.profile_seconds=0", "checkpoint.every_steps=3", "checkpoint.keep_responses_seconds=0.2",
+    "checkpoint.every_steps=3", "checkpoint.keep_responses_seconds=0.2",
     "run.stall_factor=0.2", "run.name=run",
 ]  # fmt: skip
 _LOST_CONNECTION = re.compile(r"(Connection (closed|reset) by peer|Broken pipe|Connection refused|Socket closed)")

@@ -84,7 +84,7 @@ def strike(kind: str, seed: int, count: int, base: Path, scratch: Path) -> Itera
 def make_run(scratch: Path) -> Path:
     """Train the embedded model for two steps on one rank; returns the run's folder."""
     command = [sys.executable, "-m", "tlt_hpc", "train", "jobs/tiny.toml", f"run.folder={scratch}", "run.num_steps=2"]
-    small = ["rollout.prompts_per_step=4", "rollout.group_size=4", "speculation.profile_seconds=0", "run.ranks=1"]
+    small = ["rollout.prompts_per_step=4", "rollout.group_size=4", "run.ranks=1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *small], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -24,7 +24,6 @@ FILES: dict[str, frozenset[str]] = {
     "rollouts/step-000000": CHECK,
     "finished.json": CHECK | {"train"},
     "environment.jsonl": CHECK,
-    "cost_profile.json": CHECK,
     "data.json": CHECK,
     "status/owner": NOBODY,
     "status/rank-0000": NOBODY,
@@ -246,7 +245,7 @@ RUNS: tuple[tuple[str, Damage, frozenset[str]], ...] = (
     ("rollouts: wrong times", _log_times, NOBODY),
     ("entries that no run has", _strange_entries, NOBODY),
     *((f"{name}: {what}", of_document(name, change), NOBODY)
-      for name in ("status/rank-0000", "status/owner", "finished.json", "cost_profile.json", "data.json",
+      for name in ("status/rank-0000", "status/owner", "finished.json", "data.json",
                    "checkpoints/step-000002/state.json")
       for what, change in (("a hostile value", _other_value), ("without a key", _without),
                            ("another document", lambda tree, source: source.choice(_DOCUMENTS)))),

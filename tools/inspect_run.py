@@ -184,7 +184,7 @@ def _faults_of_documents(folder: RunFolder) -> list[str]:
     readers: dict[Path, Callable[[Path], object]] = {
         folder.config: read_toml,
         folder.finished: read_finished,
-        **dict.fromkeys((folder.cost_profile, folder.data, folder.tracking), _read_object),
+        **dict.fromkeys((folder.data, folder.tracking), _read_object),
     }
     faults = list[str]()
     for path, read in readers.items():

@@ -56,6 +56,7 @@ REMOVED: dict[str, Removed] = {
     "speculation.chooser": Removed("strategies are always chosen by goodput"),
     "speculation.epsilon": Removed("it is always 0.05 (EPSILON in rollout/chooser.py)"),
     "speculation.window": Removed("it is always 128 (WINDOW in rollout/chooser.py)"),
+    "speculation.profile_seconds": Removed("costs are learned from the rounds of a rollout"),
     "speculation.ngram_orders": Removed("they are ORDERS in models/ngram.py"),
     "speculation.ngram_history_tokens": Removed("it is HISTORY_TOKENS in rollout/ngram_drafts.py"),
     "drafter.feature_loss_weight": Removed("it is always 1 (LossSettings in drafting/loss.py)", 1.0),

@@ -16,7 +16,7 @@ _FREE = {
     "data": ("overlong",),  # data/claim.py restricts it
     "reward": ("workers",),
     "rollout": ("max_live", "kv_bytes", "page_size", "tensor_parallel"),
-    "speculation": ("strategies", "profile_seconds"),
+    "speculation": ("strategies",),
     "drafter": (
         *("average_merges", "micro_step_tokens", "micro_step_seconds"),
         *("cache_bytes", "cache_folder"),

@@ -320,8 +320,6 @@ class SpeculationSection(Section):
     """Strategies to choose from each round, in addition to ``off``. A chain is source-depth (``drafter-6``); a tree
     adds ``x`` with the branching and ``v`` with the number of drafts to verify (``drafter-5x2v9``); ``a`` adds the
     drafter's sharpness (``drafter-4a1.5``). Sources: ``ngram``, ``drafter``."""
-    profile_seconds: Seconds = 3.0
-    """Time limit for measuring the cost of rounds at a start. 0: no measurement."""
 
 
 class DrafterSection(Section):

@@ -238,7 +238,7 @@ def evaluate_policy(job: Job, exam: Exam, step: int, shown: Callable[[Roster], N
     done = job.world.once(lambda: folder.claim(facts, replaces=True))
     if exam.missing(done):
         learned = job.engine.chooser.state()
-        job.engine.feature_sink = None  # the drafter learns from the policy's own rollouts
+        job.engine.outbox.sink = None  # the drafter learns from the policy's own rollouts
         is_whole = answer(job, job.engine, exam, folder, done, shown, step)
         # accept lengths at another temperature tell little about the next rollout's
         job.engine.chooser.load_state(learned)

@@ -62,9 +62,6 @@ class GraphPool:
         # one stream for all captures: cuBLAS keeps a workspace per stream
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._captured
-
     def __len__(self) -> int:
         return len(self._captured)
 
@@ -99,8 +96,7 @@ class GraphPool:
             assert static.shape == given.shape and static.dtype == given.dtype, (
                 f"{key!r} was captured for {list(static.shape)} {static.dtype}, not {list(given.shape)} {given.dtype}"
             )
-            if static is not given:
-                static.copy_(given, non_blocking=True)
+            static.copy_(given, non_blocking=True)
         captured.replay()
         return captured.outputs
 
@@ -112,16 +108,10 @@ class GraphPool:
             self.capture(key, function, inputs, state)
         return self.replay(key, inputs)
 
-    def inputs(self, key: Hashable) -> tuple[Tensor, ...]:
-        """The static inputs of ``key``: a caller that fills them itself passes them to ``replay`` uncopied."""
-        return self._captured[key].inputs
-
-    def memory_table(self) -> list[tuple[Hashable, int]]:
-        """Key and the device bytes that its capture took, in the order of capture; zeros on a CPU.
-
-        What the device reports as used, graph nodes included; another process on the GPU disturbs the figures.
-        """
-        return [(key, captured.num_bytes) for key, captured in self._captured.items()]
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the captures took, graph nodes included; another process on the GPU disturbs it."""
+        return sum(captured.num_bytes for captured in self._captured.values())
 
     def _settle(self, function: Function, static: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Warm up and return the last outputs, apart from what the function may keep or alias."""

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tlt_hpc
 from tlt_hpc.common.source import git_commit, source_digest
 from tlt_hpc.common.words import count
 from tlt_hpc.look.words import listed
-from tlt_hpc.rollout.costs import processor_name
 from tlt_hpc.storage.records import Environment, Host
 
 if TYPE_CHECKING:
@@ -65,6 +65,14 @@ class RankPlace:
         cores = sum(1 << core for core in os.sched_getaffinity(0))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return cls(hostname, processor_name(), cores, memory, gpu, gpu_uuid)
+
+
+def processor_name() -> str:
+    """The processor's marketing name if the system has it, otherwise its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energy: Mapping[str, str]) -> Environment:

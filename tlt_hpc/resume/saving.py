@@ -19,10 +19,8 @@ from tlt_hpc.models.piece import Piece, deal
 from tlt_hpc.mpi.owner import agree_on_owner
 from tlt_hpc.resume.replay import replay
 from tlt_hpc.rl.draws import StepDraws
-from tlt_hpc.rollout.costs import to_json
 from tlt_hpc.session import Drafting, Job
 from tlt_hpc.storage.folder import writing_beside
-from tlt_hpc.storage.records import write_json
 from tlt_hpc.storage.step_lines import drop_lines
 
 logger = logging.getLogger(__name__)
@@ -192,16 +190,6 @@ def resume(job: Job, shown: Callable[[int], None]) -> tuple[int, int]:
     if newest is not None:
         job.engine.chooser.load_state(newest.state["strategies"])
     return saved, step
-
-
-def save_cost_profile(job: Job) -> None:
-    """Write the costs of decoding rounds, measured before the first rollout, to the run's folder; on rank 0.
-
-    Raises:
-        WriteError: it cannot be written.
-    """
-    if job.world.rank == 0 and job.engine.costs is not None:
-        write_json(job.folder.cost_profile, to_json(job.engine.costs))
 
 
 def drop_steps_after(job: Job, step: int) -> None:

@@ -1,7 +1,7 @@
 """Chooses how each round is decoded: the strategy with the most expected tokens per expected second.
 
 Expected tokens come from counts of accepted drafts, learned over all batch sizes; expected seconds from ``costs``.
-Other strategies are tried now and then, and what such trials may cost is bounded: apart from one cheap first round per
+Other strategies are tried now and then, and what such trials may cost is bounded: apart from one first round per
 strategy, the seconds lost to them stay below a share of the seconds spent. A choice is a pure function of the seed and
 of what was observed, so ranks that observe the same make the same choice.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tlt_hpc.rollout.costs import Agree, CostPrior, RoundCosts, own
+from tlt_hpc.rollout.costs import RoundCosts
 from tlt_hpc.rollout.strategy import MAX_DEPTH, OFF, Strategy
 
 EPSILON = 0.05
@@ -22,8 +22,10 @@ TRIAL_SHARE = 0.02
 """Largest share of the seconds spent that may be lost to trials."""
 WINDOW = 128
 """Rounds over which counts of accepted drafts fade."""
-_FREE_CATCH_UP = 4.0
-"""Rounds of a strategy that its drafter may need to read what it missed, for a first trial without budget."""
+
+Agree = Callable[[int], int]
+"""Takes this rank's number and returns that of the first rank of its replica (a broadcast): ranks that decode together
+must not act on their own clocks."""
 
 
 # -- accepted drafts --------------------------------------------------------------------------------------------------
@@ -158,53 +160,37 @@ class Chooser:
     rounds that say something about it, and a strategy that never ran is mostly predicted well enough without a trial.
     """
 
-    def __init__(
-        self,
-        strategies: Sequence[Strategy],
-        seed: int = 0,
-        costs: CostPrior | None = None,
-        *,
-        epsilon: float = EPSILON,
-        trial_share: float = TRIAL_SHARE,
-    ) -> None:
-        """``costs``: None if nothing was measured.
+    def __init__(self, strategies: Sequence[Strategy], seed: int = 0, agree: Agree | None = None) -> None:
+        """``strategies``, each once, include "off", which the others are compared with.
 
-        Raises:
-            ValueError: several strategies without "off", or the same one twice.
+        ``agree``: of ranks that decode the same responses together, which time their rounds apart and choose as the
+        first of them does.
         """
         self.strategies = tuple(strategies)
         self._names = tuple(strategy.name for strategy in self.strategies)
-        if not self._names or len(set(self._names)) < len(self._names):
-            raise ValueError(f"strategies {self._names}: give at least one, and each only once")
-        if len(self.strategies) > 1 and OFF not in self.strategies:
-            raise ValueError(f"strategies {self._names}: add 'off', which every choice is compared with")
         self._index = {strategy: i for i, strategy in enumerate(self.strategies)}
-        self._off = self._index.get(OFF, -1)
+        self._off = self._index[OFF]
         self._usable: Sequence[int] = range(len(self.strategies))
         self._rounds, self._tokens = [0] * len(self.strategies), [0] * len(self.strategies)
-        self._random, self._epsilon = random.Random(seed), epsilon
-        self._costs, self._budget = RoundCosts(self.strategies, costs), TrialBudget(trial_share)
+        self._random, self._epsilon = random.Random(seed), EPSILON
+        self._costs, self._budget, self._agree = RoundCosts(self.strategies), TrialBudget(TRIAL_SHARE), agree
         reach: dict[str, int] = {}
         for strategy in self.strategies:
             reach[strategy.family] = max(reach.get(strategy.family, 0), strategy.reach)
         self._families = {family: FamilyAcceptance(longest) for family, longest in reach.items()}
         self._lengths, self._accept_known = [1.0] * len(self.strategies), [False] * len(self.strategies)
         self._update_lengths(self._families)
-        self.agree: Agree = own
-        """Ranks that decode one response together time their rounds apart, so they are told what the first chose."""
 
     def index_of(self, strategy: Strategy) -> int:
         """Its place among the strategies."""
         return self._index[strategy]
 
-    def choose(self, num_live: int, usable: Sequence[Strategy], backlog: int = 0) -> Strategy:
-        """The strategy for a round of ``num_live`` sequences, among those usable now.
-
-        ``backlog`` counts the committed positions, over all live sequences, that the drafter has not read yet.
-        """
+    def choose(self, num_live: int, usable: Sequence[Strategy]) -> Strategy:
+        """The strategy for a round of ``num_live`` sequences, among those usable now."""
         assert num_live > 0
         self._usable = [self._index[strategy] for strategy in usable]
-        return self.strategies[self.agree(self._pick(num_live, backlog))]
+        index = self._pick(num_live)
+        return self.strategies[index if self._agree is None else self._agree(index)]
 
     def observe(
         self, strategy: Strategy, num_live: int, num_tokens: int, seconds: float, accepted: Sequence[int]
@@ -260,12 +246,12 @@ class Chooser:
         seconds = self._costs.seconds(num_live)
         rates = [num_live * length / cost for length, cost in zip(self._lengths, seconds, strict=True)]
         known = [
-            index == self._off or (accept and cost)
-            for index, (accept, cost) in enumerate(zip(self._accept_known, self._costs.known, strict=True))
+            index == self._off or (accept and self._costs.is_known(index))
+            for index, accept in enumerate(self._accept_known)
         ]
         return _Outlook(num_live, self._usable, seconds, rates, known)
 
-    def _pick(self, num_live: int, backlog: int) -> int:
+    def _pick(self, num_live: int) -> int:
         draw = self._random.random()  # one a round, needed or not: choosers of one seed stay in step
         outlook = self._outlook(num_live)
         best = outlook.best
@@ -274,19 +260,17 @@ class Chooser:
         trial = self._trial(outlook, draw)
         if trial is None:
             return best
-        catch_up, seconds = self._costs.catch_up_seconds(trial, backlog), outlook.seconds[trial]
-        # once each, a cheap first trial needs no budget: a short rollout could never save up for it
-        is_first = not outlook.known[trial] and not self._rounds[trial]
-        if is_first and catch_up <= _FREE_CATCH_UP * seconds:
+        # once each, a first trial needs no budget: a short rollout could never save up for it
+        if not outlook.known[trial] and not self._rounds[trial]:
             return trial
-        loss = seconds + catch_up - seconds * outlook.rates[trial] / outlook.rates[best]
+        loss = outlook.seconds[trial] * (1 - outlook.rates[trial] / outlook.rates[best])
         return trial if self._budget.allows(loss) else best
 
     def _trial(self, outlook: _Outlook, draw: float) -> int | None:
         """What to try instead of the best: first what was never tried, then, rarely, anything that might be better."""
         best, usable = outlook.best, outlook.usable
         untried = [index for index in usable if not outlook.known[index]]
-        if best != self._off and self._off in usable and not self._costs.measured(self._off, outlook.num_live):
+        if best != self._off and self._off in usable and not self._costs.is_measured(self._off, outlook.num_live):
             untried.append(self._off)  # all others are compared with it, so it is measured at each batch size
         if untried := self._contenders(outlook, untried):
             return max(untried, key=outlook.rates.__getitem__)
@@ -316,5 +300,5 @@ class Chooser:
 class RandomChooser(Chooser):
     """Chooses all usable strategies equally often: for checks that the text does not depend on the strategy."""
 
-    def _pick(self, num_live: int, backlog: int) -> int:
+    def _pick(self, num_live: int) -> int:
         return self._usable[int(self._random.random() * len(self._usable))]

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from tlt_hpc.models.decoder import Decoder
-from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts, Perturbation
+from tlt_hpc.rollout.drafts import DrafterFault, LearnedDrafts
 from tlt_hpc.rollout.guard import TieGuard
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts, NoiseAt, noise_of
 from tlt_hpc.rollout.noise import NoiseWindow
@@ -141,34 +141,6 @@ class HostRounds:
         self.seconds.other += clock.lap()
         self._done.append(Emitted(strategy, responses, *emitted, prepared + clock.total, is_sound))
 
-    # -- what a cost profile times ------------------------------------------------------------------------------
-
-    def time_verify(self, width: int) -> float:
-        """Seconds of a target pass over ``width`` tokens of each row, sampling and walk included; commits nothing."""
-        rows = self.scheduler.rows
-        last = rows.last_tokens()
-        drafts = chain(last, last.unsqueeze(1).expand(-1, width - 1))
-        noise = self.noise.at(rows.response_lengths, min(width, self.noise.width))
-        noise = torch.cat([noise, noise[:, -1:].expand(-1, width - noise.shape[1], -1)], 1)
-        layout = self.scheduler.layout
-        return self._time(lambda: self._accept(drafts, self.target.forward(drafts, layout)[1], noise))
-
-    def time_draft(self, strategy: Strategy) -> float:
-        """Seconds of a strategy's drafts for the rows."""
-        noise = self.noise.at(self.scheduler.rows.response_lengths, strategy.depth + 1)
-        return self._time(lambda: self.propose(strategy, noise))
-
-    @torch.inference_mode()
-    def _time(self, run: Callable[[], object]) -> float:
-        device = self.decoder.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
     # -- draft --------------------------------------------------------------------------------------------------
 
     def propose(self, strategy: Strategy, noise: Tensor) -> tuple[DraftTree, Tensor | None, bool]:
@@ -197,8 +169,7 @@ class HostRounds:
             nodes = self.ngram_chains(strategy, noise_of(noise))
             return chains(nodes, max(map(len, nodes)), noise.device), None
         assert self.learned is not None, f"strategy {strategy.name} without a drafter"
-        perturbation = Perturbation.of(rows.responses, noise.device)
-        proposal = self.learned.propose(rows, self.scheduler.layout, noise, strategy, perturbation)
+        proposal = self.learned.propose(rows, self.scheduler.layout, noise, strategy)
         return proposal.drafts, proposal.cells
 
     def ngram_chains(self, strategy: Strategy, noise: NoiseAt) -> list[list[int]]:
@@ -253,7 +224,7 @@ class HostRounds:
         """Commit what the rows accepted, with its log-probs."""
         rows = self.scheduler.rows
         at_path = logits if drafts.depths is None else along_path(logits, accepted.path)
-        log_probs = token_log_probs(at_path, accepted.chosen, _temperatures(rows.responses, logits.device))
+        log_probs = token_log_probs(at_path, accepted.chosen, rows.temperatures[: rows.num_live].view(-1, 1, 1))
         columns = self.target.commit(drafts, accepted, features)
         rows.log_probs[torch.arange(len(columns)).unsqueeze(1), columns.cpu()] = log_probs.cpu()
 
@@ -288,14 +259,6 @@ class _Clock:
         now = time.perf_counter()
         passed, self._last = now - self._last, now
         return passed
-
-
-def _temperatures(responses: list[Response], device: torch.device) -> float | Tensor:
-    """One number where all rows agree, else [B, 1, 1] with 1 for greedy rows."""
-    values = [response.rule.temperature for response in responses]
-    if len(set(values)) == 1:
-        return values[0]
-    return torch.tensor([value or 1.0 for value in values], device=device).view(-1, 1, 1)
 
 
 def learn_chances(

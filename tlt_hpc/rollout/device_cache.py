@@ -31,8 +31,6 @@ _EXACT_WIDTH = 8
 """Blocks up to this are as wide as the pass, wider ones a power of two: a kernel is compiled for each width."""
 _MOST_PROGRAMS = 65_535
 """CUDA's limit on the second dimension of a grid, where the kernel has a block's key-value head."""
-_DENSE_NUMBERS = 1 << 26
-"""Scores of a dense chunk at most: with their keys and values half a GiB."""
 
 
 def make_cache(
@@ -58,53 +56,29 @@ class DevicePagedCache(PagedCache):
         pages = (self._num_layers, sizes.num_pages + 1, sizes.page_size, shape.num_kv_heads, shape.head_dim)
         self._keys = torch.zeros(pages, dtype=dtype, device=device)
         self._values = torch.zeros_like(self._keys)
+        self._pools = [self._keys, self._values]
 
-    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
-        return Layout(max(map(len, tables)))
-
-    def clear(self, *, drafter_only: bool = False) -> None:
-        for pages in (self._keys, self._values):
-            (pages[-1] if drafter_only else pages).zero_()
-        if self.features is not None and not drafter_only:
-            self.features.zero_()
-
-    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
-        for pages in (self._keys, self._values):
-            pages[:, target] = pages[:, source]
+    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> None:
+        """The kernels read the tables alone."""
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
-        for pages in (self._keys, self._values):
+        for pages in self._pools:
             flat = pages[: self._num_target_layers].flatten(1, 2)
             flat[:, target] = flat[:, source]
 
-    def attend(
-        self,
-        layout: Layout,
-        tables: Tensor,
-        positions: Tensor,
-        committed: Tensor | None = None,
-        ancestors: Tensor | None = None,
-        only_layer: int | None = None,
-    ) -> Attend:
-        write = self.slots(positions, tables).flatten()
-        if committed is None or ancestors is None:
-            return self._attend(write, chain_blocks(positions, tables.int()), only_layer)
-        if max(ancestors.shape[1:]) <= MAX_NODES:
-            return self._attend(write, tree_blocks(committed, ancestors, tables.int()), only_layer)
-        readable = tables[:, : layout.longest]
-        return self._attend(write, _Dense(readable, Seen(positions, committed, ancestors)), only_layer)
-
-    def attend_steps(
-        self, layout: Layout, tables: Tensor, positions: Tensor, only_layer: int | None = None
+    def _passes(
+        self, layout: Layout | None, tables: Tensor, seen: Seen, width: int, only_layer: int | None
     ) -> list[Attend]:
-        write, table = self.slots(positions, tables), tables.int()
-        return [
-            self._attend(write[:, d], chain_blocks(positions[:, d : d + 1], table), only_layer)
-            for d in range(positions.shape[1])
-        ]
-
-    def _attend(self, write: Tensor, reading: Blocks | _Dense, only_layer: int | None) -> Attend:
-        return _PassAttend(self._keys, self._values, write, reading, only_layer)
+        write, table = self.slots(seen.positions, tables), tables.int()
+        passes: list[Attend] = []
+        for start in range(0, seen.positions.shape[1], width):
+            part = slice(start, start + width)
+            if seen.committed is None or seen.ancestors is None:
+                blocks = chain_blocks(seen.positions[:, part], table)
+            else:
+                blocks = tree_blocks(seen.committed, seen.ancestors[:, part], table)
+            passes.append(_PassAttend(self._keys, self._values, write[:, part].flatten(), blocks, only_layer))
+        return passes
 
 
 @dataclass(frozen=True)
@@ -116,7 +90,7 @@ class _PassAttend(FusedAttend):
     values: Tensor
     write: Tensor
     """Slots [T] that the pass writes: a row's repeated position twice, what belongs nowhere to the page beyond."""
-    reading: Blocks | _Dense
+    reading: Blocks
     only_layer: int | None
 
     def __call__(self, layer: int, query: Tensor, key_value: Tensor) -> Tensor:
@@ -209,31 +183,3 @@ def block_width(num_queries: int) -> int:
     if num_queries <= _EXACT_WIDTH:
         return num_queries
     return min(MAX_NODES, 1 << (num_queries - 1).bit_length())
-
-
-@dataclass(frozen=True)
-class _Dense:
-    """Trees of more nodes than a kernel's mask has bits: pages gathered, some rows at a time, and dense attention."""
-
-    table: Tensor
-    """Pages [B, P] that hold all a row sees."""
-    seen: Seen
-
-    def read(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """query [T, h, d] over one layer's keys and values [num_pages + 1, S, g, d] -> [T, h * d]."""
-        num_rows = len(self.table)
-        by_row = query.view(num_rows, -1, *query.shape[1:])
-        each = by_row[0, :, :, 0].numel() * self.table.shape[1] * keys.shape[1]
-        most = max(1, _DENSE_NUMBERS // each)
-        rows = torch.arange(num_rows, device=query.device)
-        parts = [self._chunk(part, by_row, keys, values) for part in torch.split(rows, most)]
-        return torch.cat(parts).reshape(len(query), -1)
-
-    def _chunk(self, rows: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Rows [b] of query [B, n, h, d] -> [b, n, h, d]."""
-        pages = self.table[rows]
-        k, v = (x[pages].flatten(1, 2).transpose(1, 2) for x in (keys, values))
-        offsets = torch.arange(k.shape[2], device=query.device)
-        mask = self.seen.by(rows, torch.zeros_like(rows), offsets).unsqueeze(1)
-        out = F.scaled_dot_product_attention(query[rows].transpose(1, 2), k, v, mask, enable_gqa=True)
-        return out.transpose(1, 2)

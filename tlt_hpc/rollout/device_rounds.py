@@ -17,9 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tlt_hpc.kernels.attention import MAX_NODES
 from tlt_hpc.rollout.decoding import Emitted, HostRounds, append, learn_chances
-from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound, fits_graphs
+from tlt_hpc.rollout.graph_round import NUM_TOLD, GraphRound
 from tlt_hpc.rollout.ngram_drafts import NoiseAt
 from tlt_hpc.rollout.noise import gumbel_number, noise_key
 from tlt_hpc.rollout.responses import Response
@@ -33,8 +32,8 @@ from tlt_hpc.rollout.tree import DraftTree, chains, tree
 class DeviceRounds(HostRounds):
     """Rounds whose tensors stay on the device; those that graphs cannot hold are carried out as on the host.
 
-    These are rounds with a truncated rule (top-k, top-p, min-p) or a least length still to reach in any row, and trees
-    of more than 64 nodes. With the tie guard on, and with n-grams, a round is read before the next one starts.
+    These are rounds with a truncated rule (top-k, top-p, min-p) or a least length still to reach in any row. With the
+    tie guard on, and with n-grams, a round is read before the next one starts.
     """
 
     strategies: tuple[Strategy, ...] = (OFF,)
@@ -62,10 +61,7 @@ class DeviceRounds(HostRounds):
     # -- which rounds -------------------------------------------------------------------------------------------
 
     def overlaps(self, strategy: Strategy) -> bool:
-        return not self.guard.active and strategy.source in ("off", "drafter") and self._is_static(strategy)
-
-    def _is_static(self, strategy: Strategy) -> bool:
-        return fits_graphs(strategy) and not self._has_special_rows()
+        return not self.guard.active and strategy.source != "ngram" and not self._has_special_rows()
 
     def _has_special_rows(self) -> bool:
         return any(map(_is_special, self.scheduler.rows.responses))
@@ -75,7 +71,7 @@ class DeviceRounds(HostRounds):
     @torch.inference_mode()
     def launch(self, strategy: Strategy, prepared: float = 0.0, follows: bool = False) -> None:
         """Draft, verify, accept, commit, all of it queued on the device."""
-        if not self._is_static(strategy):
+        if self._has_special_rows():
             assert not self._ahead, "a round on the host needs the texts"
             super().launch(strategy, prepared, follows)
             return
@@ -132,7 +128,7 @@ class DeviceRounds(HostRounds):
         rows = self.scheduler.rows
         unread = max(len(response.text) + self.ahead - 1 - response.num_read for response in rows.responses)
         if unread > self._graphs.read_width:
-            self.learned.read(rows, rows.num_live, self._graphs.layout, unread)
+            self.learned.read(rows, rows.num_live, None, unread)
         for response in rows.responses:  # at least; what is ahead is told when it is read
             response.num_read = len(response.text) - 1
 
@@ -198,39 +194,10 @@ class DeviceRounds(HostRounds):
         if drafts.parents is not None:
             drafts = tree(drafts.tokens, drafts.parents, drafts.num_nodes - 1)
         noise = self.noise.at(rows.response_lengths, started.strategy.depth + 1)
-        features, logits = self.target.forward(drafts, self._graphs.layout)
+        features, logits = self.target.forward(drafts, None)
         accepted = self._accept(drafts, logits, by_node(noise, drafts))
         self._commit(drafts, accepted, features, logits)
         return append(started.responses, accepted)
-
-    # -- what a cost profile times ------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def time_verify(self, width: int) -> float:
-        if width > MAX_NODES or self._has_special_rows():
-            return super().time_verify(width)
-        rows = self.scheduler.rows
-        last = rows.last_tokens(self._graphs.bucket(rows.num_live))
-        drafts, before = DraftTree(last.unsqueeze(1).expand(-1, width).contiguous()), rows.lengths.clone()
-
-        def verify() -> None:
-            self._graphs.verify(drafts)
-
-        verify()  # captured before it is timed
-        seconds = self._time(verify)
-        rows.lengths.copy_(before)
-        return seconds
-
-    @torch.inference_mode()
-    def time_draft(self, strategy: Strategy) -> float:
-        if not self._is_static(strategy):
-            return super().time_draft(strategy)
-
-        def draft() -> None:
-            self._drafts(strategy)
-
-        draft()
-        return self._time(draft)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -72,36 +72,10 @@ class ChanceTable:
         self._hits.mul_(_KEPT).scatter_add_(0, cells.flatten(), hit.flatten().float())
 
 
-@dataclass(frozen=True)
-class Perturbation:
-    """How logits become scores: factor and noise of each row [B, 1, 1], or one number where all rows agree."""
-
-    scale: float | Tensor
-    noisy: bool | Tensor
-
-    @classmethod
-    def of(cls, responses: Sequence[Response], device: torch.device) -> Perturbation:
-        """By the rows' temperatures; without one (greedy) the logits stand alone."""
-        temperatures = [response.rule.temperature for response in responses]
-        if len(set(temperatures)) == 1:
-            return cls(1.0 / temperatures[0] if temperatures[0] > 0 else 1.0, temperatures[0] > 0)
-        scale = torch.tensor([1.0 / t if t > 0 else 1.0 for t in temperatures], device=device)
-        noisy = torch.tensor([float(t > 0) for t in temperatures], device=device)
-        return cls(scale.view(-1, 1, 1), noisy.view(-1, 1, 1))
-
-    @classmethod
-    def at(cls, temperatures: Tensor) -> Perturbation:
-        """By temperatures [B] on the device."""
-        noisy = temperatures > 0
-        return cls(torch.where(noisy, 1.0 / temperatures, 1.0).view(-1, 1, 1), noisy.float().view(-1, 1, 1))
-
-    def scores(self, logits: Tensor, noise: Tensor, sharpness: float) -> Tensor:
-        """Perturbed scores of logits [B, F, V] with the noise [B, 1, V] of their position."""
-        if self.noisy is False:
-            return logits
-        factor = self.scale * sharpness
-        scaled = logits if isinstance(factor, float) and factor == 1.0 else logits * factor
-        return scaled + noise if self.noisy is True else scaled + noise * self.noisy
+def perturbed(logits: Tensor, noise: Tensor, temperatures: Tensor, sharpness: float) -> Tensor:
+    """Scores of logits [B, F, V] with the noise [B, 1, V] of their position, at temperatures [B]; 0 is greedy."""
+    heat = temperatures.view(-1, 1, 1)
+    return torch.where(heat > 0, logits * (sharpness / heat) + noise, logits)
 
 
 Pick = Callable[[int, Tensor, int], tuple[Tensor, Tensor]]
@@ -141,14 +115,8 @@ class LearnedDrafts:
         for response in responses:
             response.num_read = 0
 
-    def backlog(self, responses: Sequence[Response]) -> int:
-        """Committed positions of the live rows that the drafter has not read yet."""
-        return sum(len(response.text) - 1 - response.num_read for response in responses)
-
     @torch.inference_mode()
-    def propose(
-        self, rows: LiveRows, layout: Layout, noise: Tensor, strategy: Strategy, perturbation: Perturbation
-    ) -> Proposal:
+    def propose(self, rows: LiveRows, layout: Layout | None, noise: Tensor, strategy: Strategy) -> Proposal:
         """Drafts after the rows' committed tokens.
 
         ``noise`` [B, D.., V] starts at the position of the first draft. Catches up with all positions that the drafter
@@ -158,17 +126,18 @@ class LearnedDrafts:
             DrafterFault: a score is NaN.
         """
         noise = noise[..., : self._num_tokens] if self._vocabulary is None else noise[..., self._vocabulary]
+        temperatures = rows.temperatures[: rows.num_live]
         feature = self.catch_up(rows, layout)
 
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-            return top_scores(perturbation.scores(logits, noise[:, d : d + 1], strategy.sharpness), count)
+            return top_scores(perturbed(logits, noise[:, d : d + 1], temperatures, strategy.sharpness), count)
 
         proposal = self.draft(rows, layout, pick, strategy, feature)
         if bool(torch.isnan(proposal.scores).any()):
             raise DrafterFault("the drafter's scores are not numbers")
         return proposal
 
-    def catch_up(self, rows: LiveRows, layout: Layout) -> Tensor:
+    def catch_up(self, rows: LiveRows, layout: Layout | None) -> Tensor:
         """Read whatever the drafter has not; returns its own feature [B, H] at each row's newest true position."""
         unread = [len(response.text) - 1 - response.num_read for response in rows.responses]
         feature = self.read(rows, rows.num_live, layout, max(1, *unread))
@@ -176,7 +145,7 @@ class LearnedDrafts:
             response.num_read = len(response.text) - 1
         return feature
 
-    def read(self, rows: LiveRows, count: int, layout: Layout, width: int) -> Tensor:
+    def read(self, rows: LiveRows, count: int, layout: Layout | None, width: int) -> Tensor:
         """As ``catch_up``, for the first ``count`` rows, none of which has more than ``width`` positions to read."""
         lengths, known = rows.lengths[:count], self.known[:count]
         last = lengths - 2
@@ -195,7 +164,7 @@ class LearnedDrafts:
         # a sequence of one token has no feature to draft from yet: what is proposed for it is a guess
         return feature
 
-    def _read_at(self, rows: LiveRows, layout: Layout, at: Tensor) -> Tensor:
+    def _read_at(self, rows: LiveRows, layout: Layout | None, at: Tensor) -> Tensor:
         """The drafter's features [B, n, H] at committed positions [B, n], whose keys and values it keeps."""
         assert self._cache.features is not None
         tables = self._cache.tables[: len(at)]
@@ -208,7 +177,6 @@ class LearnedDrafts:
     def picker(self, words: Tensor, positions: Tensor, temperatures: Tensor, sharpness: float) -> Pick:
         """How ``draft`` picks on a device: words [B, 4], response positions [B] of the first draft, temperatures."""
         columns = self._num_tokens if self._vocabulary is None else self._vocabulary
-        how = Perturbation.at(temperatures)
 
         def pick(d: int, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             if count == 1 and logits.shape[1] == 1 and self._vocabulary is None:
@@ -216,11 +184,11 @@ class LearnedDrafts:
                 choice = gumbel_argmax(logits[:, 0], temperatures / sharpness, words, positions + d, self._num_tokens)
                 return choice.log_normaliser.view(-1, 1, 1), choice.token.view(-1, 1, 1)
             noise = gumbel_noise(words, positions + d, columns).unsqueeze(1)
-            return top_scores(how.scores(logits, noise, sharpness), count)
+            return top_scores(perturbed(logits, noise, temperatures, sharpness), count)
 
         return pick
 
-    def draft(self, rows: LiveRows, layout: Layout, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
+    def draft(self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
         """Drafts of as many rows as ``feature`` [B, H] has, which belongs to their newest positions.
 
         Reads and writes nothing on the host, and no shape depends on data.
@@ -245,7 +213,9 @@ class LearnedDrafts:
     def _ids(self, index: Tensor) -> Tensor:
         return index if self._vocabulary is None else self._vocabulary[index]
 
-    def _chain(self, rows: LiveRows, layout: Layout, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
+    def _chain(
+        self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor
+    ) -> Proposal:
         count = len(feature)
         at = (rows.lengths[:count] - 1).unsqueeze(1) + torch.arange(strategy.depth - 1, device=feature.device)
         feature = feature.unsqueeze(1)
@@ -262,7 +232,7 @@ class LearnedDrafts:
                 feature = self._pass(drafts[-1], feature, at[:, d : d + 1], attends[d])
         return Proposal(chain(rows.last_tokens(count), torch.cat(drafts, 1)), None, torch.cat(best, 1))
 
-    def _tree(self, rows: LiveRows, layout: Layout, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
+    def _tree(self, rows: LiveRows, layout: Layout | None, pick: Pick, strategy: Strategy, feature: Tensor) -> Proposal:
         """Grow level by level, each time the likeliest nodes of a level; keep the likeliest nodes of all."""
         count, branching = len(feature), min(strategy.branching, MAX_BRANCHES)
         device = feature.device
@@ -317,9 +287,3 @@ def _likeliest(
     place = torch.zeros_like(tokens).scatter_(1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept))
     parent = place.gather(1, parents.gather(1, kept))
     return tree(tokens.gather(1, kept), parent, strategy.depth), cells.gather(1, kept)
-
-
-def slots_needed(strategy: Strategy) -> int:
-    """Positions beyond a sequence's last token that a round may write."""
-    grown = 1 + (strategy.depth - 1) * strategy.branching if strategy.branching > 1 else strategy.depth
-    return max(grown + 1, strategy.widest_pass)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.common.records import (
@@ -27,16 +26,14 @@ from tlt_hpc.common.records import (
 )
 from tlt_hpc.models.decoder import Decoder
 from tlt_hpc.models.drafter import Drafter
-from tlt_hpc.rollout.chooser import Chooser, DraftTally, RandomChooser
-from tlt_hpc.rollout.costs import Agree, CostProfile, measure_profile, own
+from tlt_hpc.rollout.chooser import Agree, Chooser, DraftTally, RandomChooser
 from tlt_hpc.rollout.decoding import Emitted, HostRounds, PhaseSeconds
 from tlt_hpc.rollout.device_cache import DevicePagedCache, make_cache
 from tlt_hpc.rollout.device_rounds import DeviceRounds
-from tlt_hpc.rollout.drafts import LearnedDrafts, slots_needed
-from tlt_hpc.rollout.feature_outbox import FeatureOutbox, FeatureSink
+from tlt_hpc.rollout.drafts import LearnedDrafts
+from tlt_hpc.rollout.feature_outbox import FeatureOutbox
 from tlt_hpc.rollout.guard import NUM_PROBED, TieGuard
 from tlt_hpc.rollout.kv_cache import PoolSizes, page_bytes
-from tlt_hpc.rollout.measures import RoundMeasures, profile_key
 from tlt_hpc.rollout.ngram_drafts import NgramDrafts
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.responses import Response
@@ -44,13 +41,8 @@ from tlt_hpc.rollout.rows import LiveRows
 from tlt_hpc.rollout.sampling import SamplingRule
 from tlt_hpc.rollout.scheduler import Scheduler
 from tlt_hpc.rollout.settings import EngineSettings, check_request, check_settings
-from tlt_hpc.rollout.span_log import SpanLog
 from tlt_hpc.rollout.stops import StopStrings
 from tlt_hpc.rollout.strategy import OFF, Strategy
-
-
-def _keep_all(key: SampleKey) -> bool:
-    return True
 
 
 @dataclass
@@ -86,7 +78,7 @@ class RolloutEngine:
         drafter: Drafter | None = None,
         agree: Agree | None = None,
     ) -> None:
-        """``agree``: for ranks that decode the same responses together, see ``Chooser.agree``.
+        """``agree``: for ranks that decode the same responses together, see ``Chooser``.
 
         Such ranks are given the same requests in the same order and step together; the rest follows from the texts.
         """
@@ -109,43 +101,32 @@ class RolloutEngine:
         parts = decoder, self._scheduler, self._noise, self._guard, self._learned, self._ngram
         on_device = isinstance(self._cache, DevicePagedCache)
         self._rounds = DeviceRounds(*parts, strategies=settings.strategies) if on_device else HostRounds(*parts)
-        self.costs: CostProfile | None = None
-        """What ``profile`` measured."""
         self.chooser = self._make_chooser()
         self._totals_taken = self.chooser.totals()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._finished: list[Rollout] = []
-        self._outbox = FeatureOutbox(self._cache, decoder.shape.hidden_size)
+        self.finished: list[Rollout] = []
+        """Responses that have ended and were not collected yet, in the order in which they ended."""
+        self.outbox = FeatureOutbox(self._cache, decoder.shape.hidden_size)
+        """Hands the features of finished responses to its ``sink``, where a drafter is trained."""
         self._longest: list[list[int]] = []
         """The longest texts finished since the last load of weights."""
         self._probed: list[int] = []
         """The text on which the tie guard measured last."""
         self._num_submitted = 0
-        self._counts, self._spans = EngineCounts(), SpanLog()
+        self._counts = EngineCounts()
+        self._spans: list[tuple[int, int, int, float, float]] = []
         self.drafter_ready = False
         """Whether the drafter has ever been trained; an untrained one is not worth trying."""
-        self.keeps: Callable[[SampleKey], bool] = _keep_all
+        self.keeps: Callable[[SampleKey], bool] = lambda key: True
         """Which finished responses, and their features, this rank hands out."""
         self.text_mark = 0
         """A checksum of all text emitted so far, to compare between ranks that decode together."""
-
-    @property
-    def feature_sink(self) -> FeatureSink | None:
-        """Receives the features of finished responses if a drafter is trained."""
-        return self._outbox.sink
-
-    @feature_sink.setter
-    def feature_sink(self, sink: FeatureSink | None) -> None:
-        self._outbox.sink = sink
 
     def _make_chooser(self) -> Chooser:
         settings = self.settings
         strategies = settings.strategies if OFF in settings.strategies else (*settings.strategies, OFF)
         kind = RandomChooser if settings.chooser == "random" else Chooser
-        chooser = kind(strategies, settings.seed, self.costs)
-        if self._agree is not None and len(strategies) > 1:
-            chooser.agree = self._agree
-        return chooser
+        return kind(strategies, settings.seed, self._agree if len(strategies) > 1 else None)
 
     def _pool_sizes(self) -> PoolSizes:
         """Sizes of the cache within the budget.
@@ -155,7 +136,7 @@ class RolloutEngine:
         """
         settings = self.settings
         num_features = self.drafter.num_features if self.drafter is not None else 0
-        reach = max(map(slots_needed, settings.strategies))
+        reach = max(strategy.num_slots for strategy in settings.strategies)
         num_positions = settings.max_prompt_tokens + settings.params.max_tokens + reach + 1
         each = -(-num_positions // settings.page_size)
         size = page_bytes(self.decoder.part, settings.page_size, self.decoder.dtype, num_features)
@@ -175,18 +156,13 @@ class RolloutEngine:
         """Queue requests.
 
         Raises:
-            ValueError: a prompt is empty, or a prompt, a length or a parameter is not what the engine was built for.
+            ValueError: a prompt is empty, or a prompt or a length is not what the engine was built for.
         """
         assert not self._guard.active or self._guard.logit_tolerance > 0, "calibrate the tie guard first"
         checked = [(request, request.params or self.settings.params) for request in requests]
         for request, params in checked:
-            check_request(request, params, self.settings, self.decoder.shape.vocab_size, self._cache.num_pages)
-            self._stops_of(params)  # refuses an empty stop string before anything is queued
+            check_request(request, params, self.settings, self.decoder.shape.vocab_size)
         for request, params in checked:
-            if params.max_tokens == 0:
-                if self.keeps(request.key):
-                    self._finished.append(self._rollout(request, np.empty(0, np.float32), [], FinishReason.LENGTH))
-                continue
             self._num_submitted += 1
             self._scheduler.wait(self._response(request, params))
 
@@ -231,18 +207,9 @@ class RolloutEngine:
         """Response tokens since the counts were last taken."""
         return self._counts.num_tokens
 
-    @property
-    def finished(self) -> Sequence[Rollout]:
-        """Responses that have ended and were not collected yet, in the order in which they ended."""
-        return self._finished
-
-    def take_over(self, finished: Iterable[Rollout]) -> None:
-        """Add responses to this rank's requests that an earlier start of the run finished."""
-        self._finished += finished
-
     def collect(self) -> list[Rollout]:
         """The finished responses in the order of their keys; the engine forgets them."""
-        finished, self._finished = sorted(self._finished, key=lambda rollout: rollout.key), []
+        finished, self.finished = sorted(self.finished, key=lambda rollout: rollout.key), []
         return finished
 
     def abort(self) -> int:
@@ -261,7 +228,9 @@ class RolloutEngine:
         totals, before = self.chooser.totals(), self._totals_taken
         counts.strategies = {name: (r - before[name][0], t - before[name][1]) for name, (r, t) in totals.items()}
         self._totals_taken = totals
-        counts.spans = self._spans.take()
+        columns = zip(*self._spans, strict=True) if self._spans else ((),) * len(vars(NO_SPANS))
+        kinds = [column.dtype for column in vars(NO_SPANS).values()]
+        counts.spans, self._spans = EngineSpans(*map(np.array, columns, kinds)), []
         return counts
 
     def memory_table(self) -> dict[str, int]:
@@ -287,7 +256,7 @@ class RolloutEngine:
         assert not self.has_work, "weights change only between rollouts"
         self._settle()
         self.decoder.load(weights, version)
-        self._outbox.forget_prompts()
+        self.outbox.forget_prompts()
         self._cache.clear()
         self._probe(1)
 
@@ -321,10 +290,11 @@ class RolloutEngine:
                 self._scheduler.reserve(1)
                 self._rounds.launch(OFF)
                 self._retire(self._rounds.read())
-        self._finished = []
+        self.finished = []
         self._ngram.active, self._guard.active = uses_ngram, True
         self._probe(NUM_PROBED)
-        self._forget_counts()
+        self._totals_taken = self.chooser.totals()
+        self.take_counts()
 
     def _probe(self, most: int) -> None:
         """Set the tie guard by the longest texts since the last load, or by the last one again where there are none."""
@@ -332,32 +302,6 @@ class RolloutEngine:
         self._longest, self._probed = [], texts[-1]
         if self.settings.tie_guard and self._probed:
             self._guard.probe(texts)
-
-    def profile(self, requests: Sequence[Request], max_seconds: float) -> CostProfile:
-        """Measure what rounds cost here, and choose strategies by it from now on.
-
-        The requests fill the rows during the measurement and give no responses.
-        """
-        assert not self.has_work and requests
-        settings = self.settings
-        measures = RoundMeasures(
-            self._scheduler, self._rounds, [self._response(request, settings.params) for request in requests]
-        )
-        # rows that the pool holds with the longest draft each: more would be preempted, not measured
-        longest = settings.max_prompt_tokens + max(map(slots_needed, settings.strategies))
-        num_rows = max(1, min(settings.max_live, self._cache.num_pages // self._scheduler.pages_for(longest)))
-        key = profile_key(self.decoder, settings, self.drafter)
-        agree = self._agree or own
-        self.costs = measure_profile(key, settings.strategies, num_rows, measures, max_seconds, agree)
-        self._scheduler.abort()
-        self.chooser = self._make_chooser()
-        self._forget_counts()
-        return self.costs
-
-    def _forget_counts(self) -> None:
-        """Leave what was done before the first rollout out of its counts."""
-        self._totals_taken = self.chooser.totals()
-        self.take_counts()
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
@@ -375,7 +319,7 @@ class RolloutEngine:
         """When there is nothing more to do, read the last rounds and hand over all features."""
         if not self.has_work:
             self._settle()
-            self._outbox.deliver(wait=True)
+            self.outbox.deliver(wait=True)
 
     def _fill(self) -> bool:
         """Admit and prefill; returns whether anything was prefilled."""
@@ -384,7 +328,7 @@ class RolloutEngine:
         if num_prefilling:
             start = time.perf_counter()
             num_read = self._scheduler.prefill()
-            self._spans.ended(PREFILL, num_prefilling, num_read, time.perf_counter() - start)
+            self._note_span(PREFILL, num_prefilling, num_read, time.perf_counter() - start)
         return num_prefilling > 0
 
     def _decode(self, has_prefilled: bool) -> None:
@@ -397,7 +341,7 @@ class RolloutEngine:
             if not self._rows.num_live:
                 return
         start = time.perf_counter()
-        self._scheduler.reserve(slots_needed(strategy), self._rounds.ahead)
+        self._scheduler.reserve(strategy.num_slots, self._rounds.ahead)
         if not self._rows.num_live:  # all were preempted for an earlier response that is being prefilled
             return
         if strategy.source == "ngram":
@@ -410,7 +354,7 @@ class RolloutEngine:
         """Read the launched rounds until ``num_left`` are left."""
         while self._rounds.num_under_way > num_left:
             self._take_in(self._rounds.read())
-        self._outbox.deliver(wait=False)
+        self.outbox.deliver(wait=False)
 
     def _take_in(self, emitted: Emitted) -> None:
         start = time.perf_counter()
@@ -426,12 +370,16 @@ class RolloutEngine:
         # a drafter that failed left a plain round: nothing is learned from it
         seconds = emitted.seconds + (0.0 if emitted.is_hidden else time.perf_counter() - start)
         num_rows = len(emitted.responses)
-        self._spans.ended(self.chooser.index_of(emitted.strategy), num_rows, num_tokens, seconds)
+        self._note_span(self.chooser.index_of(emitted.strategy), num_rows, num_tokens, seconds)
         if num_emitting and emitted.tells:
             self.chooser.observe(emitted.strategy, num_rows, num_tokens, seconds, emitted.accepted)
             tally = self._counts.drafts.setdefault(emitted.strategy.family, DraftTally())
             tally.add(emitted.strategy.reach, emitted.accepted)
         self._retire(emitted)
+
+    def _note_span(self, strategy_index: int, num_live: int, num_tokens: int, seconds: float) -> None:
+        """Log a round, or with ``PREFILL`` as its index a prefill pass, that has just ended."""
+        self._spans.append((strategy_index, num_live, num_tokens, time.time() - seconds, seconds))
 
     def _choose(self) -> Strategy:
         """The round's strategy, among those that have a sound drafter and need no preemption."""
@@ -440,10 +388,9 @@ class RolloutEngine:
             strategy
             for strategy in self.settings.strategies
             if (drafts or not strategy.has_drafter)
-            and (strategy == OFF or self._scheduler.has_room(slots_needed(strategy), self._rounds.ahead))
+            and (strategy == OFF or self._scheduler.has_room(strategy.num_slots, self._rounds.ahead))
         ]
-        backlog = self._learned.backlog(self._rows.responses) if self._learned is not None else 0
-        return self.chooser.choose(self._rows.num_live, usable or [OFF], backlog)
+        return self.chooser.choose(self._rows.num_live, usable or [OFF])
 
     def _cut_at_stops(self, emitted: Emitted) -> None:
         """End responses at the token that completes a stop string; what came after it in the same round is dropped."""
@@ -474,29 +421,19 @@ class RolloutEngine:
         row, request, start = response.row, response.request, response.prompt_length
         log_probs = self._rows.response_log_probs(row).numpy().copy()
         if self.keeps(request.key):
-            lengths = bytes(response.pass_lengths)
-            self._finished.append(self._rollout(request, log_probs, response.text[start:], reason, lengths))
-            self._outbox.take(response)
+            rollout = Rollout(
+                key=request.key,
+                prompt_tokens=request.prompt_tokens,
+                response_tokens=np.array(response.text[start:], dtype=np.int32),
+                log_probs=log_probs,
+                finish_reason=reason,
+                weight_version=self.decoder.version,
+                num_target_passes=len(response.pass_lengths),
+                finished_seconds=time.time(),
+                pass_lengths=np.frombuffer(bytes(response.pass_lengths), np.uint8),
+            )
+            self.finished.append(rollout)
+            self.outbox.take(response)
         self._ngram.finish(response)
         self._longest = sorted([*self._longest, response.text], key=len)[-NUM_PROBED:]
         self._scheduler.remove(row)
-
-    def _rollout(
-        self,
-        request: Request,
-        log_probs: NDArray[np.float32],
-        tokens: list[int],
-        reason: FinishReason,
-        pass_lengths: bytes = b"",
-    ) -> Rollout:
-        return Rollout(
-            key=request.key,
-            prompt_tokens=request.prompt_tokens,
-            response_tokens=np.array(tokens, dtype=np.int32),
-            log_probs=log_probs,
-            finish_reason=reason,
-            weight_version=self.decoder.version,
-            num_target_passes=len(pass_lengths),
-            finished_seconds=time.time(),
-            pass_lengths=np.frombuffer(pass_lengths, np.uint8),
-        )

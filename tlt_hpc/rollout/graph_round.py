@@ -16,12 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt_hpc.kernels.attention import MAX_NODES
 from tlt_hpc.kernels.graphs import GraphPool
 from tlt_hpc.kernels.gumbel import GumbelChoice, gumbel_argmax
-from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal, slots_needed
+from tlt_hpc.rollout.drafts import LearnedDrafts, Proposal
 from tlt_hpc.rollout.guard import doubt
-from tlt_hpc.rollout.kv_cache import Layout
 from tlt_hpc.rollout.noise import NoiseWindow
 from tlt_hpc.rollout.strategy import Strategy
 from tlt_hpc.rollout.target_pass import TargetPass
@@ -39,11 +37,6 @@ def batch_buckets(most: int) -> list[int]:
     """Batch sizes that graphs are made for: powers of two, from 16 on multiples of it, and ``most`` itself."""
     sizes = [size for size in (*_BUCKETS, *range(_BUCKET_STEP, most, _BUCKET_STEP)) if size < most]
     return [*sizes, most]
-
-
-def fits_graphs(strategy: Strategy) -> bool:
-    """Whether the attention kernels hold a strategy's trees."""
-    return slots_needed(strategy) <= MAX_NODES
 
 
 @dataclass(frozen=True)
@@ -66,11 +59,10 @@ class GraphRound:
     ) -> None:
         self._target, self._noise, self._learned = target, noise, learned
         self._rows, device = target.rows, target.decoder.device
-        self._strategies = [strategy for strategy in strategies if fits_graphs(strategy)]
+        self._strategies = strategies
         self._buckets = batch_buckets(self._rows.capacity)
         self.read_width = 1 + max(strategy.depth for strategy in strategies)
         """Positions that the drafter reads in its graph; whatever else it has missed must have been read before."""
-        self.layout = Layout(target.cache.tables.shape[1])
         self.tolerance = torch.zeros(1, device=device)
         """The tie guard's zone of doubt in logits; 0: off."""
         self._graphs = GraphPool(device)
@@ -102,7 +94,7 @@ class GraphRound:
     @property
     def num_bytes(self) -> int:
         """Device memory that the graphs take."""
-        return sum(size for _, size in self._graphs.memory_table())
+        return self._graphs.num_bytes
 
     # -- drafts -------------------------------------------------------------------------------------------------
 
@@ -122,10 +114,10 @@ class GraphRound:
         """Tokens [B, N], scores [B], and of trees parents and cells [B, N]."""
         learned, rows = self._learned, self._rows
         assert learned is not None
-        feature = learned.read(rows, count, self.layout, self.read_width)
+        feature = learned.read(rows, count, None, self.read_width)
         first = rows.lengths[:count] - rows.starts[:count]
         pick = learned.picker(self._noise.words[:count], first, rows.temperatures[:count], strategy.sharpness)
-        found = learned.draft(rows, self.layout, pick, strategy, feature)
+        found = learned.draft(rows, None, pick, strategy, feature)
         scores = found.scores.sum(1)
         if found.drafts.parents is None or found.cells is None:
             return found.drafts.tokens, scores
@@ -149,7 +141,7 @@ class GraphRound:
     def _verify(self, tokens: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         count, n = tokens.shape
         drafts = DraftTree(tokens) if parents is None else tree(tokens, parents, n - 1)
-        features, logits = self._target.forward(drafts, self.layout, widen=False)
+        features, logits = self._target.forward(drafts, None, widen=False)
         choice = self._choose(drafts, logits)
         longest = min(n, self.read_width)  # no path is deeper than the deepest strategy
         accepted = self._target.walk(drafts, choice.token.view(count, n), longest)

@@ -52,19 +52,13 @@ class PoolSizes:
     """Vectors of the hidden size kept of each position for a drafter; 0: there is none."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a pass needs to know about its rows' pages besides their tables; rebuilt only when these change."""
-
-    longest: int
-    """Pages of the row that has most."""
-
-
 class PagedCache(ABC):
     """Page tables by row and the features; a subclass holds the keys and values, and knows how to attend to them."""
 
     wants_packing: ClassVar[bool]
     """Whether used pages that lie together are read faster, so that moving them is worth it."""
+    _pools: list[Tensor]
+    """Keys and values [layers, pages, ...], the drafter's layer last."""
 
     def __init__(self, shape: ModelShape, sizes: PoolSizes, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size, self.num_pages, self.num_features = sizes.page_size, sizes.num_pages, sizes.num_features
@@ -102,7 +96,8 @@ class PagedCache(ABC):
             return
         source = torch.tensor(list(moves), device=self.tables.device)
         target = torch.tensor(list(moves.values()), device=self.tables.device)
-        self._copy_pages(source, target)
+        for pool in self._pools:
+            pool[:, target] = pool[:, source]
         if self.features is not None:
             paged = self.features.view(self.num_pages + 1, self.page_size, -1)
             paged[target] = paged[source]
@@ -115,26 +110,24 @@ class PagedCache(ABC):
         if self.features is not None:
             self.features[to] = self.features[of]
 
-    @abstractmethod
-    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copy keys and values of all layers from pages [m] to pages [m]."""
+    def clear(self, *, drafter_only: bool = False) -> None:
+        """Forget everything, or the drafter's layer: a NaN left behind would spoil sums even with weight zero."""
+        for pool in self._pools:
+            (pool[-1] if drafter_only else pool).zero_()
+        if self.features is not None and not drafter_only:
+            self.features.zero_()
 
     @abstractmethod
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy keys and values of all layers but the drafter's from slots [m] to slots [m]."""
 
     @abstractmethod
-    def clear(self, *, drafter_only: bool = False) -> None:
-        """Forget everything, or the drafter's layer: a NaN left behind would spoil sums even with weight zero."""
+    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout | None:
+        """What passes over rows with these pages need besides their tables, in a pool used up to ``high_water``."""
 
-    @abstractmethod
-    def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
-        """What passes over rows with these pages need, in a pool used up to ``high_water``."""
-
-    @abstractmethod
     def attend(
         self,
-        layout: Layout,
+        layout: Layout | None,
         tables: Tensor,
         positions: Tensor,
         committed: Tensor | None = None,
@@ -146,12 +139,38 @@ class PagedCache(ABC):
         A query sees the positions up to its own; with ``ancestors`` [B, n, N] it sees those before ``committed`` [B]
         and, of the N after them, its ancestors and itself. ``only_layer`` redirects layer 0 (the drafter's).
         """
+        return self._passes(layout, tables, Seen(positions, committed, ancestors), positions.shape[1], only_layer)[0]
 
-    @abstractmethod
     def attend_steps(
-        self, layout: Layout, tables: Tensor, positions: Tensor, only_layer: int | None = None
+        self, layout: Layout | None, tables: Tensor, positions: Tensor, only_layer: int | None = None
     ) -> list[Attend]:
         """Attentions of passes of one token a row each, at the columns of ``positions`` [B, D] one after another."""
+        return self._passes(layout, tables, Seen(positions), 1, only_layer)
+
+    @abstractmethod
+    def _passes(
+        self, layout: Layout | None, tables: Tensor, seen: Seen, width: int, only_layer: int | None
+    ) -> list[Attend]:
+        """Attentions of passes over ``width`` columns of positions each, one after another."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which positions the queries of a pass may see; the arguments of ``PagedCache.attend``."""
+
+    positions: Tensor
+    committed: Tensor | None = None
+    ancestors: Tensor | None = None
+
+    def by(self, owner: Tensor, base: Tensor, offsets: Tensor) -> Tensor:
+        """Whether queries of rows ``owner`` [e] see the positions from ``base`` [e] on -> [e, n, S]."""
+        keys = (base.unsqueeze(1) + offsets).unsqueeze(1)
+        if self.ancestors is None or self.committed is None:
+            return keys <= self.positions[owner].unsqueeze(2)
+        node = keys - self.committed[owner].view(-1, 1, 1)
+        count = self.ancestors.shape[2]
+        index = node.clamp(0, count - 1).expand(-1, self.positions.shape[1], -1)
+        return (node < 0) | ((node < count) & self.ancestors[owner].gather(2, index))
 
 
 @dataclass(frozen=True)
@@ -167,12 +186,13 @@ class SharedPages:
 
 
 @dataclass(frozen=True)
-class HostLayout(Layout):
-    """Which row of a pass reads which page.
+class Layout:
+    """Which row of a pass reads which page on a CPU; made again only when the pages change.
 
     An entry is a page with a row that reads it: first the pages of one reader, then those of several.
     """
 
+    num_rows: int
     pages: Tensor | None
     """Ids [e] of the pages with one reader, or None for all pages from 0 to e."""
     owner: Tensor
@@ -186,7 +206,7 @@ class HostLayout(Layout):
     """[B, P, 1, 1]: 0 at real entries, ``MASKED_SCORE`` where a row has fewer; None where each row has one."""
 
 
-def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int, device: torch.device) -> HostLayout:
+def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int, device: torch.device) -> Layout:
     """The layout of rows with these page tables, in a pool used up to ``high_water``."""
     readers: dict[int, list[int]] = {}
     base: dict[int, int] = {}
@@ -218,8 +238,8 @@ def make_layout(tables: Sequence[Sequence[int]], high_water: int, page_size: int
     )
     plain = longest == 1 and [row[0] for row in rows] == list(range(len(ids)))
     padding = [[[[0.0]]] * len(row) + [[[MASKED_SCORE]]] * (longest - len(row)) for row in rows]
-    return HostLayout(
-        longest=longest,
+    return Layout(
+        num_rows=len(tables),
         pages=None if whole else of(ids),
         owner=of([readers[page][0] if page in read else 0 for page in ids]),
         base=of([base[page] if page in read else OUT_OF_RANGE for page in ids]),
@@ -240,19 +260,12 @@ class HostPagedCache(PagedCache):
         g, _, d = self._heads
         pool = self._num_layers, sizes.num_pages + 1, 2 * g, sizes.page_size, d
         self._pool = torch.zeros(pool, dtype=dtype, device=device)
+        self._pools = [self._pool]
         self._slot_heads = torch.arange(2 * g, device=device) * sizes.page_size
         self._offsets = torch.arange(sizes.page_size, device=device)
 
     def layout(self, tables: Sequence[Sequence[int]], high_water: int) -> Layout:
         return make_layout(tables, high_water, self.page_size, self._pool.device)
-
-    def clear(self, *, drafter_only: bool = False) -> None:
-        (self._pool[-1] if drafter_only else self._pool).zero_()
-        if self.features is not None and not drafter_only:
-            self.features.zero_()
-
-    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
-        self._pool[:, target] = self._pool[:, source]
 
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         layers, d = self._num_target_layers, self._heads[2]
@@ -265,70 +278,45 @@ class HostPagedCache(PagedCache):
         first = (slots // self.page_size) * (2 * self._heads[0] * self.page_size) + slots % self.page_size
         return (first.unsqueeze(-1) + self._slot_heads).flatten()
 
-    def attend(
-        self,
-        layout: Layout,
-        tables: Tensor,
-        positions: Tensor,
-        committed: Tensor | None = None,
-        ancestors: Tensor | None = None,
-        only_layer: int | None = None,
-    ) -> Attend:
-        assert isinstance(layout, HostLayout)
-        seen = Seen(positions, committed, ancestors)
-        width = self._width(layout, positions)
-        own, common = self._masks(layout, seen, width)
-        write = self._entries(self.slots(positions, tables).flatten())
-        return self._attend(layout, positions.shape, write, own, common, only_layer)
-
-    def attend_steps(
-        self, layout: Layout, tables: Tensor, positions: Tensor, only_layer: int | None = None
+    def _passes(
+        self, layout: Layout | None, tables: Tensor, seen: Seen, width: int, only_layer: int | None
     ) -> list[Attend]:
-        assert isinstance(layout, HostLayout)
-        seen = Seen(positions, None, None)
-        width = self._width(layout, positions)
-        own, common = self._masks(layout, seen, width)
-        count, depth = positions.shape
-        write = self._entries(self.slots(positions, tables).flatten()).view(count, depth, -1)
+        assert layout is not None
+        count, num_columns = seen.positions.shape
+        offsets = self._offsets[: self._num_read(layout, seen.positions)]
+        own, common = self._hidden(seen, layout.owner, layout.base, offsets), None
+        if (shared := layout.shared) is not None:
+            common = self._hidden(seen, shared.readers.flatten(), shared.base, offsets)
+        write = self._entries(self.slots(seen.positions, tables).flatten()).view(count, num_columns, -1)
         return [
             self._attend(
                 layout,
-                torch.Size((count, 1)),
-                write[:, d].flatten(),
-                own[:, d : d + 1],
-                None if common is None else common[:, d : d + 1],
+                write[:, part].flatten(),
+                own[:, part],
+                None if common is None else common[:, part],
                 only_layer,
             )
-            for d in range(depth)
+            for part in (slice(start, start + width) for start in range(0, num_columns, width))
         ]
 
-    def _masks(self, layout: HostLayout, seen: Seen, width: int) -> tuple[Tensor, Tensor | None]:
-        """What is added to the scores of own pages [e, n, S], and of shared ones by reader [s * m, n, S]."""
-        offsets, dtype = self._offsets[:width], self._pool.dtype
-        own = _added(seen.by(layout.owner, layout.base, offsets), dtype)
-        if layout.shared is None:
-            return own, None
-        return own, _added(seen.by(layout.shared.readers.flatten(), layout.shared.base, offsets), dtype)
+    def _hidden(self, seen: Seen, owner: Tensor, base: Tensor, offsets: Tensor) -> Tensor:
+        """What is added to scores [e, n, S]: 0 where a query sees the position, else what no softmax lets through."""
+        visible, dtype = seen.by(owner, base, offsets), self._pool.dtype
+        added = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return added.masked_fill_(~visible, max(MASKED_SCORE, torch.finfo(dtype).min))
 
-    def _width(self, layout: HostLayout, positions: Tensor) -> int:
+    def _num_read(self, layout: Layout, positions: Tensor) -> int:
         """Positions of a page that a pass reads: fewer than all while every row is within its first page."""
         if layout.padding is not None or not positions.is_cpu:  # a device's longest would have to be waited for
             return self.page_size
         return min(self.page_size, -(-(int(positions.max()) + 1) // _ROUND_LENGTH) * _ROUND_LENGTH)
 
     def _attend(
-        self,
-        layout: HostLayout,
-        size: torch.Size,
-        write: Tensor,
-        own: Tensor,
-        common: Tensor | None,
-        only_layer: int | None,
+        self, layout: Layout, write: Tensor, own: Tensor, common: Tensor | None, only_layer: int | None
     ) -> Attend:
-        """The closure over one pass of ``size`` (B, n): where it writes, and what own and shared pages it sees."""
-        num_rows, n = size
+        """The closure over one pass: where it writes, and what own and shared pages it sees."""
+        num_rows, n, width = layout.num_rows, own.shape[1], own.shape[2]
         g, r, d = self._heads
-        width = own.shape[2]
         mask = _by_query(own, r)
         shared, shared_mask = layout.shared, None
         if shared is not None and common is not None:
@@ -366,30 +354,6 @@ class HostPagedCache(PagedCache):
         each = q.shape[2]
         out = out.reshape(count, g, most, each, d).transpose(1, 2).reshape(-1, g, each, d)
         return out, lse.reshape(count, g, most, each).transpose(1, 2).reshape(-1, g, each)
-
-
-class Seen:
-    """Which positions the queries of a pass may see."""
-
-    def __init__(self, positions: Tensor, committed: Tensor | None, ancestors: Tensor | None) -> None:
-        self._positions, self._committed, self._ancestors = positions, committed, ancestors
-
-    def by(self, owner: Tensor, base: Tensor, offsets: Tensor) -> Tensor:
-        """Whether queries of rows ``owner`` [e] see the positions from ``base`` [e] on -> [e, n, S]."""
-        keys = (base.unsqueeze(1) + offsets).unsqueeze(1)
-        if self._ancestors is None or self._committed is None:
-            return keys <= self._positions[owner].unsqueeze(2)
-        node = keys - self._committed[owner].view(-1, 1, 1)
-        count = self._ancestors.shape[2]
-        index = node.clamp(0, count - 1).expand(-1, self._positions.shape[1], -1)
-        return (node < 0) | ((node < count) & self._ancestors[owner].gather(2, index))
-
-
-def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where ``seen``, else what no softmax lets through."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-        ~seen, max(MASKED_SCORE, torch.finfo(dtype).min)
-    )
 
 
 def _by_query(added: Tensor, r: int) -> Tensor:

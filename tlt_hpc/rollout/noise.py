@@ -1,9 +1,4 @@
-"""Counter-based Gumbel noise: the only source of randomness of a response. Knows no model and keeps no state.
-
-``G[t, v] = -log(-log1p(-w))`` with ``w = (k + 0.5) / 2**32`` and ``k = Philox4x32-10(key; t, v)``: exact at both tails,
-where the same formula with fp32 uniforms would return infinity for 0.45 % of the tokens of a 152k vocabulary.
-Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11).
-"""
+"""The noise of the live rows: the only source of randomness of a response. ``kernels.gumbel`` defines it."""
 
 from __future__ import annotations
 
@@ -21,13 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_hpc.common.records import SampleKey
-from tlt_hpc.kernels.gumbel import gumbel_noise
+from tlt_hpc.kernels.gumbel import gumbel_noise, gumbel_noise_reference, philox
 from tlt_hpc.rollout.transfer import upload
-
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_LOW = 0xFFFFFFFF
-_ROUNDS = 10
 
 
 def noise_key(key: SampleKey) -> tuple[int, int, int, int]:
@@ -37,49 +27,10 @@ def noise_key(key: SampleKey) -> tuple[int, int, int, int]:
     return words[0], words[1], words[2], words[3]
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 of broadcastable int64 tensors that hold 32-bit words; returns four such words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # int64 products wrap, but their 64 bits are those of the unsigned product
-        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((right >> 32) & _LOW) ^ c1 ^ k0,
-            right & _LOW,
-            ((left >> 32) & _LOW) ^ c3 ^ k1,
-            left & _LOW,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    return c0, c1, c2, c3
-
-
-def gumbel(bits: Tensor) -> Tensor:
-    """Standard Gumbel noise (float32) of uniform 32-bit words (int64)."""
-    w = (bits.double() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log1p(-w)).float()
-
-
-def gumbel_rows(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Noise of response positions: words [B, 4] (``noise_key``), positions [B, n] -> [B, n, V] float32."""
-    columns = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=words.device)
-    k0, k1, c2, c3 = (w.view(-1, 1, 1) for w in words.unbind(1))
-    lanes = philox((columns, positions.unsqueeze(-1), c2, c3), (k0, k1))
-    shape = (*positions.shape, len(columns))
-    bits = torch.stack([lane.expand(shape) for lane in lanes], -1)
-    return gumbel(bits.flatten(-2)[..., :vocab_size])
-
-
 def gumbel_number(words: Sequence[int], position: int, token: int) -> float:
     """One number of the noise, on the host: for the few that a lookup among n-grams asks for."""
-    (k0, k1), counter = words[:2], (token // 4, position, words[2], words[3])
-    c0, c1, c2, c3 = counter
-    for _ in range(_ROUNDS):
-        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right & _LOW, (left >> 32) ^ c3 ^ k1, left & _LOW
-        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    w = ((c0, c1, c2, c3)[token % 4] + 0.5) * 2.0**-32
-    return -math.log(-math.log1p(-w))
+    lanes = philox((token // 4, position, words[2], words[3]), (words[0], words[1]))
+    return -math.log(-math.log1p(-(lanes[token % 4] + 0.5) * 2.0**-32))
 
 
 _COMPILED_FROM = 16_384
@@ -94,26 +45,14 @@ def _can_compile() -> bool:
 
 @cache
 def _fused() -> Callable[[Tensor, Tensor, int], Tensor]:
-    return torch.compile(gumbel_rows, dynamic=True)
+    return torch.compile(gumbel_noise_reference, dynamic=True)
 
 
 def _compiled(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """``gumbel_rows`` in one fused loop; a single row is padded to two, since one would be compiled separately."""
+    """The noise in one fused loop; a single row is padded to two, since one would be compiled separately."""
     if len(words) > 1:
         return _fused()(words, positions, vocab_size)
-    return _fused()(words.expand(2, -1), positions.expand(2, -1), vocab_size)[:1]
-
-
-def by_kernel(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """``gumbel_rows`` of one position a row by the CUDA kernel, within 1e-6: its logarithms are float32."""
-    return gumbel_noise(words, positions.flatten(), vocab_size).unsqueeze(1)
-
-
-def _rows_function(vocab_size: int, device: torch.device) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """The fastest way to make the noise of one position a row."""
-    if device.type == "cuda":
-        return by_kernel
-    return _compiled if vocab_size >= _COMPILED_FROM and _can_compile() else gumbel_rows
+    return _fused()(words.expand(2, -1), positions.expand(2), vocab_size)[:1]
 
 
 class NoiseWindow:
@@ -133,7 +72,7 @@ class NoiseWindow:
         self.words = torch.zeros(num_rows, 4, dtype=torch.int64, device=device)
         """``noise_key`` of each row's sample."""
         self._ring: Tensor | None = None
-        self._rows_of = _rows_function(vocab_size, device)
+        self._rows_of = _compiled if vocab_size >= _COMPILED_FROM and _can_compile() else gumbel_noise_reference
         self._made = [0] * num_rows
         """Each row's first position without noise yet."""
 
@@ -143,7 +82,7 @@ class NoiseWindow:
 
     @property
     def _noise(self) -> Tensor:
-        """[R * width, V], allocated on first use: not at all if kernels generate the noise themselves."""
+        """[R * width, V], allocated on first use: not at all where kernels generate the noise themselves."""
         if self._ring is None:
             with torch.inference_mode(False):  # rows are moved outside of it
                 self._ring = torch.zeros(len(self.words) * self.width, self.vocab_size, device=self.words.device)
@@ -197,6 +136,6 @@ class NoiseWindow:
     def _fill(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> None:
         device = self._noise.device
         words = self.words[torch.from_numpy(row).to(device)]
-        noise = self._rows_of(words, torch.from_numpy(position).to(device).unsqueeze(1), self.vocab_size)
+        noise = self._rows_of(words, torch.from_numpy(position).to(device), self.vocab_size)
         target = torch.from_numpy(row * self.width + position % self.width).to(device)
-        self._noise.index_copy_(0, target, noise[:, 0])
+        self._noise.index_copy_(0, target, noise)

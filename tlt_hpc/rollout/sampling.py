@@ -137,10 +137,10 @@ def _num_above(descending: Tensor, values: Tensor, margin: float) -> Tensor:
     return torch.searchsorted(ascending.contiguous(), -(values + margin).contiguous())
 
 
-def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float | Tensor) -> Tensor:
+def token_log_probs(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor:
     """Log-probabilities of tokens [...] under the temperature-scaled policy [..., V], before any truncation.
 
-    ``temperature`` 0 is taken as 1; as a tensor it broadcasts against the logits and holds no 0.
+    ``temperatures`` broadcast against the logits; 0 is taken as 1.
     """
-    scaled = logits if not isinstance(temperature, Tensor) and temperature in (0, 1) else logits / temperature
+    scaled = logits / torch.where(temperatures > 0, temperatures, 1.0)
     return scaled.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

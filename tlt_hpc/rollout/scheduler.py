@@ -46,7 +46,7 @@ class Scheduler:
         return len(self.waiting) + len(self.prefilling) + self.rows.num_live
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout | None:
         """Who reads which page among the live rows."""
         if self._layout is None:
             if self.cache.wants_packing and self.pool.is_loose:

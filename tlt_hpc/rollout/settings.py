@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from tlt_hpc.common.records import Request, SamplingParams
 from tlt_hpc.models.drafter import Drafter
 from tlt_hpc.rollout.device_cache import AttentionKind
@@ -43,43 +41,35 @@ class EngineSettings:
     """Needed for stop strings alone."""
 
 
-def check_request(request: Request, params: SamplingParams, settings: EngineSettings, num_ids: int, pages: int) -> None:
-    """Refuse a request that an engine with these settings, ``num_ids`` token ids and ``pages`` cannot carry out.
+def check_request(request: Request, params: SamplingParams, settings: EngineSettings, num_ids: int) -> None:
+    """Refuse a request that an engine with these settings and ``num_ids`` token ids cannot carry out.
 
     Raises:
-        ValueError: its prompt, its length or a parameter is not what the engine was built for.
+        ValueError: its prompt or its length is not what the engine was built for.
     """
     length = len(request.prompt_tokens)
     name = f"draw {request.key.draw}, sample {request.key.sample}"
     if not 0 < length <= settings.max_prompt_tokens:
         raise ValueError(
-            f"prompt of draw {request.key.draw} has {length} tokens; the engine takes 1 to "
+            f"prompt of {name} has {length} tokens; the engine takes 1 to "
             f"{settings.max_prompt_tokens}: raise data.max_prompt_tokens or drop the prompt"
         )
     if request.prompt_tokens.min() < 0 or request.prompt_tokens.max() >= num_ids:
         raise ValueError(f"prompt of {name} has a token outside 0 to {num_ids - 1}")
-    if not 0 <= params.max_tokens <= settings.params.max_tokens:
+    if not 1 <= params.max_tokens <= settings.params.max_tokens:
         raise ValueError(
-            f"{name}: prompt of {length} tokens and max_tokens = {params.max_tokens} do not fit a pool of "
-            f"{pages} pages of {settings.page_size} tokens that was made for responses of 0 to "
-            f"{settings.params.max_tokens}; raise rollout.max_new_tokens"
+            f"{name}: max_tokens = {params.max_tokens}; the engine was made for responses of 1 to "
+            f"{settings.params.max_tokens} tokens: raise rollout.max_new_tokens"
         )
-    wrong = _wrong_parameter(params)
-    if wrong:
-        raise ValueError(f"{name}: {wrong}")
-    if params.stop_strings and settings.detokenize is None:
-        raise ValueError(f"{name}: stop_strings = {params.stop_strings!r} need an engine with a detokenizer")
 
 
 def check_settings(settings: EngineSettings, drafter: Drafter | None) -> None:
     """Refuse what would fail in the middle of a rollout.
 
     Raises:
-        ValueError: end tokens outside the vocabulary, a drafter of another vocabulary, or a missing drafter.
+        ValueError: the drafter is of another vocabulary, or drafts fewer tokens than a strategy branches.
     """
     largest = settings.num_tokens - 1
-    if wrong := [i for i in settings.eos_token_ids if not 0 <= i <= largest]:
-        raise ValueError(f"eos_token_ids has {wrong[0]}; the vocabulary has ids 0 to {largest}")
     ids = drafter.token_ids if drafter is not None else None
     if ids is not None and int(ids[-1]) > largest:
         raise ValueError(
@@ -89,21 +79,3 @@ def check_settings(settings: EngineSettings, drafter: Drafter | None) -> None:
     widest = max(strategy.branching for strategy in settings.strategies)
     if ids is not None and len(ids) < widest:
         raise ValueError(f"the drafter drafts {len(ids)} tokens, a strategy branches {widest} times; use narrower ones")
-    needing = [strategy.name for strategy in settings.strategies if strategy.has_drafter]
-    if needing and drafter is None:
-        raise ValueError(f"strategy {needing[0]} needs a drafter; give the engine one or leave the strategy out")
-
-
-def _wrong_parameter(params: SamplingParams) -> str | None:
-    """What is wrong with a request's parameters, with the remedy."""
-    checks = (
-        (params.temperature >= 0 and np.isfinite(params.temperature), "temperature", "0 or more"),
-        (params.top_k >= 0, "top_k", "0 (off) or more"),
-        (0 < params.top_p <= 1, "top_p", "above 0, up to 1 (off)"),
-        (0 <= params.min_p < 1, "min_p", "0 (off) or more, below 1"),
-        (0 <= params.min_tokens <= params.max_tokens, "min_tokens", f"0 to max_tokens = {params.max_tokens}"),
-    )
-    for good, name, remedy in checks:
-        if not good:
-            return f"{name} = {vars(params)[name]!r}; use {remedy}"
-    return None

@@ -40,6 +40,12 @@ class Strategy:
         return min(self.depth, self.num_drafts)
 
     @property
+    def num_slots(self) -> int:
+        """Positions from a sequence's last token on that a round may write."""
+        grown = 1 + (self.depth - 1) * self.branching if self.branching > 1 else self.depth
+        return max(grown + 1, self.widest_pass)
+
+    @property
     def has_drafter(self) -> bool:
         """Whether the learned drafter takes part."""
         return self.source == "drafter"
@@ -65,6 +71,8 @@ class Strategy:
 
 OFF = Strategy("off")
 MAX_DEPTH, MAX_BRANCHES = 32, 16
+MAX_SLOTS = 64
+"""The attention kernels mark what a drafted token sees by the bits of one int64."""
 _SOURCES: dict[str, tuple[Source, ...]] = {"plain": (), "ngram": ("ngram",), "full": ("ngram", "drafter")}
 _NAME = re.compile(
     r"(?P<source>[a-z]+)-(?P<depth>\d+)(x(?P<branching>\d+)v(?P<num_verify>\d+))?(a(?P<sharpness>\d+(\.\d+)?))?"
@@ -86,8 +94,6 @@ def strategy_named(name: str) -> Strategy:
     if name == OFF.name:
         return OFF
     match = _NAME.fullmatch(name)
-    if match is not None and match["source"] == "hybrid":
-        raise ValueError(f"strategy {name!r}: hybrid strategies were removed; use {name.replace('hybrid', 'drafter')}")
     sources: dict[str, Source] = {source: source for source in get_args(Source) if source != "off"}
     if match is None or match["source"] not in sources:
         raise ValueError(
@@ -104,4 +110,10 @@ def strategy_named(name: str) -> Strategy:
                 f"strategy {name!r}: a tree is of the drafter, with 2 to {MAX_BRANCHES} children per node and "
                 f"{depth} to {candidates} drafts to verify at this depth and branching"
             )
-    return Strategy(sources[match["source"]], depth, branching, num_verify, sharpness)
+    strategy = Strategy(sources[match["source"]], depth, branching, num_verify, sharpness)
+    if strategy.num_slots > MAX_SLOTS:
+        raise ValueError(
+            f"strategy {name!r} writes {strategy.num_slots} positions in a round, {MAX_SLOTS} is the largest number; "
+            "use fewer levels, children or drafts"
+        )
+    return strategy

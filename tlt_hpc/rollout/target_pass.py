@@ -39,7 +39,7 @@ class TargetPass:
     feature_layers: tuple[int, ...] = ()
     """Layers whose inputs are kept of every position, beside the hidden state."""
 
-    def forward(self, drafts: DraftTree, layout: Layout, widen: bool = True) -> tuple[Tensor, Tensor]:
+    def forward(self, drafts: DraftTree, layout: Layout | None, widen: bool = True) -> tuple[Tensor, Tensor]:
         """Features to keep [B, N, F] and logits [B, N, V] at every node; ``widen``: as ``Decoder.logits``."""
         rows, cache = self.rows, self.cache
         count, n = drafts.tokens.shape

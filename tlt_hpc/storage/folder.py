@@ -35,8 +35,6 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.environment = self.path / "environment.jsonl"
         self.finished = self.path / "finished.json"
-        self.cost_profile = self.path / "cost_profile.json"
-        """What decoding rounds cost, as the newest start measured it before its first rollout."""
         self.data = self.path / "data.json"
         """Fingerprints of the data that the run draws from."""
         self.tracking = self.path / "tracking.json"

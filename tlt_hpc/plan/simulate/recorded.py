@@ -19,8 +19,7 @@ from tlt_hpc.config import Config, load_saved_config
 from tlt_hpc.plan.simulate.costs import Floats, TokenCosts
 from tlt_hpc.plan.simulate.lengths import Ints
 from tlt_hpc.plan.simulate.step import StepPhases
-from tlt_hpc.rollout.costs import CostProfile, read_profile
-from tlt_hpc.rollout.strategy import OFF, strategy_named
+from tlt_hpc.rollout.strategy import OFF
 from tlt_hpc.storage.folder import RunFolder, no_run
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import Columns, read_columns
@@ -71,8 +70,6 @@ class RecordedRun:
     rounds: Rounds
     prompt_seconds: float
     """Mean seconds of reading one response's prompt."""
-    profile: CostProfile | None
-    """What rounds cost on the machine of the newest start, measured beforehand; None if it was not recorded."""
 
     @property
     def num_ranks(self) -> int:
@@ -119,7 +116,6 @@ def read_run(path: Path) -> RecordedRun:
         lengths=lengths,
         rounds=rounds,
         prompt_seconds=read_seconds / np.count_nonzero(lengths),
-        profile=read_profile(folder.cost_profile) if folder.cost_profile.is_file() else None,
         **{field: np.array([lines[step][name] for step in logs], np.float64) for field, name in _METRICS.items()},
     )
 
@@ -174,31 +170,19 @@ def costs_by_strategy(run: RecordedRun) -> TokenCosts:
     token = np.empty((len(names), most_live))
     for place, name in enumerate(names):
         chosen = rounds.strategy == run.strategy_names.index(name)
-        shape = seconds_by_profile(run.profile, name, most_live)
-        seconds, seen = curve(rounds, chosen, 1 if name == OFF.name else MIN_ROUNDS, shape)
+        seconds, seen = curve(rounds, chosen, 1 if name == OFF.name else MIN_ROUNDS, most_live)
         token[place] = seconds if name == OFF.name else np.where(seen, seconds, np.inf)
     return TokenCosts(token, np.zeros_like(token), run.prompt_seconds)
 
 
-def seconds_by_profile(profile: CostProfile | None, name: str, most_live: int) -> Floats:
-    """A strategy's seconds a round at batches 1 to ``most_live`` by the cost profile; ones where it has none."""
-    try:
-        strategy = strategy_named(name)
-    except ValueError:  # of an earlier version
-        return np.ones(most_live)
-    if profile is None or not profile.covers([strategy], 1):
-        return np.ones(most_live)
-    return np.array([profile.seconds(strategy, batch) for batch in range(1, most_live + 1)])
+def curve(rounds: Rounds, chosen: NDArray[np.bool_], least: int, most_live: int) -> tuple[Floats, NDArray[np.bool_]]:
+    """Seconds a token at batches 1 to ``most_live``, and at which of them the powers of two were measured.
 
-
-def curve(rounds: Rounds, chosen: NDArray[np.bool_], least: int, shape: Floats) -> tuple[Floats, NDArray[np.bool_]]:
-    """Seconds a token at batches 1 to ``len(shape)``, and at which of them the powers of two were measured.
-
-    The ratio to ``shape`` is linear in log2 of the batch between the powers of two with ``least`` rounds or more, and
-    constant beyond them; infinite if there are none.
+    They are linear in log2 of the batch between the powers of two with ``least`` rounds or more, and constant beyond
+    them; infinite if there are none.
     """
-    batch = np.arange(1, len(shape) + 1)
-    at, values, seen = [], [], np.zeros(len(shape), bool)
+    batch = np.arange(1, most_live + 1)
+    at, values, seen = [], [], np.zeros(most_live, bool)
     buckets = bucket_of(rounds.live)
     for bucket in np.unique(buckets[chosen]):
         of = chosen & (buckets == bucket)
@@ -206,11 +190,11 @@ def curve(rounds: Rounds, chosen: NDArray[np.bool_], least: int, shape: Floats) 
             continue
         advance = rounds.tokens[of] / rounds.live[of]
         at.append(float(np.average(np.log2(rounds.live[of]), weights=advance)))
-        values.append(float(rounds.seconds[of].sum() / (advance * shape[rounds.live[of] - 1]).sum()))
+        values.append(float(rounds.seconds[of].sum() / advance.sum()))
         seen |= bucket_of(batch) == bucket
     if not at:
-        return np.full(len(shape), np.inf), seen
-    return np.interp(np.log2(batch), at, values) * shape, seen
+        return np.full(most_live, np.inf), seen
+    return np.interp(np.log2(batch), at, values), seen
 
 
 def bucket_of(live: Ints) -> Ints:

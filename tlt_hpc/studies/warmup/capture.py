@@ -111,11 +111,11 @@ def capture_part(
         cache = FeatureCache(part.folder, 0, *shape, max(2, 2 * max_bytes), num_ranks=1)
         cache.remove_parts()
         sink: FeatureSink = cache.begin_step(0, warmup.decoder.version).append
-        engine.feature_sink = naming_responses(sink, part.texts) if warmup.texts.are_logged else sink
+        engine.outbox.sink = naming_responses(sink, part.texts) if warmup.texts.are_logged else sink
     roster = warmup.generate(engine, requests, shown=shown)
     has_finished = engine.abort() == 0
     engine.collect()
-    engine.feature_sink = None
+    engine.outbox.sink = None
     if cache is not None and has_finished:
         cache.end_step()
     elif cache is not None:
