@@ -218,7 +218,6 @@ def test_triton_philox_gives_the_published_answers(triton: None, counter, key, w
     position = torch.tensor([counter[1]], device=DEVICE)
     wanted = gumbel.gumbel(torch.tensor(words))
     assert_close(gumbel.gumbel_noise(stream, position, columns)[0].cpu(), wanted, scale=0.5)
-    assert_close(gumbel.gumbel_noise_reference(stream, position, columns)[0].cpu(), wanted, scale=0.5)
 
 
 TEMPERATURES = torch.tensor([1.0, 0.0, 0.6, 1.7, 0.05, 1.0, 0.0], device=DEVICE)

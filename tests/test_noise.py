@@ -83,6 +83,7 @@ def test_window_equals_direct_rows_however_rows_advance_and_move():
             owners, positions = [2, 1, 3], torch.tensor([positions[2], positions[1], 0])
 
 
+@pytest.mark.ci  # a compiler's half minute
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler")
 def test_the_fused_loop_gives_the_same_bits():
     vocab = 16_384
