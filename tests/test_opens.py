@@ -91,7 +91,7 @@ def readers_in(tmp_path: Path, job: Path, num_ranks: int, program: list[str]) ->
     traces.mkdir(), home.mkdir()
     trace = ["strace", "-f", "-ff", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,clone,clone3"]
     command = [*trace, "-o", str(traces / "rank"), mpiexec(), "-n", str(num_ranks), sys.executable, "-m", "mpi4py"]
-    # a home of its own: what is kept between runs (the cost profile) would else be opened where nobody looks
+    # a home of its own: files below the user's would not be seen
     own = {name: value for name, value in os.environ.items() if name not in ("TLT_CACHE", "XDG_CACHE_HOME")}
     environment = launch_environment(num_ranks, {**own, **LAUNCH_ENVIRONMENT, "HOME": str(home)}, str(job))
     done = subprocess.run(
