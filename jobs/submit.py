@@ -3,7 +3,7 @@
     python jobs/submit.py jobs/qwen7b.toml --nodes 8 --gpus-per-node 8 --partition gpu --sweep run.seed=0,1,2
     python jobs/submit.py status FOLDER       # how each member stands; the folder is printed at submission
     python jobs/submit.py resubmit FOLDER     # those that failed, alone
-    python jobs/submit.py collect FOLDER      # the results in one table, as CSV and JSON too
+    python jobs/submit.py collect FOLDER      # the results in one table, as CSV
 
 Every member is checked before any is submitted, gets its own ``run.name`` and runs ``tlt train`` on all its ranks.
 Relative paths in a configuration are read from where this is called.
@@ -12,10 +12,10 @@ Relative paths in a configuration are read from where this is called.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 
@@ -26,13 +26,20 @@ from tlt_hpc.common.script import ending
 
 # isort: split
 from tlt_hpc.cli.main import INTERRUPTED, USER_ERROR
-from tlt_hpc.cluster.collect import collect, results_table, write_results
 from tlt_hpc.cluster.executor import send
 from tlt_hpc.cluster.slurm import read_queue
-from tlt_hpc.cluster.status import FINISHED, MemberStatus, last_words, read_statuses, status_table, unfinished
-from tlt_hpc.cluster.submission import FILE, Resources, Submission, load, members_of, parameters, save
-from tlt_hpc.cluster.sweep import SweepMember, grid, make_members, read_list
+from tlt_hpc.cluster.status import (
+    FINISHED,
+    MemberStatus,
+    last_words,
+    read_statuses,
+    status_table,
+    unfinished,
+    write_results,
+)
+from tlt_hpc.cluster.submission import FILE, Resources, Submission, SubmittedRun, load, make_members, parameters, save
 from tlt_hpc.config import ConfigError, load_config
+from tlt_hpc.plan.plan_options import at_least_one
 from tlt_hpc.storage.folder import WriteError
 
 
@@ -63,43 +70,19 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sweep", action="append", default=[], metavar="section.key=A,B,..", help="a member each; repeat for a grid"
     )
-    parser.add_argument("--list", type=Path, metavar="FILE", help="a member for each line of overrides")
-    add_resources(parser)
-    parser.add_argument("--folder", type=Path, help="of logs and records (default runs/submitted/NAME-TIME)")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print it; submit nothing")
-    return parser.parse_intermixed_args(given)
-
-
-def add_resources(parser: argparse.ArgumentParser) -> None:
-    """What a member asks of Slurm; only options that were given are set."""
-    group = parser.add_argument_group("of Slurm", argument_default=argparse.SUPPRESS)
-    add = group.add_argument
-    add("--nodes", type=int)
-    add("--gpus-per-node", type=int, help="one rank each")
-    add("--ranks-per-node", type=int, help="where it is not the number of GPUs")
-    add("--cpus-per-rank", type=int)
+    add = parser.add_argument_group("of Slurm", argument_default=argparse.SUPPRESS).add_argument
+    add("--nodes", type=at_least_one)
+    add("--gpus-per-node", type=at_least_one, help="one rank each; without: CPUs")
+    add("--ranks-per-node", type=at_least_one, help="where it is not the number of GPUs")
+    add("--cpus-per-rank", type=at_least_one)
     add("--partition")
     add("--account")
     add("--time", help="limit of each job (default 24:00:00)")
     add("--mem", help="memory of a node; 0: all of it")
-    add("--exclusive", action="store_true", help="whole nodes")
-    add("--at-once", type=int, help="members that may run together (default 256)")
     add("--sbatch", action="append", metavar="--OPTION=VALUE", help="a further option: --sbatch=--qos=long")
-
-
-def resources_of(options: argparse.Namespace, before: Resources) -> Resources:
-    """The resources of ``before`` with those that the options give.
-
-    Raises:
-        ConfigError: a number that no job can have.
-    """
-    names = {field.name for field in dataclasses.fields(Resources)}
-    given = {name: value for name, value in vars(options).items() if name in names}
-    if "sbatch" in given:
-        given["sbatch"] = tuple(given["sbatch"])
-    if "gpus_per_node" in given:
-        given.setdefault("ranks_per_node", None)
-    return dataclasses.replace(before, **given)
+    parser.add_argument("--folder", type=Path, help="of logs and records (default runs/submitted/NAME-TIME)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and print it; submit nothing")
+    return parser.parse_intermixed_args(given)
 
 
 # --- submit ---
@@ -111,13 +94,13 @@ def run_submit(options: argparse.Namespace) -> int:
     Raises:
         ValueError: in one line, of the first member that would fail; nothing was submitted.
     """
-    members = make_members(options.config, options.overrides, points_of(options))
-    submission = make_submission(options, members)
-    check(members, submission.resources.num_ranks)
+    submission = make_submission(options)
+    for member in submission.members:
+        check(options.config, member, submission.resources.num_ranks)
     for member in submission.members:
         print(f"{member.run}: tlt {' '.join(member.arguments)}")
     if options.dry_run:
-        print(f"sbatch: {submission.resources}")
+        print("sbatch:", " ".join(f"{name}={value}" for name, value in vars(submission.resources).items() if value))
         return 0
     keep_job_file(Path(options.config), submission.folder)
     save(submission)
@@ -140,45 +123,35 @@ def keep_job_file(config: Path, folder: Path) -> None:
         raise ConfigError(f"--folder {folder}: {error.strerror}; give a folder that can be written") from None
 
 
-def points_of(options: argparse.Namespace) -> Iterable[Sequence[str]]:
-    """The members' own overrides.
-
-    Raises:
-        ConfigError: both a grid and a list are given, or one of them is wrong.
-    """
-    if options.sweep and options.list:
-        raise ConfigError("--sweep and --list both say what the members are; give one of them")
-    return read_list(options.list) if options.list else grid(options.sweep)
-
-
-def make_submission(options: argparse.Namespace, members: Sequence[SweepMember]) -> Submission:
+def make_submission(options: argparse.Namespace) -> Submission:
     """What is to be submitted.
 
     Raises:
-        ConfigError: a number or an option that Slurm would not take, or a folder that has a submission.
+        ConfigError: a member's configuration is wrong, or the folder has a submission.
     """
     name = load_config(options.config, options.overrides).run.name
     folder = options.folder or Path("runs") / "submitted" / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if (folder / FILE).exists():
         raise ConfigError(f"--folder {folder} has a submission; give another, or `submit.py resubmit {folder}`")
     config = str(folder.resolve() / Path(options.config).name)  # a copy: the file may be edited while jobs wait
-    asked = resources_of(options, Resources())
-    return Submission(folder.resolve(), Path.cwd(), ROOT, name, config, asked, members_of(config, members))
+    members = make_members(options.config, config, options.overrides, options.sweep)
+    given = {field.name: vars(options)[field.name] for field in fields(Resources) if field.name in options}
+    resources = Resources(**given | {"sbatch": tuple(given.get("sbatch", ()))})
+    return Submission(folder.resolve(), Path.cwd(), ROOT, name, config, resources, members)
 
 
-def check(members: Sequence[SweepMember], num_ranks: int) -> None:
-    """Check every member's model, data and rank count, as ``tlt train --dry-run`` does.
+def check(config: str, member: SubmittedRun, num_ranks: int) -> None:
+    """Check a member's model, data and rank count, as ``tlt train --dry-run`` does.
 
     Raises:
-        ConfigError: in one line, of the first member that would fail.
+        ConfigError: in one line.
     """
     from tlt_hpc.plan.inputs import read_assets
 
-    for member in members:
-        try:
-            read_assets(member.config, num_ranks)
-        except ValueError as error:
-            raise ConfigError(f"{member.name}: {error}") from None
+    try:
+        read_assets(load_config(config, member.arguments[2:]), num_ranks)
+    except ValueError as error:
+        raise ConfigError(f"{member.name}: {error}") from None
 
 
 def submit(submission: Submission, names: Collection[str]) -> None:
@@ -197,11 +170,7 @@ def run_later(words: Sequence[str]) -> int:
     """A command on what was submitted before."""
     parser = argparse.ArgumentParser(prog=f"submit.py {words[0]}", description=LATER[words[0]].__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="as the submission printed it")
-    if words[0] == "resubmit":  # what is not given stays as it was
-        add_resources(parser)
-    options = parser.parse_args(words[1:])
-    submission = load(options.folder)
-    submission = dataclasses.replace(submission, resources=resources_of(options, submission.resources))
+    submission = load(parser.parse_args(words[1:]).folder)
     return LATER[words[0]](submission, read_statuses(submission, read_queue()))
 
 
@@ -225,11 +194,9 @@ def run_resubmit(submission: Submission, statuses: Sequence[MemberStatus]) -> in
 
 
 def run_collect(submission: Submission, statuses: Sequence[MemberStatus]) -> int:
-    """Print the results of all runs as one table, and write it as CSV and JSON; status 1 if one has not finished."""
-    rows = collect(submission, statuses)
-    print(results_table(rows))
-    print("\n".join(map(str, write_results(submission.folder, rows))))
-    return int(any(row["state"] != FINISHED for row in rows))
+    """Write the results of all runs as one table of CSV; status 1 if one has not finished."""
+    print(write_results(submission, statuses))
+    return int(any(status.state != FINISHED for status in statuses))
 
 
 LATER = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import os
 import pickle
 import runpy
@@ -17,12 +16,10 @@ from typing import Any
 import pytest
 
 from tlt_hpc.cluster import executor, status
-from tlt_hpc.cluster.collect import collect, results_table, write_results
 from tlt_hpc.cluster.local import given_job
 from tlt_hpc.cluster.slurm import QueuedJob, parse_queue
-from tlt_hpc.cluster.submission import Resources, Submission, load, members_of, parameters, save
-from tlt_hpc.cluster.sweep import expand, grid, make_members, read_list
-from tlt_hpc.cluster.time_limit import AGAIN
+from tlt_hpc.cluster.stopping import AGAIN
+from tlt_hpc.cluster.submission import Resources, Submission, expand, load, make_members, parameters, save
 from tlt_hpc.config import ConfigError, UserError
 from tlt_hpc.storage.step_lines import add_line
 
@@ -51,26 +48,8 @@ def test_a_sweep_is_a_grid_of_named_runs(submit: Any, capsys: pytest.CaptureFixt
         "runs/tiny-seed1-initembedded_tiny",
     ]
     assert "rollout.top_p=0.9 run.seed=1 drafter.init=embedded:tiny" in lines[3]
-    assert "nodes=2" in lines[4] and "ranks_per_node=4" in lines[4]
+    assert lines[4] == "sbatch: nodes=2 ranks_per_node=4 cpus_per_rank=1 time=24:00:00"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_list_has_a_member_for_each_line(tmp_path: Path) -> None:
-    path = tmp_path / "list"
-    path.write_text(
-        "run.seed=1  # one\n\n# none\nrun.seed=2 optimizer.learning_rate=1e-4\nrun.seed=3 run.name='mine'\n"
-    )
-    members = make_members(TINY, ["run.num_steps=2"], read_list(path))
-    assert [member.name for member in members] == ["tiny-seed1", "tiny-seed2-learning_rate1e-4", "mine"]
-    assert [member.config.run.seed for member in members] == [1, 2, 3]
-    assert members[1].own == ("run.seed=2", "optimizer.learning_rate=1e-4")
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n", "run.seed='1\n"])
-def test_a_list_that_names_no_run_is_one_line(text: str, tmp_path: Path) -> None:
-    (tmp_path / "list").write_text(text)
-    with pytest.raises(ConfigError, match=r"^--list .* on each line"):
-        read_list(tmp_path / "list")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +62,7 @@ def test_a_list_that_names_no_run_is_one_line(text: str, tmp_path: Path) -> None
         ("[[1,2],[3]],4", ["[[1,2],[3]]", "4"]),
     ],
 )
-def test_commas_within_brackets_part_nothing(text: str, values: list[str]) -> None:
+def test_commas_within_brackets_separate_nothing(text: str, values: list[str]) -> None:
     assert expand(f"a.b={text}") == [f"a.b={value}" for value in values]
 
 
@@ -94,16 +73,9 @@ def test_commas_within_brackets_part_nothing(text: str, values: list[str]) -> No
         (["--sweep", "run.seed=0,0"], "two members have run.name = 'tiny-seed0'"),
         (["--sweep", "run.seed="], "section.key=A,B"),
         (["--sweep", "run.seed=1,,2"], "section.key=A,B"),
-        (["--sweep", "run.seed=1", "--list", "x"], "give one of them"),
         (["--sweep", "rollout.prompts_per_step=16,15", "--ranks-per-node", "4"], "not divisible by 4"),
         (["--sweep", "model.path=embedded:tiny,models/none"], "models/none"),
         (["rollout.temprature=1"], "did you mean"),
-        (["--nodes", "0"], "--nodes 0"),
-        (["--at-once", "0"], "--at-once 0"),
-        (["--gpus-per-node", "-1"], "--gpus-per-node -1"),
-        (["--time", "one day"], "write it as Slurm does"),
-        (["--partition", "gpu\n#SBATCH --x"], "leave out quotes"),
-        (["--sbatch=qos=long"], "is no option of sbatch"),
     ],
 )
 def test_nothing_is_submitted_where_one_member_is_wrong(
@@ -123,7 +95,7 @@ def test_nothing_is_submitted_where_one_member_is_wrong(
 
 def make(folder: Path, points: Sequence[str], config: str = TINY, **resources: Any) -> Submission:
     """A submission of the embedded job; ``points`` are swept, and its members are the jobs 100_0, 100_1, .."""
-    members = members_of(config, make_members(config, [], grid(points)))
+    members = make_members(config, config, [], points)
     submission = Submission(folder / "sub", folder, ROOT, "tiny", config, Resources(**resources), members)
     return submission.with_jobs({member.name: f"100_{index}" for index, member in enumerate(members)})
 
@@ -171,27 +143,25 @@ def test_members_are_an_array_and_those_that_failed_are_submitted_again(
     submit: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     fake_slurm(tmp_path, monkeypatch, f"cp $1 {tmp_path}/submitted.sh; echo Submitted batch job 4321")
-    arguments = ["--nodes", "2", "--gpus-per-node", "8", "--partition", "gpu", "--at-once", "2", "--folder", "sub"]
+    arguments = ["--nodes", "2", "--gpus-per-node", "8", "--partition", "gpu", "--folder", "sub"]
     assert submit([TINY, *arguments, "--sweep", "run.seed=0,1,2", "--sbatch=--qos=long", "--time", "2-00:00:00"]) == 0
     text = (tmp_path / "submitted.sh").read_text()
-    for line in ("array=0-2%2", "nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "partition=gpu", "qos=long",
+    for line in ("array=0-2%3", "nodes=2", "ntasks-per-node=8", "gpus-per-node=8", "partition=gpu", "qos=long",
                  "signal=USR2@120", "requeue", "time=2-00:00:00", "open-mode=append"):  # fmt: skip
         assert f"#SBATCH --{line}\n" in text
-    assert "--wckey" not in text and "--mem" not in text and "--exclusive" not in text
+    assert "--wckey" not in text and "--mem" not in text
     run = next(line for line in text.splitlines() if line.startswith("srun "))
     assert "--kill-on-bad-exit=1 --cpus-per-task=1 --output=all $TLT_CONTAINER python -u -m submitit" in run
     assert "job 4321_2: tiny-seed2" in capsys.readouterr().out
     assert [member.jobs for member in load(tmp_path / "sub").members] == [("4321_0",), ("4321_1",), ("4321_2",)]
     assert submit([TINY, "--folder", "sub"]) == 2
     assert "has a submission" in capsys.readouterr().err
-    fake_program(tmp_path, "squeue", "echo '4321_1|RUNNING|n|None'")
+    fake_program(tmp_path, "squeue", "echo '4321_1|RUNNING|None'")
     (tmp_path / "sub" / "jobs" / "4321_0-start-000.status").write_text("0\n")
-    assert submit(["resubmit", "sub", "--nodes", "1"]) == 0
-    assert "#SBATCH --nodes=1\n" in (tmp_path / "submitted.sh").read_text()
+    assert submit(["resubmit", "sub"]) == 0
     assert "--array" not in (tmp_path / "submitted.sh").read_text()
     again = load(tmp_path / "sub")
     assert [member.jobs for member in again.members] == [("4321_0",), ("4321_1",), ("4321_2", "4321")]
-    assert (again.resources.nodes, again.resources.partition) == (1, "gpu")
 
 
 def test_what_sbatch_refuses_is_one_line(
@@ -218,8 +188,7 @@ def leave_status(submission: Submission, job: str, text: str, start: int = 0) ->
     return path
 
 
-def test_the_table_tells_how_each_member_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_table_shows_how_each_member_stands(tmp_path: Path) -> None:
     submission = make(tmp_path, ["run.seed=0,1,2,3,4,5,6,7"])
     submission = dataclasses.replace(
         submission, members=(*submission.members[:7], dataclasses.replace(submission.members[7], jobs=()))
@@ -229,29 +198,29 @@ def test_the_table_tells_how_each_member_stands(tmp_path: Path, monkeypatch: pyt
     leave_status(submission, "100_1", "1\n")
     leave_status(submission, "100_2", "75\n")  # of its start before
     leave_status(submission, "100_4", "75\n")
-    (submission.jobs_folder / "100_0_0_log.out").write_text("nodes node[1-2]: x\nnodes node[3-4]: x\n")
     (submission.jobs_folder / "100_1_0_log.out").write_text("tlt: no such data\nsrun: error: task 0\n")
     run = tmp_path / submission.members[0].run
     run.mkdir(parents=True)
     for step in range(3):
         add_line(run / "metrics.jsonl", {"training/global_step": step, "critic/rewards/mean": step / 4})
-    queue = "100_2|RUNNING|node2|None\n100_3|PENDING||Resources\n100_5|TIMEOUT|node1|TimeLimit\n100_6|FAILED|node7|x\n"
+    queue = "100_2|RUNNING|None\n100_3|PENDING|Resources\n100_5|TIMEOUT|TimeLimit\n100_6|FAILED|x\n"
     found = status.read_statuses(submission, parse_queue(queue))
     head, *rows = status.status_table(found).splitlines()
-    assert head.split() == ["member", "state", "step", "reward", "node", "log"]
+    assert head.split() == ["member", "state", "steps", "reward", "log"]
+    jobs = submission.jobs_folder
     assert [row.split() for row in rows] == [
-        ["tiny-seed0", "finished", "3", "0.500", "node[3-4]", "sub/jobs/100_0_0_log.out"],
-        ["tiny-seed1", "failed", "(status", "1)", "0", "sub/jobs/100_1_0_log.out"],
-        ["tiny-seed2", "running", "0", "node2", "sub/jobs/100_2_0_log.out"],
-        ["tiny-seed3", "pending", "(Resources)", "0", "sub/jobs/100_3_0_log.out"],
-        ["tiny-seed4", "stopped", "early", "0", "sub/jobs/100_4_0_log.out"],
-        ["tiny-seed5", "timeout", "0", "node1", "sub/jobs/100_5_0_log.out"],
-        ["tiny-seed6", "failed", "(no", "exit", "status)", "0", "node7", "sub/jobs/100_6_0_log.out"],
+        ["tiny-seed0", "finished", "3", "0.500", f"{jobs}/100_0_0_log.out"],
+        ["tiny-seed1", "failed", "(status", "1)", "0", f"{jobs}/100_1_0_log.out"],
+        ["tiny-seed2", "running", "0", f"{jobs}/100_2_0_log.out"],
+        ["tiny-seed3", "pending", "(Resources)", "0", f"{jobs}/100_3_0_log.out"],
+        ["tiny-seed4", "stopped", "early", "0", f"{jobs}/100_4_0_log.out"],
+        ["tiny-seed5", "timeout", "0", f"{jobs}/100_5_0_log.out"],
+        ["tiny-seed6", "failed", "(no", "exit", "status)", "0", f"{jobs}/100_6_0_log.out"],
         ["tiny-seed7", "not", "submitted", "0"],
     ]
     assert status.unfinished(found) == {f"tiny-seed{index}" for index in (1, 4, 5, 6, 7)}
     assert [status.last_words(each) for each in found[:3]] == ["", "tlt: no such data", ""]
-    assert QueuedJob("NODE_FAIL", "", "").is_live is False
+    assert QueuedJob("NODE_FAIL", "").is_live is False
 
 
 @pytest.mark.parametrize(
@@ -283,7 +252,7 @@ class Canary:
 def test_no_pickle_of_a_folder_is_read(
     command: str, submit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A folder may be another user's, and whoever unpickles its files runs that user's programs."""
+    """A folder may be another user's, and unpickling its files would run that user's programs."""
     fake_slurm(tmp_path, monkeypatch, "echo Submitted batch job 4321")
     fake_program(tmp_path, "squeue", "exit 0")
     submission = make(tmp_path, [])
@@ -298,7 +267,7 @@ def test_no_pickle_of_a_folder_is_read(
 # --- results ---
 
 
-def test_results_are_one_table_and_two_files(tmp_path: Path) -> None:
+def test_results_are_one_table(tmp_path: Path) -> None:
     submission = make(tmp_path, ["run.seed=0,1", "optimizer.learning_rate=1e-4"])
     leave_status(submission, "100_0", "0\n")
     run = tmp_path / submission.members[0].run
@@ -307,25 +276,23 @@ def test_results_are_one_table_and_two_files(tmp_path: Path) -> None:
         line = {"critic/rewards/mean": float(step), "timing_s/step": 2.0, "perf/throughput": 100.0 + step}
         add_line(run / "metrics.jsonl", {"training/global_step": step, **line})
     (run / "evaluations.jsonl").write_text('{"val-core/x/acc/greedy": 0.1}\n{"val-core/x/acc/greedy": 0.5, "n": 1}\n')
-    rows = collect(submission, status.read_statuses(submission, parse_queue("100_1|RUNNING|n|None")))
+    statuses = status.read_statuses(submission, parse_queue("100_1|RUNNING|None"))
+    with status.write_results(submission, statuses).open() as file:
+        rows = list(csv.DictReader(file))
     assert rows[0] == {
         "member": "tiny-seed0-learning_rate1e-4",
         "run.seed": "0",
         "optimizer.learning_rate": "1e-4",
         "state": "finished",
-        "steps": 12,
-        "reward, last 10": 6.5,
-        "length": None,
-        "accept length": None,
-        "tokens/s": 105.5,
-        "s/step": 2.0,
-        "val-core/x/acc/greedy": 0.5,
+        "steps": "12",
+        "reward, last 10": "6.5",
+        "length": "",
+        "accept length": "",
+        "tokens/s": "105.5",
+        "s/step": "2.0",
+        "val-core/x/acc/greedy": "0.5",
     }
-    assert (rows[1]["state"], rows[1]["steps"], rows[1]["val-core/x/acc/greedy"]) == ("running", 0, None)
-    as_csv, as_json = write_results(tmp_path, rows)
-    assert json.loads(as_json.read_text()) == rows
-    assert next(csv.DictReader(as_csv.open()))["reward, last 10"] == "6.5"
-    assert results_table(rows).splitlines()[0].split()[:3] == ["member", "run.seed", "optimizer.learning_rate"]
+    assert (rows[1]["state"], rows[1]["steps"], rows[1]["val-core/x/acc/greedy"]) == ("running", "0", "")
     (run / "evaluations.jsonl").write_text("{")
     with pytest.raises(UserError, match=r"evaluations\.jsonl is damaged"):
-        collect(submission, status.read_statuses(submission, {}))
+        status.write_results(submission, statuses)

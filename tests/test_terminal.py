@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -220,42 +219,6 @@ def test_a_python_without_the_libraries_is_told_in_one_line(script: str, tmp_pat
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     name = "tlt" if script == "-m tlt_hpc" else Path(script).stem
     assert re.match(rf"{name}: no \w+ in /\S+: (run it with|activate) ", done.stderr)
-
-
-RANKS = """
-import os, sys
-from tlt_hpc.cluster import local
-script = "for i in 1 2 3 4 5 6; do echo line $i || exit 7; echo error $i >&2 || exit 8; sleep 0.1; done; touch done"
-local.launch_command = lambda num_ranks, arguments: ["/bin/sh", "-c", script]
-local.become_ranks(2, [], "")
-"""
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_what_is_started_outlives_the_reader_of_its_output(tmp_path: Path, both: bool) -> None:
-    """mpiexec ends with an error where it cannot write, and its ranks with it."""
-    errors = subprocess.STDOUT if both else subprocess.PIPE
-    command = [sys.executable, "-c", RANKS]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=tmp_path, env=environment())
-    assert started.stdout is not None and started.stdout.readline() == b"line 1\n"
-    started.stdout.close()
-    told = started.stderr.read() if started.stderr else b""
-    assert started.wait(30) == 0 and (tmp_path / "done").exists()
-    assert both or told.count(b"error") == 6
-
-
-def test_a_signal_to_the_group_ends_no_output_before_its_time(tmp_path: Path) -> None:
-    """As ``timeout`` sends it: ranks that save because of it still write."""
-    ranks = RANKS.replace('script = "', "script = \"trap '' TERM; ")
-    command = [sys.executable, "-c", ranks]
-    started = subprocess.Popen(
-        command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
-    assert started.stdout is not None and started.stdout.readline() == b"line 1\n"
-    os.killpg(started.pid, signal.SIGTERM)
-    assert started.stdout.read().count(b"line") == 5
-    assert started.wait(30) == 0 and (tmp_path / "done").exists()
 
 
 @pytest.mark.parametrize(

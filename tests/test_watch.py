@@ -284,4 +284,3 @@ def test_the_status_writer_runs_one_task_at_a_time_whoever_asks():
         caller.join()
     assert writer.run_within(60, lambda: None)
     assert len(accepted) == 800 and len(done) == 1 + sum(accepted)
-    writer.close()

@@ -26,15 +26,13 @@ from tlt_hpc.cluster.caches import make_node_cache
 from tlt_hpc.cluster.device import take_device
 from tlt_hpc.cluster.local import (
     STARTED,
-    about_to_start,
     become_ranks,
     given_job,
     launched_count,
     launched_rank,
     starting,
 )
-from tlt_hpc.cluster.stopping import Stop, StopFlag
-from tlt_hpc.cluster.time_limit import await_preemption, know_limits, queue_again
+from tlt_hpc.cluster.stopping import Stop, StopFlag, await_preemption, know_limits, queue_again
 from tlt_hpc.cluster.watch.beat import BEAT
 from tlt_hpc.cluster.watch.watch import Watch
 from tlt_hpc.common.files import has_remedy, told
@@ -84,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_alone(module, options)
     is_rank = rank is not None and not options.dry_run
     if rank == 0 and is_rank and STARTED not in os.environ:
-        print(starting(os.environ), flush=True)
+        print(starting(launched_count(os.environ)), flush=True)
     if rank is None and not options.dry_run:
         print(f"checking {options.config}", flush=True)
     try:
@@ -104,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(plan)
             return 0
         if rank is None:
-            print(about_to_start(num_ranks), flush=True)
+            print(starting(num_ranks), flush=True)
         if rank is None and config.run.ranks > 1:
             become_ranks(config.run.ranks, given, options.config)
     except (ValueError, OSError) as caught:

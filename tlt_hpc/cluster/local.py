@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,12 +12,10 @@ from tlt_hpc.common.words import count
 
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "TLT_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-_LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_NUM_NODES = "SLURM_STEP_NUM_NODES"
 STARTED = "TLT_STARTED"
 """Set where this program has started the ranks itself, and has said so."""
 JOB_FILE, JOB_TEXT = "TLT_JOB_FILE", "TLT_JOB_TEXT"
-"""Path and text of the job file, set by whoever starts the ranks (this module, or ``sbatch/env.sh``): hundreds of ranks
+"""Path and text of the job file, set by what starts the ranks (this module, or ``sbatch/env.sh``): hundreds of ranks
 do not open it then."""
 _LONGEST_JOB = 65536
 """Bytes; Linux lets one variable have twice as many."""
@@ -46,22 +42,9 @@ def launched_count(environment: Mapping[str, str]) -> int | None:
     return None
 
 
-def starting(environment: Mapping[str, str]) -> str:
-    """The line for the user as launched ranks start: how many, and on how many nodes where the launcher tells."""
-    number = launched_count(environment)
-    local = next((int(environment[name]) for name in _LOCAL_SIZE_VARIABLES if name in environment), 0)
-    nodes = -(-number // local) if number and local else int(environment.get(_NUM_NODES, "0"))
-    where = f" on {count(nodes, 'node')}" if nodes else ""
-    return f"starting {_ranks(number)}{where}"
-
-
-def about_to_start(num_ranks: int) -> str:
-    """The same where no launcher has started them yet."""
-    return f"starting {_ranks(num_ranks)}"
-
-
-def _ranks(number: int | None) -> str:
-    return "the ranks" if number is None else count(number, "rank")
+def starting(num_ranks: int | None) -> str:
+    """The line for the user as ranks start; None if the launcher does not give their number."""
+    return f"starting {'the ranks' if num_ranks is None else count(num_ranks, 'rank')}"
 
 
 def given_job(environment: Mapping[str, str], path: str) -> bytes | None:
@@ -109,33 +92,7 @@ def _job_variables(job: str) -> dict[str, str]:
     return {JOB_FILE: job, JOB_TEXT: os.fsdecode(Path(job).read_bytes())}
 
 
-def outlive_readers() -> None:
-    """Put ``tee`` before each pipe that we write to: it reads on once nobody else does; mpiexec would kill its ranks.
-
-    It ends when all that write to it have ended. No signal to our process group ends it, and SIGPIPE stays ignored.
-    """
-    tees: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        end = os.fstat(stream.fileno())
-        if not (stat.S_ISFIFO(end.st_mode) or stat.S_ISSOCK(end.st_mode)):
-            continue
-        if (end.st_dev, end.st_ino) not in tees:  # both in one pipe keep their order
-            tees[end.st_dev, end.st_ino] = subprocess.Popen(
-                ["tee", os.devnull],
-                stdin=subprocess.PIPE,
-                stdout=stream.fileno(),
-                stderr=subprocess.DEVNULL,
-                restore_signals=False,
-                start_new_session=True,
-            )
-        pipe = tees[end.st_dev, end.st_ino].stdin
-        assert pipe is not None
-        os.dup2(pipe.fileno(), stream.fileno())
-
-
 def become_ranks(num_ranks: int, arguments: Sequence[str], job: str) -> None:
     """Replace this process by mpiexec with the ranks; does not return."""
     command = launch_command(num_ranks, arguments)
-    outlive_readers()
     os.execve(command[0], command, launch_environment(num_ranks, os.environ, job))

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from tlt_hpc.cluster.executor import read_status
 from tlt_hpc.cluster.slurm import QueuedJob
 from tlt_hpc.cluster.submission import Submission, SubmittedRun
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes, told
+from tlt_hpc.config import UserError
+from tlt_hpc.storage.folder import RunFolder, writing_beside
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 FINISHED = "finished"
 STOPPED_EARLY = 75
 """Exit status of a command that was stopped and can continue."""
 _REWARD = "critic/rewards/mean"
-_NODES = re.compile(rb"^nodes (\S+): ", re.MULTILINE)
-"""What sbatch/env.sh writes into the log at each start."""
 _LAST_WORDS = re.compile(rb"^(?:tlt|sbatch/env\.sh|slurmstepd: error|srun: error): .+", re.MULTILINE)
 """Lines that say why a job ended."""
+_LAST = 10
+"""Steps that the mean reward is taken over: one step's is noisy."""
+_MEANS = {
+    f"reward, last {_LAST}": (_REWARD, _LAST),
+    "length": ("response_length/mean", _LAST),
+    "accept length": ("drafter/spec_decode/mean_acceptance_length", _LAST),
+    "tokens/s": ("perf/throughput", 0),
+    "s/step": ("timing_s/step", 0),
+}
+"""Columns of the results: the figure, and over how many of the last steps its mean is taken (0: all)."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +45,13 @@ class MemberStatus:
     state: str
     is_live: bool
     """Whether it still waits or runs, so that it is not to be submitted again."""
-    node: str
     log: Path | None
-    steps: int
-    reward: float | None
-    """Mean of the last step; None before there is one."""
+    lines: dict[int, Line]
+    """Of the run's metrics, by step."""
 
 
 def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob]) -> list[MemberStatus]:
-    """How all members stand.
+    """How all members stand, by the newest job of each.
 
     Raises:
         UserError: a run's metrics are damaged, or the status of a job cannot be read.
@@ -50,15 +61,13 @@ def read_statuses(submission: Submission, queue: Mapping[str, QueuedJob]) -> lis
 
 def member_status(submission: Submission, member: SubmittedRun, queue: Mapping[str, QueuedJob]) -> MemberStatus:
     """How one member stands, by its newest job."""
-    job = member.jobs[-1] if member.jobs else ""
-    log = log_of(submission, job) if job else None
-    queued = queue.get(job)
-    state = job_state(queued, read_status(submission.jobs_folder, job)) if job else "not submitted"
-    lines = run_lines(submission, member)
-    last = list(lines.values())[-1] if lines else {}
-    is_live = queued is not None and queued.is_live
-    node = (queued.nodes if queued is not None else "") or node_in(log)
-    return MemberStatus(member, state, is_live, node, log, len(lines), last.get(_REWARD))
+    lines = read_lines(RunFolder(submission.store / member.run).metrics)
+    if not member.jobs:
+        return MemberStatus(member, "not submitted", False, None, lines)
+    job = member.jobs[-1]
+    queued, log = queue.get(job), submission.jobs_folder / f"{job}_0_log.out"
+    state = job_state(queued, read_status(submission.jobs_folder, job))
+    return MemberStatus(member, state, queued is not None and queued.is_live, log, lines)
 
 
 def job_state(queued: QueuedJob | None, status: int | None) -> str:
@@ -77,25 +86,6 @@ def unfinished(statuses: Sequence[MemberStatus]) -> set[str]:
     return {status.member.name for status in statuses if not status.is_live and status.state != FINISHED}
 
 
-def run_lines(submission: Submission, member: SubmittedRun) -> dict[int, Line]:
-    """The lines of metrics of a member's run, by step.
-
-    Raises:
-        UserError: they are damaged.
-    """
-    return read_lines(RunFolder(submission.store / member.run).metrics)
-
-
-def log_of(submission: Submission, job: str) -> Path:
-    return submission.jobs_folder / f"{job}_0_log.out"
-
-
-def node_in(log: Path | None) -> str:
-    """The nodes of the last start that a log tells of; empty where it tells of none."""
-    found = _NODES.findall(log.read_bytes()) if log is not None and log.is_file() else []
-    return found[-1].decode() if found else ""
-
-
 def last_words(status: MemberStatus) -> str:
     """Why a member failed, by its log; empty if it did not, or if the log does not say."""
     if not status.state.startswith("failed") or status.log is None or not status.log.is_file():
@@ -105,33 +95,63 @@ def last_words(status: MemberStatus) -> str:
     return own[-1].decode(errors="replace") if own else ""
 
 
-# --- as text ---
-
-
 def status_table(statuses: Sequence[MemberStatus]) -> str:
-    """Member, state, step, reward, node and log, a line for each member."""
-    rows = [
-        (
-            status.member.name,
-            status.state,
-            str(status.steps),
-            "" if status.reward is None else f"{status.reward:.3f}",
-            status.node,
-            "" if status.log is None else shown(status.log),
-        )
-        for status in statuses
-    ]
-    return in_columns(("member", "state", "step", "reward", "node", "log"), rows)
-
-
-def in_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines of columns that are as wide as they must be."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    """Member, state, steps, reward of the last step and log, a line for each member."""
+    rows = [("member", "state", "steps", "reward", "log")]
+    for status in statuses:
+        reward = list(status.lines.values())[-1].get(_REWARD) if status.lines else None
+        rows.append((
+            status.member.name, status.state, str(len(status.lines)), "" if reward is None else f"{reward:.3f}",
+            str(status.log or ""),
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def shown(path: Path) -> str:
-    """A path from here, where it lies below."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+# --- results ---
+
+
+def write_results(submission: Submission, statuses: Sequence[MemberStatus]) -> Path:
+    """Write a row for each member as CSV into the submission's folder, empty where a run has no such figure.
+
+    Raises:
+        UserError: a run's evaluations are damaged.
+        WriteError: no room or no permission.
+    """
+    rows = [
+        {"member": status.member.name, **dict(override.partition("=")[::2] for override in status.member.own)}
+        | {"state": status.state, "steps": len(status.lines)}
+        | means(list(status.lines.values()))
+        | newest_evaluation(submission.store / status.member.run / "evaluations.jsonl")
+        for status in statuses
+    ]
+    path = submission.folder / "results.csv"
+    with writing_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def means(lines: Sequence[Line]) -> dict[str, Any]:
+    """Means over a run's steps."""
+    values = {name: [line[key] for line in lines[-last:] if key in line] for name, (key, last) in _MEANS.items()}
+    return {name: fmean(found) if found else None for name, found in values.items()}
+
+
+def newest_evaluation(path: Path) -> dict[str, Any]:
+    """The figures of a run's newest evaluation, under verl's names; none where there is none.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        newest = parse_json(read_bytes(path, LINES_BYTES).rstrip().rpartition(b"\n")[2], dict[str, Any])
+        return {key: value for key, value in newest.items() if key.startswith("val-core/")}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(told(error)) from None
+    except DamagedText as error:
+        raise UserError(f"{path} is damaged ({error}); fix or remove it, and collect again") from None

@@ -1,4 +1,4 @@
-"""Why and how urgently this process is asked to stop: the first of the four parts of a stop.
+"""How a run is stopped, and queued again by Slurm.
 
 1. Signal. ``StopFlag`` records the request of a signal, or of the timer that knows the time limit:
 
@@ -12,33 +12,45 @@
 3. Save. ``should_continue`` (resume/saving.py) ends the loop of train.py; a rollout that was cut short has its finished
    responses written (``Keeper.keep`` in resume/kept.py), and ``save_at_end`` writes a checkpoint as far as
    ``StopFlag.is_late`` leaves time.
-4. Requeue. ``queue_again`` (cluster/time_limit.py), called by ``stop`` of cli/main.py on rank 0, has Slurm queue the
-   job again.
-
-This module knows signals and clocks; neither MPI nor what is done before the end.
+4. Requeue. ``queue_again``, called by ``leave_early`` of cli/main.py on rank 0, has Slurm queue the job again.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
 from types import FrameType
+
+from tlt_hpc.cluster.slurm import SlurmError, allocation
+from tlt_hpc.cluster.watch.beat import BEAT
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes
+
+logger = logging.getLogger(__name__)
 
 SAME_KEYSTROKE_SECONDS = 1.0
 """Within this time two SIGINT count as one Ctrl-C: the terminal sends one and the launcher forwards one."""
-MAX_KILL_SECONDS = 10.0
+KILL_SECONDS = 10.0
+"""Time that SIGTERM leaves; Slurm sends SIGKILL after KillWait, 30 s unless the site has changed it."""
 ASKED_AHEAD_SECONDS = 120.0
 """How long before the time limit the batch scripts ask for SIGUSR2."""
-PUT_OFF_SECONDS = 60.0
-"""An end that is later than expected by this much was postponed by an operator; Slurm is exact to a minute."""
 END_SECONDS = 15.0
 """Time reserved at the end of an allocation for leaving and queueing again; saving must be done before it."""
+HISTORY = "requeues.jsonl"
+PREEMPTION_POLL_SECONDS = 5.0
+AGAIN = "TLT_SUBMIT_AGAIN"
+"""The command that resumes a job that is not queued again; unset if it is the one that submitted it."""
+MAX_IDLE_STARTS = 3
+"""So many starts in a row without progress end a job that would otherwise be queued again forever."""
 
 
 class Stop(IntEnum):
@@ -63,7 +75,6 @@ class StopFlag:
         """Whether everything that a stop asks for has been done, except the end of the process."""
         self._asked: list[tuple[Stop, str, float]] = []
         """Urgency, reason and deadline of each request; only appended to, which is atomic."""
-        self._kill_seconds = MAX_KILL_SECONDS
         self._ends_at: float | None = None
         self._interrupted_at: float | None = None
         self.timers: list[threading.Timer] = []
@@ -97,21 +108,12 @@ class StopFlag:
         """Ask to stop. Safe in a signal handler and from any thread."""
         now, until = time.monotonic(), math.inf
         if kind is Stop.KILL:
-            until = now + self._kill_seconds
+            until = now + KILL_SECONDS
         elif kind is Stop.TIME:
             until = (now + ASKED_AHEAD_SECONDS if self._ends_at is None else self._ends_at) - END_SECONDS
         self._asked.append((kind, reason, until))
 
-    def set_kill_delay(self, seconds: float) -> None:
-        """SIGKILL follows SIGTERM after this many seconds; one of them is for all ranks to learn of it."""
-        self._kill_seconds = min(max(seconds - 1, 0.0), MAX_KILL_SECONDS)
-
-    def set_time_limit(
-        self,
-        seconds: float,
-        at_last: Callable[[], None],
-        ask_again: Callable[[float], float | None] = lambda within: None,
-    ) -> None:
+    def set_time_limit(self, seconds: float, at_last: Callable[[], None]) -> None:
         """The allocation ends in ``seconds``: request a stop two minutes before, or after three quarters of them.
 
         Measured with a monotonic clock, so a change of the wall clock has no effect.
@@ -119,30 +121,16 @@ class StopFlag:
         Args:
             at_last: called on a thread shortly before the end if ``is_left`` is not set by then, because the main
                 thread is in work that does not look at the flag.
-            ask_again: called on a thread when it is time to stop, with the seconds that it may take; returns the
-                seconds left now, infinity without a limit, None if unknown.
         """
         self._ends_at = time.monotonic() + seconds
         ahead = min(ASKED_AHEAD_SECONDS, seconds / 4)
+        self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
+        self._after(seconds - ahead, lambda: self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s"))
 
-        def near_the_end() -> None:
-            later = ask_again(ahead / 8)
-            if later is None or later < ahead + PUT_OFF_SECONDS:
-                self.request(Stop.TIME, f"the time limit, in {ahead:.0f} s")
-                return
-            last.cancel()
-            self._ends_at = None
-            if later < math.inf:
-                self.set_time_limit(later, at_last, ask_again)
-
-        last = self._after(seconds - min(END_SECONDS, ahead) / 2, lambda: None if self.is_left else at_last())
-        self._after(seconds - ahead, near_the_end)
-
-    def _after(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
         self.timers.append(threading.Timer(min(seconds, threading.TIMEOUT_MAX), action))
         self.timers[-1].daemon = True
         self.timers[-1].start()
-        return self.timers[-1]
 
     def install(self) -> None:
         """Have SIGTERM, SIGINT and SIGUSR2 request a stop; a second Ctrl-C, at least a second later, interrupts.
@@ -168,3 +156,108 @@ class StopFlag:
             self._interrupted_at = now
         elif now - self._interrupted_at >= SAME_KEYSTROKE_SECONDS:
             raise KeyboardInterrupt
+
+
+# --- under Slurm, on rank 0 ---
+
+
+def know_limits(
+    flag: StopFlag, environment: Mapping[str, str], rank: int, folder: Path, progress: Callable[[], str] | None
+) -> None:
+    """Set when the allocation ends in rank 0's stop flag, which votes for all ranks.
+
+    Where the ranks are in an update that lasts beyond the end, the job is queued again all the same: what was finished
+    is on disk by then.
+
+    Args:
+        progress: how far the work in ``folder`` has come; None for work that is not queued again.
+    """
+    job = allocation(environment)
+    if job is None or rank:
+        return
+    try:
+        left = job.seconds_left()
+    except SlurmError as error:
+        logger.warning("the time limit is not known, only its signal will tell: %s", error)
+        return
+    if left == math.inf:
+        return
+    BEAT.ends_at = time.time() + left
+
+    def at_last() -> None:
+        if progress is None:
+            return
+        try:
+            done = progress()
+        except (ValueError, OSError) as error:  # which the next start meets, and reports
+            logger.warning("how far the work has come is not known: %s", error)
+            done = f"unknown at {time.time():.0f}"
+        print(f"tlt: {queue_again(environment, folder, done)}", flush=True)
+
+    flag.set_time_limit(left, at_last)
+
+
+def queue_again(environment: Mapping[str, str], folder: Path, progress: str) -> str:
+    """Have Slurm queue this job again, once it has saved all that it will. Returns the line for the user.
+
+    ``progress`` is how far the work in ``folder`` has come: a job that starts again and again without progress is not
+    queued once more.
+    """
+    job = allocation(environment)
+    if job is None:
+        return "not in a Slurm job, so nothing was queued: the same command resumes"
+    history = read_history(folder / HISTORY)
+    idle = [entry for entry in history if entry["job"] == job.job_id][1 - MAX_IDLE_STARTS :]
+    if len(idle) == MAX_IDLE_STARTS - 1 and all(entry["progress"] == progress for entry in idle):
+        return (
+            f"job {job.job_id} is not queued again: {MAX_IDLE_STARTS} starts in a row came no further than "
+            f"{progress}; give it more time (sbatch --time), or make a step shorter"
+        )
+    try:
+        with (folder / HISTORY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"job": job.job_id, "restarts": job.restarts, "progress": progress}) + "\n")
+        job.requeue()
+    except (SlurmError, OSError) as error:
+        return f"job {job.job_id} is not queued again ({error}): {how_to_resume(environment)}"
+    return f"job {job.job_id} is queued again and will resume"
+
+
+def how_to_resume(environment: Mapping[str, str]) -> str:
+    """How the work of a job that is not queued again is resumed, in words."""
+    return f"`{environment[AGAIN]}` resumes" if AGAIN in environment else "submit the same script, which resumes"
+
+
+def await_preemption(environment: Mapping[str, str]) -> None:
+    """Where this job is being preempted, wait to be killed. Else return at once.
+
+    Slurm queues a job again that it had to end, and takes one that left by itself within its grace time for finished.
+    """
+    job = allocation(environment)
+    try:
+        if job is None or not job.is_preempted():
+            return
+    except SlurmError as error:
+        logger.warning("whether this job is preempted is not known, so it ends: %s", error)
+        return
+    print(
+        f"tlt: job {job.job_id} is preempted: it waits for Slurm to end it and to queue it again; where "
+        f"PreemptMode is not REQUEUE, {how_to_resume(environment)}",
+        flush=True,
+    )
+    is_preempted = True
+    while is_preempted:
+        time.sleep(PREEMPTION_POLL_SECONDS)
+        with suppress(SlurmError):  # to leave would lose the place in the queue
+            is_preempted = job.is_preempted()
+
+
+def read_history(path: Path) -> list[dict[str, object]]:
+    """The starts of a folder's jobs that ended at their time limit; a file that cannot be read has none."""
+    try:
+        entries = [parse_json(line, dict[str, object]) for line in read_bytes(path, LINES_BYTES).splitlines()]
+        return [entry for entry in entries if {"job", "progress"} <= set(entry)]
+    except FileNotFoundError:
+        return []
+    except (DamagedText, OSError) as error:
+        logger.warning("%s is damaged and counts for nothing: %s", path, error)
+        return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -11,25 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_hpc.cluster.sweep import SweepMember
-from tlt_hpc.cluster.time_limit import AGAIN
+from tlt_hpc.cluster.stopping import AGAIN
 from tlt_hpc.common.files import DamagedText, read_json
-from tlt_hpc.config import ConfigError
+from tlt_hpc.config import ConfigError, load_config
 from tlt_hpc.storage.folder import writing_beside
 
 FILE = "submission.json"
 SIGNAL_SECONDS = 120
 """How long before its time limit a job is told to save and stop."""
-_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+_VALUE = re.compile(r"""(?:^|,)((?:"[^"]*"|'[^']*'|\[(?:[^][]|\[[^]]*\])*\]|\{[^}]*\}|[^,])*)""")
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What each member asks of Slurm, by the names of ``jobs/submit.py``'s options.
-
-    Raises:
-        ConfigError: a number that no job can have, or text that is no option of sbatch.
-    """
+    """What each member asks of Slurm, by the names of ``jobs/submit.py``'s options."""
 
     nodes: int = 1
     gpus_per_node: int = 0
@@ -39,24 +35,7 @@ class Resources:
     account: str = ""
     time: str = "24:00:00"
     mem: str = ""
-    exclusive: bool = False
-    at_once: int = 256
     sbatch: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node", "cpus_per_rank", "at_once"):
-            if (count := vars(self)[name]) is not None and count < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {count}: give 1 or more")
-        if self.gpus_per_node < 0:
-            raise ConfigError(f"--gpus-per-node {self.gpus_per_node}: give 0 or more")
-        if not _TIME.fullmatch(self.time):
-            raise ConfigError(f"--time {self.time!r}: write it as Slurm does, e.g. 2-00:00:00 or 90 (minutes)")
-        for name in ("partition", "account", "mem"):
-            if not re.fullmatch(r"[^\s'\"\\]*", text := vars(self)[name]):
-                raise ConfigError(f"--{name} {text!r}: leave out quotes, backslashes, blanks and line ends")
-        for option in self.sbatch:
-            if not re.fullmatch(r"--[a-z][a-z-]*(=\S+)?", option):
-                raise ConfigError(f"{option!r} is no option of sbatch; write it with its value, e.g. --qos=long")
 
     @property
     def num_ranks(self) -> int:
@@ -77,7 +56,6 @@ class Resources:
             "cpus-per-task": self.cpus_per_rank,
             "mem": self.mem,
             "time": self.time,
-            "exclusive": self.exclusive,
             "requeue": True,
             "signal": f"USR2@{SIGNAL_SECONDS}",
         }
@@ -131,12 +109,44 @@ class Submission:
         return [member for member in self.members if member.name in names]
 
 
-def members_of(config: str, members: Sequence[SweepMember]) -> tuple[SubmittedRun, ...]:
-    """A submission's members, none of them submitted yet."""
-    return tuple(
-        SubmittedRun(member.name, str(member.config.folder), ("train", config, *member.overrides), member.own)
-        for member in members
-    )
+def make_members(config: str, copy: str, shared: Sequence[str], sweeps: Sequence[str]) -> tuple[SubmittedRun, ...]:
+    """A run for every combination of what the sweeps, ``section.key=A,B``, name; one run where there are none.
+
+    Each is named after its own overrides unless it sets ``run.name``, and reads the ``copy`` of ``config``.
+
+    Raises:
+        ConfigError: a member's configuration is wrong, or two members would write to one folder.
+    """
+    base = load_config(config, shared).run.name
+    members = []
+    for own in itertools.product(*map(expand, sweeps)):
+        is_named = not own or any(override.startswith("run.name=") for override in own)
+        overrides = (*shared, *own, *(() if is_named else (f"run.name={'-'.join([base, *map(label, own)])}",)))
+        member = load_config(config, overrides)
+        members.append(SubmittedRun(member.run.name, str(member.folder), ("train", copy, *overrides), own))
+    names = [member.name for member in members]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two members have run.name = {twice!r}; remove what stands twice, or give each a run.name")
+    return tuple(members)
+
+
+def expand(sweep: str) -> list[str]:
+    """The overrides that ``section.key=A,B`` stands for; commas within brackets or quotes separate nothing.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    key, separator, text = sweep.partition("=")
+    values = _VALUE.findall(text)
+    if not separator or not all(values):
+        raise ConfigError(f"--sweep {sweep!r} is not of the form section.key=A,B, e.g. run.seed=0,1,2")
+    return [f"{key}={value}" for value in values]
+
+
+def label(override: str) -> str:
+    """A member's part of its run's name, e.g. ``seed0``."""
+    key, _, value = override.partition("=")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", key.rpartition(".")[2] + value).strip("_")
 
 
 def parameters(submission: Submission) -> dict[str, Any]:
@@ -157,7 +167,6 @@ def parameters(submission: Submission) -> dict[str, Any]:
         "job_name": submission.name,
         "nodes": asked.nodes,
         "ntasks_per_node": asked.num_ranks_per_node,
-        "array_parallelism": asked.at_once,
         "setup": setup,
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={asked.cpus_per_rank}", "--output=all"],
         "stderr_to_stdout": True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from tlt_hpc.cluster.watch.beat import Member
@@ -58,38 +57,27 @@ class Diagnosis:
         self._num_found = self._num_found + 1 if self._line is not None else 0
 
     def _sight(self, rank: int) -> Sighting:
-        return self._with_silence(sight(self._folder, self._member, rank), self._looks, self._allowed)
-
-    def _with_silence(self, seen: Sighting, at: int, allowed: int) -> Sighting:
-        record = seen.record
-        if record is None or record.ending:
-            return seen
-        heartbeat, first_seen = self._heartbeats.get(seen.rank, (-1, 0))
+        """What a rank's file says about this start of the job."""
+        try:
+            record = read_record(self._folder, rank)
+        except FileNotFoundError:
+            return Sighting(rank, None, "there is no file")
+        except (OSError, DamagedRecordError) as error:
+            return Sighting(rank, None, str(error))
+        if record.start != self._member.start:
+            return Sighting(rank, None, "it is an earlier start's")
+        heartbeat, first_seen = self._heartbeats.get(rank, (-1, 0))
         if record.heartbeat != heartbeat:
-            self._heartbeats[seen.rank] = (record.heartbeat, at)
-            return seen
-        if at - first_seen < allowed:
-            return seen
-        process = describe(record.pid) if record.rank in self._member.neighbours else ""
-        return replace(seen, silent=True, process=process)
+            self._heartbeats[rank] = (record.heartbeat, self._looks)
+        elif not record.ending and self._looks - first_seen >= self._allowed:
+            process = describe(record.pid) if rank in self._member.neighbours else ""
+            return Sighting(rank, record, silent=True, process=process)
+        return Sighting(rank, record)
 
 
 def _is_diagnosing(seen: Sighting) -> bool:
     """Whether a rank reads the others' files itself."""
-    return seen.record is not None and seen.record.stalled and not seen.record.ending and not seen.silent
-
-
-def sight(folder: Path, member: Member, rank: int) -> Sighting:
-    """What a rank's file says about this start of the job."""
-    try:
-        record = read_record(folder, rank)
-    except FileNotFoundError:
-        return Sighting(rank, None, "there is no file")
-    except (OSError, DamagedRecordError) as error:
-        return Sighting(rank, None, str(error))
-    if record.start != member.start:
-        return Sighting(rank, None, "it is an earlier start's")
-    return Sighting(rank, record)
+    return seen.record is not None and seen.record.stalled and not seen.silent
 
 
 def is_due(record: Record, written: Record | None, heartbeat_looks: int) -> bool:

@@ -8,17 +8,21 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from tlt_hpc.common.files import DamagedText, open_regular, parse_object, read_text
+from pydantic import Field
+
+from tlt_hpc.common.files import DamagedText, open_regular, parse_json, read_text
 
 SIZE = 2048
 """Bytes of a record: less than a page, so a reader never sees a part of a write."""
 HEARTBEAT_SECONDS = 5.0
 """How often a rank writes its record while its phase and state do not change."""
 _LONGEST_TEXT = 120
-_MOST = 2**53
+Count = Annotated[int, Field(ge=-1, le=2**53)]
+Seconds = Annotated[float, Field(ge=-1, le=2**53)]
 VERDICT = "verdict.txt"
 FINISHED = "finished"
 """The ending of a rank that has done all of its work."""
@@ -29,26 +33,26 @@ class Record:
     """What a rank reports about itself."""
 
     start: str
-    rank: int
+    rank: Count
     host: str
-    pid: int
-    heartbeat: int
+    pid: Count
+    heartbeat: Count
     """Looks of the watch so far; stops if the process is dead or stopped."""
     phase: str
-    step: int | None
+    step: Count | None
     part: str
-    part_number: int
+    part_number: Count
     waiting: str
     """The collective that it waits in; empty while it does work of its own."""
-    number: int
-    progress: int
-    still: int
+    number: Count
+    progress: Count
+    still: Count
     """Looks for which its counter has not moved."""
-    limit: int
+    limit: Count
     """Looks after which it counts as stalled in this phase; 0: never."""
-    seconds: float
+    seconds: Seconds
     """``still`` in seconds during which this process was running."""
-    sequences_left: int = -1
+    sequences_left: Count = -1
     """Of this rank's own responses, in a rollout; -1 elsewhere."""
     where: str = ""
     """Function and line of the main thread, once it has stalled."""
@@ -74,12 +78,6 @@ class Record:
     def name(self) -> str:
         """Rank and host in words."""
         return f"rank {self.rank} on {self.host}"
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,), "int": (int,), "float": (int, float), "int | None": (int, type(None)),
-}  # fmt: skip
-_TYPES = {field.name: _KINDS[str(field.type)] for field in fields(Record)}
 
 
 class DamagedRecordError(ValueError):
@@ -125,19 +123,9 @@ def decode(data: bytes) -> Record:
     if len(data) != SIZE or crc != f"{zlib.crc32(text):08x}".encode():
         raise DamagedRecordError(f"{len(data)} bytes that are no status record")
     try:
-        told = parse_object(text)
-        values = {name: told[name] for name in _TYPES}
-    except (KeyError, DamagedText) as error:
+        return parse_json(text, Record)
+    except DamagedText as error:
         raise DamagedRecordError(f"a status record of another version ({error})") from None
-    for name, value in values.items():
-        if not (isinstance(value, _TYPES[name]) and not isinstance(value, bool) and _is_bounded(value)):
-            raise DamagedRecordError(f"a status record of another version ({name} is of another kind)")
-    return Record(**values)
-
-
-def _is_bounded(value: object) -> bool:
-    """Whether a number is one that a rank can count to; NaN is not."""
-    return not isinstance(value, (int, float)) or -1 <= value <= _MOST
 
 
 def write_record(folder: Path, record: Record) -> None:

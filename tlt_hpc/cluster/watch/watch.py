@@ -84,7 +84,6 @@ class Watch:
         if error is not None:
             self._beat.ending = f"failed: {type(error).__name__}: {error}"
         self._report_end()
-        self._writer.close()
         self._beat.member = self._beat.folder = self._beat.abort = self._beat.on_leaving = None
 
     def ended(self, status: int) -> int:

@@ -6,19 +6,14 @@ suffers from.
 
 from __future__ import annotations
 
-import math
 import re
-import shutil
 from dataclasses import dataclass
 
-from tlt_hpc.config import UserError
+from tlt_hpc.cluster.slurm import ANSWER_SECONDS, ask_slurm, seconds_of
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ask
 from tlt_hpc.plan.preflight.request import gpu_resources
 from tlt_hpc.plan.preflight.results import Finding, failure, ok, warning
-
-ANSWER_SECONDS = 30.0
-"""A busy controller answers in a few; more is an outage."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +36,9 @@ def read_nodes(partition: str) -> list[NodeKind]:
     """The kinds of nodes of a comma-separated list of partitions; of the default one if it is empty.
 
     Raises:
-        UserError: Slurm does not answer.
+        SlurmError: Slurm does not answer.
     """
-    rows = (line.split("|", 4) for line in slurm_output("sinfo", "-h", "-o", "%P|%a|%l|%m|%G").splitlines())
+    rows = (line.split("|", 4) for line in ask_slurm("sinfo", "-h", "-o", "%P|%a|%l|%m|%G").splitlines())
     return [
         NodeKind(name.rstrip("*"), state, time, int(memory.rstrip("+")), gres)  # 256000+: or more
         for name, state, time, memory, gres in rows
@@ -55,25 +50,11 @@ def launch_types() -> list[str]:
     """The values that ``srun --mpi`` accepts here.
 
     Raises:
-        UserError: Slurm does not answer.
+        SlurmError: Slurm does not answer.
     """
     lines = [line.strip() for line in ask(["srun", "--mpi=list"], ANSWER_SECONDS).text.splitlines()]
     named = [word.strip() for line in lines if "versions available:" in line for word in line.split(":")[1].split(",")]
     return sorted({line for line in lines if re.fullmatch(r"\w+", line)} | set(named))
-
-
-def slurm_output(*command: str) -> str:
-    """What a command of Slurm prints.
-
-    Raises:
-        UserError: Slurm does not answer, or refuses.
-    """
-    if shutil.which(command[0]) is None:
-        raise UserError(f"there is no {command[0]} on PATH, so this is no node of a Slurm cluster; run on a login node")
-    answer = ask(command, ANSWER_SECONDS)
-    if answer.status:
-        raise UserError(f"{' '.join(command)}: {answer.last_line}; ask Slurm by hand whether it is up: scontrol ping")
-    return answer.out
 
 
 def smallest_node_mb(job: PlannedJob) -> int:
@@ -97,23 +78,6 @@ def check_partition(job: PlannedJob) -> Finding:
         most = ", ".join(f"{name!r} at most {limit}" for name, limit in limits.items())
         return failure(f"time {asked} is asked for, and partition {most}", "ask for less; the next job resumes the run")
     return ok(f"{', '.join(limits)}: {asked} of at most {', '.join(limits.values())}")
-
-
-def seconds_of(text: str) -> float:
-    """Seconds of a time as sbatch takes it, such as ``90`` (minutes), ``24:00:00`` or ``2-00``.
-
-    Raises:
-        UserError: it is no such time.
-    """
-    if text.lower() in ("unlimited", "infinite"):
-        return math.inf
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        raise UserError(f"time {text!r}: give it as sbatch takes it, e.g. 90 (minutes), 24:00:00 or 2-00:00:00")
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] is None and match[4] is None:  # minutes[:seconds]
-        return float(60 * first + second)
-    return float(86400 * days + 3600 * first + 60 * second + third)
 
 
 def check_gpus(job: PlannedJob) -> Finding:
@@ -140,7 +104,7 @@ def check_gpus(job: PlannedJob) -> Finding:
 def check_requeue(job: PlannedJob) -> Finding:
     """A job that is preempted or reaches its time limit is queued again, and gets a signal in time."""
     request = job.request
-    default = re.search(r"JobRequeue\s*=\s*1", slurm_output("scontrol", "show", "config"))
+    default = re.search(r"JobRequeue\s*=\s*1", ask_slurm("scontrol", "show", "config"))
     if request.requeue is False or (request.requeue is None and not default):
         why = "the script says --no-requeue" if request.requeue is False else "JobRequeue = 0 in slurm.conf"
         return warning(
