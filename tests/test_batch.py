@@ -1,4 +1,4 @@
-"""Batch scripts: their text, the ranks' environment, and a whole job on a real Slurm."""
+"""Batch scripts: the ranks' environment, and a whole job on a real Slurm."""
 
 from __future__ import annotations
 
@@ -10,23 +10,9 @@ from pathlib import Path
 import pytest
 from local_slurm import LocalSlurm
 
-from tlt_hpc.config import load_config
 from tlt_hpc.storage.step_lines import read_lines
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted(path.stem for path in (ROOT / "sbatch").glob("*.sh") if path.stem != "env")
-TRAINING = [name.removeprefix("train_") for name in SCRIPTS if name.startswith("train_")]
-
-
-# --- the scripts ---
-
-
-@pytest.mark.parametrize("job", TRAINING)
-def test_training_scripts_fit_their_jobs(job: str) -> None:
-    text = (ROOT / "sbatch" / f"train_{job}.sh").read_text()
-    assert f'train "$PROJECT/jobs/{job}.toml" "$@"' in text
-    assert "#SBATCH --ntasks-per-node=8\n" in text and "#SBATCH --gpus-per-node=8\n" in text
-    assert 8 % load_config(ROOT / "jobs" / f"{job}.toml").rollout.tensor_parallel == 0
 
 
 # --- the ranks' environment ---
@@ -103,18 +89,9 @@ def test_caches_lie_on_a_disk_that_every_node_has(variables: dict[str, str], dis
     assert f"\nHF_HOME={disk}/tlt-" in run_script(tmp_path, "smoke", **variables).stdout
 
 
-@pytest.mark.parametrize(
-    ("says", "mpi"),
-    [
-        ("Open MPI v4.1.4, package: x", "pmix"),
-        ("MPICH Version:      5.0.2\\nMPICH ABI: 1", "pmi2"),
-        ("Intel(R) MPI Library 2021.10 for Linux* OS", "pmi2"),
-        ("MPI VERSION    : CRAY MPICH version 8.1.28", "cray_shasta"),
-    ],
-)
-def test_srun_starts_ranks_as_the_mpi_library_wants(says: str, mpi: str, tmp_path: Path) -> None:
-    program(tmp_path / "bin", "python", f"printf '{says}'")
-    assert f"\n--mpi={mpi}\n" in run_script(tmp_path, "smoke").stdout
+def test_srun_starts_ranks_as_the_mpi_library_wants(tmp_path: Path) -> None:
+    program(tmp_path / "bin", "python", "printf 'MPICH Version:      5.0.2\\nMPICH ABI: 1'")
+    assert "\n--mpi=pmi2\n" in run_script(tmp_path, "smoke").stdout
     assert "\n--mpi=mine\n" in run_script(tmp_path, "smoke", TLT_SRUN_MPI="mine").stdout
 
 
@@ -136,10 +113,7 @@ def python_used(folder: Path) -> str:
         ({"CONDA_PREFIX": "{conda}", "CONDA_DEFAULT_ENV": "base", "PATH": "{conda}/bin:{path}"}, "clone"),
         # the one that was activated last, on top of the other
         ({"CONDA_PREFIX": "{conda}", "VIRTUAL_ENV": "{venv}", "PATH": "{venv}/bin:{conda}/bin:{path}"}, "venv"),
-        ({"CONDA_PREFIX": "{conda}", "VIRTUAL_ENV": "{venv}", "PATH": "{conda}/bin:{venv}/bin:{path}"}, "conda"),
-        ({"CONDA_PREFIX": "{conda}", "CONDA_DEFAULT_ENV": "base", "VIRTUAL_ENV": "{venv}",
-          "PATH": "{venv}/bin:{conda}/bin:{path}"}, "venv"),
-        # left over from a shell that has gone on
+        # left over from a shell that has activated another
         ({"VIRTUAL_ENV": "{venv}", "PATH": "{path}"}, "clone"),
     ],
 )  # fmt: skip
@@ -172,15 +146,6 @@ def test_what_is_not_found_is_said_with_where_it_was_looked_for(tmp_path: Path) 
     assert (done.returncode, "TLT_MODULES=cuda/12, and there is no command module" in done.stderr) == (1, True)
 
 
-def test_a_shell_that_nobody_logged_in_to_finds_the_modules(tmp_path: Path) -> None:
-    init = tmp_path / "lmod" / "init" / "bash"
-    init.parent.mkdir(parents=True)
-    init.write_text(f'module() {{ echo "$@" >{tmp_path}/loaded; }}\nfalse\n')
-    done = run_script(tmp_path, "smoke", TLT_MODULES="cuda/12.8", MODULESHOME=str(tmp_path / "lmod"))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "loaded").read_text() == "load cuda/12.8\n"
-
-
 INHERITED = {
     "SLURM_EXPORT_ENV": "NONE",
     "SLURM_MEM_PER_CPU": "100",
@@ -200,21 +165,21 @@ def test_the_step_does_not_ask_for_what_another_job_had(tmp_path: Path) -> None:
     assert [line for line in shown if line.startswith("SLURM_")] == []
 
 
-@pytest.mark.parametrize("command", ["apptainer exec --nv", "singularity exec"])
-def test_in_a_container_question_and_ranks_are_the_images(command: str, tmp_path: Path) -> None:
+def test_in_a_container_question_and_ranks_are_the_images(tmp_path: Path) -> None:
     """The host has no usable Python; a program stands for the container's."""
     program(tmp_path / "bin", "python", "echo 'the host has no mpi4py' >&2; exit 1")
     inside = tmp_path / "inside"
     program(inside, "python", SAYS_MPI)
     for shell in ("sh", "bash"):
         (inside / shell).symlink_to(f"/bin/{shell}")
-    name = command.split()[0]
-    program(tmp_path / "bin", name, f'while [[ $1 != *.sif ]]; do shift; done; shift; PATH="{inside}"; exec "$@"')
-    container = f"{command} /shared/tlt.sif"
+    program(
+        tmp_path / "bin", "apptainer", f'while [[ $1 != *.sif ]]; do shift; done; shift; PATH="{inside}"; exec "$@"'
+    )
+    container = "apptainer exec --nv /shared/tlt.sif"
     done = run_script(tmp_path, "smoke", TLT_CONTAINER=container, TLT_ENVIRONMENT="/none", TLT_LOCAL_DISK="/nvme")
     assert done.returncode == 0, done.stderr
     assert "\n".join(["", *container.split(), "python", "-m", "mpi4py", ""]) in done.stdout
-    assert f"\n{name.upper()}_BIND={tmp_path}/clone,/nvme\n" in done.stdout
+    assert f"\nAPPTAINER_BIND={tmp_path}/clone,/nvme\n" in done.stdout
     assert "no squeue and scontrol in the container" in done.stderr
     for tool in ("squeue", "scontrol"):
         program(inside, tool, "exit 0")
@@ -224,13 +189,6 @@ def test_in_a_container_question_and_ranks_are_the_images(command: str, tmp_path
     assert f"{container} python: mpi4py and its MPI library do not load in it" in done.stderr
 
 
-def test_evaluation_wants_to_know_what_of(tmp_path: Path) -> None:
-    done = run_script(tmp_path, "evaluate", "runs/a")
-    assert (done.returncode, "give a run and its TOML" in done.stderr) == (1, True)
-    done = run_script(tmp_path, "evaluate", "runs/a", "runs/a/config.toml")
-    assert "\nevaluate\nruns/a\nruns/a/config.toml\n" in done.stdout
-
-
 # --- a real Slurm ---
 
 MPICH_FAULT = "mpi/pmi2: value not properly terminated in client request"
@@ -238,6 +196,7 @@ MPICH_FAULT = "mpi/pmi2: value not properly terminated in client request"
 
 
 @pytest.mark.slurm
+@pytest.mark.ci
 @pytest.mark.parametrize("given", ["export", "interactive"])
 def test_ranks_have_their_environment_wherever_sbatch_is_called(slurm: LocalSlurm, tmp_path: Path, given: str) -> None:
     """By itself each of these ends the job before a rank has begun, or takes the environment from the ranks."""

@@ -29,6 +29,7 @@ def fails_soon(training: Training, since: float, num_lines: int = 1) -> list[str
     return lines
 
 
+@pytest.mark.ci
 def test_a_rank_that_is_killed_ends_the_job_and_srun_names_it(slurm, tmp_path):
     training = Training(slurm, tmp_path / "killed", 500)
     training.submit()

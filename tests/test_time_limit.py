@@ -13,7 +13,7 @@ import pytest
 
 from tlt_hpc.cluster import slurm, stopping
 from tlt_hpc.cluster.slurm import allocation, seconds_of
-from tlt_hpc.cluster.stopping import AGAIN, HISTORY, Stop, StopFlag, await_preemption, know_limits, queue_again
+from tlt_hpc.cluster.stopping import AGAIN, Stop, StopFlag, await_preemption, know_limits, queue_again
 
 JOB = {"SLURM_JOB_ID": "17"}
 
@@ -90,19 +90,6 @@ def test_work_that_lasts_beyond_the_end_is_queued_again_from_outside_of_it(comma
     for timer in flag.timers:
         timer.join(30)
     assert (tmp_path / "asked").read_text() == "requeue 17\n" and capsys.readouterr().out == ""
-
-
-def test_what_is_left_until_the_process_is_killed(clock):
-    flag = StopFlag()
-    assert flag.seconds_left == float("inf")
-    flag.request(Stop.ASKED, "Ctrl-C")
-    assert flag.seconds_left == float("inf"), "nobody kills it"
-    flag.request(Stop.TIME, "SIGUSR2")
-    clock.now += 100
-    assert flag.seconds_left == 20, "to the end of the allocation, beyond the time for saving"
-    flag.request(Stop.KILL, "Slurm ends it, to queue it again")
-    clock.now += 4
-    assert flag.seconds_left == 6
 
 
 # Waits for a line of input before it tells what has come.
@@ -247,11 +234,3 @@ def counting(folder: Path) -> str:
     """Shell for $n, how often a command was called; builtins alone, for there is nothing else on the path."""
     asked = folder / "asked"
     return f"n=0; [ -e {asked} ] && read n < {asked}; n=$((n + 1)); echo $n > {asked}"
-
-
-def test_a_damaged_history_counts_for_nothing(command, tmp_path, caplog):
-    command("scontrol", "exit 0")
-    (tmp_path / HISTORY).write_text('{"job": "17", "progress": "step 1"}\n{"job"')
-    assert stopping.read_history(tmp_path / HISTORY) == []
-    assert "is damaged and counts for nothing" in caplog.text
-    assert "is queued again" in queue_again(JOB, Path(tmp_path), "step 1")
