@@ -102,7 +102,7 @@ def work(folder: Path, trouble: str, limit: float = PATIENCE) -> tuple[int, list
         ("library", r"rank 1 on \S+ shows no sign of life \(its process runs, but its interpreter does not: a call "
                     r"into a library that does not return\), last seen in rollout of step 1.*; ranks 0, 2 wait in "),
         pytest.param(
-            "stopped", r"rank 1 on \S+ shows no sign of life \(its process is stopped\), last seen in rollout of step 1",
+            "stopped", r"rank 1 on \S+ shows no sign of life \(its process is stopped\), last seen in rollout of step",
             marks=pytest.mark.ci,
         ),
         pytest.param(
