@@ -1,4 +1,4 @@
-"""A run's folder by hand, small enough that every figure of it can be reckoned in the head."""
+"""A run's folder by hand, small enough that every figure of it can be calculated mentally."""
 
 from __future__ import annotations
 
@@ -110,3 +110,8 @@ def small_run(path: Path, num_steps: int = 3, num_ranks: int = 2, **changes: Any
     folder.metrics.write_text("".join(json.dumps(line_of(step)) + "\n" for step in range(num_steps)))
     folder.config.write_text("[rollout]\nmax_new_tokens = 8\n[drafter]\nmicro_step_seconds = 0.03\n")
     return folder
+
+
+def set_lines(folder: RunFolder, *changes: dict[str, float]) -> None:
+    """Replace the lines by one for each of these changes."""
+    folder.metrics.write_text("".join(json.dumps(line_of(step, **more)) + "\n" for step, more in enumerate(changes)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -14,13 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 from launch_ranks import ROOT, run_on_ranks
-from small_run import line_of, small_run
-from test_metrics import RECORDS, UPDATE
+from small_run import set_lines, small_run
 
 from tlt_hpc.common.source import git_commit
 from tlt_hpc.look import energy
 from tlt_hpc.look.analysis.comparison import analyse_comparison
-from tlt_hpc.look.analysis.energy_use import analyse_energy
+from tlt_hpc.look.analysis.energy_use import energy_in_words
 from tlt_hpc.look.energy import EnergyMeter, EnergyReach, NoCounterError, Nvml, Rapl
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.storage.records import read_environments
@@ -104,11 +102,11 @@ def test_wraps_between_two_readings_of_the_run_are_seen(powercap: Powercap, monk
 
 def test_counters_that_are_missing_refused_or_lost(powercap: Powercap, monkeypatch: pytest.MonkeyPatch) -> None:
     counter, path = Rapl(), powercap.path / "intel-rapl:1" / "energy_uj"
-    for text in ("gone", "5\n"):
-        path.write_text(text)
-        with pytest.raises(NoCounterError, match="invalid literal"):
-            counter.joules()
+    path.write_text("gone")
+    with pytest.raises(NoCounterError, match="invalid literal"):
+        counter.joules()
     counter.close()
+    path.write_text("5\n")
     true_read = Path.read_text
 
     def refuse(file: Path, *given: str, **more: str) -> str:  # root reads a file whatever its mode
@@ -269,23 +267,6 @@ def test_a_lost_counter_is_one_warning_and_its_joules_are_nan(
     meter.close()
 
 
-def test_a_part_that_was_lost_leaves_the_sum_out() -> None:
-    from dataclasses import replace
-
-    from tlt_hpc.look.metrics import summarise, summarise_rank
-
-    def summary_of(*joules: float) -> dict[str, float]:
-        own = [
-            replace(record, metrics={**record.metrics, "energy/cpu_joules": value})
-            for record, value in zip(RECORDS, joules, strict=True)
-        ]
-        world = SimpleNamespace(allgather=lambda item: [summarise_rank(record) for record in own])
-        return summarise(world, own[0], UPDATE, None, {"gen": 8.0, "step": 10.0}).metrics
-
-    assert summary_of(3.0, 4.5)["energy/cpu_joules"] == 7.5
-    assert "energy/cpu_joules" not in summary_of(3.0, math.nan)
-
-
 @pytest.mark.mpi
 def test_a_run_logs_joules_and_each_start_what_it_runs_on(tmp_path: Path) -> None:
     """Two ranks of one node, one of whose counters continues by a joule from each reading to the next."""
@@ -304,7 +285,7 @@ def test_a_run_logs_joules_and_each_start_what_it_runs_on(tmp_path: Path) -> Non
 
 
 def train_beside_a_counter(folder: str) -> None:
-    from tlt_hpc.cli.display import make_reporter
+    from tlt_hpc.cli.display import Screen, StepReporter
     from tlt_hpc.config import load_config
     from tlt_hpc.mpi.world import World
     from tlt_hpc.rl.distributed import leave_process_group
@@ -326,8 +307,7 @@ def train_beside_a_counter(folder: str) -> None:
     changes = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=48"]
     for num_steps in (1, 2):
         options = [f"run.folder={folder}/runs", "run.ranks=2", f"run.num_steps={num_steps}", *changes]
-        with make_reporter(world.rank == 0) as reporter:
-            run(load_config(ROOT / "jobs" / "tiny.toml", options), world, reporter)
+        run(load_config(ROOT / "jobs" / "tiny.toml", options), world, StepReporter(Screen(world.rank == 0)))
     assert bool(readings) == (world.rank == 0), "one rank of a node reads"
     leave_process_group()
     world.leave()
@@ -336,30 +316,18 @@ def train_beside_a_counter(folder: str) -> None:
 # --- what was logged ---
 
 
-def with_energy(path: Path, factor: float = 1.0, steps: tuple[int, ...] = (0, 1, 2), **more: float) -> RunLog:
-    folder = small_run(path)
-    rows = [
-        line_of(step, **more, **({"energy/gpu_joules": 960.0 * factor} if step in steps else {})) for step in range(3)
-    ]
-    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def with_energy(path: Path, joules: float) -> RunLog:
+    set_lines(small_run(path), {}, *[{"energy/gpu_joules": joules, "perf/total_num_tokens": 16.0}] * 2)
     return RunLog(path)
 
 
-def test_joules_by_step_by_token_and_watts(tmp_path: Path) -> None:
-    found = analyse_energy(with_energy(tmp_path / "run", **{"rollout/kept_tokens": 5.0}))
-    assert found.joules["gpu"].tolist() == [960.0] * 3 and list(found.joules) == ["gpu"]
-    assert found.joules_a_token == {"gpu": pytest.approx(60.0)} and found.watts == {"gpu": pytest.approx(100.0)}
-    assert "2.88 kJ by GPUs (60 J a generated token, 100 W)" in found.verdict and "whole nodes" not in found.verdict
-    some = analyse_energy(with_energy(tmp_path / "some", steps=(1,)))
-    assert some.watts == {"gpu": pytest.approx(100.0)}
-    json.dumps(some.to_json(), allow_nan=False)
-    none = analyse_energy(RunLog(small_run(tmp_path / "none").path))
-    assert not none.has_data and none.verdict == "Energy is unknown: no counter of this machine can be read."
-
-
-def test_energy_is_compared_if_both_have_it(tmp_path: Path) -> None:
-    one, other = with_energy(tmp_path / "one"), with_energy(tmp_path / "other", 0.5)
-    found = analyse_comparison([one, other])
-    assert "joules a step of GPUs 480 and 960" in found.verdict and "processors" not in found.verdict
+def test_joules_by_token_and_watts(tmp_path: Path) -> None:
+    run = with_energy(tmp_path / "run", 960.0)
+    assert energy_in_words(run) == "The steps took 1.92 kJ by GPUs (60 J a generated token, 100 W)."
+    assert (
+        "Energy of GPUs (joules a step) 480 and 960"
+        in analyse_comparison([run, with_energy(tmp_path / "other", 480.0)]).verdict
+    )
     silent = RunLog(small_run(tmp_path / "silent").path)
-    assert "joules" not in analyse_comparison([one, silent]).verdict
+    assert energy_in_words(silent) == "Energy is unknown: no counter of this machine can be read."
+    assert "joules" not in analyse_comparison([run, silent]).verdict

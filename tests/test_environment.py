@@ -16,19 +16,16 @@ from types import SimpleNamespace
 import pytest
 from fake_world import OneRank
 from launch_ranks import ROOT
-from small_run import small_run
 
 import tlt_hpc
 from tlt_hpc.common.source import git_commit
 from tlt_hpc.config import ConfigError, UserError, load_config
 from tlt_hpc.look.environment import (
     RankPlace,
-    environments_in_words,
     find_environment,
     hosts_of,
     launcher_of,
 )
-from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.session import claim_folder
 from tlt_hpc.storage.folder import RunFolder, WriteError
 from tlt_hpc.storage.records import Environment, Host, add_environment, read_environments
@@ -94,22 +91,9 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path, monkeypatch: pyte
         add_environment(tmp_path / "environment.jsonl", ENVIRONMENT)
 
 
-def test_starts_in_words(tmp_path: Path) -> None:
-    assert "What the run ran on is unknown" in environments_in_words([])
-    folder = small_run(tmp_path / "run")
-    add_environment(folder.environment, replace(ENVIRONMENT, python="3.12.1"))
-    add_environment(folder.environment, replace(ENVIRONMENT, time="2026-11-21T12:00:00+00:00", slurm={"job": "1"}))
-    add_environment(folder.environment, ENVIRONMENT)
-    run = RunLog(folder.path)
-    assert run.starts[-1] == ENVIRONMENT and len(run.starts) == 3
-    words = environments_in_words(run.starts)
-    assert "on 2 nodes with 8 ranks" in words and "8 x NVIDIA H100 and 1 node with 4 ranks" in words
-    assert words.endswith("The last of 3 starts; 1 of them on other code, versions or nodes.")
-
-
 def test_ranks_of_a_host_share_its_cores_and_gpus() -> None:
-    places = [RankPlace(host, "EPYC", cores, 8, "H100" if gpu else "", gpu) for host, cores, gpu in (
-        ("b", 0b001, "GPU-1"), ("a", 0b1, ""), ("b", 0b011, "GPU-1"), ("b", 0b110, "GPU-2")
+    places = [RankPlace(host, "EPYC", frozenset(cores), 8, "H100" if gpu else "", gpu) for host, cores, gpu in (
+        ("b", {0}, "GPU-1"), ("a", {0}, ""), ("b", {0, 1}, "GPU-1"), ("b", {1, 2}, "GPU-2")
     )]  # fmt: skip
     assert hosts_of(places) == (Host("b", 3, "EPYC", 3, 8, {"H100": 2}), Host("a", 1, "EPYC", 1, 8, {}))
 
@@ -130,7 +114,7 @@ def test_who_started_the_ranks(variables: tuple[str, ...], launcher: str) -> Non
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     place = RankPlace.here("here")
-    assert place.cores.bit_count() == len(os.sched_getaffinity(0)) and place.memory_bytes > 2**28 and place.processor
+    assert place.cores == os.sched_getaffinity(0) and place.memory_bytes > 2**28 and place.processor
     found = find_environment(SimpleNamespace(library="MPICH 5\n\0"), [place], "", {"cpu": "none"})
     assert found.version == tlt_hpc.__version__ and found.mpi == "MPICH 5" and found.slurm["job"] == "12"
     assert found.packages.keys() >= {"torch", "mpi4py", "deepspeed", "transformers", "h5py", "numpy"}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from tlt_hpc.cli.display import Screen, StepReporter, step_cells
+from tlt_hpc.cli.display import Screen, StepReporter
 from tlt_hpc.common.records import FinishReason, MicroStepRecord, Rollout, RolloutTiming, SampleKey
 from tlt_hpc.drafting.acceptance import DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
-from tlt_hpc.look.metrics import summarise
+from tlt_hpc.look.columns import step_cells
+from tlt_hpc.look.metrics import part_of, summarise
 from tlt_hpc.rl.policy import PolicyStats, RolloutMismatch, Update
 from tlt_hpc.storage.rollout_log import StepRecord
 
@@ -60,16 +64,19 @@ RECORDS = [
 ]
 
 
-class TwoRanks:
-    def allgather(self, item):
-        from tlt_hpc.look.metrics import summarise_rank
+class FakeWorld:
+    """A world whose ranks have these records."""
 
-        return [summarise_rank(r) for r in RECORDS]
+    def __init__(self, records: list[StepRecord]) -> None:
+        self.parts = [part_of(each) for each in records]
+
+    def allgather(self, item: object) -> list[object]:
+        return self.parts
 
 
 @pytest.fixture
 def summary():
-    return summarise(TwoRanks(), RECORDS[0], UPDATE, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
+    return summarise(FakeWorld(RECORDS), RECORDS[0], UPDATE, MergeReport(9, 7, "", 0.5), {"gen": 8.0, "step": 10.0})
 
 
 def test_figures_are_sums_over_the_ranks(summary):
@@ -108,9 +115,31 @@ def test_figures_are_sums_over_the_ranks(summary):
         assert summary[name] == pytest.approx(value), name
 
 
+def test_an_energy_counter_that_one_rank_lost_leaves_the_sum_out() -> None:
+    def summary_of(*joules: float) -> dict[str, float]:
+        own = [
+            replace(record, metrics={**record.metrics, "energy/cpu_joules": value})
+            for record, value in zip(RECORDS, joules, strict=True)
+        ]
+        return summarise(FakeWorld(own), own[0], UPDATE, None, {"gen": 8.0, "step": 10.0})
+
+    assert summary_of(3.0, 4.5)["energy/cpu_joules"] == 7.5
+    assert "energy/cpu_joules" not in summary_of(3.0, math.nan)
+
+
 def test_a_line_a_step_shows_them(summary, capsys):
     StepReporter(Screen(True)).stepped(summary)
     line = capsys.readouterr().out
-    assert line.split() == ["5", "0.500", "10", "20", "2.00", "5.10", "4.00", "7", "8.00", "10.00"]
+    assert len(line.splitlines()) == 1 and line.split() == [
+        "5",
+        "0.500",
+        "10",
+        "20",
+        "2.00",
+        "5.10",
+        "4.00",
+        "7",
+        "8.00",
+        "10.00",
+    ]
     assert line.split() == list(step_cells(summary))
-    assert len(line.splitlines()) == 1

@@ -31,7 +31,7 @@ THREAD = re.compile(r"^clone.*CLONE_THREAD.*= (\d+)$")
 def start_and_go_on(job: str, overrides: list[str]) -> str:
     """A run of one step, and another start that takes it up for a second."""
     from tlt_hpc.cli import main as cli
-    from tlt_hpc.cli.display import make_reporter
+    from tlt_hpc.cli.display import Screen, StepReporter
     from tlt_hpc.cluster.stopping import StopFlag
     from tlt_hpc.config import load_config
     from tlt_hpc.rl.distributed import leave_process_group
@@ -40,10 +40,9 @@ def start_and_go_on(job: str, overrides: list[str]) -> str:
     options = cli.parse(["train", job, *overrides])
     config = load_config(job, overrides, given_job(os.environ, job))
     world = cli.connect(config, options, StopFlag())
-    with make_reporter(False) as reporter:
-        for num_steps in (1, 2):
-            steps = config.run.model_copy(update={"num_steps": num_steps})
-            result = run(config.model_copy(update={"run": steps}), world, reporter)
+    for num_steps in (1, 2):
+        steps = config.run.model_copy(update={"num_steps": num_steps})
+        result = run(config.model_copy(update={"run": steps}), world, StepReporter(Screen(False)))
     leave_process_group()
     return result.policy_sha256
 

@@ -168,5 +168,5 @@ def test_the_server_starts_before_mpi_does(command: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("tlt_hpc.rewards.scorer.standing_judge", lambda section: calls.append(section.default))
     with pytest.raises(ConnectedError):
         config = load_config(ROOT / "jobs" / "tiny.toml", ["reward.default=math"])
-        cli.COMMANDS[command].run_on_ranks(config, argparse.Namespace(), StopFlag())
+        cli.work_together(config, argparse.Namespace(command=command), StopFlag())
     assert calls == ["math", "connect"]

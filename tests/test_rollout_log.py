@@ -22,7 +22,7 @@ from tlt_hpc.common.records import (
 )
 from tlt_hpc.storage.folder import part_of
 from tlt_hpc.storage.hdf5 import DamagedFile
-from tlt_hpc.storage.rollout_log import StepRecord, read_step, write_step
+from tlt_hpc.storage.rollout_log import StepRecord, read_step, read_summary, write_step
 
 
 def make_rollout(rng: np.random.Generator, key: SampleKey) -> Rollout:
@@ -120,12 +120,18 @@ def test_round_trip(
 
 def test_a_file_of_an_earlier_version_has_no_spans(tmp_path: Path) -> None:
     path = tmp_path / "log.h5"
-    write_step(path, make_record(39))
+    record = make_record(39)
+    write_step(path, record)
+    summary = read_summary(path)
+    assert same(summary.spans, record.spans) and len(record.spans) == 39
+    assert summary.response_lengths.tolist() == [len(r.response_tokens) for r in record.rollouts]
+    assert summary.num_target_passes.tolist() == [r.num_target_passes for r in record.rollouts]
+    assert all(same(value, getattr(record, name)) for name, value in vars(summary).items() if name in vars(record))
     with h5py.File(path, "r+") as file:
         del file["spans"], file["phases"], file["rollouts/pass_lengths"], file["rollouts/pass_ends"]
         del file["timing/refills"]
     found = read_step(path)
-    assert found.phases == found.refills == () and len(found.spans) == 0
+    assert found.phases == found.refills == () and len(found.spans) == len(read_summary(path).spans) == 0
     assert all(len(rollout.pass_lengths) == 0 for rollout in found.rollouts)
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,13 +19,12 @@ from small_run import small_record, small_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tlt_hpc.cli.display import Screen, StepReporter, make_console, make_reporter
+from tlt_hpc.cli.display import Screen, StepReporter, make_console
 from tlt_hpc.cli.show_evaluation import table_of
 from tlt_hpc.common.records import FinishReason, Rollout, SampleKey
 from tlt_hpc.config import load_config
 from tlt_hpc.evaluate.figures import PromptAnswers, figures_of
 from tlt_hpc.evaluate.tally import Results
-from tlt_hpc.look.metrics import StepMetrics
 from tlt_hpc.storage.evaluation_log import JudgedResponse
 from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.rollout_log import write_step
@@ -132,19 +132,10 @@ def test_markup_of_paths_and_data_is_text(tmp_path: Path, capsys: pytest.Capture
     for name in ("runs[red]", "runs[/b]"):
         StepReporter(Screen(True)).started(load_config("jobs/tiny.toml", [f"run.folder={tmp_path / name}"]), 0, {})
         assert name in capsys.readouterr().out.replace("\n", "")
+    StepReporter(Screen(True)).evaluated(1, {f"val-core/{MARKUP}/acc/mean": 1.0})
+    assert MARKUP in capsys.readouterr().out
     make_console().print(table_of(MARKUP, results_of(MARKUP)))
     assert capsys.readouterr().out.count(MARKUP) == 2
-
-
-def test_markup_in_a_terminal_is_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TLT_TERMINAL_WIDTH", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    with make_reporter(True) as reporter:
-        reporter.started(load_config("jobs/tiny.toml", ["run.name=a"]), 0, {"x": 1})
-        reporter.phase(0, "[/b]")
-        reporter.evaluated(1, {f"val-core/{MARKUP}/acc/mean": 1.0})
-    out = capsys.readouterr().out
-    assert "[/b]" in out and MARKUP in out
 
 
 # -- control characters ---------------------------------------------------------------------------------------------
@@ -242,44 +233,28 @@ def test_a_run_that_is_not_there_names_those_that_are(tmp_path: Path, words: lis
     assert f"{tmp_path / 'demo'} does not exist; runs in {tmp_path}: demo-1, demo-2" in done.stderr
 
 
-# -- the live table -------------------------------------------------------------------------------------------------
+# -- progress -------------------------------------------------------------------------------------------------------
 
 
-def summary_of(step: int) -> StepMetrics:
-    names = (
-        "critic/score/mean", "response_length/mean", "response_length/max", "rollout/seconds", "timing_s/step",
-        "drafter/spec_decode/mean_acceptance_length", "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds",
-        "drafter/version", "rollout/refills",
-    )  # fmt: skip
-    return StepMetrics(step, dict.fromkeys(names, 0.0))
-
-
-def test_after_a_stop_nothing_is_drawn_over(
+def test_what_takes_long_is_shown_less_and_less_often(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mpiexec writes below what is shown at a Ctrl-C; the rest comes below that, line by line."""
-    monkeypatch.setenv("TLT_TERMINAL_WIDTH", "100")
-    asked: list[bool] = []
-    with make_reporter(True, lambda: bool(asked)) as reporter:
-        reporter.started(load_config("jobs/tiny.toml"), 0, {"weights": 1})
-        reporter.phase(0, "reward")
-        reporter.stepped(summary_of(0))
-        assert "\x1b[2K" in capsys.readouterr().out, "drawn in place so far"
-        asked.append(True)
-        reporter.phase(1, "stopping: saving a checkpoint")
-        reporter.stepped(summary_of(1))
-        print("more")
-    out = capsys.readouterr().out
-    assert "\x1b[1A" not in out and "\x1b[2K" not in out and "\x1b[?25h" in out
-    lines = [re.sub(r"\x1b\[[0-9;?]*[a-z]", "", line).split()[:1] for line in out.splitlines()]
-    assert list(filter(None, lines))[-3:] == [["stopping:"], ["2"], ["more"]]
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    screen = Screen(True)
+    for clock[0] in np.arange(200.0):
+        screen.progress(f"{clock[0]:.0f}")
+    assert capsys.readouterr().out.split() == ["4", "12", "28", "60", "120", "180"]
+    screen.say("a step")
+    clock[0] += 4
+    screen.progress("the next")
+    assert capsys.readouterr().out.splitlines() == ["a step", "  the next"]
 
 
 def test_a_rank_that_shows_nothing_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with make_reporter(False) as reporter:
-        reporter.started(load_config("jobs/tiny.toml"), 0, {"weights": 1})
-        reporter.phase(0, "reward")
-        reporter.stepped(summary_of(0))
+    reporter = StepReporter(Screen(False))
+    reporter.started(load_config("jobs/tiny.toml"), 0, {"weights": 1})
+    reporter.phase(0, "reward")
     assert capsys.readouterr().out == ""
 
 

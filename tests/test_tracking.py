@@ -269,15 +269,17 @@ def test_closing_waits_only_while_time_is_left(tmp_path, library, caplog, monkey
 def test_a_preempted_job_waits_for_slurm_whatever_its_tracker_does(tmp_path, monkeypatch):
     """One that left by itself, as it does to end a tracker's wait, would be taken for finished."""
     done = []
-    world = SimpleNamespace(
-        rank=0, flag=StopFlag(), agree_to_stop=lambda: Stop.KILL, leave=lambda: done.append("leave")
-    )
+    world = SimpleNamespace(rank=0, flag=StopFlag(), agree_to_stop=lambda: Stop.KILL)
     world.flag.request(Stop.KILL, "SIGTERM")
     monkeypatch.setattr(cli, "await_preemption", lambda environment: done.append("waited"))
     monkeypatch.setattr(ending, "end_within", lambda seconds, status: done.append(f"ends with {status}"))
-    late = SimpleNamespace(close_within=lambda seconds_left: bool(done.append(f"{seconds_left():.0f} s")))
-    assert cli.leave_early(world, tmp_path, lambda: "step 1", late) == 75
-    assert done == ["7 s", "waited", "ends with 75", "leave"]
+
+    def close(seconds_left):
+        done.append(f"{seconds_left():.0f} s")
+        return False
+
+    assert cli.stop_early(world, tmp_path, lambda: "step 1", close) == 75
+    assert done == ["7 s", "waited", "ends with 75"]
 
 
 @pytest.mark.parametrize("closes", [True, False])

@@ -20,7 +20,7 @@ from tlt_hpc.drafting.acceptance import JUDGED_DEPTH, DraftCounts
 from tlt_hpc.drafting.spot import MergeReport
 from tlt_hpc.evaluate.evaluate import TESTING, evaluate_policy, prepare
 from tlt_hpc.evaluate.exam import Exam
-from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, StepMetrics, summarise
+from tlt_hpc.look.metrics import DUE, K3, KEPT_TOKENS, LATE, MERGE_EXPOSED, PROBS_DIFF, summarise
 from tlt_hpc.look.timing import PhaseTimer
 from tlt_hpc.look.tracking import Tracking
 from tlt_hpc.mpi.owner import agree_on_owner, check_owner
@@ -58,7 +58,7 @@ class Reporter(RollingReporter, Protocol):
 
     def started(self, config: Config, first_step: int, memory: Mapping[str, int]) -> None: ...
 
-    def stepped(self, summary: StepMetrics) -> None: ...
+    def stepped(self, line: Line) -> None: ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -191,15 +191,17 @@ def take_step(job: Job, step: int, reporter: Reporter, is_saved: bool = False, t
     own_advantages = np.array([a for r, a in zip(rollouts, advantages, strict=True) if r.key in own])
     phases = tuple(PhaseSpan(*span) for span in timer.take_spans())
     record = make_record(job, step, tail, rewards, own_advantages, merged, phases)
-    summary = summarise(job.world, record, update, merged, timer.take())
-    line = {**summary.metrics, "drafter/why": why_trained(job)}
+    line: Line = {
+        **summarise(job.world, record, update, merged, timer.take()),
+        "drafter/why": why_trained(job),
+    }
     agree_on_owner(job.world, job.folder.status, BEAT.start)
     job.world.all_or_none(lambda: write_step(job.folder.rollout_log(step, job.world.rank), record))
     job.world.once(lambda: commit(job, step, line))
     if shows:
-        reporter.stepped(summary)
-        if warning := job.mismatch.look(summary[PROBS_DIFF], summary[K3]):
-            logger.warning("step %d: %s", summary.step, warning)
+        reporter.stepped(line)
+        if warning := job.mismatch.look(line[PROBS_DIFF], line[K3]):
+            logger.warning("step %d: %s", step, warning)
     return True
 
 

@@ -27,9 +27,8 @@ from tlt_hpc.common.script import ending
 import numpy as np
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.look.analysis.kinds import KINDS, engine_kinds
 from tlt_hpc.look.run_log import RunLog
-from tlt_hpc.storage.rollout_log import Columns, StepRecord
+from tlt_hpc.storage.rollout_log import Columns, StepSummary
 
 _KEY = ("seed", "stream", "draw", "sample")
 _RESPONSE = (*_KEY, "finish_reason", "weight_version", "num_target_passes", "finished_seconds", "rewards", "advantages")
@@ -143,19 +142,17 @@ def trace_events(run: RunLog, steps: Sequence[int]) -> Iterator[Event]:
             yield from _rank_events(summary, zero)
 
 
-def _rank_events(summary: StepRecord, zero: float) -> Iterator[Event]:
-    spans = summary.spans
-
+def _rank_events(summary: StepSummary, zero: float) -> Iterator[Event]:
     def event(track: str, name: str, start: float, end: float, **more: Any) -> Event:
         times = {"ts": round(1e6 * (start - zero), 1), "dur": max(0.0, round(1e6 * (end - start), 1))}
         return {"ph": "X", "pid": summary.rank, "tid": track, "name": name, **times, "args": more}
 
     for phase in summary.phases:
         yield event("phases", phase.name, phase.start_seconds, phase.end_seconds, step=summary.step)
-    kinds = engine_kinds(spans.strategy_index, summary.strategy_names) if len(spans) else ()
+    spans = summary.spans
     columns = (spans.strategy_index, spans.num_live, spans.num_tokens, spans.start_seconds, spans.seconds)
-    for kind, index, live, tokens, start, taken in zip(kinds, *(each.tolist() for each in columns), strict=True):
-        name = summary.strategy_names[index] if index >= 0 else str(KINDS[kind])
+    for index, live, tokens, start, taken in zip(*(each.tolist() for each in columns), strict=True):
+        name = summary.strategy_names[index] if index >= 0 else "prefill"
         yield event("engine", name, start, start + taken, live=live, tokens=tokens)
     for update in summary.micro_steps:
         more = {"tokens": update.num_tokens, "loss": repr(update.loss)}

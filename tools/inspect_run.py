@@ -2,7 +2,6 @@
 
     python tools/inspect_run.py runs/tiny                # opens every file, but does not read its payload
     python tools/inspect_run.py runs/tiny --check        # reads every file whole, with its checksums
-    python tools/inspect_run.py runs/tiny --repair       # removes an incomplete last line of metrics.jsonl
 
 Exit status 1: a fault was found. Checkpoints and feature caches are checked by the starts that load them. Needs
 neither torch nor MPI.
@@ -11,10 +10,8 @@ neither torch nor MPI.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -27,21 +24,15 @@ from tlt_hpc.common.script import ending
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_object, read_bytes, read_toml, told
 from tlt_hpc.common.words import count
-from tlt_hpc.look.analysis.base import Analysis
-from tlt_hpc.look.analysis.survey import map_tasks
+from tlt_hpc.look.columns import COLUMNS, STEP_TABLE
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed
-from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder, writing_beside
+from tlt_hpc.storage.folder import PART_SUFFIX, RunFolder
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import read_environments, read_finished
 from tlt_hpc.storage.rollout_log import read_columns, read_step
 
-_SHOWN_BYTES = 60
-ALWAYS = (
-    "critic/score/mean", "response_length/mean", "response_length/max", "drafter/spec_decode/mean_acceptance_length",
-    "rollout/seconds", "rollout/idle_rank_seconds", "rollout/harvested_rank_seconds", "perf/total_num_tokens",
-    "timing_s/step",
-)  # fmt: skip
+ALWAYS = (*(COLUMNS[name].metric for name in STEP_TABLE.values()), "perf/total_num_tokens")
 """Metrics that every line has."""
 
 
@@ -50,107 +41,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, e.g. runs/tiny")
     parser.add_argument("--check", action="store_true", help="read every file whole, with its checksums")
-    parser.add_argument("--repair", action="store_true", help="remove an incomplete last line of metrics.jsonl")
     options = parser.parse_args(arguments)
     return ending("inspect_run", partial(inspect, options))
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Repair if asked for, check, and print; returns 1 if there is a fault.
+    """Check and print; returns 1 if there is a fault.
 
     Raises:
-        UserError: there is no run, or it is active while it should be repaired.
+        UserError: there is no run.
     """
-    if options.repair:
-        repair(RunLog(options.run))
-    found = analyse_integrity(RunLog(options.run), read_whole=options.check)
-    print(found.verdict)
-    for fault in found.faults:
+    run = RunLog(options.run)
+    found = list(faults(run, read_whole=options.check))
+    num_files = sum(len(run.files(step)) for step in run.logged_steps)
+    how = "read whole, with their checksums" if options.check else "opened; their payload was not read"
+    print(
+        f"{count(num_files, 'log')} {how}, {count(len(run.lines), 'line')} of metrics and the small files; checkpoints "
+        "and feature caches are not checked."
+    )
+    print(f"Not sound: {count(len(found), 'fault')}." if found else "All of these are sound.")
+    for fault in found:
         print(f"  {fault}")
-    for path in found.parts:
+    for step in run.logged_steps:
+        if step not in run.lines:
+            print(f"  not committed yet: step {step}")
+    for path in sorted(run.folder.path.rglob(f"*{PART_SUFFIX}")):  # a run is writing it, or was killed while it did
         print(f"  half written: {path}")
-    return 0 if found.is_sound else 1
+    return 1 if found else 0
 
 
-@dataclass(frozen=True)
-class Integrity(Analysis):
-    """What was checked, and what is wrong; ``faults``: one line each."""
-
-    num_files: int
-    num_bytes: int
-    """Size on disk of the logs that were read."""
-    read_whole: bool
-    """Whether every array was read; otherwise only the attributes."""
-    num_lines: int
-    faults: tuple[str, ...]
-    under_way: tuple[int, ...]
-    """Steps with logs but no line, which are not committed."""
-    parts: tuple[str, ...]
-    """Unfinished files: a run is writing them, or was killed while it did."""
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether there is no fault."""
-        return not self.faults
-
-    @property
-    def verdict(self) -> str:
-        how = "read whole, with their checksums" if self.read_whole else "opened; their payload was not read"
-        parts = [
-            f"{count(self.num_files, 'log')} ({self.num_bytes / 2**20:,.1f} MiB) {how}, {count(self.num_lines, 'line')}"
-            " of metrics and the small files; checkpoints and feature caches are not checked.",
-            "All of these are sound." if self.is_sound else f"Not sound: {count(len(self.faults), 'fault')}.",
-        ]
-        if self.under_way:
-            parts.append(f"Not committed yet: step {', '.join(map(str, self.under_way[:4]))}.")
-        if self.parts:
-            parts.append(f"{count(len(self.parts), 'file')} half written: a run is active, or was killed.")
-        return " ".join(parts)
-
-
-def analyse_integrity(run: RunLog, read_whole: bool = True) -> Integrity:
-    """Check every file; ``read_whole`` reads all of its content."""
-    tasks = [(step, run.files(step)) for step in run.logged_steps]
-    num_bytes, faults = 0, list[str]()
-    for (step, files), (size, num_ranks, bad) in zip(
-        tasks, map_tasks(partial(_check_step, read_whole=read_whole), tasks), strict=True
-    ):
-        num_bytes += size
-        faults += bad
+def faults(run: RunLog, read_whole: bool = True) -> Iterator[str]:
+    """One line for each fault; ``read_whole`` reads all content of the logs."""
+    for step in run.logged_steps:
+        files, num_ranks = run.files(step), 0
+        for rank, path in files.items():
+            try:
+                log = read_columns(path, ("rollouts/response_ends",))
+                num_ranks = max(num_ranks, log.num_ranks)
+                if (log.step, log.rank) != (step, rank):
+                    yield f"{path}: it is of step {log.step} and rank {log.rank}"
+                elif read_whole:
+                    read_step(path)
+            except (DamagedFile, FileNotFoundError) as error:
+                yield str(error)
         absent = sorted(set(range(num_ranks)) - set(files))
         if absent and (step in run.lines or step != run.logged_steps[-1]):
-            faults.append(f"step {step}: no log of rank {', '.join(map(str, absent))}")
-    without = [step for step in run.lines if step not in set(run.logged_steps)]
-    faults += [f"committed steps without logs: {', '.join(map(str, without))}"] if without else []
-    return Integrity(
-        run=run.name,
-        problems=run.problems,
-        num_files=sum(len(files) for _, files in tasks),
-        num_bytes=num_bytes,
-        read_whole=read_whole,
-        num_lines=len(run.lines),
-        faults=(*faults, *_faults_of_lines(run), *_faults_of_documents(run.folder)),
-        under_way=tuple(step for step in run.logged_steps if step not in run.lines),
-        parts=tuple(str(path) for path in sorted(run.folder.path.rglob(f"*{PART_SUFFIX}"))),
-    )
-
-
-def _check_step(task: tuple[int, dict[int, Path]], read_whole: bool) -> tuple[int, int, list[str]]:
-    """Bytes of a step's logs, the number of ranks that they name, and faults."""
-    step, files = task
-    num_bytes, num_ranks, faults = 0, 0, list[str]()
-    for rank, path in files.items():
-        try:
-            log = read_columns(path, ("rollouts/response_ends",))
-            num_ranks = max(num_ranks, log.num_ranks)
-            if (log.step, log.rank) != (step, rank):
-                faults.append(f"{path}: it is of step {log.step} and rank {log.rank}")
-            elif read_whole:
-                read_step(path)
-            num_bytes += path.stat().st_size
-        except (DamagedFile, FileNotFoundError) as error:
-            faults.append(str(error))
-    return num_bytes, num_ranks, faults
+            yield f"step {step}: no log of rank {', '.join(map(str, absent))}"
+    if without := sorted(run.lines.keys() - set(run.logged_steps)):
+        yield f"committed steps without logs: {', '.join(map(str, without))}"
+    yield from _faults_of_lines(run)
+    yield from _faults_of_documents(run.folder)
 
 
 def _faults_of_lines(run: RunLog) -> Iterator[str]:
@@ -172,7 +112,7 @@ def _faults_of_lines(run: RunLog) -> Iterator[str]:
         if missing := [name for name in ALWAYS if name not in line]:
             yield f"{path}:{number} has no {listed(missing)}"
     if found.torn:
-        yield f"{path}:{found.torn[0]} is cut off; --repair removes it"
+        yield f"{path}:{found.torn[0]} is cut off; the next start leaves it out"
 
 
 def _read_object(path: Path) -> object:
@@ -199,37 +139,6 @@ def _faults_of_documents(folder: RunFolder) -> list[str]:
         except DamagedText as error:
             faults.append(f"{path} is damaged ({error})")
     return faults + read_environments(folder.environment)[1]
-
-
-def repair(run: RunLog) -> bool:
-    """Remove an incomplete last line of metrics.jsonl, and print what is removed; False if there is none.
-
-    The removed text is kept in ``metrics.torn``. A line that lacks only its line feed is complete and stays.
-
-    Raises:
-        UserError: the file has changed since it was read, because a run is active.
-        WriteError: no space or no permission; the file is unchanged.
-    """
-    path, kept = run.folder.metrics, run.folder.metrics.with_suffix(".torn")
-    torn = run.step_lines.torn[1] if run.step_lines.torn else b""
-    if not torn:
-        print("nothing to repair: metrics.jsonl has no incomplete last line")
-        return False
-    data = read_bytes(path, LINES_BYTES)
-    if not data.endswith(b"\n" + torn) and data != torn:
-        raise UserError(f"{path} has changed since it was read: a run is active; repair it when that has ended")
-    shown = torn[:_SHOWN_BYTES].decode(errors="replace") + ("..." if len(torn) > _SHOWN_BYTES else "")
-    print(
-        f"{path}: removing its last {count(len(torn), 'byte')}, a line that was cut off ({shown!r}); "
-        f"{count(len(run.lines), 'committed step')} before it stay; kept as {kept.name}"
-    )
-    with kept.open("ab") as file:
-        file.write(torn + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    with writing_beside(path) as part:
-        part.write_bytes(data[: len(data) - len(torn)])
-    return True
 
 
 if __name__ == "__main__":

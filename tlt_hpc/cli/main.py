@@ -11,15 +11,13 @@ import importlib
 import json
 import logging
 import os
-import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tlt_hpc import __version__
 from tlt_hpc.cluster.caches import make_node_cache
@@ -49,7 +47,6 @@ from tlt_hpc.storage.step_lines import read_lines
 from tlt_hpc.studies import ablation_plan
 
 if TYPE_CHECKING:
-    from tlt_hpc.look.tracking import Tracking
     from tlt_hpc.mpi.world import World
     from tlt_hpc.plan.inputs import ModelAssets
 
@@ -59,7 +56,6 @@ STOPPED_EARLY = 75
 """Exit status of a run that a signal stopped: the same command resumes from there."""
 INTERRUPTED = 130
 """Exit status of a command that a Ctrl-C ended at once."""
-_OVERRIDE = re.compile(r"[a-z_]+\.[a-z_]+=")
 _LEAVING_SECONDS = 3.0
 """What the ranks take to end together, once nothing else is to be done."""
 _FIRST_WORD_SECONDS = 10.0
@@ -74,12 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(given)
     rank = launched_rank(os.environ)
     flag = StopFlag()
-    module = COMMANDS[options.command].module
-    if not module:
-        flag.install()  # before the seconds that imports take: there, a signal ends the process without a word
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank or 0}] %(levelname)s %(name)s: %(message)s")
-    if module:
-        return run_alone(module, options)
+    work = COMMANDS[options.command].work
+    if isinstance(work, str):
+        return run_alone(work, options)
+    flag.install()  # before the seconds that imports take: there, a signal ends the process without a word
     is_rank = rank is not None and not options.dry_run
     if rank == 0 and is_rank and STARTED not in os.environ:
         print(starting(launched_count(os.environ)), flush=True)
@@ -90,13 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_ranks = launched_count(os.environ) or config.run.ranks
         config = config_of(config, options)
         plan = "" if is_rank else plan_command(config, options, num_ranks)  # ranks look once a node, in connect
-        if rank is None and options.command in ("train", "compare", "ablate", "bench"):
-            check_drafter(config)  # the ranks read it for themselves
-        if rank is None and options.command == "train":
-            finished = check_folder(config)
-            if finished and not options.dry_run:
-                print(finished)
-                return 0
+        if rank is None and options.command == "train" and (finished := check_folder(config)) and not options.dry_run:
+            print(finished)
+            return 0
         if options.dry_run:
             if not rank:
                 print(plan)
@@ -124,13 +115,11 @@ def be_rank(config: Config, options: argparse.Namespace, flag: StopFlag, rank: i
     try:
         if rank is not None:
             settle(config, rank)
-        command = COMMANDS[options.command]
-        progress = command.progress
+        progress = COMMANDS[options.command].progress
         PrintableStream.outlives_reader = True  # what is trained is not lost with a terminal
         know_limits(flag, os.environ, rank or 0, config.folder, progress and partial(progress, config))
         with Watch(config.run.stall_factor, rank) as watch:
-            assert command.run_on_ranks is not None
-            return watch.ended(command.run_on_ranks(config, options, flag))
+            return watch.ended(work_together(config, options, flag))
     except (UserError, OSError) as caught:
         if isinstance(caught, OSError) and not (isinstance(caught, WriteError) or has_remedy(caught)):
             raise  # of a library, a program or a disk
@@ -207,20 +196,6 @@ def check_folder(config: Config) -> str:
     return finished_message(config)
 
 
-def check_drafter(config: Config) -> None:
-    """Open the drafter that a run begins with.
-
-    Raises:
-        ValueError: it is not there, or another model's.
-    """
-    from tlt_hpc.models.drafter_file import initial_drafter
-    from tlt_hpc.models.folder import find_model
-    from tlt_hpc.models.shape import read_shape
-
-    if config.speculation.mode == "full":
-        initial_drafter(config.drafter.init, config.drafter.form, read_shape(find_model(config.model.path)))
-
-
 def tell_all_ranks(error: ValueError, rank: int) -> int:
     """End all ranks with an error that this one met before they meet, and maybe no other: a node without the data."""
     from tlt_hpc.mpi.world import LaunchError, World
@@ -241,10 +216,13 @@ def plan_run(config: Config, assets: ModelAssets, num_ranks: int) -> str:
     Raises:
         ValueError: as ``plan_command``.
     """
+    from tlt_hpc.models.drafter_file import initial_drafter
     from tlt_hpc.plan.inputs import describe, open_checked_sets
     from tlt_hpc.plan.memory.summary import summarise
 
     config.tracking.check_installed()
+    if config.speculation.mode == "full" and launched_rank(os.environ) is None:  # the ranks open it for themselves
+        initial_drafter(config.drafter.init, config.drafter.form, assets.shape)
     if config.evaluation.every_steps:
         open_checked_sets(config, assets.folder, assets.shape, assets.tokenizer)
     memory = summarise(config, assets.shape, num_ranks)
@@ -295,15 +273,17 @@ def fail_together(error: ValueError, rank: int, status: int = USER_ERROR) -> int
     return exit_now(status)
 
 
-def leave_early(world: World, folder: Path, progress: Callable[[], str], tracking: Tracking | None = None) -> int:
-    """End a job that was stopped and can continue: where its time was up, or it is preempted, Slurm queues it again.
+def stop_early(
+    world: World, folder: Path, progress: Callable[[], str], close: Callable[[Callable[[], float]], bool] | None = None
+) -> int:
+    """The end of a job that was stopped and can continue: at its time limit, or if preempted, Slurm queues it again.
 
-    Collective.
+    Collective; returns the exit status.
 
     Args:
         folder: of what was worked on.
         progress: how far that has come; asked on rank 0.
-        tracking: closed once Slurm has been asked, in the time that is left; what is not sent until then is left out.
+        close: ends the trackers within the seconds that its argument tells, and returns whether they have ended.
     """
     from tlt_hpc.mpi.ending import end_within
 
@@ -312,12 +292,11 @@ def leave_early(world: World, folder: Path, progress: Callable[[], str], trackin
     BEAT.leave("stopped early")  # Slurm may kill any of the ranks from here on
     if stop is Stop.TIME and world.rank == 0:
         print(f"tlt: {queue_again(os.environ, folder, progress())}", flush=True)
-    is_closed = tracking is None or tracking.close_within(lambda: world.flag.seconds_left - _LEAVING_SECONDS)
+    is_closed = close is None or close(lambda: world.flag.seconds_left - _LEAVING_SECONDS)
     if stop is Stop.KILL and world.rank == 0:
         await_preemption(os.environ)
     if not is_closed:  # the tracker's library would wait once more as the process ends
         end_within(_LEAVING_SECONDS, STOPPED_EARLY)
-    world.leave()
     return STOPPED_EARLY
 
 
@@ -341,32 +320,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; overrides may stand anywhere after the configuration."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
-    if options.command in ("data", "plan", "preflight", "simulate") and not any(
-        argument.startswith("-") for argument in rest
-    ):
-        options.overrides, rest = [*options.overrides, *rest], []
-    if COMMANDS[options.command].module:
-        if rest:
-            parser.error(f"unknown argument {rest[0]}; see tlt {options.command} --help")
-        return options
-    unknown = [argument for argument in rest if argument.startswith("-")]
+    unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if unknown:
-        parser.error(f"unknown option {unknown[0]}; see tlt {options.command} --help")
-    options.overrides = [*options.overrides, *rest]
-    if options.command == "warmup" and options.sources is not None:
-        take_sources(options)
-    if options.command == "compare" and options.steps < 1:
-        parser.error(f"--steps {options.steps} compares nothing; use 1 or more")
+        parser.error(f"unknown argument {unknown[0]}; see tlt {options.command} --help")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    if options.command == "warmup" and options.sources:
+        options.overrides.append(f"warmup.sources={json.dumps(options.sources)}")
     if options.command in ("compare", "bench") and options.json is not None and not options.json.parent.is_dir():
         parser.error(f"--json {options.json}: its folder does not exist; make it first")
     return options
-
-
-def take_sources(options: argparse.Namespace) -> None:
-    """``--from`` as the key that it sets; overrides that stand behind it are none of its folders."""
-    folders = [word for word in options.sources if not _OVERRIDE.match(word)]
-    overrides = [word for word in options.sources if _OVERRIDE.match(word)]
-    options.overrides = [*options.overrides, *overrides, f"warmup.sources={json.dumps(folders)}"]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -379,7 +342,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         each = commands.add_parser(name, help=command.help)
         each = command.add_options(each) or each
-        if command.run_on_ranks is not None:
+        if not isinstance(command.work, str):
             each.add_argument("config", metavar="CONFIG.toml", help="the run, e.g. jobs/tiny.toml")
             each.add_argument("overrides", nargs="*", metavar="section.key=value", help="e.g. rollout.temperature=0.9")
             each.add_argument("--dry-run", action="store_true", help="check, and print the plan; write nothing")
@@ -411,15 +374,14 @@ def add_bench_options(command: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 def add_compare_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt compare``."""
-    command.add_argument("--steps", type=int, default=6, help="steps of each mode (default 6)")
+    command.add_argument("--steps", type=at_least_one, default=6, help="steps of each mode (default 6)")
     command.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
 
 
 def add_warmup_options(command: argparse.ArgumentParser) -> None:
     """The options of ``tlt warmup``."""
-    command.add_argument(
-        "--from", dest="sources", nargs="+", metavar="RUN", help="learn from the responses that these runs have logged"
-    )
+    words = "learn from the responses that this run has logged; may be given several times"
+    command.add_argument("--from", dest="sources", action="append", metavar="RUN", help=words)
 
 
 def add_keys_options(command: argparse.ArgumentParser) -> None:
@@ -452,13 +414,17 @@ def run_alone(module: str, options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def start_rewards(config: Config) -> None:
-    """Start what judges responses as the first thing that a rank does: a process that has MPI should start no other."""
+def start_processes(config: Config, options: argparse.Namespace) -> None:
+    """Start what judges responses, and a tracker's process: a process that has MPI should start no other."""
+    from tlt_hpc.look.tracking import start_early
     from tlt_hpc.rewards.scorer import standing_judge, without_form
 
-    standing_judge(config.reward)
-    if config.evaluation.every_steps:
-        standing_judge(without_form(config.reward))
+    if options.command in ("train", "compare", "evaluate", "ablate"):
+        standing_judge(config.reward)
+        if config.evaluation.every_steps:
+            standing_judge(without_form(config.reward))
+    if options.command == "train" and not launched_rank(os.environ):
+        start_early(config.tracking)
 
 
 def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> World:
@@ -481,224 +447,173 @@ def connect(config: Config, options: argparse.Namespace, flag: StopFlag) -> Worl
     return world
 
 
-def run_train(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
-    """``tlt train`` on this rank."""
-    from tlt_hpc.look.tracking import Tracking, start_early
-
-    start_rewards(config)
-    if not launched_rank(os.environ):
-        start_early(config.tracking)
+def work_together(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
+    """Run a command on all ranks, from their meeting to their end; returns the exit status."""
+    work = COMMANDS[options.command].work
+    assert not isinstance(work, str)
+    start_processes(config, options)
     world = connect(config, options, flag)
+    status = work(config, options, world)
+    from tlt_hpc.rl.distributed import leave_process_group
+
+    leave_process_group()
+    world.leave()  # a non-zero status ends the other ranks: not before the last word is out
+    return status
+
+
+def train(config: Config, options: argparse.Namespace, world: World) -> int:
+    """``tlt train`` on this rank."""
     if told := world.once(lambda: finished_message(config)):
         if world.rank == 0:
             print(told)
-        world.leave()
         return 0
-    from tlt_hpc.cli.display import make_reporter, print_result
+    from tlt_hpc.cli.display import Screen, StepReporter, print_result
+    from tlt_hpc.look.tracking import Tracking
     from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.train import run
 
     with nullcontext() if world.rank else Tracking(config, RunFolder(config.folder)) as tracking:
-        with make_reporter(world.rank == 0, lambda: world.stop_requested) as reporter:
-            result = run(config, world, reporter, tracking)
+        result = run(config, world, StepReporter(Screen(world.rank == 0)), tracking)
         leave_process_group()
         if world.rank == 0:
             print_result(config, result)
         if not result.finished:
-            return leave_early(world, config.folder, partial(run_progress, config), tracking)
-    world.leave()
+            close = tracking.close_within if tracking else None
+            return stop_early(world, config.folder, partial(run_progress, config), close)
     return 0
 
 
-def run_compare(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
+def compare(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt compare`` on this rank."""
-    start_rewards(config)
-    world = connect(config, options, flag)
-    from tlt_hpc.cli.display import make_reporter, print_comparison
-    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
     from tlt_hpc.storage.records import write_json
     from tlt_hpc.studies.compare import compare, rows_of, to_tree
 
-    with make_reporter(world.rank == 0, lambda: world.stop_requested) as reporter:
-        comparison = compare(config, options.steps, world, reporter)
-    leave_process_group()
+    comparison = compare(config, options.steps, world, StepReporter(Screen(world.rank == 0)))
     if comparison is None:
-        if world.rank == 0:
-            print("tlt: the comparison was stopped; a new one starts over", file=sys.stderr, flush=True)
-        world.leave()
-        return 1
+        return start_over("comparison", world)
     if world.rank == 0:
         if options.json is not None:
             write_json(options.json, to_tree(comparison))
         print_comparison(comparison, rows_of(comparison))
-    world.leave()  # a non-zero status ends the other ranks: not before the last word is out
     return 0 if all(comparison.equal.values()) else 1
 
 
-def run_warmup(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
+def warmup(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt warmup`` on this rank."""
-    world = connect(config, options, flag)
-    from tlt_hpc.cli.display import make_warmup_reporter, print_warmup
+    from tlt_hpc.cli.display import Screen, WarmupScreen, print_warmup
     from tlt_hpc.studies.warmup.warm_up import warm_up
 
-    with make_warmup_reporter(world.rank == 0) as reporter:
-        result = warm_up(config, world, reporter)
+    result = warm_up(config, world, WarmupScreen(Screen(world.rank == 0)))
     if world.rank == 0:
         print_warmup(result, options.config, config.drafter.form)
-    if not result.progress.is_finished:
-        files, updates = len(list(result.folder.rglob("*.h5"))), result.progress.updates
-        words = f"{count(files, 'file')} of features, {count(updates, 'update')}"
-        return leave_early(world, result.folder, lambda: words)
-    world.leave()
-    return 0
+    if result.progress.is_finished:
+        return 0
+    files, updates = len(list(result.folder.rglob("*.h5"))), result.progress.updates
+    words = f"{count(files, 'file')} of features, {count(updates, 'update')}"
+    return stop_early(world, result.folder, lambda: words)
 
 
-def run_evaluate(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
+def evaluate(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt evaluate`` on this rank."""
-    start_rewards(config)
-    world = connect(config, options, flag)
-    from tlt_hpc.cli.show_evaluation import make_evaluation_reporter, print_evaluation
+    from tlt_hpc.cli.display import Screen
+    from tlt_hpc.cli.show_evaluation import EvaluationScreen, print_evaluation
     from tlt_hpc.evaluate.evaluate import evaluate
     from tlt_hpc.evaluate.subject import find_subject
-    from tlt_hpc.rl.distributed import leave_process_group
 
-    with make_evaluation_reporter(world.rank == 0) as reporter:
-        result = evaluate(config, find_subject(options.checkpoint, options.step, options.output), world, reporter)
-    leave_process_group()
+    subject = find_subject(options.checkpoint, options.step, options.output)
+    result = evaluate(config, subject, world, EvaluationScreen(Screen(world.rank == 0)))
     if world.rank == 0:
         print_evaluation(result)
-    if not result.finished:
-        return leave_early(world, result.folder, lambda: f"{count(result.num_left, 'response')} before the end")
-    world.leave()
-    return 0
+    if result.finished:
+        return 0
+    return stop_early(world, result.folder, lambda: f"{count(result.num_left, 'response')} before the end")
 
 
-def run_ablate(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
+def ablate(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt ablate`` on this rank."""
-    start_rewards(config)
-    world = connect(config, options, flag)
-    from tlt_hpc.cli.display import make_reporter, print_comparison
-    from tlt_hpc.rl.distributed import leave_process_group
+    from tlt_hpc.cli.display import Screen, StepReporter, print_comparison
     from tlt_hpc.studies.ablate import ablate, write_figures
 
-    figures = ablate(ablation_plan.plan_ablation(config, options), world, lambda: make_reporter(world.rank == 0))
-    leave_process_group()
+    figures = ablate(ablation_plan.plan_ablation(config, options), world, StepReporter(Screen(world.rank == 0)))
     if figures is None:
         reason = world.first_stop_reason()
         if world.rank == 0:
             print(f"stopped early ({reason}); the same command resumes", flush=True)
-        world.leave()
         return STOPPED_EARLY
     if world.rank == 0:
         write_figures(figures)
         print_comparison(figures.comparison, figures.rows(), figures.verdict())
-    world.leave()
     return 0 if figures.as_promised else 1
 
 
-def run_bench(config: Config, options: argparse.Namespace, flag: StopFlag) -> int:
+def bench(config: Config, options: argparse.Namespace, world: World) -> int:
     """``tlt bench rollout`` on this rank."""
-    world = connect(config, options, flag)
-    from tlt_hpc.rl.distributed import leave_process_group
     from tlt_hpc.storage.records import write_json
     from tlt_hpc.studies.bench import bench_rollout, table
 
     figures = bench_rollout(config, world, options.batches, options.sequences, options.repeats)
-    leave_process_group()
-    if world.rank == 0 and figures is not None:
+    if figures is None:
+        return start_over("measurement", world)
+    if world.rank == 0:
         if options.json is not None:
             write_json(options.json, figures)
         print(table(figures))
-    if world.rank == 0 and figures is None:
-        print("tlt: the measurement was stopped; a new one starts over", file=sys.stderr, flush=True)
-    world.leave()
-    return 1 if figures is None else 0
+    return 0
+
+
+def start_over(what: str, world: World) -> int:
+    """The end of a command that was stopped and cannot continue; returns the exit status."""
+    if world.rank == 0:
+        print(f"tlt: the {what} was stopped; a new one starts over", file=sys.stderr, flush=True)
+    return 1
 
 
 def no_options(command: argparse.ArgumentParser) -> None:
     """The options of a command that has none of its own."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command of ``tlt``: with ``run_on_ranks`` it runs a configuration on all ranks, else it is one process."""
+class Command(NamedTuple):
+    """A command of ``tlt``."""
 
     help: str
     add_options: Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
     """Adds the options to the command's parser; returns the parser that takes the configuration, if it is another."""
-    run_on_ranks: Callable[[Config, argparse.Namespace, StopFlag], int] | None = None
-    module: str = ""
-    """The module whose ``run`` is called with the options, imported when the command runs."""
+    work: str | Callable[[Config, argparse.Namespace, World], int]
+    """A function that all ranks run, or a module whose ``run`` is called in one process."""
     progress: Callable[[Config], str] | None = None
     """Of a command that is queued again at its time limit: how far it has come; the others start over."""
 
 
+_TRAIN = "train a policy; in a folder that has a checkpoint, resume it"
+_COMPARE = "run the same steps plain, with n-gram speculation and in full; status 1: text, rewards or weights differ"
+_WARMUP = "train the drafter before any reinforcement learning, or resume that"
+_ABLATE = "compare the drafter left out, frozen and trained in several ways"
+_EVALUATE = "judge a checkpoint or a model on data sets, or resume that"
+_BENCH = "measure the rollout engine"
+_PLAN = "predict the memory that a run takes, by phase; status 1: more than there is"
+_SIMULATE = "predict seconds and GPU-hours of a run by number of nodes"
+_PREFLIGHT = "find before a job what would end it; status 1: something would"
+_WATCH = "follow a run by its files alone; status 1: it hangs or is dead"
+_REPORT = "one page of HTML: what a run learned, where its time went, what it gained"
+_KEYS = "print every key of the configuration: values, default, unit, meaning"
+_DRAFTER = "write a run's drafter as other engines load it"
+_POLICY = "write a run's policy as a Hugging Face folder"
+_DATA = "look at what a run would train on"
 COMMANDS = {
-    "train": Command(
-        "train a policy; in a folder that has a checkpoint, resume it", no_options, run_train, progress=run_progress
-    ),
-    "compare": Command(
-        "run the same steps plain, with n-gram speculation and in full; status 1: text, rewards or weights differ",
-        add_compare_options,
-        run_compare,
-    ),
-    "warmup": Command(
-        "train the drafter before any reinforcement learning, or resume that",
-        add_warmup_options,
-        run_warmup,
-        progress=written_bytes,
-    ),
-    "ablate": Command(
-        "compare the drafter left out, frozen and trained in several ways",
-        ablation_plan.add_ablate_options,
-        run_ablate,
-    ),
-    "evaluate": Command(
-        "judge a checkpoint or a model on data sets, or resume that",
-        add_evaluate_options,
-        run_evaluate,
-        progress=written_bytes,
-    ),
-    "bench": Command("measure the rollout engine", add_bench_options, run_bench),
-    "plan": Command(
-        "predict the memory that a run takes, by phase; status 1: more than there is",
-        plan_options.add_plan_options,
-        module="tlt_hpc.plan.memory.summary",
-    ),
-    "simulate": Command(
-        "predict seconds and GPU-hours of a run by number of nodes",
-        plan_options.add_simulate_options,
-        module="tlt_hpc.plan.simulate.predict",
-    ),
-    "preflight": Command(
-        "find before a job what would end it; status 1: something would",
-        plan_options.add_preflight_options,
-        module="tlt_hpc.plan.preflight.checklist",
-    ),
-    "watch": Command(
-        "follow a run by its files alone; status 1: it hangs or is dead",
-        add_watch_arguments,
-        module="tlt_hpc.look.live.watch_run",
-    ),
-    "report": Command(
-        "one page of HTML: what a run learned, where its time went, what it gained",
-        add_report_arguments,
-        module="tlt_hpc.look.report.write_report",
-    ),
-    "keys": Command(
-        "print every key of the configuration: values, default, unit, meaning",
-        add_keys_options,
-        module="tlt_hpc.cli.show_keys",
-    ),
-    "export-drafter": Command(
-        "write a run's drafter as other engines load it",
-        export_options.add_drafter_options,
-        module="tlt_hpc.export.drafter",
-    ),
-    "export-policy": Command(
-        "write a run's policy as a Hugging Face folder",
-        export_options.add_policy_options,
-        module="tlt_hpc.export.policy",
-    ),
-    "data": Command("look at what a run would train on", add_data_options, module="tlt_hpc.cli.inspect_data"),
+    "train": Command(_TRAIN, no_options, train, run_progress),
+    "compare": Command(_COMPARE, add_compare_options, compare),
+    "warmup": Command(_WARMUP, add_warmup_options, warmup, written_bytes),
+    "ablate": Command(_ABLATE, ablation_plan.add_ablate_options, ablate),
+    "evaluate": Command(_EVALUATE, add_evaluate_options, evaluate, written_bytes),
+    "bench": Command(_BENCH, add_bench_options, bench),
+    "plan": Command(_PLAN, plan_options.add_plan_options, "tlt_hpc.plan.memory.summary"),
+    "simulate": Command(_SIMULATE, plan_options.add_simulate_options, "tlt_hpc.plan.simulate.predict"),
+    "preflight": Command(_PREFLIGHT, plan_options.add_preflight_options, "tlt_hpc.plan.preflight.checklist"),
+    "watch": Command(_WATCH, add_watch_arguments, "tlt_hpc.look.live.watch_run"),
+    "report": Command(_REPORT, add_report_arguments, "tlt_hpc.look.report.write_report"),
+    "keys": Command(_KEYS, add_keys_options, "tlt_hpc.cli.show_keys"),
+    "export-drafter": Command(_DRAFTER, export_options.add_drafter_options, "tlt_hpc.export.drafter"),
+    "export-policy": Command(_POLICY, export_options.add_policy_options, "tlt_hpc.export.policy"),
+    "data": Command(_DATA, add_data_options, "tlt_hpc.cli.inspect_data"),
 }

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.table import Table
 
 from tlt_hpc.cli.display import Screen, make_console
 from tlt_hpc.common.words import count
-from tlt_hpc.evaluate.evaluate import EvaluationReporter, EvaluationResult
+from tlt_hpc.evaluate.evaluate import EvaluationResult
 from tlt_hpc.evaluate.figures import Estimate, SetFigures
 from tlt_hpc.evaluate.tally import Results
 from tlt_hpc.mpi.roster import Roster
@@ -33,14 +31,7 @@ class EvaluationScreen:
         if roster.round:
             done = self._total - sum(status.sequences_left for status in roster.statuses)
             tokens = sum(status.tokens for status in roster.statuses)
-            self._screen.show_or_say(f"responses: {done:,} of {self._total:,}, {count(tokens, 'token')}")
-
-
-@contextmanager
-def make_evaluation_reporter(shows: bool) -> Iterator[EvaluationReporter]:
-    """The reporter of an evaluation for this rank."""
-    with Screen(shows) as screen:
-        yield EvaluationScreen(screen)
+            self._screen.progress(f"responses: {done:,} of {self._total:,}, {count(tokens, 'token')}")
 
 
 def print_evaluation(result: EvaluationResult) -> None:

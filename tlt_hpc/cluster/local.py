@@ -19,8 +19,6 @@ JOB_FILE, JOB_TEXT = "TLT_JOB_FILE", "TLT_JOB_TEXT"
 do not open it then."""
 _LONGEST_JOB = 65536
 """Bytes; Linux lets one variable have twice as many."""
-TERMINAL_VARIABLE = "TLT_TERMINAL_WIDTH"
-"""Width of the user's terminal, for rank 0, whose own output goes through the launcher's pipe; unset without one."""
 
 
 def launched_rank(environment: Mapping[str, str]) -> int | None:
@@ -81,8 +79,6 @@ def launch_environment(num_ranks: int, environment: Mapping[str, str], job: str 
     """
     ranks = {**environment, "TLT_RANKS": str(num_ranks), STARTED: "1", **_job_variables(job)}
     ranks.setdefault("OMP_NUM_THREADS", "1")
-    if sys.stdout.isatty():
-        ranks[TERMINAL_VARIABLE] = str(shutil.get_terminal_size().columns)
     return ranks
 
 

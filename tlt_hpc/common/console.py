@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.live import Live
 from rich.progress import track
 from rich.segment import Segment
 from rich.text import Text
 
-from tlt_hpc.common.printable import escape_streams, printable, raw_stream, reader_gone
+from tlt_hpc.common.printable import printable, raw_stream, reader_gone
 
 
 class TextConsole(Console):
@@ -37,12 +36,6 @@ class TextConsole(Console):
         """As for plain text."""
         self.quiet = True
         reader_gone(self.file)  # type: ignore[arg-type]
-
-
-def start_escaped(shown: Live) -> None:
-    """Start what is drawn in place; rich then puts what is printed meanwhile above it, and obeys sequences in that."""
-    shown.start()
-    escape_streams()
 
 
 def watched(indices: range) -> Iterable[int]:

@@ -16,9 +16,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         help="another run of the same seed, such as one without speculation: measures the gain, compares tokens",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
-    parser.add_argument("--step", type=int, metavar="N", help="whose timeline is drawn (default: a typical step)")
     parser.add_argument("--last", type=int, metavar="N", help="look at the last N steps alone (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures behind the page as JSON, too")
 
 
 def add_watch_arguments(parser: argparse.ArgumentParser) -> None:

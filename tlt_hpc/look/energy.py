@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,12 @@ class Nvml:
         except ImportError:
             raise NoCounterError("nvidia-ml-py is not installed") from None
         self._nvml: Any = pynvml
+        is_split = False
         try:
             pynvml.nvmlInit()
             self._gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            is_split = self._mig_mode() == pynvml.NVML_DEVICE_MIG_ENABLE
+            with suppress(pynvml.NVMLError_NotSupported):  # a GPU without MIG
+                is_split = pynvml.nvmlDeviceGetMigMode(self._gpu)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
         except pynvml.NVMLError as error:
             raise NoCounterError(f"NVML on {uuid}: {error}") from None
         if is_split:
@@ -67,12 +71,6 @@ class Nvml:
         """Release the library, which counts its users: others in this process may still use it."""
         self._nvml.nvmlShutdown()
 
-    def _mig_mode(self) -> int:
-        try:
-            return int(self._nvml.nvmlDeviceGetMigMode(self._gpu)[0])
-        except self._nvml.NVMLError_NotSupported:  # a GPU without MIG
-            return -1
-
 
 class Rapl:
     """The counters of all processors of this node, and of their memory if it has any. One rank of a node reads them.
@@ -85,19 +83,13 @@ class Rapl:
     """
 
     def __init__(self) -> None:
-        self._lock, self._is_closed = threading.Lock(), threading.Event()
-        self._lost, self._total = "", 0
-        try:
+        self._lock, self._is_closed, self._total = threading.Lock(), threading.Event(), 0
+        with _reading():
             # whole processors and memory: cores are part of the former, and ``psys`` includes both
-            zones = [
-                zone
-                for zone in sorted(POWERCAP.glob("intel-rapl:*"))
-                if (zone / "name").read_text().startswith(("package", "dram"))
-            ]
+            names = {zone: (zone / "name").read_text() for zone in sorted(POWERCAP.glob("intel-rapl:*"))}
+            zones = [zone for zone, name in names.items() if name.startswith(("package", "dram"))]
             self._ranges = {zone / "energy_uj": _number(zone / "max_energy_range_uj") for zone in zones}
             self._last = {path: _number(path) for path in self._ranges}
-        except (OSError, ValueError) as error:
-            raise NoCounterError(_why(error)) from None
         if not zones:
             raise NoCounterError(f"{POWERCAP} has no intel-rapl")
         threading.Thread(target=self._keep_up, name="energy", daemon=True).start()
@@ -106,17 +98,12 @@ class Rapl:
         """Joules since the counters were opened.
 
         Raises:
-            NoCounterError: a counter can no longer be read. It stays lost, because it may have wrapped unseen.
+            NoCounterError: a counter can no longer be read.
         """
-        with self._lock:
-            try:
-                for path, last in self._last.items():
-                    now = self._last[path] = _number(path)
-                    self._total += now - last + (self._ranges[path] if now < last else 0)
-            except (OSError, ValueError) as error:
-                self._lost = _why(error)
-            if self._lost:
-                raise NoCounterError(self._lost)
+        with self._lock, _reading():
+            for path, last in self._last.items():
+                now = self._last[path] = _number(path)
+                self._total += now - last + (self._ranges[path] if now < last else 0)
             return self._total / 1e6
 
     def close(self) -> None:
@@ -124,21 +111,28 @@ class Rapl:
         self._is_closed.set()
 
     def _keep_up(self) -> None:
-        while not self._lost and not self._is_closed.wait(KEEP_UP_SECONDS):
-            try:
+        while not self._is_closed.wait(KEEP_UP_SECONDS):
+            with suppress(NoCounterError):  # the next step warns of it
                 self.joules()
-            except NoCounterError:  # the next step warns of it
-                return
 
 
 def _number(path: Path) -> int:
     return int(path.read_text())
 
 
-def _why(error: OSError | ValueError) -> str:
-    if isinstance(error, PermissionError):
-        return f"{error.filename} may be read by root alone"
-    return f"{POWERCAP}: {error}"
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Name what cannot be read.
+
+    Raises:
+        NoCounterError: a file is missing, protected or not a number.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise NoCounterError(f"{error.filename} may be read by root alone") from None
+    except (OSError, ValueError) as error:
+        raise NoCounterError(f"{POWERCAP}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -158,10 +152,9 @@ class EnergyMeter:
     def __init__(self, hostname: str, gpu: str, is_first_of_node: bool) -> None:
         makers: dict[str, Callable[[], Nvml | Rapl]] = {CPU: Rapl} if is_first_of_node else {}
         if gpu:
-            makers[GPU] = lambda: Nvml(gpu)
+            makers[GPU] = partial(Nvml, gpu)
         self._counters = dict[str, Nvml | Rapl]()
-        self._kinds = list[str]()
-        self._lost = set[str]()
+        self._kinds, self._lost = list[str](), set[str]()
         self._readings = list[dict[str, float]]()
         lacking = dict[str, str]()
         for kind, make in makers.items():
@@ -211,9 +204,9 @@ class EnergyMeter:
         taken = dict[str, float]()
         for kind in self._kinds:
             for name, reading in ((f"{kind}_joules", end), (f"rollout_{kind}_joules", rollout)):
-                joules = reading[kind] - begin[kind] if kind in self._counters else 0.0
-                # a driver restarted the counter, or it does not change
-                taken[f"{PREFIX}{name}"] = joules if joules > 0 or kind not in self._counters else math.nan
+                joules = reading.get(kind, 0.0) - begin.get(kind, 0.0)
+                is_lost = kind in self._lost or (kind in self._counters and joules <= 0)  # its driver was restarted
+                taken[f"{PREFIX}{name}"] = math.nan if is_lost else joules  # 0: another rank reads this counter
         return taken
 
     def close(self) -> None:
@@ -222,13 +215,13 @@ class EnergyMeter:
             self._counters.popitem()[1].close()
 
     def _read(self) -> dict[str, float]:
+        """Joules by kind. A counter that cannot be read is lost for good, because it may have wrapped unseen."""
         values = dict[str, float]()
-        for kind, counter in self._counters.items():
+        for kind, counter in [*self._counters.items()]:
             try:
                 values[kind] = counter.joules()
             except NoCounterError as error:
-                values[kind] = math.nan
-                if kind not in self._lost:
-                    self._lost.add(kind)
-                    logger.warning("energy is not recorded from here on: %s", error)
+                logger.warning("energy is not recorded from here on: %s", error)
+                self._lost.add(kind)
+                self._counters.pop(kind).close()
         return values

@@ -1,4 +1,4 @@
-"""The environment of a run's starts: collects it from all ranks of a start, and puts it into words."""
+"""The environment of a run's starts, collected from all ranks of a start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 import tlt_hpc
 from tlt_hpc.common.source import git_commit, source_digest
-from tlt_hpc.common.words import count
-from tlt_hpc.look.words import listed
 from tlt_hpc.storage.records import Environment, Host
 
 if TYPE_CHECKING:
@@ -51,8 +49,8 @@ class RankPlace:
 
     hostname: str
     processor: str
-    cores: int
-    """Bit mask of the cores that the rank may use."""
+    cores: frozenset[int]
+    """Cores that the rank may use."""
     memory_bytes: int
     gpu: str
     """Its name; empty without one."""
@@ -62,9 +60,8 @@ class RankPlace:
     @classmethod
     def here(cls, hostname: str, gpu: str = "", gpu_uuid: str = "") -> RankPlace:
         """The place of this process."""
-        cores = sum(1 << core for core in os.sched_getaffinity(0))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return cls(hostname, processor_name(), cores, memory, gpu, gpu_uuid)
+        return cls(hostname, processor_name(), frozenset(os.sched_getaffinity(0)), memory, gpu, gpu_uuid)
 
 
 def processor_name() -> str:
@@ -103,19 +100,20 @@ def find_environment(world: World, places: Sequence[RankPlace], cuda: str, energ
 
 def hosts_of(places: Sequence[RankPlace]) -> tuple[Host, ...]:
     """The nodes in the order of their first ranks. A GPU that several ranks share counts once."""
+    nodes: dict[str, list[RankPlace]] = {}
+    for place in places:
+        nodes.setdefault(place.hostname, []).append(place)
     return tuple(
-        _host([place for place in places if place.hostname == hostname])
-        for hostname in dict.fromkeys(place.hostname for place in places)
+        Host(
+            name=hostname,
+            num_ranks=len(ranks),
+            processor=ranks[0].processor,
+            num_cores=len(frozenset().union(*(rank.cores for rank in ranks))),
+            memory_bytes=ranks[0].memory_bytes,
+            gpus=dict(Counter({rank.gpu_uuid: rank.gpu for rank in ranks if rank.gpu}.values())),
+        )
+        for hostname, ranks in nodes.items()
     )
-
-
-def _host(ranks: Sequence[RankPlace]) -> Host:
-    first, cores = ranks[0], 0
-    for rank in ranks:
-        cores |= rank.cores
-    gpus = {rank.gpu_uuid: rank.gpu for rank in ranks if rank.gpu}
-    counts = dict(Counter(gpus.values()))
-    return Host(first.hostname, len(ranks), first.processor, cores.bit_count(), first.memory_bytes, counts)
 
 
 def launcher_of(environment: Mapping[str, str]) -> str:
@@ -129,40 +127,3 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def environment_in_words(environment: Environment) -> str:
-    """One paragraph on a start: code, libraries, nodes and launcher."""
-    commit = f"commit {environment.commit[:12]}, " if environment.commit else ""
-    built = f"CUDA {environment.cuda}" if environment.cuda else "CPUs"
-    mpi = " ".join(environment.mpi.partition("\n")[0].split())
-    job = f" in Slurm job {environment.slurm['job']}" if "job" in environment.slurm else ""
-    hosts = Counter(map(host_in_words, environment.hosts))
-    nodes = [f"{count(number, 'node')} with {kind}" for kind, number in hosts.items()]
-    return (
-        f"tlt_hpc {environment.version} ({commit}files {environment.source}) with Python {environment.python}, "
-        f"torch {environment.packages.get('torch', 'unknown')} for {built}, {mpi}, on {listed(nodes)}. "
-        f"Started at {environment.time} by {environment.launcher}{job}."
-    )
-
-
-def host_in_words(host: Host) -> str:
-    """Ranks, cores, processor, memory and GPUs of a host."""
-    gpus = "".join(f", {number} x {name}" for name, number in sorted(host.gpus.items()))
-    cores = count(host.num_cores, "core")
-    return f"{count(host.num_ranks, 'rank')}, {cores} of {host.processor}, {host.memory_bytes / 1e9:,.0f} GB{gpus}"
-
-
-def environments_in_words(starts: Sequence[Environment]) -> str:
-    """One paragraph on the last start, and whether earlier ones differ."""
-    if not starts:
-        return "What the run ran on is unknown: its folder has no environment.jsonl."
-    odd = sum(_what_counts(start) != _what_counts(starts[-1]) for start in starts[:-1])
-    others = f"{odd} of them on other code, versions or nodes" if odd else "all on the same code, versions and nodes"
-    more = f" The last of {len(starts)} starts; {others}." if len(starts) > 1 else ""
-    return environment_in_words(starts[-1]) + more
-
-
-def _what_counts(start: Environment) -> Environment:
-    """The start without what differs between two starts of one job on one machine."""
-    return replace(start, time="", slurm={}, launcher="", command=(), energy={})

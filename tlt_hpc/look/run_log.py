@@ -5,8 +5,7 @@ The folder may be a copy, or part of a run, and the run may still be active.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,18 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, naming, open_regular, read_bytes, read_toml, told
-from tlt_hpc.common.words import count
+from tlt_hpc.common.files import LINES_BYTES, DamagedText, read_bytes, read_toml, told
 from tlt_hpc.look.words import first_few
 from tlt_hpc.storage.folder import RunFolder, no_run, rank_of
 from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.records import Environment, FinishedWord, read_environments, read_finished
-from tlt_hpc.storage.rollout_log import Columns, StepRecord, read_columns, read_step
+from tlt_hpc.storage.rollout_log import Columns, StepSummary, read_columns, read_summary
 from tlt_hpc.storage.step_lines import Line, StepLines, parse_lines
 
-TAIL_BYTES = 1 << 18
-"""Size of the end of metrics.jsonl that ``read_last_lines`` reads: some tens of steps."""
-RankFile = TypeVar("RankFile", Columns, StepRecord)
+RankFile = TypeVar("RankFile", Columns, StepSummary)
 
 
 class RunLog:
@@ -88,12 +84,6 @@ class RunLog:
             self.note(f"not committed, and left out: the logs of step {first_few(left)}")
         return tuple(step for step in self.logged_steps if step in self.lines)
 
-    @property
-    def replica_size(self) -> int:
-        """Ranks of a tensor-parallel replica, which run the same rounds."""
-        parallel = self.setting("rollout", "tensor_parallel")
-        return parallel if isinstance(parallel, int) and parallel > 0 else 1
-
     def files(self, step: int) -> dict[int, Path]:
         """Paths of a step's finished logs, by rank."""
         try:
@@ -108,6 +98,8 @@ class RunLog:
         path = self.folder.metrics
         try:
             found = parse_lines(read_bytes(path, LINES_BYTES))
+        except FileNotFoundError:  # no step is committed yet
+            return StepLines((), (), None)
         except OSError as error:
             self.note(told(error))
             return StepLines((), (), None)
@@ -120,7 +112,7 @@ class RunLog:
     @cached_property
     def lines(self) -> dict[int, Line]:
         """The lines of metrics.jsonl by step, ascending; the last one of a step that was repeated."""
-        ordered = sorted(self.step_lines.by_step.items())
+        ordered = list(self.step_lines.by_step.items())
         return dict(ordered[-self._last if self._last else 0 :])
 
     @property
@@ -144,10 +136,21 @@ class RunLog:
         table = self.config.get(section)
         return table.get(name) if isinstance(table, dict) else None
 
+    def whole_setting(self, section: str, name: str) -> int:
+        """A whole number of the configuration; 0 if it is missing or of another type."""
+        value = self.setting(section, name)
+        return value if isinstance(value, int) and value > 0 else 0
+
+    @property
+    def mode(self) -> str:
+        """``plain``, ``ngram`` or ``full``; empty if unknown."""
+        return str(self.setting("speculation", "mode") or "")
+
     def metric(self, name: str, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
         """A metric by step, for ``steps`` or all lines, [S]; NaN where it is missing."""
         chosen = list(self.lines) if steps is None else steps
-        return np.array([_number(self.lines.get(step, {}).get(name)) for step in chosen], np.float64)
+        values = [self.lines.get(step, {}).get(name) for step in chosen]
+        return np.array([value if isinstance(value, (int, float)) else np.nan for value in values], np.float64)
 
     def mean(self, name: str) -> float:
         """Mean of a metric over the steps that have it; NaN if none has."""
@@ -176,75 +179,38 @@ class RunLog:
             self.note(str(error))
             return None
 
-    def ranks(self, step: int) -> list[StepRecord]:
-        """The logs of a step, one for each rank, ascending."""
-        records, problems = read_ranks(step, self.files(step).values(), read_step)
-        for problem in problems:
-            self.note(problem)
-        return records
+    def ranks(self, step: int) -> list[StepSummary]:
+        """Summaries of a step, one for each readable log, ascending."""
+        return self._read(step, read_summary)
 
-    def columns(
-        self, arrays: Sequence[str], attributes: Sequence[str] = (), steps: Sequence[int] | None = None
-    ) -> Iterator[tuple[int, list[Columns]]]:
-        """Columns of all ranks, step by step, without steps that cannot be read at all."""
-        for step in self.steps if steps is None else steps:
-            read = partial(read_columns, arrays=arrays, attributes=attributes)
-            ranks, problems = read_ranks(step, self.files(step).values(), read)
-            for problem in problems:
-                self.note(problem)
-            if ranks:
+    def replica_heads(self, ranks: Sequence[StepSummary]) -> list[StepSummary]:
+        """The first rank of each tensor-parallel replica: the others ran the same rounds, which count once."""
+        size = self.whole_setting("rollout", "tensor_parallel") or 1
+        return [rank for rank in ranks if rank.rank % size == 0]
+
+    def columns(self, arrays: Sequence[str], steps: Sequence[int]) -> Iterator[tuple[int, list[Columns]]]:
+        """Arrays of all ranks, step by step, without steps that cannot be read at all."""
+        for step in steps:
+            if ranks := self._read(step, partial(read_columns, arrays=arrays)):
                 yield step, ranks
 
     def last_whole_step(self) -> int | None:
         """The last step with the logs of all its ranks; if there is none, the last step with any."""
         for step in reversed(self.steps):
-            files = self.files(step)
-            try:
-                if len(files) == read_columns(next(iter(files.values()))).num_ranks:
-                    return step
-            except (DamagedFile, FileNotFoundError):
-                continue
+            ranks = self.ranks(step)
+            if ranks and len(ranks) == ranks[0].num_ranks:
+                return step
         return self.steps[-1] if self.steps else None
 
-
-def read_ranks(step: int, paths: Iterable[Path], read: Callable[[Path], RankFile]) -> tuple[list[RankFile], list[str]]:
-    """What is read of a step, one for each readable file, and a line for each problem."""
-    ranks, problems = list[RankFile](), list[str]()
-    for path in paths:
-        try:
-            ranks.append(read(path))
-        except (DamagedFile, FileNotFoundError) as error:
-            problems.append(str(error))
-    num_ranks = max((rank.num_ranks for rank in ranks), default=0)
-    missing = sorted(set(range(num_ranks)) - {rank.rank for rank in ranks})
-    if missing:
-        problems.append(f"step {step}: no log of rank {first_few(missing)} ({len(missing)} of {num_ranks} ranks)")
-    return ranks, problems
-
-
-def read_last_lines(path: Path, problems: list[str]) -> dict[int, Line]:
-    """Read the last steps' lines of a metrics.jsonl of any size, by step; empty if there is no file.
-
-    Args:
-        problems: gets a line for each thing that is left out.
-    """
-    try:
-        with open_regular(path) as file, naming(path):
-            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-            file.seek(start)
-            data = file.read(TAIL_BYTES)
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        problems.append(told(error))
-        return {}
-    found = parse_lines(data.partition(b"\n")[2] if start else data)  # the first line is probably incomplete
-    if found.faults:
-        number, why = found.faults[-1]
-        problems.append(f"{path}: {count(len(found.faults), 'line')} that no run writes, such as line {number}"
-                        f"{' of its end' if start else ''} ({why})")  # fmt: skip
-    return found.by_step
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else float("nan")
+    def _read(self, step: int, read: Callable[[Path], RankFile]) -> list[RankFile]:
+        """What is read of a step, one for each readable log."""
+        ranks = list[RankFile]()
+        for path in self.files(step).values():
+            try:
+                ranks.append(read(path))
+            except (DamagedFile, FileNotFoundError) as error:
+                self.note(str(error))
+        num_ranks = max((rank.num_ranks for rank in ranks), default=0)
+        if missing := sorted(set(range(num_ranks)) - {rank.rank for rank in ranks}):
+            self.note(f"step {step}: no log of rank {first_few(missing)} ({len(missing)} of {num_ranks} ranks)")
+        return ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -11,7 +10,7 @@ _MAX_NAMED = 8
 
 
 def seconds(value: float) -> str:
-    """A measured duration: 0.31 ms, 4.20 s, 12 min 5 s, 3 h 20 min."""
+    """A duration: 0.31 ms, 4.20 s, 12 min 5 s, 3 h 20 min."""
     if value < 0.0995:
         return f"{1e3 * value:.2g} ms"
     if value < 100:
@@ -20,17 +19,6 @@ def seconds(value: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-def duration(value: float) -> str:
-    """Seconds to wait, in whole units, at most two: 45 s, 3 min 20 s, 5 h 10 min, 2 d 3 h."""
-    left = max(0, round(value))
-    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-    for (name, size), (part, part_size) in pairwise(units):
-        if left >= size:
-            rest = left % size // part_size
-            return f"{left // size} {name}" + (f" {rest} {part}" if rest else "")
-    return f"{left} s"
 
 
 def joules(value: float) -> str:

@@ -137,35 +137,52 @@ _TIMING = ("start_seconds", "last_token_seconds", "release_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """What one rank writes for one step.
-
-    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
-    an advantage is NaN if dynamic sampling left the response out of the update. ``strategy_names`` [S] with
-    ``strategy_rounds`` and ``strategy_tokens`` [S] int64 say how often each speculation strategy ran and how many
-    tokens it emitted. ``decisions`` [D, 2] int32 are the rounds in order: live sequences and index of the strategy
-    (``spans`` has more of each).
-    """
+class _Step:
+    """What a record and a summary share. ``strategy_tokens`` [S] int64 belong to ``strategy_names`` [S]."""
 
     step: int
     rank: int
     num_ranks: int
-    rollouts: tuple[Rollout, ...]
-    rewards: NDArray[np.float32]
-    advantages: NDArray[np.float32]
     timing: RolloutTiming
     micro_steps: tuple[MicroStepRecord, ...]
     harvested_seconds: float
     strategy_names: tuple[str, ...]
-    strategy_rounds: NDArray[np.int64]
     strategy_tokens: NDArray[np.int64]
-    decisions: NDArray[np.int32]
-    guarded_near_ties: int
-    metrics: dict[str, float]
     refills: tuple[RolloutTiming, ...] = ()
     """As ``timing``, of each refill."""
     phases: tuple[PhaseSpan, ...] = ()
     spans: EngineSpans = NO_SPANS
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(_Step):
+    """What one rank writes for one step.
+
+    ``rollouts`` [N] are this rank's shard, ordered by key; ``rewards`` and ``advantages`` [N] float32 belong to them;
+    an advantage is NaN if dynamic sampling left the response out of the update. ``strategy_rounds`` [S] int64 say how
+    often each speculation strategy ran. ``decisions`` [D, 2] int32 are the rounds in order: live sequences and index of
+    the strategy (``spans`` has more of each).
+    """
+
+    rollouts: tuple[Rollout, ...]
+    rewards: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    strategy_rounds: NDArray[np.int64]
+    decisions: NDArray[np.int32]
+    guarded_near_ties: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSummary(_Step):
+    """A step's file without its tokens, which are most of it: what an analysis over many files needs.
+
+    ``response_lengths`` and ``num_target_passes`` [N] int64, ``finish_reasons`` [N] int8.
+    """
+
+    response_lengths: NDArray[np.int64]
+    num_target_passes: NDArray[np.int64]
+    finish_reasons: NDArray[np.int8]
 
 
 def write_step(path: Path, record: StepRecord) -> None:
@@ -187,27 +204,49 @@ def read_step(path: Path) -> StepRecord:
         FileNotFoundError: no such file.
     """
     with CommittedFile(path, KIND) as file, file.naming_damage():
-        check_counts(file, *_JUDGED)
-        micro_steps = [file.array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
-        refills = file.array("timing/refills").tolist() if file.has("timing/refills") else []
-        spans = {name: file.array(f"spans/{name}") for name in _SPAN_COLUMNS} if file.has("spans") else None
         return StepRecord(
-            **{name: int(file.number(name)) for name in ("step", "rank", "num_ranks", "guarded_near_ties")},
-            harvested_seconds=file.number("harvested_seconds"),
+            **_read_shared(file),
             rollouts=read_rollouts(file),
             rewards=file.array("rollouts/rewards"),
             advantages=file.array("rollouts/advantages"),
-            timing=RolloutTiming(*(file.number(f"timing/{name}") for name in _TIMING)),
-            refills=tuple(RolloutTiming(*row) for row in refills),
-            micro_steps=tuple(MicroStepRecord(*row) for row in zip(*micro_steps, strict=True)),
-            strategy_names=file.texts("strategy/names"),
             strategy_rounds=file.array("strategy/rounds"),
-            strategy_tokens=file.array("strategy/tokens"),
             decisions=file.array("strategy/decisions"),
+            guarded_near_ties=int(file.number("guarded_near_ties")),
             metrics=file.numbers("metrics"),
-            phases=_read_phases(file),
-            spans=EngineSpans(**spans) if spans else NO_SPANS,
         )
+
+
+def read_summary(path: Path) -> StepSummary:
+    """Read a step's lengths, times and rounds without its tokens.
+
+    Raises:
+        DamagedFile, FileNotFoundError: as ``read_step``.
+    """
+    with CommittedFile(path, KIND) as file, file.naming_damage():
+        return StepSummary(
+            **_read_shared(file),
+            response_lengths=np.diff(file.array("rollouts/response_ends"), prepend=0),
+            num_target_passes=file.array("rollouts/num_target_passes"),
+            finish_reasons=file.array("rollouts/finish_reason"),
+        )
+
+
+def _read_shared(file: CommittedFile) -> dict[str, Any]:
+    check_counts(file, *_JUDGED)
+    micro_steps = [file.array(f"micro_steps/{name}").tolist() for name in _MICRO_STEP_COLUMNS]
+    refills = file.array("timing/refills").tolist() if file.has("timing/refills") else []
+    spans = {name: file.array(f"spans/{name}") for name in _SPAN_COLUMNS} if file.has("spans") else None
+    return {
+        **{name: int(file.number(name)) for name in ("step", "rank", "num_ranks")},
+        "harvested_seconds": file.number("harvested_seconds"),
+        "timing": RolloutTiming(*(file.number(f"timing/{name}") for name in _TIMING)),
+        "refills": tuple(RolloutTiming(*row) for row in refills),
+        "micro_steps": tuple(MicroStepRecord(*row) for row in zip(*micro_steps, strict=True)),
+        "strategy_names": file.texts("strategy/names"),
+        "strategy_tokens": file.array("strategy/tokens"),
+        "phases": _read_phases(file),
+        "spans": EngineSpans(**spans) if spans else NO_SPANS,
+    }
 
 
 def _assert_consistent(record: StepRecord) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import gc
 import math
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -36,8 +36,6 @@ from tlt_hpc.train import Reporter, run
 
 _CLEAR = 2.0
 """Standard errors from which a difference is called one."""
-MakeReporter = Callable[[], AbstractContextManager[Reporter]]
-"""Makes the reporter of an arm's run; on ranks other than the first one it shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class AblationFigures:
         return " ".join(parts)
 
 
-def ablate(ablation: Ablation, world: World, make_reporter: MakeReporter) -> AblationFigures | None:
+def ablate(ablation: Ablation, world: World, reporter: Reporter) -> AblationFigures | None:
     """Run all arms that have not finished yet, and compare them; collective. None if a signal stopped it.
 
     Raises:
@@ -108,12 +106,12 @@ def ablate(ablation: Ablation, world: World, make_reporter: MakeReporter) -> Abl
         config = replace(ablation, num_steps=1).config_of(left[-1])  # the last one finds a drafter that does not fit
         config = config.model_copy(update={"run": config.run.model_copy(update={"name": WARM_UP})})
         remove(config.folder, world)  # of an earlier start
-        is_finished = run_once(config, world, make_reporter) is not None
+        is_finished = run_once(config, world, reporter) is not None
         remove(config.folder, world)
         if not is_finished:
             return None
     for arm in left:
-        digest = run_once(ablation.config_of(arm), world, make_reporter)
+        digest = run_once(ablation.config_of(arm), world, reporter)
         if digest is None:
             return None
         digests[arm] = digest
@@ -140,10 +138,9 @@ def remove(folder: Path, world: World) -> None:
     world.once(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def run_once(config: Config, world: World, make_reporter: MakeReporter) -> str | None:
+def run_once(config: Config, world: World, reporter: Reporter) -> str | None:
     """Run one arm; returns the digest of its last policy, or None if a signal ended it."""
-    with make_reporter() as reporter:
-        result = run(config, world, reporter)
+    result = run(config, world, reporter)
     gc.collect()  # DeepSpeed's engines are full of cycles
     return result.policy_sha256 if result.finished else None
 

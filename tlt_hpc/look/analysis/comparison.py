@@ -11,55 +11,29 @@ from numpy.typing import ArrayLike, NDArray
 from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.columns import COLUMNS, COMPARED
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, share, times_as_fast
 
-IDLE, HARVESTED = "idle_rank_seconds", "harvested_rank_seconds"
-ROLLOUT, STEP = "rollout_seconds", "step_seconds"
-
-
-@dataclass(frozen=True)
-class ComparedMetric:
-    """A metric of which runs are compared; ``words`` and ``form`` are for the verdict."""
-
-    name: str
-    heading: str
-    unit: str
-    words: str
-    form: str = ".2f"
-
-
-METRICS = {
-    "score": ComparedMetric("critic/score/mean", "Score", "mean score", "score", ".3f"),
-    "length": ComparedMetric("response_length/mean", "Mean response", "tokens", "mean response", ".1f"),
-    "accept_length": ComparedMetric(
-        "drafter/spec_decode/mean_acceptance_length", "Accept length", "tokens per pass", "accept length"
-    ),
-    ROLLOUT: ComparedMetric("rollout/seconds", "Rollout", "seconds", "rollout seconds"),
-    STEP: ComparedMetric("timing_s/step", "Step", "seconds", "step seconds"),
-    IDLE: ComparedMetric(f"rollout/{IDLE}", "Idle", "rank-seconds", "idle rank-seconds"),
-    HARVESTED: ComparedMetric(f"rollout/{HARVESTED}", "Harvested", "rank-seconds", "harvested rank-seconds"),
-    "gpu_joules": ComparedMetric("energy/gpu_joules", "Energy of GPUs", "joules", "joules a step of GPUs", ",.0f"),
-    "cpu_joules": ComparedMetric(
-        "energy/cpu_joules", "Energy of processors", "joules", "joules a step of processors", ",.0f"
-    ),
-}
-_TIMED = (ROLLOUT, STEP, "gpu_joules", "cpu_joules")
+_TIMED = ("rollout", "step", "gpu_joules", "cpu_joules")
 """Not known of a step of which an earlier start generated a part."""
 MAX_TOKENS = 8_000_000
 """Response tokens of a run that are compared, from the first common step on."""
 _KEY = tuple(f"rollouts/{name}" for name in ("draw", "sample", "stream"))
 _ENDS, _TOKENS = "rollouts/response_ends", "rollouts/response_tokens"
+_RESAMPLES = 2000
+_FEWEST_STEPS = 3
+"""Fewest steps for an interval."""
 
 
 @dataclass(frozen=True)
 class RunSeries:
-    """One run's metrics by step, [S] each; NaN where unknown. ``num_logs``: ranks whose logs are there."""
+    """One run's metrics by step, [S] each; NaN where unknown. ``num_ranks``: the most that have a log of a step."""
 
     name: str
     steps: NDArray[np.int64]
     series: dict[str, NDArray[np.float64]]
-    num_logs: NDArray[np.int64]
+    num_ranks: int
 
     def values(self, name: str, steps: ArrayLike) -> NDArray[np.float64]:
         """A series on the given steps."""
@@ -69,6 +43,27 @@ class RunSeries:
         """Mean over the given steps that have a value; NaN if none has."""
         values = self.values(name, steps)
         return float(np.nanmean(values)) if np.isfinite(values).any() else float("nan")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A run's seconds divided by another run's, on the steps that both have timed: above 1 if the other is faster.
+
+    ``step``: the same for whole steps, if both had taken the other run's seconds outside of rollouts. These are the
+    same work, and would otherwise measure how busy the machine was. ``low`` and ``high``: interval of ``rollout``, from
+    the variation of steps.
+    """
+
+    rollout: float
+    step: float
+    low: float
+    high: float
+    steps: NDArray[np.int64]
+
+    @property
+    def is_faster(self) -> bool | None:
+        """Whether the other run is faster; None if 1 lies within the interval."""
+        return True if self.low > 1 else False if self.high < 1 else None
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,20 @@ class RunComparison(Analysis):
     @property
     def has_data(self) -> bool:
         return any(len(run.steps) for run in self.runs)
+
+    def speed(self, other: RunSeries) -> Speed | None:
+        """How much faster a run is than the first one; None if no step was timed in both."""
+        runs = self.runs[0], other
+        times = [
+            np.where(run.series["rollout"] > 0, run.series["rollout"] * run.series["step"], np.nan) for run in runs
+        ]
+        timed = [run.steps[np.isfinite(each) & (each > 0)] for run, each in zip(runs, times, strict=True)]
+        if not len(steps := np.intersect1d(timed[0], timed[1])):
+            return None
+        theirs, ours = (run.values("rollout", steps) for run in runs)
+        whole = other.values("step", steps).sum()
+        step = (theirs.sum() + whole - ours.sum()) / whole
+        return Speed(float(theirs.sum() / ours.sum()), float(step), *interval(theirs, ours), steps)
 
     @property
     def tokens_in_words(self) -> str:
@@ -108,17 +117,33 @@ class RunComparison(Analysis):
         over = f"over their {count(len(self.common_steps), 'common step')}"
         for other in self.runs[1:]:
             told = []
-            for name, metric in METRICS.items():
+            for name in COMPARED:
                 theirs, own = other.mean(name, self.common_steps), first.mean(name, self.common_steps)
                 if np.isfinite(theirs + own):
-                    told.append(f"{metric.words} {theirs:{metric.form}} and {own:{metric.form}}")
-            faster = _faster(first, other)
-            if faster and self.first_difference[other.name] is not None:
-                faster += ", though of other tokens"
-            parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{faster}.")
-        used = [(run.mean(HARVESTED, self.common_steps), run.mean(IDLE, self.common_steps), run) for run in self.runs]
-        shares = [f"{share(part, idle)} in {run.name}" for part, idle, run in used if np.isfinite(part + idle)]
+                    column = COLUMNS[name]
+                    told.append(f"{column.heading} ({column.unit}) {theirs:{column.form}} and {own:{column.form}}")
+            parts.append(f"{other.name} against {first.name}, {over}: {', '.join(told)}{self._faster(other)}.")
+        used = [(run.mean("harvested", self.common_steps), run.mean("idle", self.common_steps)) for run in self.runs]
+        shares = [f"{share(*pair)} in {run.name}" for pair, run in zip(used, self.runs, strict=True) if sum(pair) >= 0]
         return " ".join([*parts, f"Harvested of the idle time: {listed(shares)}." if shares else ""]).strip()
+
+    def _faster(self, other: RunSeries) -> str:
+        if (speed := self.speed(other)) is None:
+            return ""
+        ranks = other.num_ranks, self.runs[0].num_ranks
+        on = f" on {count(ranks[0], 'rank')} instead of {ranks[1]}" if ranks[0] != ranks[1] and min(ranks) else ""
+        tokens = ", though of other tokens" if self.first_difference[other.name] is not None else ""
+        return f"; its rollouts are {times_as_fast(speed.rollout)}{on}{tokens}"
+
+
+def interval(theirs: NDArray[np.float64], ours: NDArray[np.float64]) -> tuple[float, float]:
+    """95 % interval of the ratio of sums, by resampling steps; 0 to infinity for fewer than three steps."""
+    number = len(ours)
+    if number < _FEWEST_STEPS:
+        return 0.0, float("inf")
+    chosen = np.random.default_rng(0).integers(0, number, (_RESAMPLES, number))
+    low, high = np.percentile(theirs[chosen].sum(1) / ours[chosen].sum(1), (2.5, 97.5))
+    return float(low), float(high)
 
 
 def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:
@@ -142,20 +167,17 @@ def analyse_comparison(runs: Sequence[RunLog]) -> RunComparison:
 
 
 def _names(runs: Sequence[RunLog]) -> list[str]:
-    """The folders' names; with their parents if two are equal, and numbered if those are equal, too."""
+    """The folders' names, numbered if two are equal."""
     names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = ["/".join(run.folder.path.resolve().parts[-2:]) for run in runs]
     return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
 
 
 def _series(run: RunLog, name: str) -> RunSeries:
-    series = {key: run.metric(metric.name) for key, metric in METRICS.items()}
-    for key in _TIMED:
-        series[key][run.metric("rollout/kept_tokens") > 0] = np.nan
-    logged = set(run.logged_steps)
-    num_logs = [len(run.files(step)) if step in logged else 0 for step in run.lines]
-    return RunSeries(name, np.array(list(run.lines), np.int64), series, np.array(num_logs, np.int64))
+    series = {each: run.metric(COLUMNS[each].metric) for each in COMPARED}
+    for each in _TIMED:
+        series[each][run.metric("rollout/kept_tokens") > 0] = np.nan
+    num_ranks = max((len(run.files(step)) for step in run.steps), default=0)
+    return RunSeries(name, np.array(list(run.lines), np.int64), series, num_ranks)
 
 
 def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[int], dict[str, int | None]]:
@@ -179,36 +201,11 @@ def _compare_tokens(runs: Sequence[RunLog], names: Sequence[str]) -> tuple[list[
 def _responses(run: RunLog, step: int) -> dict[tuple[int, ...], bytes]:
     """A step's response tokens by draw, sample and stream, whichever rank generated them; empty if a log is missing."""
     found = dict[tuple[int, ...], bytes]()
-    for _, ranks in run.columns((_ENDS, _TOKENS, *_KEY), steps=[step]):
-        if len(ranks) < max(rank.num_ranks for rank in ranks):
+    for _, ranks in run.columns((_ENDS, _TOKENS, *_KEY), [step]):
+        if len(ranks) < ranks[0].num_ranks:
             return {}
         for rank in ranks:
             keys = zip(*(rank[name].tolist() for name in _KEY), strict=True)
             for key, tokens in zip(keys, np.split(rank[_TOKENS], rank[_ENDS]), strict=False):
                 found[key] = tokens.tobytes()
     return found
-
-
-def timed_steps(first: RunSeries, other: RunSeries) -> tuple[NDArray[np.int64], tuple[int, int] | None]:
-    """The steps that both runs have timed completely.
-
-    Only steps with the same number of ranks in both runs; if there are none, all, and both numbers of ranks.
-    """
-    runs = (first, other)
-    times = [np.where(run.series[ROLLOUT] > 0, run.series[ROLLOUT] * run.series[STEP], np.nan) for run in runs]
-    timed = [run.steps[np.isfinite(each) & (each > 0)] for run, each in zip(runs, times, strict=True)]
-    common = np.intersect1d(timed[0], timed[1])
-    numbers = [run.num_logs[np.isin(run.steps, common)] for run in runs]
-    alike = (numbers[0] == numbers[1]) | (np.minimum(*numbers) == 0)  # 0: the logs are not here
-    if alike.any() or not len(common):
-        return common[alike], None
-    return common, (int(numbers[0][0]), int(numbers[1][0]))
-
-
-def _faster(first: RunSeries, other: RunSeries) -> str:
-    steps, ranks = timed_steps(first, other)
-    if not len(steps):
-        return ""
-    ratio = first.mean(ROLLOUT, steps) / other.mean(ROLLOUT, steps)
-    on = f" on {count(ranks[1], 'rank')} instead of {ranks[0]}" if ranks else ""
-    return f"; its rollouts are {times_as_fast(ratio)}{on}"

@@ -8,21 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.look.analysis.base import Analysis
+from tlt_hpc.look.columns import COLUMNS, LEARNING, SCORE
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed
 
-METRICS = {
-    "score": "critic/score/mean",
-    "reward": "critic/rewards/mean",
-    "entropy": "actor/entropy",
-    "update_kl": "actor/ppo_kl",
-    "reference_kl": "actor/kl_loss",
-    "mismatch_k3": "training/rollout_k3",
-    "grad_norm": "actor/grad_norm",
-    "length": "response_length/mean",
-    "longest": "response_length/max",
-}
-"""Name of a series -> name of the metric."""
 _CORE = "val-core/"
 
 
@@ -48,7 +37,7 @@ class Learning(Analysis):
     def verdict(self) -> str:
         if not self.has_data:
             return "metrics.jsonl has no line yet: no step is committed."
-        score, norms = self.series["score"], self.series["grad_norm"]
+        score, norms = self.series[SCORE], self.series["grad_norm"]
         if len(self.steps) == 1:
             return f"One step is committed; its mean score is {score[0]:.3f}. Nothing can be said of learning yet."
         parts = [
@@ -75,14 +64,14 @@ def analyse_learning(run: RunLog) -> Learning:
     names = sorted({name for line in run.lines.values() for name in line if name.startswith(_CORE)})
     bad = dict[str, int]()
     for step, line in run.lines.items():
-        for name, metric in METRICS.items():
-            if not np.isfinite(line.get(metric, 0.0)):
+        for name in LEARNING:
+            if not np.isfinite(line.get(COLUMNS[name].metric, 0.0)):
                 bad.setdefault(name, step)
     return Learning(
         run=run.name,
         problems=run.problems,
         steps=np.array(list(run.lines), np.int64),
-        series={name: run.metric(metric) for name, metric in METRICS.items()},
+        series={name: run.metric(COLUMNS[name].metric) for name in LEARNING},
         evaluations={name.removeprefix(_CORE): run.metric(name) for name in names if not name.endswith("/stderr")},
         not_finite=bad,
     )

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from tlt_hpc.common.records import FinishReason
 from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.base import Analysis
-from tlt_hpc.look.analysis.survey import StepLogs, Survey
+from tlt_hpc.look.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import share, span_of
+from tlt_hpc.storage.rollout_log import StepSummary
 
-_ENDS, _REASON = "rollouts/response_ends", "rollouts/finish_reason"
 _NUM_BINS = 40
 _NO_TAIL = 2.0
 """Ratio of the longest to the median response below which a step has no long tail."""
@@ -36,8 +36,8 @@ class ResponseLengths(Analysis):
     num_responses: NDArray[np.int64]
     num_cut: NDArray[np.int64]
     """Number of responses that ended at the cap."""
-    cap: int | None
-    """``rollout.max_new_tokens``; None if the configuration lacks it."""
+    cap: int
+    """``rollout.max_new_tokens``; 0 if the configuration lacks it."""
     edges: NDArray[np.float64]
     histogram: NDArray[np.int64]
 
@@ -61,17 +61,19 @@ class ResponseLengths(Analysis):
         )
 
 
-def _row(logs: StepLogs) -> tuple[NDArray[np.int32], int]:
-    """Each response's length, and how many were cut."""
-    lengths = np.concatenate([np.diff(rank[_ENDS], prepend=0) for rank in logs.ranks])
-    return lengths.astype(np.int32), sum(int((rank[_REASON] == FinishReason.LENGTH).sum()) for rank in logs.ranks)
+_Row = tuple[NDArray[np.int64], int]
+"""The length of each response of a step, and how many were cut."""
 
 
-def _found(run: RunLog, all_steps: list[int], rows: list[tuple[NDArray[np.int32], int]]) -> ResponseLengths:
+def _row(run: RunLog, ranks: list[StepSummary]) -> _Row:
+    cut = sum(int((rank.finish_reasons == FinishReason.LENGTH).sum()) for rank in ranks)
+    return np.concatenate([rank.response_lengths for rank in ranks]), cut
+
+
+def _found(run: RunLog, all_steps: list[int], rows: list[_Row]) -> ResponseLengths:
     pairs = [(step, *row) for step, row in zip(all_steps, rows, strict=True) if len(row[0])]
-    lengths = [each.astype(np.int64) for _, each, _ in pairs]
+    lengths = [each for _, each, _ in pairs]
     quantiles = np.array([np.percentile(each, (50, 90, 99, 100)) for each in lengths]).reshape(-1, 4)
-    cap = run.setting("rollout", "max_new_tokens")
     edges, histogram = _histogram(np.concatenate([np.empty(0, np.int64), *lengths]))
     return ResponseLengths(
         run=run.name,
@@ -84,13 +86,13 @@ def _found(run: RunLog, all_steps: list[int], rows: list[tuple[NDArray[np.int32]
         mean=np.array([each.mean() for each in lengths], np.float64),
         num_responses=np.array([len(each) for each in lengths], np.int64),
         num_cut=np.array([num_cut for _, _, num_cut in pairs], np.int64),
-        cap=cap if isinstance(cap, int) else None,
+        cap=run.whole_setting("rollout", "max_new_tokens"),
         edges=edges,
         histogram=histogram,
     )
 
 
-LENGTHS = Survey((_ENDS, _REASON), (), _row, _found)
+LENGTHS = Survey(_row, _found)
 
 
 def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

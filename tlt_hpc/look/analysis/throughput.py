@@ -11,17 +11,13 @@ from numpy.typing import NDArray
 from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.kinds import KINDS, OF_PHASE, Kind, engine_kinds
-from tlt_hpc.look.analysis.survey import StepLogs, Survey
+from tlt_hpc.look.analysis.survey import Survey
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, seconds, share, span_of
-from tlt_hpc.storage.rollout_log import Columns
+from tlt_hpc.storage.rollout_log import StepSummary
 
-_SPANS = ("spans/strategy_index", "spans/num_tokens", "spans/seconds")
-_PHASES = ("phases/names", "phases/start_seconds", "phases/end_seconds")
-_NAMES, _REFILLS, _ENDS = "strategy/names", "timing/refills", "rollouts/response_ends"
-_TIMES = ("timing/start_seconds", "timing/last_token_seconds", "timing/release_seconds")
-_HARVESTED = "harvested_seconds"
 ENGINE = (Kind.PREFILL, Kind.DECODE, Kind.SPECULATE)
+_ENGINE_INDICES = [KINDS.index(kind) for kind in ENGINE]
 _FEWEST = 0.02
 """Share of the decoded tokens from which a kind of decoding gets a rate."""
 _BETWEEN_STEPS = {Kind.SAVE, Kind.EVALUATE}
@@ -51,9 +47,6 @@ class Throughput(Analysis):
     harvested_rank_seconds: NDArray[np.float64]
     rollout_seconds: NDArray[np.float64]
     step_seconds: NDArray[np.float64]
-    began: NDArray[np.float64]
-    ended: NDArray[np.float64]
-    """First start of a rollout and last end of a phase, in seconds since the epoch."""
     is_on_gpu: bool
     """On a GPU the log has the launch of a prefill pass, not its end, so that prefill has no rate."""
 
@@ -89,10 +82,6 @@ class Throughput(Analysis):
         """Rank-seconds of the same steps' rollouts."""
         return float((self.rollout_seconds * self.num_ranks)[self.is_whole].sum())
 
-    def total(self, kind: Kind) -> float:
-        """Seconds of a kind over all steps, mean over the ranks."""
-        return float(self.seconds[:, self.kinds.index(kind)].sum()) if kind in self.kinds else 0.0
-
     @property
     def ranks_in_words(self) -> str:
         """``2 ranks``, or ``2 to 4 ranks`` of a run that resumed with another number; ``no rank`` without logs."""
@@ -103,19 +92,14 @@ class Throughput(Analysis):
     def verdict(self) -> str:
         if not self.has_data:
             return "No step is in the rollout log yet."
-        means = {kind: self.total(kind) / len(self.steps) for kind in self.kinds if kind not in _BETWEEN_STEPS}
-        whole = sum(means.values())
-        largest = sorted(means, key=lambda kind: -means[kind])[:4]
-        parts = [
-            f"{span_of(self.steps).capitalize()}: a rank's step took {seconds(whole)} on average, of which "
-            f"{listed([f'{kind} {share(means[kind], whole)}' for kind in largest])}."
-        ]
-        rates = self.rates
-        engine = [f"{rates[kind]:,.0f} in {kind}" for kind in ENGINE if kind in rates]
-        parts.append(f"A rank's engine handled {listed(engine)} (tokens a second)." if engine else "")
-        rate = rates.get("rollout, all ranks")
-        parts.append(f"All ranks together gave {rate:,.0f} response tokens a second of rollout." if rate else "")
-        return " ".join(filter(None, [*parts, self._waiting()]))
+        means = dict(zip(self.kinds, self.seconds.mean(0).tolist(), strict=True))
+        whole = sum(value for kind, value in means.items() if kind not in _BETWEEN_STEPS)
+        largest = sorted(means.keys() - _BETWEEN_STEPS, key=lambda kind: -means[kind])[:4]
+        text = f"{span_of(self.steps).capitalize()}: a rank's step took {seconds(whole)} on average, of which "
+        text += f"{listed([f'{kind} {share(means[kind], whole)}' for kind in largest])}."
+        if rate := self.rates.get("rollout, all ranks"):
+            text += f" All ranks together gave {rate:,.0f} response tokens a second of rollout."
+        return f"{text} {self._waiting()}"
 
     def _waiting(self) -> str:
         if self.num_ranks.max() == 1:
@@ -129,67 +113,55 @@ class Throughput(Analysis):
         return f"{text}{seconds(self.harvested)} of that ({share(self.harvested, self.idle)}) were harvested."
 
 
-_Row = dict[str, Any]
-"""One step: sums over its ranks, and its times; ``engine`` [2, 3]: tokens and seconds of each of ``ENGINE``."""
+def rollout_seconds(ranks: list[StepSummary]) -> float:
+    """Wall-clock seconds of a step's rollout and its refills."""
+    total = 0.0
+    for times in zip(*((rank.timing, *rank.refills) for rank in ranks), strict=False):
+        total += max(t.release_seconds for t in times) - min(t.start_seconds for t in times)
+    return total
 
 
-def _row(logs: StepLogs) -> _Row:
-    rollouts = [_rollouts(rank) for rank in logs.ranks]
-    number = min(map(len, rollouts))
-    times = np.stack([each[:number] for each in rollouts])  # [ranks, rollouts, 3]
+def idle_seconds(rank: StepSummary) -> float:
+    """Seconds that a rank waited for others, including harvested time; a clock may be set back in between."""
+    return sum(max(0.0, timing.idle_seconds) for timing in (rank.timing, *rank.refills))
+
+
+def _row(run: RunLog, ranks: list[StepSummary]) -> dict[str, Any]:
+    """One step: sums over its ranks, and its times; ``engine`` [2, 3]: tokens and seconds of each of ``ENGINE``."""
     return {
-        "num_ranks": max(rank.num_ranks for rank in logs.ranks),
-        "num_logs": len(logs.ranks),
-        "by_kind": np.sum([_by_kind(*each) for each in zip(logs.ranks, rollouts, strict=True)], 0),
-        "engine": np.sum([_engine(rank) for rank in logs.counted], 0) + np.zeros((2, 3)),
-        "tokens": sum(int(rank[_ENDS][-1]) for rank in logs.ranks if rank.num_rollouts),
-        "idle": sum(map(_idle, rollouts)),
-        "harvested": sum(rank.attributes[_HARVESTED] for rank in logs.ranks),
-        "rollout_seconds": float((times[:, :, 2].max(0) - times[:, :, 0].min(0)).sum()),
-        "began": float(times[:, 0, 0].min()),
-        "ended": max(float(max(each[-1, 2], rank[_PHASES[2]].max(initial=0.0)))
-                  for rank, each in zip(logs.ranks, rollouts, strict=True)),
-    }  # fmt: skip
+        "num_ranks": ranks[0].num_ranks,
+        "is_whole": len(ranks) == ranks[0].num_ranks,
+        "seconds": np.mean([_by_kind(rank) for rank in ranks], 0),
+        "engine": np.sum([_engine(rank) for rank in run.replica_heads(ranks)], 0) + np.zeros((2, 3)),
+        "tokens": sum(int(rank.response_lengths.sum()) for rank in ranks),
+        "idle_rank_seconds": sum(map(idle_seconds, ranks)),
+        "harvested_rank_seconds": sum(rank.harvested_seconds for rank in ranks),
+        "rollout_seconds": rollout_seconds(ranks),
+    }
 
 
-def _rollouts(rank: Columns) -> NDArray[np.float64]:
-    """Start, last token and release of each rollout, [R, 3]."""
-    first = [rank.attributes[name] for name in _TIMES]
-    return np.concatenate([[first], rank[_REFILLS].reshape(-1, 3)])
+def _engine(rank: StepSummary) -> NDArray[np.float64]:
+    kinds, spans = engine_kinds(rank), rank.spans
+    return np.array([np.bincount(kinds, e, len(KINDS))[_ENGINE_INDICES] for e in (spans.num_tokens, spans.seconds)])
 
 
-def _idle(rollouts: NDArray[np.float64]) -> float:
-    return float(np.maximum(rollouts[:, 2] - rollouts[:, 1], 0.0).sum())  # a clock may be set back in between
-
-
-def _engine(rank: Columns) -> NDArray[np.float64]:
-    index, tokens, taken = (rank[name] for name in _SPANS)
-    if not len(index):
-        return np.zeros((2, 3))
-    kinds, chosen = engine_kinds(index, rank.texts(_NAMES)), [KINDS.index(kind) for kind in ENGINE]
-    return np.array([np.bincount(kinds, each, len(KINDS))[chosen] for each in (tokens, taken)])
-
-
-def _by_kind(rank: Columns, rollouts: NDArray[np.float64]) -> list[float]:
+def _by_kind(rank: StepSummary) -> list[float]:
     """Seconds of each of ``KINDS``."""
     by_kind = dict.fromkeys(KINDS, 0.0) | dict(zip(ENGINE, _engine(rank)[1].tolist(), strict=True))
-    if not len(rank[_SPANS[0]]):
-        by_kind[Kind.GENERATE] = float((rollouts[:, 1] - rollouts[:, 0]).sum())
-    for name, start, end in zip(rank.texts(_PHASES[0]), rank[_PHASES[1]], rank[_PHASES[2]], strict=True):
-        if name in OF_PHASE:
-            by_kind[OF_PHASE[name]] += float(end - start)
-    by_kind[Kind.TRAIN] = rank.attributes[_HARVESTED]
-    by_kind[Kind.IDLE] = max(0.0, _idle(rollouts) - by_kind[Kind.TRAIN])
+    for phase in rank.phases:
+        if phase.name in OF_PHASE:
+            by_kind[OF_PHASE[phase.name]] += phase.end_seconds - phase.start_seconds
+    by_kind[Kind.TRAIN] = rank.harvested_seconds
+    by_kind[Kind.IDLE] = max(0.0, idle_seconds(rank) - rank.harvested_seconds)
     return list(by_kind.values())
 
 
-def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
+def _found(run: RunLog, steps: list[int], rows: list[dict[str, Any]]) -> Throughput:
     def column(name: str) -> NDArray[Any]:
         return np.array([row[name] for row in rows])
 
-    table = np.array([row["by_kind"] / row["num_logs"] for row in rows]).reshape(-1, len(KINDS))
+    table, engine = column("seconds").reshape(-1, len(KINDS)), column("engine").reshape(-1, 2, 3)
     used = np.flatnonzero(table.sum(0) > 1e-4 * table.sum())
-    engine = column("engine").reshape(-1, 2, 3)
     kept = np.nan_to_num(run.metric("rollout/kept_tokens", steps))
     return Throughput(
         run=run.name,
@@ -201,15 +173,13 @@ def _found(run: RunLog, steps: list[int], rows: list[_Row]) -> Throughput:
         engine_seconds=engine[:, 1],
         tokens=(column("tokens") - kept).astype(np.int64),
         num_ranks=column("num_ranks").astype(np.int64),
-        is_whole=column("num_logs") == column("num_ranks"),
-        idle_rank_seconds=column("idle"),
-        harvested_rank_seconds=column("harvested"),
+        is_whole=column("is_whole").astype(np.bool_),
+        idle_rank_seconds=column("idle_rank_seconds"),
+        harvested_rank_seconds=column("harvested_rank_seconds"),
         rollout_seconds=column("rollout_seconds"),
         step_seconds=run.metric("timing_s/step", steps),
-        began=column("began"),
-        ended=column("ended"),
         is_on_gpu=any(host.gpus for start in run.starts for host in start.hosts),
     )
 
 
-THROUGHPUT = Survey((*_SPANS, *_PHASES, _NAMES, _REFILLS, _ENDS), (*_TIMES, _HARVESTED), _row, _found)
+THROUGHPUT = Survey(_row, _found)

@@ -11,18 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.records import PREFILL, EngineSpans
+from tlt_hpc.common.records import PREFILL
 from tlt_hpc.common.words import count
 from tlt_hpc.look.analysis.base import Analysis
 from tlt_hpc.look.analysis.kinds import Kind, Pieces, pieces_of
+from tlt_hpc.look.analysis.throughput import idle_seconds, rollout_seconds
 from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.look.words import listed, seconds, share
-from tlt_hpc.storage.rollout_log import StepRecord
+from tlt_hpc.storage.rollout_log import StepSummary
 
 _GRID = 1200
 _NO_TAIL = 0.02
 """Idle share of the ranks' rollout time below which a step has no tail."""
-_OUTSIDE = (Kind.SERIAL, Kind.REWARD, Kind.UPDATE, Kind.REFRESH, Kind.SAVE, Kind.EVALUATE)
+_OUTSIDE = (Kind.REWARD, Kind.UPDATE, Kind.REFRESH, Kind.SAVE, Kind.EVALUATE)
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,31 @@ class Timeline(Analysis):
         num_lanes, refills = len(self.lanes), len(self.lanes[0].rollouts) - 1
         of = f"{num_lanes} of {self.num_ranks} ranks" if num_lanes < self.num_ranks else count(num_lanes, "rank")
         again = f" with {count(refills, 'refill')}" if refills else ""
-        head = f"Step {self.step}, {of}: its rollout{again} took {seconds(self.rollout_seconds)}."
-        means = {kind: self.kind_seconds(kind) for kind in _OUTSIDE}
-        outside = [f"{seconds(value)} {kind}" for kind, value in means.items() if value >= 0.001]
-        rest = f"Outside of the rollout: {listed(outside)} (mean of the ranks)." if outside else ""
-        return " ".join(filter(None, [head, _speculation(self), _tail(self), rest]))
+        plain, drafted = self.kind_seconds(Kind.DECODE), self.kind_seconds(Kind.SPECULATE)
+        outside = [f"{seconds(value)} {kind}" for kind in _OUTSIDE if (value := self.kind_seconds(kind)) >= 0.001]
+        return (
+            f"Step {self.step}, {of}: its rollout{again} took {seconds(self.rollout_seconds)}. "
+            f"{share(drafted, plain + drafted)} of the decoding time was speculative. {self._tail()}"
+            + (f" Outside of the rollout: {listed(outside)} (mean of the ranks)." if outside else "")
+        )
+
+    def _tail(self) -> str:
+        idle, harvested = self.idle_seconds, self.harvested_seconds
+        if self.num_ranks == 1:
+            return "With one rank nobody waits for another."
+        if len(self.lanes) < self.num_ranks:
+            return f"The other ranks have no log, so the tail is unknown; these were idle for {seconds(idle)} together."
+        total = len(self.lanes) * self.rollout_seconds
+        if idle < _NO_TAIL * total:
+            return f"There is no tail to speak of: the ranks waited for {share(idle, total)} of it ({seconds(idle)})."
+        length = sum(end - start for start, end in self.tails)
+        first, last = (choose(self.lanes, key=lambda lane: lane.finished).rank for choose in (min, max))
+        updates = count(sum(lane.num_micro_steps for lane in self.lanes), "update")
+        return (
+            f"The tail lasted {seconds(length)}: rank {first} was the first to finish and rank {last} the last. "
+            f"Ranks were idle for {seconds(idle)} together, {share(idle, total)} of their rollout time; "
+            f"{seconds(harvested)} of that ({share(harvested, idle)}) were harvested in {updates} of the drafter."
+        )
 
 
 def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
@@ -97,83 +118,55 @@ def analyse_timeline(run: RunLog, step: int | None = None) -> Timeline:
         raise UserError(f"{run.folder.path} has no step in its rollout log yet")
     if chosen is None or chosen not in steps:
         raise UserError(f"{run.folder.path} has no step {chosen} in its rollout log; it has {steps[0]} to {steps[-1]}")
-    records = run.ranks(chosen)
-    if not records:
+    ranks = run.ranks(chosen)
+    if not ranks:
         raise UserError(f"no log of step {chosen} can be read; {run.problems[-1]}")
-    zero = min(record.timing.start_seconds for record in records)
-    lanes = [_lane(record, zero) for record in records]
-    counted = [(lane, r.spans) for lane, r in zip(lanes, records, strict=True) if lane.rank % run.replica_size == 0]
-    times, live = _live(counted, zero)
-    num_rollouts = min(len(lane.rollouts) for lane in lanes)
-    rollouts = np.stack([lane.rollouts[:num_rollouts] for lane in lanes])
-    released = rollouts[:, :, 2].max(0)
+    zero = min(rank.timing.start_seconds for rank in ranks)
+    lanes = [_lane(rank, zero) for rank in ranks]
+    times, live = _live(run.replica_heads(ranks), zero)
+    rollouts = zip(*(lane.rollouts.tolist() for lane in lanes), strict=False)  # each one's times, of all ranks
+    tails = [(min(last for _, last, _ in each), max(end for *_, end in each)) for each in rollouts]
     return Timeline(
         run=run.name,
         problems=run.problems,
         step=chosen,
-        num_ranks=records[0].num_ranks,
+        num_ranks=ranks[0].num_ranks,
         lanes=tuple(lanes),
         live_seconds=times,
         live=live,
-        tails=tuple(zip(rollouts[:, :, 1].min(0).tolist(), released.tolist(), strict=True)) if len(lanes) > 1 else (),
-        rollout_seconds=float((released - rollouts[:, :, 0].min(0)).sum()),
+        tails=tuple(tails) if len(lanes) > 1 else (),
+        rollout_seconds=rollout_seconds(ranks),
         start_seconds=zero,
     )
 
 
-def _lane(record: StepRecord, zero: float) -> Lane:
-    timings = (record.timing, *record.refills)
+def _lane(rank: StepSummary, zero: float) -> Lane:
     return Lane(
-        rank=record.rank,
-        pieces=pieces_of(record, zero),
-        rollouts=np.array([[t.start_seconds, t.last_token_seconds, t.release_seconds] for t in timings]) - zero,
-        idle_seconds=sum(timing.idle_seconds for timing in timings),
-        harvested_seconds=record.harvested_seconds,
-        num_micro_steps=len(record.micro_steps),
+        rank=rank.rank,
+        pieces=pieces_of(rank, zero),
+        rollouts=_rollouts(rank) - zero,
+        idle_seconds=idle_seconds(rank),
+        harvested_seconds=rank.harvested_seconds,
+        num_micro_steps=len(rank.micro_steps),
     )
 
 
-def _live(lanes: list[tuple[Lane, EngineSpans]], zero: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _rollouts(rank: StepSummary) -> NDArray[np.float64]:
+    timings = (rank.timing, *rank.refills)
+    return np.array([[t.start_seconds, t.last_token_seconds, t.release_seconds] for t in timings])
+
+
+def _live(ranks: list[StepSummary], zero: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Live sequences of all ranks over the time of the rollouts; empty if no log has rounds."""
-    if not any(len(spans) for _, spans in lanes):
+    if not any(len(rank.spans) for rank in ranks):
         return np.empty(0), np.empty(0, np.int64)
-    times = np.linspace(0.0, max(lane.rollouts[:, 2].max() for lane, _ in lanes), _GRID)
+    times = np.linspace(zero, max(_rollouts(rank)[:, 2].max() for rank in ranks), _GRID)
     live = np.zeros(_GRID, np.int64)
-    for lane, spans in lanes:
-        rounds = spans.strategy_index != PREFILL
-        starts, counts = spans.start_seconds[rounds] - zero, spans.num_live[rounds]
+    for rank in ranks:
+        rounds = rank.spans.strategy_index != PREFILL
+        starts, counts = rank.spans.start_seconds[rounds], rank.spans.num_live[rounds]
         if len(starts):
             own = counts[np.maximum(0, np.searchsorted(starts, times, "right") - 1)].astype(np.int64)
-            inside = [(times >= start) & (times < last) for start, last, _ in lane.rollouts]
+            inside = [(times >= start) & (times < last) for start, last, _ in _rollouts(rank)]
             live += np.where(np.any(inside, axis=0), own, 0)
-    return times, live
-
-
-def _speculation(found: Timeline) -> str:
-    if found.kind_seconds(Kind.GENERATE):
-        return "The logs are of a version that does not record single rounds."
-    plain, drafted = found.kind_seconds(Kind.DECODE), found.kind_seconds(Kind.SPECULATE)
-    if drafted == 0:
-        return "Speculation was off throughout."
-    return f"{share(drafted, plain + drafted)} of the decoding time was speculative."
-
-
-def _tail(found: Timeline) -> str:
-    lanes, idle, harvested = found.lanes, found.idle_seconds, found.harvested_seconds
-    if found.num_ranks == 1:
-        return "With one rank nobody waits for another."
-    if len(lanes) < found.num_ranks:
-        return f"The other ranks have no log, so the tail is unknown; these were idle for {seconds(idle)} together."
-    total = len(lanes) * found.rollout_seconds
-    if idle < _NO_TAIL * total:
-        return f"There is no tail to speak of: the ranks waited for {share(idle, total)} of it ({seconds(idle)})."
-    length = sum(end - start for start, end in found.tails)
-    first, last = (choose(lanes, key=lambda lane: lane.finished).rank for choose in (min, max))
-    text = (
-        f"The tail lasted {seconds(length)}: rank {first} was the first to finish and rank {last} the last. "
-        f"Ranks were idle for {seconds(idle)} together, {share(idle, total)} of their rollout time; "
-    )
-    if harvested == 0:
-        return text + "none of it was harvested for the drafter."
-    updates = count(sum(lane.num_micro_steps for lane in lanes), "update")
-    return f"{text}{seconds(harvested)} of that ({share(harvested, idle)}) were harvested in {updates} of the drafter."
+    return times - zero, live

@@ -14,11 +14,12 @@ from matplotlib.ticker import StrMethodFormatter
 from numpy.typing import NDArray
 
 from tlt_hpc.look.analysis.acceptance import AcceptLengths
-from tlt_hpc.look.analysis.comparison import METRICS, RunComparison
+from tlt_hpc.look.analysis.comparison import RunComparison
 from tlt_hpc.look.analysis.kinds import Kind
 from tlt_hpc.look.analysis.learning import Learning, moving_mean, window_of
 from tlt_hpc.look.analysis.lengths import ResponseLengths
 from tlt_hpc.look.analysis.throughput import Throughput
+from tlt_hpc.look.columns import COLUMNS, COMPARED, SCORE
 from tlt_hpc.look.figures.style import (
     colour,
     kind_patch,
@@ -29,17 +30,6 @@ from tlt_hpc.look.figures.style import (
     panel_grid,
     whole_steps,
 )
-
-_LEARNING = {
-    "score": ("Score of the step's responses", "mean score"),
-    "reward": ("Reward that the update saw", "mean reward"),
-    "length": ("Mean response", "tokens"),
-    "entropy": ("Entropy of the policy", "nats per token"),
-    "update_kl": ("KL of the update (old to new policy)", "nats per token"),
-    "reference_kl": ("KL to the reference", "nats per token"),
-    "mismatch_k3": ("Rollout against trainer (k3)", "nats per token"),
-    "grad_norm": ("Gradient norm", "before clipping"),
-}
 
 
 def draw_lengths(found: ResponseLengths) -> Figure:
@@ -102,15 +92,15 @@ def draw_acceptance(found: AcceptLengths) -> Figure:
 
 def draw_learning(found: Learning) -> Figure:
     """A panel for each metric that has data; bold: mean of neighbouring steps, faint: single steps."""
-    shown = [name for name in _LEARNING if found.has(name)]
-    if np.allclose(found.series["reward"], found.series["score"], equal_nan=True) and "reward" in shown:
+    shown = [name for name in found.series if found.has(name)]
+    if np.allclose(found.series["reward"], found.series[SCORE], equal_nan=True) and "reward" in shown:
         shown.remove("reward")
     evaluated = {name: v for name, v in found.evaluations.items() if np.isfinite(v).any() and "/acc/" in name}
     figure, places = panel_grid(len(shown) + bool(evaluated), 2.25)
     window = window_of(len(found.steps))
     for axes, name in zip(places, shown, strict=False):
         _smoothed(axes, found.steps, found.series[name], window, 0)
-        panel(axes, _LEARNING[name][0], x="step", y=_LEARNING[name][1])
+        panel(axes, COLUMNS[name].heading, x="step", y=COLUMNS[name].unit)
     for index, (name, values) in enumerate(evaluated.items()):
         known = np.isfinite(values)
         line(places[-1], found.steps[known], values[known], index, name.replace("/acc/", " "), marker="o")
@@ -146,13 +136,13 @@ def draw_throughput(found: Throughput) -> Figure:
 
 def draw_comparison(found: RunComparison) -> Figure:
     """A panel for each metric, with a line for each run."""
-    shown = [name for name in METRICS if any(np.isfinite(run.series[name]).any() for run in found.runs)]
+    shown = [name for name in COMPARED if any(np.isfinite(run.series[name]).any() for run in found.runs)]
     figure, places = panel_grid(len(shown), 2.3)
     window = min((window_of(len(run.steps)) for run in found.runs), default=1)  # the same for all runs
     for axes, name in zip(places, shown, strict=True):
         for index, run in enumerate(found.runs):
             _smoothed(axes, run.steps, run.series[name], window, index)
-        panel(axes, METRICS[name].heading, x="step", y=METRICS[name].unit)
+        panel(axes, COLUMNS[name].heading, x="step", y=COLUMNS[name].unit)
     handles = [Patch(color=colour(index), label=run.name) for index, run in enumerate(found.runs)]
     _legend(figure, handles, 2)
     return figure
@@ -174,7 +164,7 @@ def _stack(
         top = bottom + np.nan_to_num(row)
         axes.stairs(top, edges, baseline=bottom, fill=True, **style)
         bottom = top
-    axes.set_ylim(0, max(float(bottom.max()) * 1.05, 1e-9))
+    axes.set_ylim(0, float(bottom.max()) * 1.05 or 1.0)
     axes.set_xlim(edges[0], edges[-1])
     whole_steps(axes)
 

@@ -35,9 +35,7 @@ KIND_COLOURS = {
     Kind.PREFILL: "#f0e442",
     Kind.DECODE: "#9ad1f0",
     Kind.SPECULATE: "#1f6fa8",
-    Kind.GENERATE: "#9ad1f0",
     Kind.TRAIN: "#e8800c",
-    Kind.SERIAL: "#b35c00",
     Kind.REWARD: "#cc79a7",
     Kind.UPDATE: "#0b8f68",
     Kind.REFRESH: "#8a5aa5",
@@ -45,7 +43,6 @@ KIND_COLOURS = {
     Kind.EVALUATE: "#5b6b80",
 }
 """Kind -> its colour; idle time has the background's."""
-HATCHES = {Kind.IDLE: "////", Kind.SERIAL: "....", Kind.GENERATE: "xxx"}
 TAIL = "#e69f00"
 WIDTH = 9.0
 """Inches."""
@@ -131,7 +128,8 @@ def colour(index: int) -> str:
 def kind_style(kind: Kind) -> dict[str, Any]:
     """How areas of a kind are filled."""
     face = KIND_COLOURS.get(kind, mpl.rcParams["axes.facecolor"])
-    return {"facecolor": face, "hatch": HATCHES.get(kind), "edgecolor": mpl.rcParams["xtick.color"], "linewidth": 0.0}
+    hatch = "////" if kind is Kind.IDLE else None
+    return {"facecolor": face, "hatch": hatch, "edgecolor": mpl.rcParams["xtick.color"], "linewidth": 0.0}
 
 
 def kind_patch(kind: Kind) -> Patch:

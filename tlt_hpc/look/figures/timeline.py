@@ -20,7 +20,6 @@ from tlt_hpc.look.words import seconds
 
 MAX_LANES = 32
 """Ranks that are drawn, chosen evenly by the order in which they finished."""
-_MAX_PIECES = 4000
 _MAX_TOLD = 24
 """Number of ranks up to which idle and harvested seconds are written beside the lanes."""
 _FINEST, _VISIBLE = 1 / 2000, 1 / 1500
@@ -40,7 +39,7 @@ def draw_timeline(found: Timeline) -> Figure:
     right = max((lane.pieces.ends[-1] for lane in lanes if len(lane.pieces)), default=1.0)
     left = min((lane.pieces.starts[0] for lane in lanes if len(lane.pieces)), default=0.0)
     left, released = max(min(left, 0.0), -_BEFORE * right), max(lane.rollouts[-1, 2] for lane in lanes)
-    drawn = [(lane, coarse(lane.pieces, _FINEST * (right - left), _MAX_PIECES // len(lanes))) for lane in lanes]
+    drawn = [(lane, coarse(lane.pieces, _FINEST * (right - left))) for lane in lanes]
     is_enlarged = released < _ENLARGED * (right - left)
     height = max(0.8, min(0.42 * len(lanes), 6.0))
     heights = [*([max(0.6, 0.6 * height)] if is_enlarged else []), height, *([1.1] if len(found.live) else [])]

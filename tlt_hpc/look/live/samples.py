@@ -12,10 +12,8 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.records import FinishReason, Rollout
 from tlt_hpc.common.words import count
-from tlt_hpc.look.run_log import read_last_lines
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.models.tokenizer import find_model, load_tokenizer
-from tlt_hpc.storage.folder import RunFolder
-from tlt_hpc.storage.hdf5 import DamagedFile
 from tlt_hpc.storage.rollout_log import read_step
 
 _CONTEXT = 8
@@ -24,12 +22,8 @@ DRAFTED = "black on bright_cyan"
 """Style of accepted draft tokens."""
 
 
-Sample = tuple[int, Rollout, float]
-"""A rank, its response and the reward."""
-
-
-def show_samples(folder: RunFolder, model_path: str, count: int) -> list[Text]:
-    """Draw ``count`` responses of the newest committed step from all ranks' logs; as text, ordered by key.
+def show_samples(log: RunLog, num_samples: int) -> list[Text]:
+    """Draw responses of the newest committed step from all ranks' logs; as text, ordered by key.
 
     Tokens are shown as numbers if the model is not on this machine.
 
@@ -37,27 +31,19 @@ def show_samples(folder: RunFolder, model_path: str, count: int) -> list[Text]:
         UserError: there is no committed step, or its logs are damaged.
     """
     try:
-        tokenizer = load_tokenizer(find_model(model_path))
+        tokenizer = load_tokenizer(find_model(str(log.setting("model", "path") or "")))
     except ValueError:
         tokenizer = None
-    committed = read_last_lines(folder.metrics, [])
-    for step in reversed(folder.rollout_steps()):
-        if step in committed and (samples := list(_of_step(folder, step))):
-            drawn = random.sample(samples, min(count, len(samples)))
-            return [sample_text(step, *sample, tokenizer) for sample in sorted(drawn, key=lambda one: one[1].key)]
-    raise UserError(f"{folder.path} has no committed step with a log yet; wait for the first one")
-
-
-def _of_step(folder: RunFolder, step: int) -> Iterator[Sample]:
-    for path in folder.rollout_logs(step):
-        try:
-            record = read_step(path)
-        except FileNotFoundError:  # removed by a start that resumed from an earlier step
-            continue
-        except DamagedFile as error:
-            raise UserError(str(error)) from None
-        for rollout, reward in zip(record.rollouts, record.rewards.tolist(), strict=True):
-            yield record.rank, rollout, reward
+    committed = [step for step in log.steps if step in log.lines]
+    if not committed:
+        raise UserError(f"{log.folder.path} has no committed step with a log yet; wait for the first one")
+    samples = [
+        (record.rank, rollout, reward)
+        for record in map(read_step, log.files(committed[-1]).values())
+        for rollout, reward in zip(record.rollouts, record.rewards.tolist(), strict=True)
+    ]
+    drawn = random.sample(samples, min(num_samples, len(samples)))
+    return [sample_text(committed[-1], *sample, tokenizer) for sample in sorted(drawn, key=lambda each: each[1].key)]
 
 
 def sample_text(step: int, rank: int, rollout: Rollout, reward: float, tokenizer: Tokenizer | None) -> Text:

@@ -1,12 +1,13 @@
-"""The state of a run at one moment, from its status files and the last lines of metrics.jsonl.
+"""The state of a run at one moment, from its status files and its log.
 
 Files are only read, without locks: any number of readers do not affect the job.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,32 +15,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from tlt_hpc.cluster.watch.record import DamagedRecordError, Record, read_record_at, read_verdict, status_file
-from tlt_hpc.common.errors import UserError
-from tlt_hpc.common.files import DamagedText, read_toml, told
-from tlt_hpc.look.run_log import read_last_lines
+from tlt_hpc.common.files import told
+from tlt_hpc.look.columns import COLUMNS
+from tlt_hpc.look.run_log import RunLog
 from tlt_hpc.mpi.owner import read_owner
-from tlt_hpc.storage.folder import RunFolder, no_run
-from tlt_hpc.storage.step_lines import Line
 
 SPEED_STEPS = 10
 """Number of last steps that the remaining time is estimated from."""
-STEP_SECONDS = "timing_s/step"
 _MAX_STEP_SECONDS = 1e9
 """Longer steps are not plausible."""
+_RECORD = re.compile(r"rank-\d+")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class WatchedConfig:
-    """The part of a run's configuration that a view needs. Other keys are ignored, so that any version can be read."""
-
-    name: str
-    num_steps: int
-    num_responses: int
-    """Responses of a step, without refills."""
-    tensor_parallel: int
-    mode: str
-    model: str
 
 
 @dataclass(frozen=True)
@@ -47,10 +33,7 @@ class RunState:
     """What the files said when they were read, at ``seconds`` of the monotonic clock."""
 
     seconds: float
-    folder: Path
-    config: WatchedConfig
-    lines: Mapping[int, Line]
-    """The last committed steps."""
+    log: RunLog
     records: tuple[Record, ...]
     """Status records of the newest start, by rank."""
     owner: str
@@ -60,15 +43,30 @@ class RunState:
     is_finished: bool
     verdict: str
     """Why the watch has ended it; empty if it has not."""
-    problems: tuple[str, ...] = ()
-    """One line for each thing that could not be read."""
-    age: float | None = None
+    status_problems: tuple[str, ...]
+    """One line for each status file that could not be read."""
+    age: float | None
     """Seconds since a rank last wrote its status; None if none could be read."""
 
     @property
     def num_done(self) -> int:
         """Number of committed steps."""
-        return max(self.lines, default=-1) + 1
+        return max(self.log.lines, default=-1) + 1
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the run is to have; those that are done if that is unknown."""
+        return max(self.log.whole_setting("run", "num_steps"), self.num_done)
+
+    @property
+    def num_responses(self) -> int:
+        """Responses of a step, without refills; 0 if unknown."""
+        return self.log.whole_setting("rollout", "prompts_per_step") * self.log.whole_setting("rollout", "group_size")
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks of a replica."""
+        return self.log.whole_setting("rollout", "tensor_parallel") or 1
 
     @property
     def ending(self) -> str:
@@ -77,23 +75,22 @@ class RunState:
         return "" if not endings or "" in endings else ", ".join(sorted(endings))
 
     @property
-    def num_left(self) -> int | None:
-        """Unfinished responses of the current rollout; None if no rank is in one."""
-        told = [left for left in self.left_by_replica if left >= 0]
-        return sum(told) if told else None
+    def is_stalled(self) -> bool:
+        """Whether a rank makes no progress."""
+        return any(record.stalled for record in self.records)
 
     @property
     def left_by_replica(self) -> tuple[int, ...]:
-        """Unfinished responses of each replica, from its first rank; -1 outside of a rollout."""
-        firsts = [record for record in self.records if record.rank % self.config.tensor_parallel == 0]
-        return tuple(record.sequences_left if record.phase == "rollout" else -1 for record in firsts)
+        """Unfinished responses of each replica that is in a rollout, from its first rank."""
+        records = [record for record in self.records if record.rank % self.tensor_parallel == 0]
+        return tuple(one.sequences_left for one in records if one.phase == "rollout" and one.sequences_left >= 0)
 
     @property
     def seconds_to_go(self) -> float | None:
         """Estimated time of the remaining steps, at the speed of the last ones; None before the first."""
-        last = list(self.lines.values())[-SPEED_STEPS:]
-        seconds = [line[STEP_SECONDS] for line in last if 0 <= line.get(STEP_SECONDS, -1) < _MAX_STEP_SECONDS]
-        return (self.config.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
+        last = self.log.metric(COLUMNS["step"].metric)[-SPEED_STEPS:]
+        seconds = [value for value in last.tolist() if 0 <= value < _MAX_STEP_SECONDS]
+        return (self.num_steps - self.num_done) * sum(seconds) / len(seconds) if seconds else None
 
     def moved_since(self, before: RunState) -> bool:
         """Whether any rank's heartbeat has changed since ``before``."""
@@ -107,23 +104,22 @@ def read_state(path: Path) -> RunState:
     Raises:
         UserError: there is no run.
     """
-    folder, problems = RunFolder(path), list[str]()
-    config = _read_config(folder)
-    owner = _tried(lambda: read_owner(folder.status), problems)
-    records = _read_records(folder.status, owner.start if owner else "", problems)
+    log, problems = RunLog(path), list[str]()
+    status = log.folder.status
+    owner = _tried(lambda: read_owner(status), problems)
+    records = _read_records(status, owner.start if owner else "", problems)
     start = records[0].start if records else owner.start if owner else ""
+    verdict = _tried(lambda: read_verdict(status), problems)
     return RunState(
         seconds=time.monotonic(),
-        folder=path,
-        config=config,
-        lines=read_last_lines(folder.metrics, problems),
+        log=log,
         records=records,
         owner=owner.name if owner else "",
         ends_at=owner.ends_at if owner else None,
-        is_finished=folder.finished.is_file(),
-        verdict=_verdict_of(folder.status, start, problems),
-        problems=tuple(problems),
-        age=_age_of(folder.status, records),
+        is_finished=log.folder.finished.is_file(),
+        verdict=verdict[1] if verdict and verdict[0] == start else "",  # else it is of an earlier start
+        status_problems=tuple(problems),
+        age=_age_of(status, records),
     )
 
 
@@ -138,40 +134,12 @@ def _tried(read: Callable[[], T], problems: list[str]) -> T | None:
         return None
 
 
-def _read_config(folder: RunFolder) -> WatchedConfig:
-    try:
-        table = read_toml(folder.config)
-        rollout = table["rollout"]
-        return WatchedConfig(
-            name=str(table["run"]["name"]),
-            num_steps=int(table["run"]["num_steps"]),
-            num_responses=int(rollout["prompts_per_step"]) * int(rollout["group_size"]),
-            tensor_parallel=max(1, int(rollout.get("tensor_parallel", 1))),
-            mode=str(table["speculation"]["mode"]),
-            model=str(table.get("model", {}).get("path", "")),
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(no_run(folder.path, "config.toml")) from None
-    except OSError as error:
-        raise UserError(told(error)) from None
-    except KeyError as error:
-        why = f"it has no {error.args[0]}"
-    except (DamagedText, AttributeError, TypeError, ValueError, OverflowError) as error:
-        why = str(error)
-    raise UserError(f"{folder.config} is no run's configuration ({why}); give a run's folder")
-
-
 def _read_records(status: Path, start: str, problems: list[str]) -> tuple[Record, ...]:
     """Records by rank; without an owner, those of the first rank's start. Unreadable ones are left out."""
-    found: list[Record] = []
-    names = _tried(lambda: {path.name for path in status.iterdir()}, problems) or set()
-    for path in (status_file(status, rank) for rank in range(len(names))):
-        if path.name not in names:
-            break
-        record = _tried(partial(_read_record, path), problems)
-        if record is not None and record.start == (start := start or record.start):  # an earlier start had more ranks
-            found.append(record)
-    return tuple(found)
+    paths = _tried(lambda: sorted(path for path in status.iterdir() if _RECORD.fullmatch(path.name)), problems) or []
+    found = [record for path in paths if (record := _tried(partial(_read_record, path), problems)) is not None]
+    start = start or (found[0].start if found else "")
+    return tuple(record for record in found if record.start == start)  # an earlier start may have had more ranks
 
 
 def _read_record(path: Path) -> Record | None:
@@ -192,9 +160,3 @@ def _age_of(status: Path, records: Sequence[Record]) -> float | None:
         with suppress(OSError):
             written.append(status_file(status, record.rank).stat().st_mtime)
     return max(0.0, time.time() - max(written)) if written else None
-
-
-def _verdict_of(status: Path, start: str, problems: list[str]) -> str:
-    """Why the watch ended this start; verdicts on earlier starts are ignored."""
-    word = _tried(lambda: read_verdict(status), problems)
-    return word[1] if word is not None and word[0] == start else ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -15,28 +14,17 @@ from rich.text import Text
 from tlt_hpc.cluster.watch.record import Record
 from tlt_hpc.common.printable import printable
 from tlt_hpc.common.words import count
-from tlt_hpc.look.live.state import STEP_SECONDS, RunState
-from tlt_hpc.look.words import duration
+from tlt_hpc.look.columns import STEP_TABLE, step_cells
+from tlt_hpc.look.live.state import RunState
+from tlt_hpc.look.words import seconds
 from tlt_hpc.storage.step_lines import Line
 
-_COLUMNS = {
-    "reward": ("critic/score/mean", ".3f"),
-    "length": ("response_length/mean", ".0f"),
-    "max": ("response_length/max", ".0f"),
-    "accept": ("drafter/spec_decode/mean_acceptance_length", ".2f"),
-    "idle s": ("rollout/idle_rank_seconds", ".1f"),
-    "harv. s": ("rollout/harvested_rank_seconds", ".1f"),
-    "rollout s": ("rollout/seconds", ".1f"),
-    "step s": (STEP_SECONDS, ".1f"),
-}
-"""Heading -> metric and format."""
 _MAX_RANKS = 8
 _MIN_STEPS = 3
 _OTHER_LINES = 11
 """Lines for the head, bars, time limit, table headings, blank lines, and a final message of two lines."""
 _BAR_WIDTH = 16
 _MAX_PROBLEMS = 2
-_MANY_DIGITS = 1e10
 
 
 def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
@@ -44,11 +32,12 @@ def render(state: RunState, is_alive: bool | None, height: int = 24) -> Group:
     ranks = rank_rows(state.records, min(_MAX_RANKS, height - _OTHER_LINES - _MIN_STEPS))
     num_steps = max(_MIN_STEPS, height - _OTHER_LINES - len(ranks))
     parts: list[RenderableType] = [head(state), whole_bar(state), step_line(state), limit_line(state), Text()]
-    parts += [Text(f"left out: {problem}", "yellow") for problem in state.problems[:_MAX_PROBLEMS]]
-    age = "" if state.age is None or state.ending else f"as of {duration(state.age)} ago"
+    problems = [*state.log.problems, *state.status_problems][:_MAX_PROBLEMS]
+    parts += [Text(f"left out: {problem}", "yellow") for problem in problems]
+    age = "" if state.age is None or state.ending else f"as of {_about(state.age)} ago"
     parts += [rank_table(ranks, age), Text()] if ranks else []
-    if state.lines:
-        parts += [steps_table(list(state.lines.values())[-num_steps:]), Text()]
+    if state.log.lines:
+        parts += [steps_table(list(state.log.lines.values())[-num_steps:]), Text()]
     return Group(*parts, last_word(state, is_alive))
 
 
@@ -56,7 +45,8 @@ def head(state: RunState) -> Text:
     """Name, mode, ranks and owner of the run."""
     hosts = len({record.host for record in state.records})
     where = f"{count(len(state.records), 'rank')} on {count(hosts, 'node')}" if state.records else "no rank yet"
-    text = Text.assemble((printable(state.config.name), "bold"), f"  {state.config.mode}, {where}")
+    name = str(state.log.setting("run", "name") or state.log.name)
+    text = Text.assemble((printable(name), "bold"), f"  {', '.join(filter(None, [state.log.mode, where]))}")
     text.append(f"  ({state.owner})" if state.owner else "", "dim")
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
@@ -64,10 +54,10 @@ def head(state: RunState) -> Text:
 
 def whole_bar(state: RunState) -> Table:
     """Steps done and the remaining time."""
-    total, done = state.config.num_steps, state.num_done
+    total, done = state.num_steps, state.num_done
     words = f"{done} of {count(total, 'step')}"
     if (left := state.seconds_to_go) is not None and done < total:
-        words += f", about {duration(left)} to go"
+        words += f", about {_about(left)} to go"
     return bar(total, done, words)
 
 
@@ -83,25 +73,23 @@ def limit_line(state: RunState) -> Text:
     if state.ends_at is None or state.ending:
         return Text()
     left, to_go = state.ends_at - time.time(), state.seconds_to_go
-    goes_on = to_go is not None and to_go > left
-    words = f"time limit in {duration(left)}" + ", then the next job resumes" * goes_on
-    return Text(words, "yellow" if goes_on else "")
+    is_continued = to_go is not None and to_go > left
+    words = f"time limit in {_about(max(0.0, left))}" + ", then the next job resumes" * is_continued
+    return Text(words, "yellow" if is_continued else "")
 
 
 def step_line(state: RunState) -> Table | Text:
     """Progress of the current step."""
     if not state.records or state.ending:
         return Text()
-    first = state.records[0]
-    phases = Counter(record.phase for record in state.records)
-    if state.num_left is None:
+    if not (left := state.left_by_replica):
+        phases = Counter(record.phase for record in state.records)
         return Text(", ".join(f"{name}: {count(num, 'rank')}" for name, num in phases.most_common()))
-    total = max(state.config.num_responses, state.num_left)
-    left = state.left_by_replica
-    of = "rank" if state.config.tensor_parallel == 1 else "replica"
-    words = f"step {(first.step or 0) + 1}: {state.num_left} of {count(total, 'response')} to go, "
+    total = max(state.num_responses, sum(left))
+    of = "rank" if state.tensor_parallel == 1 else "replica"
+    words = f"step {(state.records[0].step or 0) + 1}: {sum(left)} of {count(total, 'response')} to go, "
     words += f"{sum(one > 0 for one in left)} of {count(len(left), of)} decoding"
-    return bar(total, total - state.num_left, words)
+    return bar(total, total - sum(left), words)
 
 
 def rank_rows(records: Sequence[Record], most: int) -> list[tuple[str, str, str, str]]:
@@ -121,13 +109,13 @@ def doing(record: Record) -> str:
     if record.ending:
         return f"ended: {record.ending}"
     if record.stalled:
-        return f"no progress for {duration(record.seconds)}" + (f" in {record.waiting}" if record.waiting else "")
+        return f"no progress for {_about(record.seconds)}" + (f" in {record.waiting}" if record.waiting else "")
     if record.phase == "rollout" and record.sequences_left == 0:
         return "share done: trains the drafter or waits"
     return record.part or (f"waits in {record.waiting}" if record.waiting else "")
 
 
-def rank_table(rows: Sequence[tuple[str, str, str, str]], age: str) -> Table:
+def rank_table(rows: Iterable[tuple[str, str, str, str]], age: str) -> Table:
     table = Table("rank", "node", "phase", age, box=None, header_style="bold", pad_edge=False)
     table.columns[0].justify = "right"
     table.columns[1].max_width = 16
@@ -139,26 +127,14 @@ def rank_table(rows: Sequence[tuple[str, str, str, str]], age: str) -> Table:
     return table
 
 
-def steps_table(lines: Sequence[Line]) -> Table:
-    """A table of the last committed steps."""
-    table = Table("step", *_COLUMNS, "tok/s", box=None, header_style="bold", pad_edge=False)
+def steps_table(lines: Iterable[Line]) -> Table:
+    """The job's progress table, of the last committed steps."""
+    table = Table("step", *STEP_TABLE, box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
     for line in lines:
         table.add_row(*step_cells(line))
     return table
-
-
-def step_cells(line: Line) -> tuple[str, ...]:
-    """A step's values in the order of the columns, empty where missing; steps count from 1, as in the job's output."""
-    cells = [_figure(line[name], form) if name in line else "" for name, form in _COLUMNS.values()]
-    rollout, tokens = line.get("rollout/seconds", 0.0), line.get("perf/total_num_tokens", math.nan)
-    return f"{int(line['training/global_step']) + 1}", *cells, _figure(tokens / rollout, ",.0f") if rollout else ""
-
-
-def _figure(value: float, form: str) -> str:
-    """A formatted number; very large ones in scientific notation."""
-    return f"{value:{form}}" if abs(value) < _MANY_DIGITS else f"{value:.1g}"
 
 
 def last_word(state: RunState, is_alive: bool | None) -> Text:
@@ -167,7 +143,7 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         return Text("finished; tlt report on this folder says what it learned and gained", "bold green")
     if state.ending:
         return Text(f"ended: {state.ending}; the same command resumes it", "yellow")
-    if any(record.stalled for record in state.records):
+    if state.is_stalled:
         return Text(state.verdict or "a rank hangs; the job ends itself soon, with a line that names it", "red")
     if is_alive is False and state.records:
         verdict = f": {state.verdict}" if state.verdict else ""
@@ -176,3 +152,8 @@ def last_word(state: RunState, is_alive: bool | None) -> Text:
         words = "nobody is at work here, unless a start has just begun; start it with the command that made this folder"
         return Text(words, "yellow")
     return Text("running" if is_alive else "", "green")
+
+
+def _about(value: float) -> str:
+    """A duration in whole seconds, or in minutes and hours."""
+    return f"{value:.0f} s" if value < 100 else seconds(value)

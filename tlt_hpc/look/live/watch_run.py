@@ -14,7 +14,7 @@ from tlt_hpc.common.errors import UserError
 from tlt_hpc.look.live.samples import show_samples
 from tlt_hpc.look.live.state import RunState, read_state
 from tlt_hpc.look.live.view import render
-from tlt_hpc.storage.folder import RunFolder
+from tlt_hpc.look.run_log import RunLog
 
 DEAD_SECONDS = 12.0
 """A run without any heartbeat for this long counts as dead; an active rank beats every HEARTBEAT_SECONDS."""
@@ -41,8 +41,7 @@ def sample(console: Console, options: argparse.Namespace) -> int:
     """Print some responses of the newest step (``--sample``)."""
     if options.sample < 1:
         raise UserError(f"--sample {options.sample}: give 1 or more")
-    model = read_state(options.run).config.model
-    for text in show_samples(RunFolder(options.run), model, options.sample):
+    for text in show_samples(RunLog(options.run), options.sample):
         console.print(text, soft_wrap=not console.is_terminal)
         console.print()
     return 0
@@ -83,7 +82,5 @@ def follow(console: Console, options: argparse.Namespace) -> int:
 
 def status_of(state: RunState, is_alive: bool | None) -> int:
     """The exit status: 0 if the run is active, has finished or was stopped normally."""
-    if any(record.stalled for record in state.records):
-        return NOT_RUNNING
-    in_order = state.ending in ("finished", "stopped early") or state.is_finished
-    return 0 if is_alive or in_order else NOT_RUNNING
+    in_order = is_alive or state.is_finished or state.ending in ("finished", "stopped early")
+    return 0 if in_order and not state.is_stalled else NOT_RUNNING
