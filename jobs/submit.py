@@ -3,7 +3,6 @@
     python jobs/submit.py jobs/qwen7b.toml --nodes 8 --gpus-per-node 8 --partition gpu --sweep run.seed=0,1,2
     python jobs/submit.py status FOLDER       # how each member stands; the folder is printed at submission
     python jobs/submit.py resubmit FOLDER     # those that failed, alone
-    python jobs/submit.py collect FOLDER      # the results in one table, as CSV
 
 Every member is checked before any is submitted, gets its own ``run.name`` and runs ``tlt train`` on all its ranks.
 Relative paths in a configuration are read from where this is called.
@@ -29,13 +28,11 @@ from tlt_hpc.cli.main import INTERRUPTED, USER_ERROR
 from tlt_hpc.cluster.executor import send
 from tlt_hpc.cluster.slurm import read_queue
 from tlt_hpc.cluster.status import (
-    FINISHED,
     MemberStatus,
     last_words,
     read_statuses,
     status_table,
     unfinished,
-    write_results,
 )
 from tlt_hpc.cluster.submission import FILE, Resources, Submission, SubmittedRun, load, make_members, parameters, save
 from tlt_hpc.config import ConfigError, load_config
@@ -193,13 +190,7 @@ def run_resubmit(submission: Submission, statuses: Sequence[MemberStatus]) -> in
     return 0
 
 
-def run_collect(submission: Submission, statuses: Sequence[MemberStatus]) -> int:
-    """Write the results of all runs as one table of CSV; status 1 if one has not finished."""
-    print(write_results(submission, statuses))
-    return int(any(status.state != FINISHED for status in statuses))
-
-
-LATER = {"status": run_status, "resubmit": run_resubmit, "collect": run_collect}
+LATER = {"status": run_status, "resubmit": run_resubmit}
 
 
 if __name__ == "__main__":

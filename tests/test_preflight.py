@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import re
 import shlex
@@ -23,12 +21,12 @@ from preflight_place import NODES, ROOT, SCRIPT, Place, make_place
 from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.watch.process import process_state
 from tlt_hpc.config import ConfigError, load_config, to_toml
-from tlt_hpc.plan.preflight import fix, job_checks, machine, mpi, request, results, slurm_checks, system_checks
+from tlt_hpc.plan.preflight import fix, job_checks, machine, mpi, request, slurm_checks, system_checks
 from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS
 from tlt_hpc.plan.preflight.program import NoAnswer, ask
 from tlt_hpc.plan.preflight.results import Finding
 
-Plant = Callable[[Place], None]
+Plant = Callable[[Place], object]
 TORCH_BUILD = system_checks.torch_build
 
 
@@ -52,41 +50,7 @@ def test_where_all_is_well_nothing_fails(place: Place, capsys: pytest.CaptureFix
     )
 
 
-# --- planted problems: (what is planted, the check that finds it, what it says) ---
-
-
-def unknown_key(place: Place) -> None:
-    place.set("rollout.temprature=0.5")
-
-
-def no_model(place: Place) -> None:
-    shutil.rmtree(place.model)
-
-
-def no_shard(place: Place) -> None:
-    (place.model / "model-00002-of-00002.safetensors").unlink()
-
-
-def short_shard(place: Place) -> None:
-    file = place.model / "model-00002-of-00002.safetensors"
-    os.truncate(file, file.stat().st_size - 1000)
-
-
-def no_tokenizer(place: Place) -> None:
-    (place.model / "tokenizer.json").unlink()
-
-
-def no_data(place: Place) -> None:
-    place.data.unlink()
-
-
-def broken_row(place: Place) -> None:
-    place.data.write_text(place.data.read_text() + '{"prompt": 3, "answer": "1"}\n')
-
-
-def chats_without_template(place: Place) -> None:
-    row = {"prompt": [{"role": "user", "content": "gcd(2,4)="}], "answer": "2"}
-    place.data.write_text((json.dumps(row) + "\n") * 40)
+# --- planted problems: how, the check that finds it, what it says, other checks that may fail ---
 
 
 def broken_function(place: Place) -> None:
@@ -100,16 +64,6 @@ def hanging_function(place: Place) -> None:
     place.set("reward.default=function", f"reward.function={file}:score")
 
 
-def no_drafter(place: Place) -> None:
-    place.set(f"drafter.init={place.path / 'nowhere'}")
-
-
-def no_tracker(place: Place) -> None:
-    find = importlib.util.find_spec
-    place.monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tensorboard" else find(name))
-    place.set("tracking.tensorboard=true")
-
-
 def changed_run(place: Place) -> None:
     run = place.path / "runs" / "tiny"
     run.mkdir(parents=True)
@@ -117,38 +71,14 @@ def changed_run(place: Place) -> None:
     (run / "config.toml").write_text(to_toml(load_config(ROOT / "jobs" / "tiny.toml", overrides)))
 
 
-def odd_ranks(place: Place) -> None:
-    place.set("run.ranks=3")
-
-
-def read_only_cache(place: Place) -> None:
-    place.set("drafter.cache_folder=/sys/no/such/place")
-
-
-def small_gpus(place: Place) -> None:
-    place.set("model.device=cuda", "--gpu-memory", "0.1")
-    place.torch_for("12.8")
-
-
 def small_disk(place: Place) -> None:
-    found = os.statvfs(place.path)
-    values = [*found]
+    values = [*os.statvfs(place.path)]
     values[3] = values[4] = 10
     place.monkeypatch.setattr(system_checks.os, "statvfs", lambda path: os.statvfs_result(values))
 
 
-def small_quota(place: Place) -> None:
-    mount = machine.mount_of(place.path)
-    place.prints("quota", f"Disk quotas for user me (uid 1):\n {mount.source} 1000* 900 1000 6days 17 0 0 0\n", 1)
-
-
-def few_files(place: Place) -> None:
-    mount = machine.mount_of(place.path)
-    place.prints("quota", f" {mount.source} 1000 0 0 0 999 0 1000 0\n")
-
-
-def read_only_folder(place: Place) -> None:
-    place.set("run.folder=/sys/tlt")  # where root cannot write either
+def quota(numbers: str) -> Plant:
+    return lambda place: place.prints("quota", f" {machine.mount_of(place.path).source} {numbers}\n", 1)
 
 
 def no_mpi(place: Place) -> None:
@@ -156,17 +86,15 @@ def no_mpi(place: Place) -> None:
     place.monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
 
 
-def foreign_mpiexec(place: Place) -> None:
-    """Starts single ranks, as the mpiexec of another MPI library."""
-    file = place.command("mpiexec", 'shift 2; exec "$@"')
-    place.monkeypatch.setattr(mpi, "ask", ask)
-    place.monkeypatch.setattr(mpi, "find_mpiexec", lambda: str(file))
+def launcher(script: str, seconds: float) -> Plant:
+    """An mpiexec of another library that starts single ranks, or one that hangs."""
 
+    def plant(place: Place) -> None:
+        file = place.command("mpiexec", script)
+        place.monkeypatch.setattr(mpi, "ask", lambda command, most, env=None: ask(command, min(most, seconds), env))
+        place.monkeypatch.setattr(mpi, "find_mpiexec", lambda: str(file))
 
-def hanging_ranks(place: Place) -> None:
-    file = place.command("mpiexec", "sleep 30 & wait")
-    place.monkeypatch.setattr(mpi, "ask", lambda command, seconds, env=None: ask(command, min(seconds, 2.0), env))
-    place.monkeypatch.setattr(mpi, "find_mpiexec", lambda: str(file))
+    return plant
 
 
 def old_package(place: Place) -> None:
@@ -174,65 +102,50 @@ def old_package(place: Place) -> None:
     place.monkeypatch.setattr(metadata, "version", lambda name: "4.9.0" if name == "transformers" else version(name))
 
 
-def torch_for_cpus(place: Place) -> None:
-    place.set("model.device=cuda")
-    place.torch_for("")
+PLANTED: list[tuple[str, Plant, str, str, set[str]]] = [
+    ("unknown key", lambda p: p.set("rollout.temprature=0.5"), "config",
+     r"unknown key 'rollout.temprature'.*did you mean 'rollout.temperature'", set()),
+    ("no model", lambda p: shutil.rmtree(p.model), "model", r"no config.json.*--model-id", set()),
+    ("no shard", lambda p: (p.model / "model-00002-of-00002.safetensors").unlink(), "model",
+     r"lacks model-00002-of-00002.safetensors.*download", set()),
+    ("no data", lambda p: p.data.unlink(), "data", r"data.jsonl' does not exist.*give a .jsonl", set()),
+    ("broken row", lambda p: p.data.write_text(p.data.read_text() + '{"prompt": 3, "answer": "1"}\n'), "data",
+     r"data.jsonl:41.*prompt", set()),
+    ("broken function", broken_function, "rewards", r"no_such_package", set()),
+    ("hanging function", hanging_function, "rewards", r"not ready after 1.5 s.*see what reward.function", set()),
+    ("no drafter", lambda p: p.set(f"drafter.init={p.path / 'nowhere'}"), "drafter", r"drafter.init = .*nowhere",
+     set()),
+    ("changed run", changed_run, "run", r"holds a run with rollout.temperature = 0.5, now 1.0.*another run.name",
+     set()),
+    ("odd ranks", lambda p: p.set("run.ranks=3"), "ranks", r"not divisible by 3 ranks.*use 15", set()),
+    ("small GPUs", lambda p: (p.set("model.device=cuda", "--gpu-memory", "0.1"), p.torch_for("12.8")), "memory",
+     r"Does not fit.*3.71 GB more than the 100 MB of each GPU.*rollout.max_live", set()),
+    ("small disk", small_disk, "disk", r"0.0 MB free of .*, the run writes .*make room", set()),
+    ("small quota", quota("1000* 900 1000 6days 17 0 0 0"), "disk", r"0.0 MB free of your user's quota on .*make room",
+     set()),
+    ("few files", quota("1000 0 0 0 999 0 1000 0"), "disk", r"1 more files fit on your user's quota.*makes about",
+     set()),
+    # where root cannot write either
+    ("read-only folder", lambda p: p.set("run.folder=/sys/tlt"), "run folder", r"/sys .*not permitted.*set run.folder",
+     {"disk"}),
+    ("no MPI", no_mpi, "mpi", r"mpi4py does not load: .*libmpi.so.*load your site's MPI module", {"ranks talk"}),
+    ("another mpiexec", launcher('shift 2; exec "$@"', 60), "ranks talk",
+     r"2 ranks do not talk: MPI sees 1 rank where TLT_RANKS=2.*try by hand: .*mpiexec", set()),
+    ("hanging ranks", launcher("sleep 30 & wait", 2), "ranks talk", r"gave no answer in 2 s.*try by hand", {"mpi"}),
+    ("old package", old_package, "packages", r"transformers 4.9.0 is not >=5.23.*pip install", set()),
+    ("torch for CPUs", lambda p: p.set("model.device=cuda"), "torch",
+     r"is a build for CPUs, and the job runs on GPUs.*install torch's CUDA build", set()),
+]  # fmt: skip
 
 
-def old_driver(place: Place) -> None:
-    text = "NVIDIA-SMI 470.1  Driver Version: 470.1  CUDA Version: 11.4"
-    csv = "NVIDIA A100-SXM4-80GB, 81920, 470.1"
-    place.command("nvidia-smi", f'case "$1" in --query*) echo "{csv}";; *) echo "{text}";; esac')
-    place.set("model.device=cuda")
-    place.torch_for("12.8")
-
-
-def hanging_driver(place: Place) -> None:
-    place.command("nvidia-smi", "sleep 30 & wait")
-    place.monkeypatch.setattr(machine, "_SECONDS", 0.3)
-
-
-PLANTED: list[tuple[Plant, str, str]] = [
-    (unknown_key, "config", r"unknown key 'rollout.temprature'.*did you mean 'rollout.temperature'"),
-    (no_model, "model", r"no config.json.*--model-id"),
-    (no_shard, "model", r"lacks model-00002-of-00002.safetensors.*download"),
-    (short_shard, "model", r"model-00002-of-00002.safetensors is no whole safetensors file.*download it again"),
-    (no_tokenizer, "data", r"no tokenizer.json.*save the fast tokenizer"),
-    (no_data, "data", r"data.jsonl' does not exist.*give a .jsonl"),
-    (broken_row, "data", r"data.jsonl:41.*prompt"),
-    (chats_without_template, "data", r"has no chat template.*data.chat_template"),
-    (broken_function, "rewards", r"no_such_package"),
-    (hanging_function, "rewards", r"not ready after 1.5 s.*see what reward.function"),
-    (no_drafter, "drafter", r"drafter.init = .*nowhere"),
-    (no_tracker, "trackers", r"'tensorboard', which is not installed.*pip install tensorboard"),
-    (changed_run, "run", r"holds a run with rollout.temperature = 0.5, now 1.0.*another run.name"),
-    (odd_ranks, "ranks", r"not divisible by 3 ranks.*use 15"),
-    (small_gpus, "memory", r"Does not fit.*3.71 GB more than the 100 MB of each GPU.*rollout.max_live"),
-    (small_disk, "disk", r"0.0 MB free of .*, the run writes .*make room"),
-    (small_quota, "disk", r"0.0 MB free of your user's quota on .*make room"),
-    (few_files, "disk", r"1 more files fit on your user's quota.*the run makes about"),
-    (read_only_cache, "run folder", r"drafter.cache_folder: /sys .*not permitted.*set drafter.cache_folder"),
-    (read_only_folder, "run folder", r"/sys .*not permitted.*set run.folder"),
-    (no_mpi, "mpi", r"mpi4py does not load: .*libmpi.so.*load your site's MPI module"),
-    (foreign_mpiexec, "ranks talk", r"2 ranks do not talk: MPI sees 1 rank where TLT_RANKS=2.*try by hand: .*mpiexec"),
-    (hanging_ranks, "ranks talk", r"gave no answer in 2 s.*try by hand"),
-    (old_package, "packages", r"transformers 4.9.0 is not >=5.23.*pip install"),
-    (torch_for_cpus, "torch", r"is a build for CPUs, and the job runs on GPUs.*install torch's CUDA build"),
-    (old_driver, "torch", r"for CUDA 12.8, and the driver .*470.1\) takes CUDA 11.4 at most.*CUDA 11"),
-    (hanging_driver, "torch", r"nvidia-smi gave no answer in 0.3 s.*try by hand: nvidia-smi"),
-]
-ALSO = {
-    no_mpi: {"ranks talk"},
-    no_tokenizer: {"data"},
-    read_only_folder: {"disk"},
-}
-
-
-@pytest.mark.parametrize(("plant", "name", "said"), PLANTED, ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_problem_is_found_and_hides_no_other(place: Place, plant: Plant, name: str, said: str) -> None:
+@pytest.mark.parametrize(("plant", "name", "said", "also"), [one[1:] for one in PLANTED],
+                         ids=[one[0] for one in PLANTED])  # fmt: skip
+def test_a_planted_problem_is_found_and_hides_no_other(
+    place: Place, plant: Plant, name: str, said: str, also: set[str]
+) -> None:
     plant(place)
     found = place.check()
-    assert_found(found, name, said, ALSO.get(plant, set()))
+    assert_found(found, name, said, also)
     assert list(found) == ["config", *CHECKS, "slurm"]
 
 
@@ -245,6 +158,7 @@ def test_an_existing_run_is_resumed_unless_a_start_of_it_is_at_work(place: Place
     assert_found(place.check(), "run", r"a start of this run is at work there \(job 17, status\)", set(), "warning")
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes a user namespace in which none may be made: needs root")
 def test_a_system_that_refuses_the_sandbox_is_found(place: Place) -> None:
     """In a process of its own, since what it is forbidden it can never have again."""
@@ -294,7 +208,7 @@ def test_the_build_of_torch_is_read_without_importing_it() -> None:
 
 
 def test_what_could_not_be_checked_says_why(place: Place) -> None:
-    no_model(place)
+    shutil.rmtree(place.model)
     found = place.check()
     assert (found["data"].level, found["data"].found) == ("skipped", f"there is no model in {place.model}")
     for name in ("memory", "disk"):
@@ -418,19 +332,15 @@ def test_fix_fetches_the_model(place: Place) -> None:
     assert place.check()["fix model"].found.endswith("is there") and len(asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(OSError("no route\nmore"), "no route"), (ValueError("a repository is called so"), "called so")],
-)
-def test_what_fix_could_not_do_is_said_and_the_checks_continue(place: Place, error: Exception, said: str) -> None:
-    no_model(place)
+def test_what_fix_could_not_do_is_said_and_the_checks_continue(place: Place) -> None:
+    shutil.rmtree(place.model)
 
     def fetch(model_id: str, folder: Path) -> None:
-        raise error
+        raise OSError("no route\nmore")
 
     place.monkeypatch.setattr(fix, "fetch", fetch)
     place.set("--fix", "--model-id", "Someone/Tiny")
-    assert_found(place.check(), "fix model", f"could not fetch 'Someone/Tiny': .*{said}", {"model"})
+    assert_found(place.check(), "fix model", r"could not fetch 'Someone/Tiny': .*no route", {"model"})
 
 
 def test_a_script_is_read_as_sbatch_reads_it(place: Place) -> None:
@@ -521,21 +431,6 @@ def test_the_kind_of_file_system_is_judged(place: Place, kind: str, level: str, 
     assert one.level == level and said in one.found
 
 
-def test_the_mount_of_a_folder_is_found(tmp_path: Path) -> None:
-    shared = machine.mount_of(Path("/dev/shm"))
-    assert (shared.point, shared.kind, shared.is_memory) == ("/dev/shm", "tmpfs", True)
-    assert machine.Mount("/x", "nfs4", "server:/x").is_shared and not machine.mount_of(tmp_path).is_shared
-
-
-def test_the_gpus_of_this_machine_bound_a_job_that_runs_here(place: Place) -> None:
-    rows = "NVIDIA A100, 81920, 550.54\nNVIDIA A30, 24576, 550.54\nNVIDIA GB200, [N/A], 550.54"
-    place.prints("nvidia-smi", rows)
-    place.torch_for("12.8")
-    place.set("model.device=cuda")
-    assert "22.0 GB (85%) of each GPU left" in place.check()["memory"].found
-    assert machine.read_driver().memory_bytes == (81920 * 2**20, 24576 * 2**20)
-
-
 def test_the_quotas_on_lustre_are_asked_for_and_the_smallest_counts(place: Place) -> None:
     place.monkeypatch.setattr(machine, "mount_of", lambda path: machine.Mount("/scratch", "lustre", "mds:/scratch"))
     place.prints("lfs", "/scratch 100 0 2000000 - 17 0 1000000 -\n")
@@ -559,11 +454,3 @@ def test_a_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
     while process_state(child) not in ("", "Z"):
         assert time.monotonic() < end, "it outlives the command"
         time.sleep(0.01)
-
-
-def test_a_programmers_mistake_is_no_verdict() -> None:
-    def check() -> results.Finding:
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        results.judge(check)

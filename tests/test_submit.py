@@ -1,8 +1,7 @@
-"""jobs/submit.py: members, the script that Slurm gets, states and results."""
+"""jobs/submit.py: members, the script that Slurm gets, and states."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import os
 import pickle
@@ -234,7 +233,7 @@ class Canary:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("command", ["status", "resubmit", "collect"])
+@pytest.mark.parametrize("command", ["status", "resubmit"])
 def test_no_pickle_of_a_folder_is_read(
     command: str, submit: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -248,37 +247,3 @@ def test_no_pickle_of_a_folder_is_read(
         (submission.jobs_folder / name).write_bytes(pickle.dumps(Canary(executed)))
     assert submit([command, str(submission.folder)]) == (0 if command == "resubmit" else 1)
     assert not executed.exists()
-
-
-# --- results ---
-
-
-def test_results_are_one_table(tmp_path: Path) -> None:
-    submission = make(tmp_path, ["run.seed=0,1", "optimizer.learning_rate=1e-4"])
-    leave_status(submission, "100_0", "0\n")
-    run = tmp_path / submission.members[0].run
-    run.mkdir(parents=True)
-    for step in range(12):
-        line = {"critic/rewards/mean": float(step), "timing_s/step": 2.0, "perf/throughput": 100.0 + step}
-        add_line(run / "metrics.jsonl", {"training/global_step": step, **line})
-    (run / "evaluations.jsonl").write_text('{"val-core/x/acc/greedy": 0.1}\n{"val-core/x/acc/greedy": 0.5, "n": 1}\n')
-    statuses = status.read_statuses(submission, parse_queue("100_1|RUNNING|None"))
-    with status.write_results(submission, statuses).open() as file:
-        rows = list(csv.DictReader(file))
-    assert rows[0] == {
-        "member": "tiny-seed0-learning_rate1e-4",
-        "run.seed": "0",
-        "optimizer.learning_rate": "1e-4",
-        "state": "finished",
-        "steps": "12",
-        "reward, last 10": "6.5",
-        "length": "",
-        "accept length": "",
-        "tokens/s": "105.5",
-        "s/step": "2.0",
-        "val-core/x/acc/greedy": "0.5",
-    }
-    assert (rows[1]["state"], rows[1]["steps"], rows[1]["val-core/x/acc/greedy"]) == ("running", "0", "")
-    (run / "evaluations.jsonl").write_text("{")
-    with pytest.raises(UserError, match=r"evaluations\.jsonl is damaged"):
-        status.write_results(submission, statuses)

@@ -131,16 +131,6 @@ def test_a_rank_that_hangs_reports_why_and_ends(tmp_path, capfd):
     assert read_record(tmp_path, 0).ending == "finished", "the end of the test"
 
 
-def test_a_rank_that_moves_is_left_alone(tmp_path):
-    with Job(tmp_path, looks=10, by_hand=True) as job:
-        for _ in range(8):
-            job.beat.tick()
-            job.look(9)
-        assert not job.ends
-        job.look(12)
-        assert job.ends
-
-
 def test_the_others_leave_it_to_the_lowest_as_long_as_that_one_lives(tmp_path, capfd):
     with Job(tmp_path, size=2, looks=5, by_hand=True) as job:
         job.beat.member, job.beat.step = replace(job.beat.member, rank=1), 1
@@ -172,14 +162,6 @@ def test_nobody_is_ended_while_another_is_at_work_and_it_is_once_that_one_is_sil
         job.look(20)
         assert job.ends == [STALLED]
     assert "rank 1 on node1 shows no sign of life" in capfd.readouterr().err
-
-
-def test_a_damaged_file_is_reported_and_stops_nothing(tmp_path, capfd):
-    (tmp_path / "rank-0001").write_bytes(b"half of a rec")
-    with Job(tmp_path, size=2, looks=3) as job:
-        assert job.is_over.wait(60)
-    err = capfd.readouterr().err
-    assert "rank 0 on node1 is stuck" in err and "the status of rank 1 cannot be read: 13 bytes" in err
 
 
 # -- folders that fail ------------------------------------------------------------------------------------------------

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from tlt_hpc.cluster.executor import read_status
 from tlt_hpc.cluster.slurm import QueuedJob
 from tlt_hpc.cluster.submission import Submission, SubmittedRun
-from tlt_hpc.common.files import LINES_BYTES, DamagedText, parse_json, read_bytes, told
-from tlt_hpc.config import UserError
-from tlt_hpc.storage.folder import RunFolder, writing_beside
+from tlt_hpc.storage.folder import RunFolder
 from tlt_hpc.storage.step_lines import Line, read_lines
 
 FINISHED = "finished"
@@ -24,16 +19,6 @@ STOPPED_EARLY = 75
 _REWARD = "critic/rewards/mean"
 _LAST_WORDS = re.compile(rb"^(?:tlt|sbatch/env\.sh|slurmstepd: error|srun: error): .+", re.MULTILINE)
 """Lines that say why a job ended."""
-_LAST = 10
-"""Steps that the mean reward is taken over: one step's is noisy."""
-_MEANS = {
-    f"reward, last {_LAST}": (_REWARD, _LAST),
-    "length": ("response_length/mean", _LAST),
-    "accept length": ("drafter/spec_decode/mean_acceptance_length", _LAST),
-    "tokens/s": ("perf/throughput", 0),
-    "s/step": ("timing_s/step", 0),
-}
-"""Columns of the results: the figure, and over how many of the last steps its mean is taken (0: all)."""
 
 
 @dataclass(frozen=True)
@@ -107,51 +92,3 @@ def status_table(statuses: Sequence[MemberStatus]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-# --- results ---
-
-
-def write_results(submission: Submission, statuses: Sequence[MemberStatus]) -> Path:
-    """Write a row for each member as CSV into the submission's folder, empty where a run has no such figure.
-
-    Raises:
-        UserError: a run's evaluations are damaged.
-        WriteError: no room or no permission.
-    """
-    rows = [
-        {"member": status.member.name, **dict(override.partition("=")[::2] for override in status.member.own)}
-        | {"state": status.state, "steps": len(status.lines)}
-        | means(list(status.lines.values()))
-        | newest_evaluation(submission.store / status.member.run / "evaluations.jsonl")
-        for status in statuses
-    ]
-    path = submission.folder / "results.csv"
-    with writing_beside(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
-def means(lines: Sequence[Line]) -> dict[str, Any]:
-    """Means over a run's steps."""
-    values = {name: [line[key] for line in lines[-last:] if key in line] for name, (key, last) in _MEANS.items()}
-    return {name: fmean(found) if found else None for name, found in values.items()}
-
-
-def newest_evaluation(path: Path) -> dict[str, Any]:
-    """The figures of a run's newest evaluation, under verl's names; none where there is none.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    try:
-        newest = parse_json(read_bytes(path, LINES_BYTES).rstrip().rpartition(b"\n")[2], dict[str, Any])
-        return {key: value for key, value in newest.items() if key.startswith("val-core/")}
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise UserError(told(error)) from None
-    except DamagedText as error:
-        raise UserError(f"{path} is damaged ({error}); fix or remove it, and collect again") from None

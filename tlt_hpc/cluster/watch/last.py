@@ -27,7 +27,9 @@ def clear_last(folder: Path, start: str) -> str:
     Raises:
         OSError: the folder cannot be read.
     """
-    records = _newest_start([record for path in sorted(folder.glob("rank-*")) if (record := _read(path)) is not None])
+    records = [record for path in sorted(folder.glob("rank-*")) if (record := _read(path)) is not None]
+    of_rank_0 = [record.start for record in records if record.rank == 0]
+    records = [record for record in records if record.start in of_rank_0]  # a start on more ranks has left more files
     verdict = read_verdict(folder)
     verdict_file(folder).unlink(missing_ok=True)
     if not records or records[0].start == start:
@@ -58,12 +60,6 @@ def _end_of(records: list[Record]) -> str:
     hosts = ", ".join(dict.fromkeys(record.host for record in silent))
     first = silent[0]
     return f"all {len(silent)} ranks on {hosts} ended without a word, rank {first.rank} last seen in {first.place}"
-
-
-def _newest_start(records: list[Record]) -> list[Record]:
-    """Those of rank 0's start: a run that resumed with fewer ranks has left files of more."""
-    first = [record.start for record in records if record.rank == 0]
-    return [record for record in records if record.start in first]
 
 
 def _read(path: Path) -> Record | None:

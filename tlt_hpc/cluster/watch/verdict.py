@@ -76,9 +76,7 @@ def _of_stuck(stuck: Sequence[Record], others: Sequence[Record]) -> str:
     least = [record for record in stuck if _how_far(record) == first]
     told = "; ".join(f"{r.name} is stuck in {r.place} for {r.seconds:g} s{_at(r)}" for r in least[:3])
     more = f" and {len(least) - 3} more" if len(least) > 3 else ""
-    behind = [record for record in stuck if record not in least]
-    tail = f"; {_ranks(r.rank for r in behind)} further on, in {behind[0].place}" if behind else ""
-    return f"{told}{more}{tail}" + (f"; {_waiting(others)}" if others else "")
+    return f"{told}{more}" + (f"; {_waiting(others)}" if others else "")
 
 
 def _how_far(record: Record) -> tuple[int, int, int]:

@@ -1,57 +1,24 @@
-"""What this machine has: GPUs and their driver, memory, file systems."""
+"""What this machine has: GPUs, memory, file systems."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt_hpc.plan.preflight.program import NoAnswer, ask
+from tlt_hpc.plan.preflight.program import ask
 
+_GPUS = Path("/proc/driver/nvidia/gpus")
 _SECONDS = 30.0
-"""nvidia-smi without a persistence daemon takes seconds on a node of eight GPUs."""
 _SHARED = (
     "nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "cifs", "smb", "fuse.", "afs", "9p", "orangefs", "wekafs"
 )  # fmt: skip
 """Prefixes of file systems that several machines share; those on FUSE may be shared or not."""
 
 
-@dataclass(frozen=True)
-class NvidiaDriver:
-    """What nvidia-smi reports; nothing if there is no driver."""
-
-    gpus: tuple[str, ...] = ()
-    """Names."""
-    memory_bytes: tuple[int, ...] = ()
-    """Of each GPU that reports it."""
-    version: str = ""
-    cuda: str = ""
-    """The newest CUDA version that the driver supports, such as ``12.4``."""
-    error: str = ""
-    """If nvidia-smi does not answer, as on a node with a broken GPU."""
-
-
-def read_driver() -> NvidiaDriver:
-    """Ask nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return NvidiaDriver()
-    query = "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"
-    try:
-        listed, shown = ask(["nvidia-smi", *query], _SECONDS), ask(["nvidia-smi"], _SECONDS)
-    except NoAnswer as error:
-        return NvidiaDriver(error=str(error))
-    rows = [line.split(", ") for line in listed.out.splitlines()] if listed.status == 0 else []
-    if not rows:
-        return NvidiaDriver()
-    cuda = re.search(r"CUDA(?: UMD)? Version\s*:\s*(\d+\.\d+)", shown.out)
-    return NvidiaDriver(
-        gpus=tuple(name for name, _, _ in rows),
-        memory_bytes=tuple(int(memory) * 2**20 for _, memory, _ in rows if memory.isdigit()),
-        version=rows[0][2],
-        cuda=cuda[1] if cuda else "",
-    )
+def has_gpus() -> bool:
+    """Whether NVIDIA's driver has found GPUs."""
+    return _GPUS.is_dir()
 
 
 @dataclass(frozen=True)

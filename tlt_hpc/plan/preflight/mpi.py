@@ -106,10 +106,8 @@ def _check_srun(library: Library) -> Finding:
     if asked not in known:
         return failure(f"srun knows no --mpi={asked}, only {', '.join(known)}", "export TLT_SRUN_MPI=one of these")
     if library.fitting and not asked.startswith(library.fitting):
-        return failure(
-            f"srun --mpi={asked} does not start {library.family}, which mpi4py loads: N jobs of one rank",
-            f"export TLT_SRUN_MPI={library.fitting[0]}",
-        )
+        what = f"srun --mpi={asked} does not start {library.family}, which mpi4py loads: N jobs of one rank"
+        return failure(what, f"export TLT_SRUN_MPI={library.fitting[0]}")
     return ok(f"srun --mpi={asked} for {library.in_words}")
 
 

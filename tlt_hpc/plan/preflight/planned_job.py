@@ -54,12 +54,8 @@ class PlannedJob:
     @property
     def uses_gpu(self) -> bool:
         """Whether the job runs on GPUs: it says so, or uses what it finds and some are requested or are here."""
-        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and bool(self.driver.gpus))
+        found = bool(self.request.gpus_per_node) or (not self.asks_slurm and machine.has_gpus())
         return self.needs_gpu or (self.config.model.device == "auto" and found)
-
-    @cached_property
-    def driver(self) -> machine.NvidiaDriver:
-        return machine.read_driver()
 
     @cached_property
     def model_folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""Checks of the machine: memory, disk and quota, the run's file system, Python and packages, torch and the driver."""
+"""Checks of the machine: memory, disk and quota, the run's file system, Python, packages and torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import platform
 import runpy
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -24,13 +23,11 @@ from tlt_hpc.plan.preflight import machine, slurm_checks
 from tlt_hpc.plan.preflight.machine import Mount, size
 from tlt_hpc.plan.preflight.planned_job import PlannedJob
 from tlt_hpc.plan.preflight.program import ask
-from tlt_hpc.plan.preflight.results import Finding, Skip, failure, failure_of, ok, warning, worst
-from tlt_hpc.storage.folder import WriteError, node_folder
+from tlt_hpc.plan.preflight.results import Finding, Skip, failure, ok, warning, worst
+from tlt_hpc.storage.folder import WriteError
 
 _MB, _KIB = 2**20, 1024
 _QUOTA_SECONDS = 30.0
-_SLOW_SECONDS = 2.0
-"""Seconds for a file of a megabyte to reach the disk; a run writes one per rank and step."""
 _MAKE_ROOM = "make room there, set run.folder to another place, or lower checkpoint.keep or drafter.cache_bytes"
 _CLONE = Path(tlt_hpc.__file__).resolve().parent.parent
 _ENVIRONMENT = _CLONE / "sbatch" / "env.sh"
@@ -46,20 +43,13 @@ def check_memory(job: PlannedJob) -> Finding:
     from tlt_hpc.plan.memory.plan import MemoryLimits
     from tlt_hpc.plan.memory.summary import verdict, way_out
 
-    plan, limits = job.plan, MemoryLimits(_gpu_bytes(job), _host_bytes(job))
+    plan, limits = job.plan, MemoryLimits(job.gpu_bytes if job.uses_gpu else None, _host_bytes(job))
     said = verdict(plan, limits)
     if not limits.hold(plan):
         return failure(said.rstrip("."), f"{way_out(plan, limits)} See tlt plan")
     if job.uses_gpu and limits.device is None:
         return warning(f"{said} How much a GPU has is not known here", "give --gpu-memory GB")
     return ok(said)
-
-
-def _gpu_bytes(job: PlannedJob) -> int | None:
-    """Memory of each GPU: as given, or that of this machine's smallest if the job runs here."""
-    if job.gpu_bytes is not None or not job.uses_gpu or job.asks_slurm:
-        return job.gpu_bytes if job.uses_gpu else None
-    return min(job.driver.memory_bytes, default=None)
 
 
 def _host_bytes(job: PlannedJob) -> int | None:
@@ -148,48 +138,23 @@ def _left(used: int, soft: int, hard: int) -> float:
 
 
 def check_run_folder(job: PlannedJob) -> Finding:
-    """HDF5 files can be written, synced, renamed and read back in the run's folder and in the feature cache's own."""
-    template = job.config.drafter.cache_folder
-    return worst([_try_run_folder(job), *([_try_cache_folder(template, job.config.folder)] if template else [])])
-
-
-def _try_cache_folder(template: str, run: Path) -> Finding:
-    try:
-        folder = machine.nearest_folder(node_folder(template, run, socket.gethostname()))
-    except ValueError as error:  # the job may set the variable
-        text, _, remedy = str(error).partition("; ")
-        return warning(text, remedy)
-    return _try_file(folder, "drafter.cache_folder")[0]
-
-
-def _try_run_folder(job: PlannedJob) -> Finding:
+    """An HDF5 file can be written, synced, renamed and read back in the run's folder; all nodes will see it."""
     folder = machine.nearest_folder(job.config.folder)
-    mount = machine.mount_of(folder)
-    finding, seconds = _try_file(folder, "run.folder")
-    words = finding.found
-    if finding.remedy:
-        return finding
-    if job.request.nodes > 1 and not mount.is_shared:
-        return warning(
-            f"{words}; {mount.kind} is mostly of one machine, and all {job.request.nodes} nodes must see the run",
-            "set run.folder to a file system that all nodes share",
-        )
-    return warning(f"{words}, which is slow", "use a faster file system") if seconds > _SLOW_SECONDS else finding
-
-
-def _try_file(folder: Path, key: str) -> tuple[Finding, float]:
-    """What comes of writing and reading a file as a run does, and the seconds that it took."""
-    mount, remedy = machine.mount_of(folder), f"set {key} to another place, where you may write"
-    place, started = f"{key}: {folder} ({mount.kind})", time.perf_counter()
+    mount, started = machine.mount_of(folder), time.perf_counter()
+    place = f"{folder} ({mount.kind})"
     try:
         _write_and_read(folder)
     except OSError as error:
         said = error.fact if isinstance(error, WriteError) else error.strerror or str(error)
-        return failure(f"{place}: {said}", remedy), 0.0
+        return failure(f"{place}: {said}", "make sure that you may write there, or set run.folder")
     if mount.is_memory:
-        return warning(f"{place} is in memory, and is lost when the machine restarts", remedy), 0.0
-    seconds = time.perf_counter() - started
-    return ok(f"{place}: HDF5 file written and read back in {1000 * seconds:.0f} ms"), seconds
+        return warning(f"{place} is in memory, and is lost when the machine restarts", "set run.folder to a disk")
+    if job.request.nodes > 1 and not mount.is_shared:
+        return warning(
+            f"{place}: {mount.kind} is mostly of one machine, and all {job.request.nodes} nodes must see the run",
+            "set run.folder to a file system that all nodes share",
+        )
+    return ok(f"{place}: HDF5 file written and read back in {1000 * (time.perf_counter() - started):.0f} ms")
 
 
 def _write_and_read(folder: Path) -> None:
@@ -268,26 +233,11 @@ def torch_build() -> tuple[str, str]:
 
 
 def check_torch(job: PlannedJob) -> Finding:
-    """The build of torch is for the job's device, and the driver, if there is one, is new enough for it."""
-    (version, cuda), driver = torch_build(), job.driver
-    if driver.error:
-        return failure_of(ValueError(driver.error))
-    if not cuda:
-        if not job.uses_gpu:
-            return ok(f"torch {version} for CPUs")
+    """The build of torch is for the job's device; whether the driver is new enough, torch reports at the start."""
+    version, cuda = torch_build()
+    if job.uses_gpu and not cuda:
         return failure(
             f"torch {version} in {sys.prefix} is a build for CPUs, and the job runs on GPUs",
             "install torch's CUDA build (environment.yml; on a login node CONDA_OVERRIDE_CUDA says which)",
         )
-    if not driver.gpus:
-        if job.needs_gpu and not job.asks_slurm:
-            return warning(f"torch {version} for CUDA {cuda}; this machine has no GPU, and the job runs on GPUs",
-                           "start the job where there are some; a login node needs none")  # fmt: skip
-        return ok(f"torch {version} for CUDA {cuda}; no GPU here, so the driver is not known")
-    here = f"{len(driver.gpus)} x {driver.gpus[0]}, driver {driver.version}"
-    if driver.cuda and int(driver.cuda.partition(".")[0]) < int(cuda.partition(".")[0]):
-        return failure(
-            f"torch {version} is for CUDA {cuda}, and the driver ({here}) takes CUDA {driver.cuda} at most",
-            f"install torch's build for CUDA {driver.cuda.partition('.')[0]}",
-        )
-    return ok(f"torch {version} for CUDA {cuda}; {here}")
+    return ok(f"torch {version} for {f'CUDA {cuda}' if cuda else 'CPUs'}")
