@@ -302,10 +302,8 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpu-memory", "80"], "--gpu-memory without --gpus; say how many GPUs a node has"),
         (["--gpus", "8", "--ranks", "48"], "rollout.prompts_per_step = 128 is not divisible by 48 ranks; use 96"),
-        (["model.device=cuda"], "model.device = 'cuda' and no --gpus; say how many"),
         (["--gpus", "8", "model.device=cpu"], "--gpus 8 with model.device = 'cpu'; leave one of them out"),
         (["--gpus", "8", "--shape", "none"], "--shape none is no model's folder on this machine, and"),
-        (["--gpus", "8", "model.path=models/own"], "model.path = 'models/own' is no model's folder on"),
         (["--gpus", "8", "rollout.tensor_parallel=8"], "rollout.tensor_parallel = 8 does not divide the model's"),
         (["--gpus", "2", "--ranks", "8", "rollout.tensor_parallel=4"], "rollout.tensor_parallel = 4 does not divide 2"),
         (["--gpus", "3", "--ranks", "8"], "--ranks 8 do not fill nodes of --gpus 3; use --ranks 6"),

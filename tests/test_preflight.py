@@ -21,7 +21,7 @@ from preflight_place import NODES, ROOT, SCRIPT, Place, make_place
 from tlt_hpc.cli.main import main, parse
 from tlt_hpc.cluster.watch.process import process_state
 from tlt_hpc.config import ConfigError, load_config, to_toml
-from tlt_hpc.plan.preflight import fix, job_checks, machine, mpi, request, slurm_checks, system_checks
+from tlt_hpc.plan.preflight import fix, job_checks, machine, mpi, request, system_checks
 from tlt_hpc.plan.preflight.checklist import CHECKS, SLURM_CHECKS
 from tlt_hpc.plan.preflight.program import NoAnswer, ask
 from tlt_hpc.plan.preflight.results import Finding
@@ -400,15 +400,6 @@ def test_the_recipe_of_the_first_run_asks_for_what_its_script_leaves_open() -> N
     options.script = ROOT / options.script
     found = request.make_request(options, {})
     assert (found.partition, found.account) == ("PARTITION", "ACCOUNT")
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-0", 172800), ("1-12:30", 131400), ("1-0:0:5", 86405),
-     ("UNLIMITED", float("inf"))],
-)  # fmt: skip
-def test_times_are_read_as_slurm_writes_them(text: str, seconds: float) -> None:
-    assert slurm_checks.seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logged import step_record
 
 from tlt_hpc.cli.main import main
 from tlt_hpc.common.records import EngineSpans, FinishReason, Rollout, RolloutTiming, SampleKey
@@ -261,26 +262,13 @@ def _record(
         )
         for i, length in enumerate(shard)
     )  # fmt: skip
-    rounds = np.bincount(spans.strategy_index, minlength=len(NAMES)).astype(np.int64)
-    took = float(spans.seconds.sum())
-    return StepRecord(
-        step=step,
-        rank=rank,
-        num_ranks=num_ranks,
-        rollouts=rollouts,
-        rewards=np.zeros(len(shard), np.float32),
-        advantages=np.zeros(len(shard), np.float32),
-        timing=RolloutTiming(1000.0, 1000.0 + took, 1000.0 + took + STOP_SECONDS),
-        micro_steps=(),
-        harvested_seconds=0.0,
-        strategy_names=tuple(names),
-        strategy_rounds=rounds,
-        strategy_tokens=rounds,
-        decisions=np.zeros((0, 2), np.int32),
-        guarded_near_ties=0,
-        metrics={},
-        spans=spans,
-    )
+    rounds = np.bincount(spans.strategy_index, minlength=len(names)).astype(np.int64)
+    end = 1000.0 + float(spans.seconds.sum())
+    record = step_record(
+        step, rollouts, np.zeros(len(shard)), timing=RolloutTiming(1000.0, end, end + STOP_SECONDS),
+        strategy_names=tuple(names), strategy_rounds=rounds, strategy_tokens=rounds, spans=spans,
+    )  # fmt: skip
+    return replace(record, rank=rank, num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

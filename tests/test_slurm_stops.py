@@ -59,6 +59,7 @@ def kill(training: Training) -> None:
     assert ranks
     os.kill(random.choice(ranks), signal.SIGKILL)
     training.until_ended("FAILED")
+    assert re.search(r"^srun: error: node\d: task \d: Killed$", training.said(), re.MULTILINE)
     training.submit()
 
 
@@ -75,7 +76,7 @@ def is_rank_of(path: Path, job: str) -> bool:
 @pytest.mark.parametrize(
     ("num_steps", "stops"),
     [
-        pytest.param(9, (limit, preempt, cancel), marks=pytest.mark.ci),
+        pytest.param(9, (limit, preempt, kill), marks=pytest.mark.ci),
         pytest.param(
             25, (limit, preempt, requeue, cancel, kill, limit),
             marks=pytest.mark.slow,

@@ -134,6 +134,7 @@ def without_slurm() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("5:00", 300), ("0:07", 7), ("1:02:03", 3723), ("2-03:04:05", 183845), ("90", 5400), ("2-0", 172800),
+     ("90:30", 5430), ("1-12:30", 131400), ("1-0:0:5", 86405),
      ("UNLIMITED", float("inf"))],
 )  # fmt: skip
 def test_times_in_slurms_format(text, seconds):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from tlt_hpc.cluster.watch import watch as watch_module
 from tlt_hpc.cluster.watch.beat import Beat, Member, Phase
@@ -84,19 +81,6 @@ def is_told(folder: Path) -> bool:
     return False
 
 
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of a few pages."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"only root may mount a small disk: {mounted.stderr.decode()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
 def test_a_rank_records_where_it_is_and_how_it_ended(tmp_path):
     with Job(tmp_path) as job:
         with job.beat.within(Phase.UPDATE, 12):
@@ -165,27 +149,6 @@ def test_nobody_is_ended_while_another_is_at_work_and_it_is_once_that_one_is_sil
 
 
 # -- folders that fail ------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk(small_disk, capfd):
-    """The record is written in place: what was told before the disk was full can be told on it."""
-    with Job(small_disk, looks=30, by_hand=True) as job:
-        job.look(1)
-        before = read_record(small_disk, 0).heartbeat
-        fill(small_disk)
-        job.beat.tick()
-        job.look(10)
-        assert read_record(small_disk, 0).heartbeat > before
-        job.look(30)
-        assert job.ends == [STALLED]
-    err = capfd.readouterr().err
-    assert "the job hangs: rank 0 on node1" in err and err.count("the job hangs: ") == 1
-
-
-def fill(folder: Path) -> None:
-    with contextlib.suppress(OSError), (folder / "filling").open("wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
 
 
 def test_a_folder_that_hangs(tmp_path, capfd, monkeypatch):
